@@ -74,6 +74,14 @@ OPTIONS: dict[str, Option] = {
             (1, 2),
             "copies of the shards: hybrid sharding (HSDP), in groups of ranks that hold a copy each",
         ),
+        Option(
+            "tp", (1, 2, 4), "ranks that hold the parts of each layer: tensor parallelism; the others are data parallel"
+        ),
+        Option(
+            "sp",
+            (False, True),
+            "sequence parallelism: ranks of tensor parallelism cut what lies between their layers along the sequence",
+        ),
         Option("use_orig_params", (True, False), "FSDP1: parameters keep their own tensors, or live in a flat one"),
         Option("cpu_ram_efficient_loading", (False, True), "only rank 0 holds the weights before they are sharded"),
         Option("meta_init", (False, True), "the model is made without memory and filled after sharding"),
@@ -151,6 +159,11 @@ class Cell:
         changed = {name: value for name, value in listed.items() if value != OPTIONS[name].default}
         ordered = tuple((name, changed[name]) for name in OPTIONS if name in changed)
         object.__setattr__(self, "options", ordered)
+        if self.world_size % self.tp:
+            fitting = [str(size) for size in OPTIONS["tp"].values if self.world_size % int(size) == 0]
+            raise ValueError(
+                f"tp {self.tp} does not divide {self.world_size} ranks; with these tp can be {', '.join(fitting)}"
+            )
 
     @classmethod
     def of(cls, strategy: str, precision: str, world_size: int = 2, **options: OptionValue) -> Cell:
@@ -190,6 +203,20 @@ class Cell:
         if name not in OPTIONS:
             raise ValueError(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
         return dict(self.options).get(name, OPTIONS[name].default)
+
+    @property
+    def tp(self) -> int:
+        """Return how many ranks hold the parts of each layer together; neighbours, as the innermost dimension of a mesh."""
+        return int(self.option("tp"))
+
+    @property
+    def dp_size(self) -> int:
+        """Return how many different batches a step has: all ranks, but the peers of tensor parallelism count once."""
+        return self.world_size // self.tp
+
+    def dp_rank(self, rank: int) -> int:
+        """Return which of these batches the rank is fed."""
+        return rank // self.tp
 
     @property
     def set(self) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
-"""Digests of tensors that compose: the digest of a whole follows from those of its shards.
+"""Digests of tensors that add up: the digest of a whole is the sum of those of its parts, however it was cut.
 
-A digest reads ``words:hash``: the number of 32-bit words and a polynomial hash of them, modulo two primes below 2**31,
-so that products fit into 64 bits. All zeros hash to 0. ``probe.tensors.digest`` makes digests.
+A digest reads ``words:hash``: the number of 32-bit words, and the sum of each word times ``base`` to the power of its position
+in the whole, modulo two primes below 2**31, so that products fit into 64 bits. The position of a word is that in the flattened
+whole tensor, so parts need no order, whatever dimension a mesh has cut: rows, columns, or pieces of pieces. All zeros hash to
+0. ``probe.tensors.digest`` makes digests.
 """
 
 from __future__ import annotations
@@ -27,14 +29,24 @@ def read(digest: str) -> tuple[int, tuple[int, int]]:
 
 
 def combine(digests: Iterable[str]) -> str:
-    """Return the digest of the concatenation, in that order; of flat shards in rank order that is the whole's."""
+    """Return the digest of the whole that these parts make up, each made with its position in the whole."""
     words, hashes = 0, [0, 0]
     for digest in digests:
         more, parts = read(digest)
         words += more
-        for n, (prime, base) in enumerate(zip(PRIMES, BASES, strict=True)):
-            hashes[n] = (hashes[n] * pow(base, more, prime) + parts[n]) % prime
+        hashes = [(one + part) % prime for one, part, prime in zip(hashes, parts, PRIMES, strict=True)]
     return form(words, (hashes[0], hashes[1]))
+
+
+def concatenate(digests: Iterable[str]) -> str:
+    """Return the digest of tensors one after the other, each digested as a whole of its own."""
+    start, shifted = 0, []
+    for digest in digests:
+        words, parts = read(digest)
+        moved = (part * pow(base, start, prime) % prime for part, base, prime in zip(parts, BASES, PRIMES, strict=True))
+        shifted.append(form(words, tuple(moved)))
+        start += words
+    return combine(shifted)
 
 
 def is_zero(digest: str) -> bool:

@@ -15,9 +15,9 @@ from pytest_distcompat.scenario import Run
 class SuitePayload:
     """The payload of the request for one run of a suite.
 
-    ``driver`` is a name or ``module:attribute``, ``cell`` the id of the run's cell, ``ranks`` the number of ranks of
-    the cell that it is for. A run with damage has a copy of ``load_from`` in ``save_to``, and loads that. ``log_level``
-    is pytest's, or empty.
+    ``driver`` is a name or ``module:attribute``, ``cell`` the id of the run's cell, ``ranks`` the number of
+    data-parallel ranks of the cell that it is for. A run with damage has a copy of ``load_from`` in ``save_to``, and
+    loads that. ``log_level`` is pytest's, or empty.
     """
 
     driver: str
@@ -38,7 +38,7 @@ class SuitePayload:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Directories of one run, and the number of ranks that a reference run stands for."""
+    """Directories of one run, and the number of data-parallel ranks that a reference run stands for."""
 
     save_to: Path
     #: The checkpoint of an earlier run, or of this one.

@@ -113,7 +113,7 @@ class Runner:
             shutil.copytree(load_from, save_to, dirs_exist_ok=True)
         run_cell = run.cell(cell)
         names = str(save_to), str(load_from), str(export)
-        payload = SuitePayload(driver, run_cell.id, cell.world_size, self._device, run, *names, self._log_level)
+        payload = SuitePayload(driver, run_cell.id, cell.dp_size, self._device, run, *names, self._log_level)
         request = Request(
             target=f"{WORKER}:run",
             payload=dataclasses.asdict(payload),
@@ -144,7 +144,7 @@ class Runner:
         # A run that loads the checkpoint of another one belongs to that one's cell. The name ends with a hash, since a
         # driver's name may contain any character.
         run_cell = run.cell(cell)
-        ranks = f"-of_{cell.world_size}" if run_cell.world_size != cell.world_size else ""
+        ranks = f"-of_{cell.dp_size}" if run_cell.world_size != cell.world_size else ""
         origin = f"-after_{cell.id}" if run.after and run_cell != cell else ""
         text = f"{driver}-{run_cell.id}-{run.same_as or run.name}{ranks}{origin}"
         name = re.sub(r"[^\w.-]", "_", text)

@@ -58,6 +58,9 @@ class Scenario:
     runs: tuple[Run, ...]
 
 
+#: Options that say on which mesh a cell runs; one rank has none.
+MESH = ("dp_replicate", "tp", "sp")
+
 #: Steps of a training: enough for two trainings that differ in their optimizer to diverge.
 STEPS = 20
 #: How many of them come before the save.
@@ -132,19 +135,22 @@ OVERFLOW = Scenario("overflow", (OVERFLOW_RUN,))
 DAMAGE = Scenario("damage", (TRAIN_RUN, *DAMAGED_RUNS))
 
 
-def reshard(world_size: int) -> Scenario:
-    """Return runs that load a checkpoint at twice its world size, then back at its own; and in one process."""
-    load = (*_BUILD, "load")
-    up = Run("up", (*load, *("step",) * 3, "save", "step"), first_step=3, after="train", world_size=2 * world_size)
+def reshard(cell: Cell) -> Scenario:
+    """Return runs that load a checkpoint at twice its world size, then back at its own; and in one process.
+
+    One of tensor parallelism is loaded without it at the same world size, then back on its own mesh.
+    """
+    load, world_size = (*_BUILD, "load"), cell.world_size
+    mesh = {"only": without(*MESH)} if cell.tp > 1 else {"world_size": 2 * world_size}
+    up = Run("up", (*load, *("step",) * 3, "save", "step"), first_step=3, after="train", **mesh)
     back = Run("back", (*load, "step"), first_step=6, after="up", world_size=world_size)
-    # One rank holds one copy.
-    one = Run("one", (*load, "step"), first_step=3, after="train", world_size=1, only=without("dp_replicate"))
+    one = Run("one", (*load, "step"), first_step=3, after="train", world_size=1, only=without(*MESH))
     return Scenario("reshard", (TRAIN_RUN, up, back, one) if world_size > 1 else (TRAIN_RUN, up, back))
 
 
 def port(strategy: str) -> Scenario:
     """Return runs that save under one strategy and load under another, without options that shape flat parameters."""
-    options = without("use_orig_params", "dp_replicate")
+    options = without("use_orig_params", *MESH)
     moved = Run("port", (*_BUILD, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=options)
     return Scenario("portable", (TRAIN_RUN, moved))
 

@@ -13,6 +13,56 @@ from typing import Any
 
 from pytest_distcompat.decode import decode
 
+#: Placements of a dimension along which all ranks hold the same, and of one whose ranks hold pieces of the flattened tensor.
+REPLICATE, FLAT = "Replicate", "Flat"
+
+
+@dataclass(frozen=True)
+class MeshDim:
+    """One dimension of a mesh: its name (``tp``), its size, this rank's coordinate, and how a tensor is placed along it.
+
+    ``placement`` is ``Replicate``, ``Shard(0)``, ``StridedShard(0, 2)`` or ``Partial``, as torch's DTensor has them, or ``Flat``:
+    pieces of the flattened tensor in the order of the ranks, as FSDP1 and ZeRO cut it.
+    """
+
+    name: str
+    size: int
+    coordinate: int
+    placement: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which part of a whole tensor this rank holds.
+
+    ``dims`` are those of its mesh. ``holders`` are the ranks that hold one copy of the tensor together (its shard group), in the
+    order of their pieces if it is cut flat; empty if this rank alone holds the whole.
+    """
+
+    dims: tuple[MeshDim, ...] = ()
+    holders: tuple[int, ...] = ()
+
+    @property
+    def region(self) -> tuple[tuple[str, int, int], ...]:
+        """Return which part it is: ranks with the same one hold replicas of it."""
+        return tuple(
+            (dim.placement, dim.size, dim.coordinate)
+            for dim in self.dims
+            if dim.size > 1 and dim.placement != REPLICATE
+        )
+
+    @property
+    def flat(self) -> bool:
+        """Tell whether it is a piece of the flattened tensor, whose place follows from the pieces before it."""
+        return any(dim.placement == FLAT for dim in self.dims)
+
+    def dim(self, name: str) -> MeshDim | None:
+        """Return the dimension of that name, None if the tensor's mesh has none."""
+        return next((dim for dim in self.dims if dim.name == name), None)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{dim.name}={dim.placement}".lstrip("=") for dim in self.dims)
+
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -20,7 +70,8 @@ class ParameterInfo:
 
     ``kind`` is ``Tensor``, ``DTensor``, ``FSDP1 shard``, ``FlatParameter`` or ``ZeRO-3``; ``shape`` the global shape,
     ``local_numel`` what this rank stores of it, ``dtype`` that of the local storage. ``held`` says how many entries of
-    the optimizer's param_groups are this very tensor, or None where the optimizer holds flat copies (ZeRO).
+    the optimizer's param_groups are this very tensor, or None where the optimizer holds flat copies (ZeRO). ``persistent`` tells
+    of a buffer of the unwrapped model whether it is saved.
     """
 
     name: str
@@ -28,10 +79,11 @@ class ParameterInfo:
     dtype: str
     trainable: bool = True
     kind: str = "Tensor"
-    placement: str = ""
+    layout: Layout = Layout()
     local_numel: int = 0
     digest: str = ""
     held: int | None = None
+    persistent: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,8 +115,7 @@ class ModelInfo:
     without an engine. ``world_size`` is the process group's, ``trainer_world_size`` what the trainer believes.
     ``units``, ``checkpointed`` and ``compiled`` are live names of modules that FSDP wraps, whose activations are
     recomputed, that torch.compile wraps (the root is ``""``). ``float8`` counts layers that compute in 8 bits,
-    ``graphs`` those that torch.compile has made in this process. ``shard_group`` are the ranks that hold a copy of the
-    model together, in the order of their shards: under hybrid sharding not all; empty where nobody shards.
+    ``graphs`` those that torch.compile has made in this process.
     """
 
     type: str
@@ -80,7 +131,6 @@ class ModelInfo:
     compiled: tuple[str, ...] = ()
     float8: int = 0
     graphs: int = 0
-    shard_group: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +142,7 @@ class StateInfo:
     dtype: str
     numel: int
     digest: str
+    layout: Layout = Layout()
 
 
 @dataclass(frozen=True)
@@ -122,14 +173,17 @@ class GradientInfo:
     name: str
     numel: int
     square: float
+    layout: Layout = Layout()
 
 
 @dataclass(frozen=True)
 class StepInfo:
     """State of the stepping torch optimizer during a step: the dtypes of masters, their gradients, states.
 
-    ``square`` is the sum of the squares of this rank's gradients as the optimizer got them, in float64: after unscaling
-    and clipping. ``gradients`` are the same gradients by live parameter, those of ZeRO's flat partitions too.
+    ``square`` is this rank's share of the sum of the squares of all gradients as the optimizer got them, in float64: after
+    unscaling and clipping. The shares of the ``holders``, which hold one copy of the gradients together (empty: this rank alone),
+    add up to the sum: what several of them hold counts once. ``gradients`` are the same gradients by live parameter, those of
+    ZeRO's flat partitions too.
     """
 
     optimizer: str
@@ -138,6 +192,7 @@ class StepInfo:
     state: tuple[str, ...]
     square: float = 0.0
     gradients: tuple[GradientInfo, ...] = ()
+    holders: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -307,16 +362,6 @@ class RunTrace:
         return tuple(sorted((m for m in self.snapshots if m.index == index), key=lambda m: m.rank))
 
     @property
-    def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shard group of each replica, the ranks that hold one copy of the model: all, without hybrid sharding."""
-        found = {
-            snapshot.model.shard_group for snapshot in self.snapshots if snapshot.model and snapshot.model.shard_group
-        }
-        # A rank that holds a whole model, or none, belongs to no other replica.
-        rest = tuple(sorted(set(range(self.world_size)) - {rank for ranks in found for rank in ranks}))
-        return (*sorted(found), rest) if rest else tuple(sorted(found))
-
-    @property
     def unwrapped(self) -> UnwrappedInfo | None:
         """Return the model before anything wrapped it, None if it was not seen."""
         first = self.first("build_model") or self.first("reload")
@@ -326,6 +371,17 @@ class RunTrace:
         """Return the snapshot of the lowest rank after the first such action, None if no rank reached it."""
         snapshots = self.at(action)
         return snapshots[0] if snapshots else None
+
+
+def shard_groups(holders: Mapping[int, tuple[int, ...]], world_size: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each copy, from the ``holders`` that each rank reports; those of one process group without reports.
+
+    A rank that reports nothing, or itself alone because it holds no element, is in the group of its peers.
+    """
+    found = {group or (rank,) for rank, group in holders.items()}
+    shared = {rank for group in found if len(group) > 1 for rank in group}
+    groups = sorted(group for group in found if len(group) > 1 or group[0] not in shared)
+    return tuple(groups) or ((tuple(range(world_size)),) if world_size else ())
 
 
 @dataclass(frozen=True)

@@ -98,11 +98,10 @@ class _Rank:
         self.unwrapped: Module | None = None
         observer.trainer = self._trainer
 
-    def _trainer(self) -> tuple[Module | None, Any]:
-        """Return the trained model and its optimizer in the steps that are recorded with all values; else no model."""
-        whole = self.number < self.run.first_step + WHOLE_STEPS
+    def _trainer(self) -> tuple[Module | None, Any, bool]:
+        """Return the trained model, its optimizer, and whether the step is one that is recorded with all values."""
         model = self.driver.model if self.unwrapped is None else self.unwrapped
-        return model if whole else None, self.driver.optimizer
+        return model, self.driver.optimizer, self.number < self.run.first_step + WHOLE_STEPS
 
     def perform(self) -> None:
         """Perform all actions of the run."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tests.checks.sound_runs import shard_group, shared_by
+from tests.checks.sound_runs import layout, shared_by
 
 from pytest_distcompat import digests
 from pytest_distcompat.cell import Cell
@@ -17,6 +17,7 @@ from pytest_distcompat.scenario import Run
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
     FileInfo,
+    Layout,
     ModelInfo,
     OptimizerInfo,
     ParameterInfo,
@@ -63,7 +64,7 @@ def words(name: str, done: int, numel: int) -> list[int]:
 
 def digest_of(values: list[int]) -> str:
     """As ``probe.tensors.digest`` makes it, word by word."""
-    return digests.combine(digests.form(1, (value, value)) for value in values)
+    return digests.concatenate(digests.form(1, (value, value)) for value in values)
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,18 @@ class Place:
         return front + name
 
     def part(self, name: str, kind: str, numel: int, *, split: bool) -> dict[str, Any]:
-        """The digest of what this rank holds, and its size."""
+        """The digest of what this rank holds, its size and its layout."""
         whole = words(name + kind, self.done * (name in TRAINABLE), numel)
         shards = shared_by(self.cell)
         size = math.ceil(numel / shards)
         own = whole[size * (self.rank % shards) :][:size] if split else whole
-        return {"digest": digest_of(own), "numel": len(own)}
+        part = layout(self.cell, self.rank) if split else Layout()
+        digest = digest_of(own)
+        if split and not part.flat:
+            # The digest of a DTensor's shard knows its place in the whole.
+            _, hashes = digests.read(digest_of([0] * size * (self.rank % shards) + own))
+            digest = digests.form(len(own), hashes)
+        return {"digest": digest, "numel": len(own), "layout": part}
 
 
 def _run(cell: Cell, run: Run) -> RunTrace:
@@ -143,9 +150,7 @@ def _after(name: str, done: int) -> list[int]:
 
 
 def _scale() -> ParameterInfo:
-    return ParameterInfo(
-        "scale", (4,), "float32", False, placement="persistent", local_numel=4, digest=digest_of([1] * 4)
-    )
+    return ParameterInfo("scale", (4,), "float32", False, persistent=True, local_numel=4, digest=digest_of([1] * 4))
 
 
 def _model(place: Place) -> ModelInfo:
@@ -161,6 +166,7 @@ def _model(place: Place) -> ModelInfo:
                 info.dtype,
                 info.trainable,
                 info.kind,
+                layout=part["layout"],
                 local_numel=part["numel"],
                 digest=part["digest"],
             )
@@ -171,13 +177,12 @@ def _model(place: Place) -> ModelInfo:
         tuple(parameters),
         (_scale(),),
         world_size=place.cell.world_size,
-        shard_group=shard_group(place.cell, place.rank) if strategy.shards else (),
     )
 
 
 def _optimizer(place: Place) -> OptimizerInfo:
     strategy, groups = STRATEGIES.get(place.cell.strategy), ({"lr": 0.1 * 0.5**place.done, "weight_decay": 0.01},)
-    steps = {"digest": digest_of([place.done]), "numel": 1}
+    steps = {"digest": digest_of([place.done]), "numel": 1, "layout": Layout()}
     states: list[StateInfo] = []
     masters: list[StateInfo] = []
     for name in TRAINABLE:
@@ -198,7 +203,7 @@ def _optimizer(place: Place) -> OptimizerInfo:
 
 
 def _as_state(part: dict[str, Any]) -> dict[str, Any]:
-    return {"numel": part["numel"], "digest": part["digest"]}
+    return {name: part[name] for name in ("numel", "digest", "layout")}
 
 
 def _files() -> tuple[FileInfo, ...]:

@@ -12,10 +12,13 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import REFERENCE_RUN, RESUME_RUN, TRAIN_RUN, Run
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
+    FLAT,
     CollectiveInfo,
     ComputeInfo,
     FileInfo,
     GradientInfo,
+    Layout,
+    MeshDim,
     ModelInfo,
     OptimizerInfo,
     ParameterInfo,
@@ -33,6 +36,8 @@ SHAPES = {"inlet.weight": (4, 2), "frozen.weight": (4, 4), "outlet.weight": (2, 
 TRAINABLE = ("inlet.weight", "outlet.weight")
 TIED = ("inlet.weight", "head.weight")
 SAVED = (*SHAPES, "head.weight", "scale")
+#: What tensor parallelism cuts, and how.
+CUT = {"inlet.weight": "Shard(0)", "outlet.weight": "Shard(1)"}
 #: What FSDP cuts out, and what option ``ignored`` leaves out.
 BLOCKS, IGNORED = ("inlet", "outlet"), ("frozen",)
 RUNS = (TRAIN_RUN, RESUME_RUN, REFERENCE_RUN)
@@ -82,14 +87,16 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
     optimizer = _optimizer(cell, done, rank)
     if action == "reference":
         # The mean of what the ranks say.
-        loss = 1 / done + (cell.world_size - 1) / 2
+        loss = 1 / done + (cell.dp_size - 1) / 2
         gradients = tuple(GradientInfo(name, 8, 0.5) for name in TRAINABLE)
         step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",), square=1.0, gradients=gradients)
         return replace(snapshot, loss=loss, grad_norm=2.0, optimizer=optimizer, steps=(step,))
     snapshot = replace(snapshot, scheduler=f"last_epoch={done}", memory=2**20)
     if action == "step":
-        fed = tuple(f"batch {done}.{micro} of rank {rank}" for micro in range(_micros(cell, done)))
-        snapshot = replace(snapshot, loss=1 / done + rank, grad_norm=2.0, inputs=fed, **_watched(cell, len(fed)))
+        fed = tuple(f"batch {done}.{micro} of rank {cell.dp_rank(rank)}" for micro in range(_micros(cell, done)))
+        snapshot = replace(
+            snapshot, loss=1 / done + cell.dp_rank(rank), grad_norm=2.0, inputs=fed, **_watched(cell, len(fed), rank)
+        )
         # Both factors of the product of two layers.
         eight_bits = 4 if PRECISIONS.get(cell.precision).float8 else 0
         snapshot = replace(snapshot, tokens=8 * len(fed), float8=eight_bits * len(fed))
@@ -129,7 +136,7 @@ def _unwrapped(cell: Cell) -> UnwrappedInfo:
 
 
 def _scale() -> ParameterInfo:
-    return ParameterInfo("scale", (4,), "float32", False, placement="persistent", local_numel=4, digest="scale")
+    return ParameterInfo("scale", (4,), "float32", False, persistent=True, local_numel=4, digest="scale")
 
 
 def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
@@ -142,12 +149,13 @@ def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
         storage = row.storage if train else precision.load
         info = ParameterInfo(live_name(cell, name), shape, storage, train, strategy.kind, held=int(train))
         shards = strategy.shards and not (cell.option("ignored_modules") and name.partition(".")[0] in IGNORED)
-        part = f" of rank {rank % shared_by(cell)}" if shards else ""
+        part = f" of {layout(cell, rank, name).region}" if shards else ""
         info = replace(
             info,
             kind=strategy.kind if shards or strategy.kind != "DTensor" else "Tensor",
-            local_numel=math.prod(shape) // (shared_by(cell) if shards else 1),
+            local_numel=math.prod(shape) // (holders_of(cell, name) if shards else 1),
             digest=f"{name} after {done * train}{part}",
+            layout=layout(cell, rank, name) if shards else Layout(),
         )
         parameters.append(replace(info, held=None) if strategy.flat_masters else info)
     wrappers = {strategy.wrapper: 1, **({"OptimizedModule": 1} if _wrapped_by_compile(cell) else {})}
@@ -166,46 +174,53 @@ def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
         compiled=("",) if _wrapped_by_compile(cell) else blocks[: {"regional": 2, "partial": 1}.get(str(how), 0)],
         float8=2 if PRECISIONS.get(cell.precision).float8 else 0,
         graphs=int(bool(how)),
-        shard_group=shard_group(cell, rank) if strategy.shards else (),
     )
 
 
 def shared_by(cell: Cell) -> int:
-    """How many ranks hold a copy."""
-    return cell.world_size // int(cell.option("dp_replicate"))
+    """Over how many ranks data parallelism shards."""
+    return cell.dp_size // int(cell.option("dp_replicate"))
 
 
-def shard_group(cell: Cell, rank: int) -> tuple[int, ...]:
-    """They: neighbours, as a mesh of copies and shards has them."""
-    first = rank - rank % shared_by(cell)
-    return tuple(range(first, first + shared_by(cell)))
+def holders_of(cell: Cell, name: str) -> int:
+    """How many ranks hold a copy of the parameter."""
+    return shared_by(cell) * (cell.tp if name in CUT else 1)
+
+
+def layout(cell: Cell, rank: int, name: str = "") -> Layout:
+    """The shard of a rank: neighbours hold a copy, as a mesh of copies, shards and parts of tensor parallelism has them."""
+    size, at = shared_by(cell), rank // cell.tp % shared_by(cell)
+    placement = "Shard(0)" if cell.strategy == "fsdp2" else FLAT
+    first = rank - rank % cell.tp - at * cell.tp
+    columns = range(cell.tp) if name in CUT else (rank % cell.tp,)
+    holders = tuple(first + cell.tp * row + column for row in range(size) for column in columns)
+    dims = [MeshDim("dp_shard", size, at, placement)]
+    if cell.tp > 1 and name in CUT:
+        dims.append(MeshDim("tp", cell.tp, rank % cell.tp, CUT[name]))
+    return Layout(tuple(dims), holders if len(holders) > 1 else ())
 
 
 def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerInfo:
     strategy = STRATEGIES.get(cell.strategy)
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
     names = [live_name(cell, name) for name in TRAINABLE]
-    owners, numel = (["partition 0"], 16) if strategy.flat_masters else (names, 8)
-    split = shared_by(cell) if strategy.flat_masters or strategy.shards else 1
-    states = [
-        StateInfo(
-            owner,
-            key,
-            row.state,
-            1 if key == "step" else numel // split,
-            f"{owner} {key} after {done} of rank {rank % shared_by(cell)}",
-        )
-        for owner in owners
-        for key in (*(("master",) if strategy.flat_masters else ()), "exp_avg", "exp_avg_sq", "step")
-        if done
-    ]
+    owners = {"partition 0": ""} if strategy.flat_masters else dict(zip(names, TRAINABLE, strict=True))
+    numel, split = 16 if strategy.flat_masters else 8, strategy.flat_masters or strategy.shards
+    states = []
+    for owner, name in owners.items() if done else ():
+        part, holders = (layout(cell, rank, name), holders_of(cell, name)) if split else (Layout(), 1)
+        states += [
+            StateInfo(owner, key, row.state, numel // holders, f"{owner} {key} after {done} of {part.region}", part)
+            for key in (*(("master",) if strategy.flat_masters else ()), "exp_avg", "exp_avg_sq")
+        ]
+        states.append(StateInfo(owner, "step", row.state, 1, f"{owner} step after {done}"))
     partitioned = dict.fromkeys(names, 8 // cell.world_size) if strategy.flat_masters else {}
     return OptimizerInfo(
         ("AdamW",), len(owners), states=tuple(states), partitioned=partitioned, param_groups=({"lr": 0.1},)
     )
 
 
-def _watched(cell: Cell, micros: int) -> dict[str, Any]:
+def _watched(cell: Cell, micros: int, rank: int) -> dict[str, Any]:
     strategy = STRATEGIES.get(cell.strategy)
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
     reduction = "reduce_scatter_base" if strategy.shards else "allreduce"
@@ -220,11 +235,15 @@ def _watched(cell: Cell, micros: int) -> dict[str, Any]:
         CollectiveInfo("allgather_base", "float16", 1, 16, 16),
     )
     compute = () if cell.option("compile") else (ComputeInfo("inlet", row.storage, row.compute, row.compute),)
-    together = strategy.shards or strategy.flat_masters
+    split = strategy.shards or strategy.flat_masters
     # Clipped to 1.
-    holders = shared_by(cell) if together else 1
-    gradients = tuple(GradientInfo(live_name(cell, name), 8 // holders, 0.5 / holders) for name in TRAINABLE)
-    step = StepInfo("AdamW", (row.master,), (row.gradient,), (row.state,), square=1 / holders, gradients=gradients)
+    gradients = []
+    for name in TRAINABLE:
+        part, holders = (layout(cell, rank, name), holders_of(cell, name)) if split else (Layout(), 1)
+        gradients.append(GradientInfo(live_name(cell, name), 8 // holders, 0.5 / holders, part))
+    all_of_them = gradients[0].layout.holders
+    square = 1 / max(1, len(all_of_them))
+    step = StepInfo("AdamW", (row.master,), (row.gradient,), (row.state,), square, tuple(gradients), all_of_them)
     return {"steps": (step,), "compute": compute, "collectives": collectives}
 
 

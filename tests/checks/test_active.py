@@ -10,7 +10,7 @@ import pytest
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import CollectiveInfo, Snapshot, UnwrappedInfo
+from pytest_distcompat.trace import CollectiveInfo, Layout, MeshDim, Snapshot, UnwrappedInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
@@ -29,10 +29,14 @@ OTHERS = [
 ]
 #: Hybrid shards: ranks 0 and 1 hold a copy, and 2 and 3.
 HYBRID = ["fsdp1-fp32-w4-dp_replicate_2", "fsdp2-bf16_mixed-w4-dp_replicate_2", "fsdp2-fp32-w8-dp_replicate_2"]
+#: Tensor parallelism: alone, with shards, and with replicas of these.
+TENSOR = ["fsdp2-fp32-w2-tp_2", "fsdp2-fp32-w4-tp_2", "fsdp2-fp32-w8-dp_replicate_2-tp_2"]
 
 
 @pytest.mark.parametrize("check", CHECKS.names())
-@pytest.mark.parametrize("cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.nightly) for cell in OTHERS), *HYBRID])
+@pytest.mark.parametrize(
+    "cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.nightly) for cell in OTHERS), *HYBRID, *TENSOR]
+)
 def test_a_sound_trace_has_no_findings(sound: Sound, cell: str, check: str) -> None:
     story = sound(cell)
     assert not story.judges(check) or story.findings(check) == []
@@ -152,8 +156,14 @@ def test_each_parameter_is_sharded(sound: Sound, cell: str, outlet: int, frozen:
     # In the sum over all parameters it does not show.
     story = sound(cell).parameters({"local_numel": outlet}, only="outlet.weight", action="build")
     story = story.parameters({"local_numel": frozen}, only="frozen.weight", action="build")
+    # What is cut flat may be padded.
+    more = {"fsdp2-fp32-w2": {18: ["'frozen.weight', which has 16"]}}.get(cell, {}).get(2 * frozen, [])
     assert story.findings("active") == [
-        f"all ranks together store {stored} elements of 'outlet.weight', which has 8; expected each one once"
+        f"all ranks together store {elements} of {what}; expected each one once"
+        for elements, what in [
+            *((f"{2 * frozen} elements", one) for one in more),
+            (f"{stored} elements", "'outlet.weight', which has 8"),
+        ]
     ]
 
 
@@ -205,6 +215,22 @@ def test_replicas_stay_equal(sound: Sound, cell: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w4-dp_replicate_2"])
+def test_optimizer_state_and_gradients_of_replicas_stay_equal(sound: Sound, cell: str) -> None:
+    last, name = sound(cell).cell.world_size - 1, sound(cell).live("outlet.weight")
+    peer = {2: 0, 4: 1}[last + 1]
+    where = {"action": "step", "nth": 2, "rank": last}
+    moments = sound(cell).state("exp_avg", {"digest": "other"}, only="outlet.weight", **where)
+    differs = f"differ from rank {peer}'s after three steps, first 'exp_avg of {name}'; replicas must stay equal"
+    assert moments.findings("active") == [f"rank {last}: 1 tensors of the optimizer's state {differs}"]
+    story = sound(cell)
+    gradients = story.trace.run().at("step", 2)[last].steps[0].gradients
+    doubled = tuple(replace(info, square=info.square * (4 if info.name == name else 1)) for info in gradients)
+    assert story.stepped({"gradients": doubled}, **where).findings("active") == [
+        f"rank {last}: 1 gradients differ from rank {peer}'s after three steps, first {name!r}; replicas must stay equal"
+    ]
+
+
 @pytest.mark.parametrize("cell", HYBRID)
 def test_copies_of_shards_stay_equal(sound: Sound, cell: str) -> None:
     story = sound(cell)
@@ -219,6 +245,38 @@ def test_copies_of_shards_stay_equal(sound: Sound, cell: str) -> None:
         ]
 
 
+@pytest.mark.parametrize("cell", TENSOR)
+def test_layers_are_cut_along_tp(sound: Sound, cell: str) -> None:
+    story = sound(cell)
+    plain = sound(cell.removesuffix("-tp_2"))
+    uncut = replace(plain, cell=story.cell)
+    assert "rank 0: layers are whole on each rank; expected 2 parts of tensor parallelism" in uncut.findings("active")
+    assert "rank 0: layers are in 2 parts; expected 1 parts of tensor parallelism" in replace(
+        story, cell=plain.cell
+    ).findings("active")
+
+
+@pytest.mark.parametrize("cell", TENSOR)
+@pytest.mark.parametrize("name", ["inlet.weight", "frozen.weight"])
+def test_what_tensor_parallelism_replicates_stays_equal(sound: Sound, cell: str, name: str) -> None:
+    # A part of a layer has one holder on its mesh but for the copies; what is whole has one on each rank of tp.
+    story = sound(cell).parameters({"digest": "other"}, only=name, action="step", nth=2, rank=1)
+    expected = [
+        f"rank 1: 1 parameters differ from rank 0's after three steps, first '{name}'; replicas must stay equal"
+    ]
+    if name == "inlet.weight":
+        copies = "dp_replicate" in cell
+        expected = [expected[0].replace("rank 1:", "rank 5:").replace("rank 0's", "rank 1's")] if copies else []
+    assert story.findings("active") == expected
+
+
+def test_a_part_of_tensor_parallelism_that_is_missing(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w4-tp_2").parameters({"local_numel": 4}, only="outlet.weight", action="build", rank=3)
+    assert story.findings("active") == [
+        "all ranks together store 10 elements of 'outlet.weight', which has 8; expected each one once"
+    ]
+
+
 def test_the_number_of_replicas_is_the_requested_one(sound: Sound) -> None:
     options, unwrapped = sound("fsdp2-fp32-w4-dp_replicate_2"), sound("fsdp2-fp32-w4")
     others = [replace(options, trace=unwrapped.trace), replace(unwrapped, trace=options.trace)]
@@ -231,21 +289,24 @@ def test_the_number_of_replicas_is_the_requested_one(sound: Sound) -> None:
         lambda snapshot: replace(snapshot, unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, obeyed=()))
     )
     assert quiet.findings("active") == []
-    alone = sound("fsdp2-fp32-w2").alter(
-        lambda snapshot: replace(
-            snapshot,
-            unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, obeyed=()),
-            model=snapshot.model and replace(snapshot.model, shard_group=(snapshot.rank,)),
+    alone = (
+        sound("fsdp2-fp32-w2")
+        .alter(
+            lambda snapshot: replace(
+                snapshot,
+                unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, obeyed=()),
+            )
         )
+        .parameters({"layout": Layout()})
     )
     assert alone.findings("active")[0] == "shards are in 2 copies (rank 0; rank 1); expected 1, of several ranks"
 
 
 def test_a_rank_with_a_whole_model_holds_no_shard_of_replicas(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w4").model({"shard_group": (0, 1)}, rank=0).model({"shard_group": (0, 1)}, rank=1)
-    story = story.model({"shard_group": ()}, rank=2).model({"shard_group": ()}, rank=3)
-    assert story.trace.run().replicas == ((0, 1), (2, 3))
-    assert story.findings("active")[0] == "shards are in 2 copies (ranks 0, 1; ranks 2, 3); expected 1"
+    layout = Layout((MeshDim("dp_shard", 2, 0, "Shard(0)"),), (0, 1))
+    story = sound("fsdp2-fp32-w4").parameters({"layout": Layout()})
+    story = story.parameters({"layout": layout}, rank=0).parameters({"layout": layout}, rank=1)
+    assert story.findings("active")[0] == "shards are in 3 copies (ranks 0, 1; rank 2; rank 3); expected 1"
 
 
 def test_each_copy_is_one(sound: Sound) -> None:

@@ -21,7 +21,7 @@ LORA = ("outlet.lora_A.default.weight", "outlet.lora_B.default.weight")
 
 def with_loose_buffer(story: Story) -> Story:
     """Return the story with a buffer that the model creates itself."""
-    loose = ParameterInfo("offset", (4,), "float32", False, placement="non-persistent", digest="4:7")
+    loose = ParameterInfo("offset", (4,), "float32", False, digest="4:7")
 
     def unwrapped(snapshot: Snapshot) -> Snapshot:
         assert snapshot.unwrapped is not None

@@ -94,7 +94,7 @@ def test_a_number_beside_the_elements(runs_of: RunsOf, cell: str) -> None:
 
 def test_ranks_in_another_order(runs_of: RunsOf) -> None:
     """Each shard is a sound one, at a place that is not its own."""
-    story = runs_of("fsdp2-fp32-w4", "reshard")
+    story = runs_of("fsdp1-fp32-w4", "reshard")
     parts = {snapshot.rank: snapshot.model for snapshot in story.trace.run("back").at("load")}
     swapped = story.alter(
         lambda snapshot: replace(snapshot, model=parts[{0: 1, 1: 0}.get(snapshot.rank, snapshot.rank)]),

@@ -9,6 +9,7 @@ import pytest
 
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.trace import Layout, MeshDim
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
@@ -127,10 +128,11 @@ def test_compiled_modules_are_those_of_the_option(
 
 @pytest.mark.parametrize(("cell", "kind"), [("fsdp1-fp32-w2", "FSDP1 shard"), ("fsdp2-fp32-w2", "DTensor")])
 def test_ignored_modules_are_not_sharded(sound: Sound, cell: str, kind: str) -> None:
-    changes = {"kind": kind, "local_numel": 8, "placement": "Shard(dim=0)"}
+    layout = Layout((MeshDim("dp_shard", 2, 1, "Shard(0)"),), (0, 1))
+    changes = {"kind": kind, "local_numel": 8, "layout": layout}
     story = sound(f"{cell}-ignored_modules").parameters(changes, only="frozen.weight", **LAST, rank=1)
     assert story.findings("units") == [
-        f"rank 1: 'frozen.weight' is sharded ({kind}, Shard(dim=0)); it was to be left out of the sharding"
+        f"rank 1: 'frozen.weight' is sharded ({kind}, dp_shard=Shard(0)); it was to be left out of the sharding"
     ]
 
 

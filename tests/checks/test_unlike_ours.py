@@ -146,7 +146,7 @@ def test_a_buffer_that_no_file_holds_may_be_another(sound: Sound, changed: dict[
         return replace(
             snapshot,
             unwrapped=unwrapped
-            and replace(unwrapped, buffers=tuple(replace(info, placement="") for info in unwrapped.buffers)),
+            and replace(unwrapped, buffers=tuple(replace(info, persistent=False) for info in unwrapped.buffers)),
         )
 
     def altered(snapshot: Snapshot) -> Snapshot:

@@ -33,7 +33,7 @@ def test_a_cell_as_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "wrappers 3 x FSDP2; 2 ranks over gloo" in lines[1]
     assert lines[2].startswith("optimizer AdamW; 12 entries on rank 0, 0 foreign; keeps ")
     # 13 rows over two ranks: 7 and 6.
-    assert "inlet.weight 13 x 7 = bfloat16 bfloat16 DTensor Shard(dim=0) 49|42 1 2" in lines
+    assert "inlet.weight 13 x 7 = bfloat16 bfloat16 DTensor dp_shard=Shard(0) 49|42 1 2" in lines
     assert "master float32 bfloat16 differs" in lines
     assert "compute bfloat16 bfloat16" in lines
     assert "20" in {line.split()[0] for line in lines if line}

@@ -201,6 +201,7 @@ def zero1(payload: Mapping[str, Any], log: RankLog) -> None:
             numel=parameter.numel(),
             kept=mapping if mapping == "absent" else type(mapping).__name__,
             held=getattr(address, "numel", None),
+            group=distributed.get_process_group_ranks(getattr(parameter, "_dp_group", None)),
         )
     distributed.destroy_process_group()
 

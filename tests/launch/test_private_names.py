@@ -168,6 +168,9 @@ def test_attributes_of_deepspeeds_parameters(with_deepspeed: Ending) -> None:
         assert event["kept"] in {"tensor_fragment", "NoneType"}, (
             f"DeepSpeed no longer has parameter._hp_mapping: see probe/optimizer.py:_partitioned\n{event}"
         )
+        assert event["group"] == [0, 1], (
+            f"parameter._dp_group is another: see probe/layouts.py:partition_layout\n{event}"
+        )
         held[event["name"]] += event["held"] or 0
     assert held == {"weight": 12, "bias": 3}, (
         "the ranks' parameter._hp_mapping.lp_fragment_address.numel do not add up to the parameters: see "

@@ -24,6 +24,8 @@ from pytest_distcompat.trace import (
     CollectiveInfo,
     ComputeInfo,
     FileInfo,
+    Layout,
+    MeshDim,
     ModelInfo,
     OptimizerInfo,
     ParameterInfo,
@@ -110,7 +112,13 @@ def test_a_store_that_is_written_to_at_this_moment_is_read(tmp_path: Path) -> No
 WHOLE = ParameterInfo("a.weight", (4, 2), "bfloat16")
 BIAS = ParameterInfo("a.bias", (4,), "bfloat16")
 SHARD = dataclasses.replace(
-    WHOLE, name="_orig_mod.a.weight", dtype="float32", kind="DTensor", placement="Shard(dim=0)", local_numel=4, held=1
+    WHOLE,
+    name="_orig_mod.a.weight",
+    dtype="float32",
+    kind="DTensor",
+    layout=Layout((MeshDim("dp_shard", 2, 0, "Shard(0)"),), (0, 1)),
+    local_numel=4,
+    held=1,
 )
 STRAY = ParameterInfo("b.weight", (1,), "float32", local_numel=1)
 
@@ -165,7 +173,7 @@ def test_the_table_of_names() -> None:
         "live": "_orig_mod.a.weight",
         "dtype": "float32",
         "kind": "DTensor",
-        "placement": "Shard(dim=0)",
+        "placement": "dp_shard=Shard(0)",
         "local": 4,
         "held": 1,
         "files": ["model.safetensors"],

@@ -39,7 +39,7 @@ def test_options_at_their_default_are_not_in_the_id() -> None:
 def test_every_value_of_every_option_has_a_token_of_its_own(name: str) -> None:
     option = OPTIONS[name]
     for value in option.values:
-        cell = Cell("ddp", "fp32", 2, ((name, value),))
+        cell = Cell("ddp", "fp32", 4, ((name, value),))
         assert Cell.parse(cell.id) == cell
         assert cell.option(name) == value
     assert len({option.token(value) for value in option.values}) == len(option.values)
@@ -96,6 +96,26 @@ def test_a_wrong_option_lists_the_right_ones(options: dict[str, Any], message: s
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is what is tested
             make()
         assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tp", "message"),
+    [
+        (2, 4, "tp 4 does not divide 2 ranks; with these tp can be 1, 2"),
+        (6, 4, "tp 4 does not divide 6 ranks; with these tp can be 1, 2"),
+        (3, 2, "tp 2 does not divide 3 ranks; with these tp can be 1"),
+    ],
+)
+def test_a_mesh_that_does_not_multiply_lists_what_does(world_size: int, tp: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Cell.of("fsdp2", "fp32", world_size, tp=tp)
+
+
+def test_peers_of_tensor_parallelism_are_neighbours_and_share_a_batch() -> None:
+    cell = Cell.of("fsdp2", "fp32", 8, tp=2, dp_replicate=2)
+    assert (cell.tp, cell.dp_size) == (2, 4)
+    assert [cell.dp_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert Cell("ddp", "fp32", 3).dp_size == 3
 
 
 def test_an_unknown_option_is_an_error() -> None:

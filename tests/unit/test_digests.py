@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat import digests
-from pytest_distcompat.digests import EMPTY, combine, form, is_zero, read
+from pytest_distcompat.digests import EMPTY, combine, concatenate, form, is_zero, read
 
 if TYPE_CHECKING:
     import torch
@@ -32,20 +32,20 @@ def test_any_cut_gives_the_digest_of_the_whole(numel: int, parts: int) -> None:
     whole, chance = values(numel), random.Random(numel * parts)
     cuts = [0, *sorted(chance.randrange(numel + 1) for _ in range(parts - 1)), numel]
     shards = [whole[start:end] for start, end in itertools.pairwise(cuts)]
-    assert combine(digest(shard) for shard in shards) == digest(whole)
-    assert combine([digest(whole), EMPTY]) == combine([EMPTY, digest(whole)]) == digest(whole)
+    assert concatenate(digest(shard) for shard in shards) == digest(whole)
+    assert concatenate([digest(whole), EMPTY]) == concatenate([EMPTY, digest(whole)]) == digest(whole)
 
 
 def test_a_cut_by_rows_is_one_of_the_flat_tensor() -> None:
     whole = values(13 * 7).reshape(13, 7)
     # As Shard(0) cuts it over four ranks: 4, 4, 4 and 1 rows.
-    assert combine(digest(rows) for rows in torch.split(whole, 4)) == digest(whole)
+    assert concatenate(digest(rows) for rows in torch.split(whole, 4)) == digest(whole)
     assert digest(whole) == digest(whole.flatten()) == digest(whole.t().contiguous().t())
 
 
 def test_order_and_values_count() -> None:
     one, other = values(8), values(8, seed=1)
-    assert combine([digest(one), digest(other)]) != combine([digest(other), digest(one)])
+    assert concatenate([digest(one), digest(other)]) != concatenate([digest(other), digest(one)])
     changed = one.clone()
     changed[3] = torch.nextafter(changed[3], torch.tensor(9.0))
     assert digest(changed) != digest(one)
@@ -57,14 +57,14 @@ def test_zero(numel: int) -> None:
     zero, almost = torch.zeros(numel), torch.zeros(numel)
     almost[-1] = 1e-30
     assert is_zero(digest(zero))
-    assert is_zero(combine([digest(zero), EMPTY, digest(zero)]))
+    assert is_zero(concatenate([digest(zero), EMPTY, digest(zero)]))
     assert not is_zero(digest(almost))
     # Equal numbers, equal digests.
     assert digest(-zero) == digest(zero)
 
 
 def test_empty() -> None:
-    assert digest(torch.empty(0)) == digest(torch.empty(0, 7)) == combine([]) == EMPTY
+    assert digest(torch.empty(0)) == digest(torch.empty(0, 7)) == concatenate([]) == EMPTY
     assert is_zero(EMPTY)
     assert digest(torch.empty(3, device="meta")) == EMPTY
 
@@ -75,13 +75,13 @@ def test_a_digest_is_of_values_whatever_they_are_kept_in(dtype: torch.dtype) -> 
     assert digest(rounded) == digest(rounded.float())
     assert digest(values(200)) != digest(rounded)
     # An odd number of two-byte elements ends inside a word, and composes all the same.
-    assert combine([digest(rounded[:7]), digest(rounded[7:])]) == digest(rounded)
+    assert concatenate([digest(rounded[:7]), digest(rounded[7:])]) == digest(rounded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.int8, torch.bool])
 def test_other_dtypes_compose_too(dtype: torch.dtype) -> None:
     whole = (values(101) * 3).to(dtype)
-    assert combine([digest(whole[:30]), digest(whole[30:])]) == digest(whole)
+    assert concatenate([digest(whole[:30]), digest(whole[30:])]) == digest(whole)
     assert digest(whole) != digest(~whole if dtype == torch.bool else whole + 1)
 
 
@@ -96,6 +96,26 @@ def test_a_digest_reads_back() -> None:
     assert words == 17
     assert form(words, hashes) == found
     assert all(0 <= part < prime for part, prime in zip(hashes, digests.PRIMES, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_parts_of_a_grid_add_up_in_any_order(dtype: torch.dtype) -> None:
+    whole = (values(6 * 10) * 9).to(dtype).reshape(6, 10)
+    place = torch.arange(60).reshape(6, 10)
+    parts = [(rows, columns) for rows in (slice(0, 5), slice(5, 6)) for columns in (slice(4, 10), slice(0, 4))]
+    found = [digest(whole[part], place[part][:, 0]) for part in parts]
+    assert combine(found) == combine(found[::-1]) == digest(whole)
+    # Each value twice, once each at another's place.
+    assert combine([found[0], *found[:3]]) != digest(whole)
+    assert combine(digest(whole[part], place[part][:, 0] * 0) for part in parts) != digest(whole)
+
+
+def test_runs_far_into_a_large_tensor() -> None:
+    # Beyond each table of powers: by itself, and as one of several runs.
+    for start in (5, (1 << 15) + 3, (1 << 30) + 9, 1 << 46):
+        alone = [digest(values(4)[n : n + 2], torch.tensor([start + 2 * n])) for n in (0, 1)]
+        both = digest(torch.cat((values(4)[:2], values(4)[1:3])), torch.tensor([start, start + 2]))
+        assert combine(alone) == both
 
 
 @pytest.mark.parametrize("text", ["", "12", "12:", ":ff", "twelve:ff", "12:xyz"])

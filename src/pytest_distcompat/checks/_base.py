@@ -39,6 +39,8 @@ CHECKPOINT_OPTIONS = frozenset(
         "save_only_model",
         "float32_norms",
         "dp_replicate",
+        "tp",
+        "sp",
     }
 )
 

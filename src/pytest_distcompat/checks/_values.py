@@ -1,6 +1,6 @@
 """Values of a trainer, put together from all its ranks under the unwrapped model's names, and their comparison.
 
-Digests of flat shards combine to that of the tensor, so values of 2 ranks compare with those of 4, or another strategy.
+Digests of parts add up to that of the tensor, so values of 2 ranks compare with those of 4, another strategy or another mesh.
 """
 
 from __future__ import annotations
@@ -13,9 +13,19 @@ from dataclasses import dataclass, field
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import named_ranks
 from pytest_distcompat.cost import BYTES
-from pytest_distcompat.digests import combine
+from pytest_distcompat.digests import combine, concatenate
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import OptimizerInfo, RunTrace, Snapshot, StateInfo, UnwrappedInfo
+from pytest_distcompat.trace import (
+    REPLICATE,
+    Layout,
+    OptimizerInfo,
+    ParameterInfo,
+    RunTrace,
+    Snapshot,
+    StateInfo,
+    UnwrappedInfo,
+    shard_groups,
+)
 
 #: State keys that hold the factors of a moment: torch's Adafactor, then transformers'.
 #: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html
@@ -56,6 +66,7 @@ class _Part:
     digest: str
     numel: int
     dtype: str
+    layout: Layout
 
 
 class Names:
@@ -66,7 +77,7 @@ class Names:
         self.strategy = STRATEGIES.get(self.cell.strategy)
         self.tied_to = {name: group[0] for group in unwrapped.tied for name in group}
         self.sizes = {info.name: math.prod(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
-        self.persistent = {info.name for info in unwrapped.buffers if info.placement == "persistent"}
+        self.persistent = {info.name for info in unwrapped.buffers if info.persistent}
         self.known = {*self.sizes, *unwrapped.state_dict}
 
     def __call__(self, live: str) -> str:
@@ -85,8 +96,8 @@ def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
     names = Names(run, run.unwrapped)
     parts: dict[tuple[Kind, str], list[_Part]] = defaultdict(list)
     for snapshot in snapshots:
-        for kind, name, digest, numel, dtype in _held(snapshot, names):
-            parts[kind, name].append(_Part(snapshot.rank, digest, numel, dtype))
+        for kind, name, info, numel in _held(snapshot, names):
+            parts[kind, name].append(_Part(snapshot.rank, info.digest, numel, info.dtype, info.layout))
     digests: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
     wrong, not_elementwise = [], not_elementwise_kinds(snapshots)
     for (kind, name), held in sorted(parts.items()):
@@ -94,10 +105,14 @@ def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
             digests[kind][name] = tuple(sorted({part.digest for part in held}))
             continue
         size, wholes = 1 if kind == "step" else names.numel(name), set[str]()
-        for ranks in run.replicas:
-            own = [part for part in held if part.rank in ranks]
-            whole, problem = _whole(own, size, named_ranks(ranks, run.world_size))
-            wholes |= set(whole)
+        groups = shard_groups({part.rank: part.layout.holders for part in held})
+        live = shard_groups({part.rank: part.layout.holders for part in parts.get(("parameter", name), ())})
+        if any(len(group) > 1 and group in live for group in groups):
+            # Each copy of the parameter has this state, or should have it.
+            groups = tuple(sorted({*groups, *live}))
+        for ranks in groups:
+            whole, problem = _whole([part for part in held if part.rank in ranks], ranks, size, run.world_size)
+            wholes |= {whole} if whole else set()
             if problem:
                 wrong.append(f"{kind} {name!r}: {problem}")
         digests[kind][name] = tuple(sorted(wholes))
@@ -124,20 +139,26 @@ def not_elementwise_kinds(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
     return (frozenset(states) - by_element) | FACTORS
 
 
-def _held(snapshot: Snapshot, names: Names) -> Iterator[tuple[Kind, str, str, int, str]]:
-    """Yield (kind, unwrapped name, digest, numel, dtype) of what a rank holds; of flat partitions only step counts."""
+def _held(snapshot: Snapshot, names: Names) -> Iterator[tuple[Kind, str, ParameterInfo | StateInfo, int]]:
+    """Yield (kind, unwrapped name, info, numel) of what a rank holds; of flat partitions only step counts."""
     if snapshot.model is not None:
         for info in snapshot.model.parameters:
-            yield "parameter", names(info.name), info.digest, info.local_numel, info.dtype
+            yield "parameter", names(info.name), info, info.local_numel
         for info in snapshot.model.buffers:
             if names(info.name) in names.persistent:
-                yield "buffer", names(info.name), info.digest, info.local_numel, info.dtype
+                yield "buffer", names(info.name), info, info.local_numel
     if snapshot.optimizer is not None:
         for state in (*held_states(snapshot.optimizer), *snapshot.optimizer.masters):
             if not state.owner.startswith("partition "):
-                yield state.key, names(state.owner), state.digest, state.numel, state.dtype
+                yield state.key, names(state.owner), state, state.numel
             elif state.key == "step":
-                yield "step", "partitions", state.digest, state.numel, state.dtype
+                yield "step", "partitions", state, state.numel
+
+
+def tp_sharded(info: ParameterInfo) -> bool:
+    """Tell whether tensor parallelism has cut the parameter."""
+    dim = info.layout.dim("tp")
+    return dim is not None and dim.placement not in {REPLICATE, "Partial"}
 
 
 def held_states(optimizer: OptimizerInfo) -> Iterator[StateInfo]:
@@ -150,16 +171,16 @@ def held_states(optimizer: OptimizerInfo) -> Iterator[StateInfo]:
     return (state for state in optimizer.states if not empty.get(state.owner))
 
 
-def _whole(held: list[_Part], numel: int | None, holders: str) -> tuple[tuple[str, ...], str]:
-    """Return the digests of the whole tensor, and what is wrong with its parts; empty if nothing is."""
+def _whole(held: list[_Part], ranks: tuple[int, ...], numel: int | None, world_size: int) -> tuple[str, str]:
+    """Return the digest of the whole tensor that these ranks hold together, and what is wrong with its parts; or empty texts."""
     elements = sum(part.numel for part in held)
     if numel is None:
-        return tuple(sorted({part.digest for part in held})), "is no name of the unwrapped model"
-    if elements == numel:
-        return (combine(part.digest for part in sorted(held, key=lambda part: part.rank)),), ""
-    if held and all(part.numel == numel for part in held):
-        return tuple(sorted({part.digest for part in held})), ""
-    return (), f"the parts of {holders} are {elements} elements; expected {numel}"
+        return held[0].digest, "is no name of the unwrapped model"
+    if elements != numel:
+        return "", f"the parts of {named_ranks(ranks, world_size)} are {elements} elements; expected {numel}"
+    if any(part.layout.flat for part in held):
+        return concatenate(part.digest for part in sorted(held, key=lambda part: ranks.index(part.rank))), ""
+    return combine(part.digest for part in held), ""
 
 
 def differences(saved: Values, loaded: Values, when: str, *, states: bool = True) -> Iterator[str]:

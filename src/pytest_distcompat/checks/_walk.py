@@ -142,7 +142,7 @@ def _structure(built: Snapshot, after: Snapshot) -> Iterator[str]:
 
     def fields(model: ModelInfo | None) -> dict[str, Any]:
         infos = model.parameters if model else ()
-        return {info.name: (info.kind, info.shape, info.dtype, info.placement, info.local_numel) for info in infos}
+        return {info.name: (info.kind, info.shape, info.dtype, info.layout, info.local_numel) for info in infos}
 
     was, now = fields(built.model), fields(after.model)
     yield from _one(

@@ -20,6 +20,8 @@ FULL_STEPS = 3
 
 
 def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
+    if cell.tp > 1:
+        return "tensor parallelism reduces activations in every micro-batch, beside which gradients do not show"
     return None if cell.option("grad_accum") != 1 else "there is one micro-batch a step"
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import REDUCTIONS, check, every_rank, named_ranks, requested
-from pytest_distcompat.checks._values import unused
+from pytest_distcompat.checks._values import held_states, tp_sharded, unused
 from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
-from pytest_distcompat.trace import ModelInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.trace import ModelInfo, ParameterInfo, RunTrace, Snapshot, Trace, UnwrappedInfo, shard_groups
 
 #: The least part of the trainable elements that gradients are; even compressed ones are more, metrics and norms are less.
 MIN_REDUCED_FRACTION = 0.1
@@ -37,18 +37,17 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
             continue
         yield from _wrapped(strategy, snapshot.rank, snapshot.model, _left_out(strategy, cell, run))
         yield from _worlds(cell, snapshot.rank, snapshot.model)
+        yield from _tensor_parallel(cell, run.unwrapped, snapshot)
     yield from _shards(strategy, cell, run)
     trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
-    if cell.world_size > 1:
+    if cell.dp_size > 1:
         live, without = trained[0].model.parameters if trained and trained[0].model else (), unused(run)
         trainable = trained_elements(run.unwrapped)
         trainable -= sum(math.prod(info.shape) for info in live if info.name in without)
         for snapshot in trained:
-            yield from _reduced(snapshot, trainable)
-        # A replica holds the whole model, so each rank is a copy.
-        copies = run.replicas if strategy.shards else tuple((rank,) for rank in range(cell.world_size))
-        yield from _same_everywhere(trained, copies)
+            yield from _reduced(snapshot, trainable // cell.tp)
+    yield from _same_everywhere(trained)
 
 
 def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], bool]:
@@ -81,6 +80,16 @@ def _wrapped(strategy: Strategy, rank: int, model: ModelInfo, left_out: Callable
         yield f"rank {rank}: {len(wrong)} of {total} parameters are not of kind {strategy.kind}, {example}"
 
 
+def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
+    """Yield findings unless layers are cut along a dimension ``tp`` of the size that was asked for."""
+    if not requested(cell, unwrapped, "tp"):
+        return
+    sizes = {dim.size for info in snapshot.parameters if tp_sharded(info) and (dim := info.layout.dim("tp"))}
+    if sizes - {1} != {cell.tp} - {1}:
+        found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
+        yield f"rank {snapshot.rank}: layers are {found}; expected {cell.tp} parts of tensor parallelism"
+
+
 def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
     if model.world_size != cell.world_size:
         yield f"rank {rank}: the process group has {model.world_size} ranks; expected {cell.world_size}"
@@ -96,27 +105,53 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
         yield "the unwrapped model has no parameters, or was not recorded"
         return
 
-    def stored(ranks: tuple[int, ...]) -> float:
-        infos = (info for snapshot in built if snapshot.rank in ranks for info in snapshot.parameters)
-        return sum(info.local_numel for info in infos if not left_out(info.name)) / total
-
     if not strategy.shards:
-        if abs((copies := stored(tuple(range(cell.world_size)))) - cell.world_size) > 0.01:
+        infos = (info for snapshot in built for info in snapshot.parameters if not left_out(info.name))
+        if abs((copies := sum(info.local_numel for info in infos) / total) - cell.world_size) > 0.01:
             yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
         return
-    expected, groups = cell.option("dp_replicate"), run.replicas
-    alone = len(groups) == cell.world_size > 1
+    groups = _groups(built, left_out, cell.world_size)
+    expected, alone = cell.option("dp_replicate"), len(groups) == cell.world_size > 1
     if alone or (requested(cell, unwrapped, "dp_replicate") and len(groups) != expected):
         found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in groups)
         more = ", of several ranks" if alone else ""
         yield f"shards are in {len(groups)} copies ({found}); expected {expected}{more}"
     for ranks in groups if cell.world_size > 1 else ():
-        copies, holders = stored(ranks), named_ranks(ranks, cell.world_size)
+        held = [info for snapshot in built if snapshot.rank in ranks for info in snapshot.parameters]
+        # What tensor parallelism has not cut, each of its ranks has.
+        copies = sum(_part(info, cell.tp) for info in held if not left_out(info.name)) / total
         # More than one copy may be padding: ZeRO-3 pads every shard, which shows on tiny parameters.
         if not 0.99 <= copies < max(1.01, (1 + len(ranks)) / 2):
+            holders = named_ranks(ranks, cell.world_size)
             yield f"{holders} together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
         else:
             yield from _each_once(strategy, cell, unwrapped, [one for one in built if one.rank in ranks], left_out)
+
+
+def _part(info: ParameterInfo, tp: int) -> float:
+    """Return the elements that the rank stores, divided by how many ranks of tensor parallelism store the same."""
+    return info.local_numel / (1 if tp_sharded(info) else tp)
+
+
+def _groups(
+    built: tuple[Snapshot, ...], left_out: Callable[[str], bool], world_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each copy of the model: those that hold any of its parameters together."""
+    holders = {
+        snapshot.rank: tuple(
+            sorted(
+                {
+                    rank
+                    for info in snapshot.parameters
+                    if not left_out(info.name)
+                    for rank in info.layout.holders or (snapshot.rank,)
+                }
+            )
+        )
+        for snapshot in built
+        if snapshot.parameters
+    }
+    return shard_groups(holders, world_size)
 
 
 def _each_once(
@@ -125,15 +160,19 @@ def _each_once(
     """Yield a finding for each parameter that the ranks do not store once: a small one hardly shows in the sum."""
     # Flat parameters have no names to compare by. A parameter without a live counterpart is a finding of the check ``names``.
     whole = {info.name: math.prod(info.shape) for info in unwrapped.parameters}
-    stored: Counter[str] = Counter()
+    stored: dict[str, float] = defaultdict(float)
+    flat: set[str] = set()
     for snapshot in built:
         for info in snapshot.parameters:
-            stored[strategy.canonical(info.name, cell, whole)] += info.local_numel
+            name = strategy.canonical(info.name, cell, whole)
+            stored[name] += _part(info, cell.tp)
+            flat |= {name} if info.layout.flat else set()
     ranks = tuple(snapshot.rank for snapshot in built)
     for name, numel in whole.items():
-        most = max(numel + len(ranks) - 1, numel * (1 + len(ranks)) / 2)
+        # Only what is cut flat is padded.
+        most = max(numel + len(ranks) - 1, numel * (1 + len(ranks)) / 2) if name in flat else numel
         if name in stored and not numel <= stored[name] <= most and not left_out(name):
-            found = f"{stored[name]} elements of {name!r}, which has {numel}"
+            found = f"{stored[name]:g} elements of {name!r}, which has {numel}"
             yield f"{named_ranks(ranks, cell.world_size)} together store {found}; expected each one once"
 
 
@@ -151,17 +190,50 @@ def _reduced(snapshot: Snapshot, trainable: int) -> Iterator[str]:
         )
 
 
-def _same_everywhere(trained: tuple[Snapshot, ...], copies: tuple[tuple[int, ...], ...]) -> Iterator[str]:
-    """Yield a finding for each rank that differs from the rank in the same position of the first copy."""
-    models = {snapshot.rank: snapshot.model for snapshot in trained if snapshot.model}
-    pairs = [pair for copy in copies[1:] for pair in zip(copies[0], copy, strict=False)]
-    for first, rank in sorted(pairs, key=lambda pair: pair[1]):
-        if first not in models or rank not in models:
-            continue
-        values = {info.name: info.digest for info in models[first].parameters}
-        apart = [info.name for info in models[rank].parameters if values.get(info.name) != info.digest]
-        if apart:
+def _same_everywhere(trained: tuple[Snapshot, ...]) -> Iterator[str]:
+    """Yield a finding for each rank that holds something else than the first one with the same part of the same tensor."""
+    for what, held in _replicated(trained):
+        first: dict[Hashable, int] = {}
+        values: dict[tuple[int, Hashable], Hashable] = {}
+        apart: dict[tuple[int, int], list[str]] = defaultdict(list)
+        for rank, name, region, value in held:
+            values[rank, (name, region)] = value
+            peer = first.setdefault((name, region), rank)
+            if values[peer, (name, region)] != value:
+                apart[rank, peer].append(name)
+        for (rank, peer), names in sorted(apart.items()):
             yield (
-                f"rank {rank}: {len(apart)} parameters differ from rank {first}'s after three steps, "
-                f"first {apart[0]!r}; replicas must stay equal"
+                f"rank {rank}: {len(names)} {what} differ from rank {peer}'s after three steps, "
+                f"first {names[0]!r}; replicas must stay equal"
             )
+        if apart:
+            return  # what is made from them differs too
+
+
+def _replicated(trained: tuple[Snapshot, ...]) -> Iterator[tuple[str, Iterator[tuple[int, str, Hashable, Hashable]]]]:
+    """Yield each kind of tensor, with (rank, name, region, value) of what each rank holds."""
+    yield (
+        "parameters",
+        ((one.rank, info.name, info.layout.region, info.digest) for one in trained for info in one.parameters),
+    )
+    # Flat partitions have no names; ``masters`` are their parts.
+    states = (
+        (one.rank, state)
+        for one in trained
+        if one.optimizer
+        for state in (*held_states(one.optimizer), *one.optimizer.masters)
+        if not state.owner.startswith("partition ")
+    )
+    yield (
+        "tensors of the optimizer's state",
+        ((rank, f"{one.key} of {one.owner}", one.layout.region, one.digest) for rank, one in states),
+    )
+    yield (
+        "gradients",
+        (
+            (one.rank, info.name, (nth, info.layout.region), info.square)
+            for one in trained
+            for nth, step in enumerate(one.steps)
+            for info in step.gradients
+        ),
+    )

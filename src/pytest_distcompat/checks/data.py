@@ -8,7 +8,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, pairs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import RESUME
-from pytest_distcompat.trace import RunTrace, Trace
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 
 def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
@@ -23,14 +23,14 @@ def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
 def data(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks are fed different batches, and that a resumed run continues in the middle of the epoch.
 
-    So does torch's random state.
+    So does torch's random state. Ranks that hold the parts of one layer (tensor parallelism) are fed the same batches.
 
     If it fails: for equal batches check which world size the trainer assumes. If a load leads to other batches, the
     sampler probably restarts the epoch.
     """
     whole, resumed = trace.run("train"), trace.run("resume")
     for nth in range(5):
-        yield from _apart(whole, nth)
+        yield from _apart(cell, whole, nth)
     yield from every_rank(resumed.at("load"), cell.world_size, "load")
     for before, after in pairs(whole.at("save"), resumed.at("load")):
         if before.rng != after.rng:
@@ -44,14 +44,21 @@ def data(cell: Cell, trace: Trace) -> Iterator[str]:
                 yield f"rank {found.rank}: {finding}"
 
 
-def _apart(run: RunTrace, nth: int) -> Iterator[str]:
+def _apart(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
     fed: dict[str, int] = {}
+    first: dict[int, Snapshot] = {}
     for snapshot in run.at("step", nth):
         if not snapshot.inputs:
             yield f"rank {snapshot.rank}: the model was fed nothing in step {nth + 1}"
         elif "" in snapshot.inputs:
             yield f"rank {snapshot.rank}: no tensor was found in the inputs of step {nth + 1}, so ranks cannot be compared"
+        peer = first.setdefault(cell.dp_rank(snapshot.rank), snapshot)
+        if peer.inputs != snapshot.inputs:
+            yield (
+                f"ranks {peer.rank} and {snapshot.rank} are fed different batches in step {nth + 1}; "
+                f"expected the same, as they hold parts of the same layers (tp {cell.tp})"
+            )
         for batch in set(snapshot.inputs) - {""}:
             other = fed.setdefault(batch, snapshot.rank)
-            if other != snapshot.rank:
+            if cell.dp_rank(other) != cell.dp_rank(snapshot.rank):
                 yield f"ranks {other} and {snapshot.rank} are fed the same batch in step {nth + 1}"

@@ -82,7 +82,7 @@ def same_values(train: RunTrace, reload: RunTrace, *, only: Collection[str] | No
         return  # a flat parameter has no names to compare by; the outputs are compared instead
     now = {info.name: (info.digest,) for info in loaded.parameters}
     yield from compare("parameter", _chosen(exported_weights(train, reload), only), now, "after the reload")
-    reloaded = {info.name: (info.digest,) for info in loaded.buffers if info.placement == "persistent"}
+    reloaded = {info.name: (info.digest,) for info in loaded.buffers if info.persistent}
     trained = values(train, train.at("export")).of("buffer")
     yield from compare("buffer", _chosen(trained, only), reloaded, "after the reload")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, named_ranks
@@ -13,8 +13,7 @@ from pytest_distcompat.checks._values import Names
 from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import GradientInfo, RunTrace, Snapshot, Trace
+from pytest_distcompat.trace import GradientInfo, RunTrace, Snapshot, Trace, shard_groups
 
 #: How many steps are compared: later gradients depend on how earlier ones were rounded.
 COMPARED = 3
@@ -26,8 +25,8 @@ SAME_RATIO = 0.05
 #: How many kinds of names a finding lists.
 LISTED = 3
 
-#: Unwrapped name -> norms of the gradient: one of all parts together, or one of each rank that holds all of it.
-Norms = Mapping[str, Sequence[float]]
+#: Unwrapped name -> norm of the gradient of all parts together; None where they are no whole.
+Norms = Mapping[str, float | None]
 
 
 def _no_single_gradients(cell: Cell, driver: type[Driver]) -> str | None:
@@ -53,7 +52,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     train, reference = trace.run("train"), trace.run("reference")
     known = {info.name for info in train.unwrapped.parameters} if train.unwrapped else set()
-    expected = [_norms(reference, reference.at("reference", step), (0,)) for step in range(COMPARED)]
+    expected = [_norms_of_one(reference, reference.at("reference", step)) for step in range(COMPARED)]
     rounding = _deviations_of_rounding(trace.runs.get("rounded"), expected)
     tolerance = ROUNDING_FACTOR * max((PRECISIONS.get(cell.precision).norm_tolerance, *rounding))
     for step in range(COMPARED):
@@ -62,10 +61,9 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
         if not expected[step]:
             yield f"step {step + 1}: no gradients to compare with"
             return
-        copies = {ranks: _norms(train, here, ranks) for ranks in _copies(cell, train)}
         found = [
             f"step {step + 1}: {named_ranks(ranks, cell.world_size)}: {text}"
-            for ranks, norms in copies.items()
+            for ranks, norms in _norms(train, here)
             # A live name that is none of the unwrapped model's is a finding of the check ``names``.
             if norms.keys() <= known
             for text in _differences(cell, norms, expected[step], tolerance)
@@ -75,57 +73,62 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
             return  # later differences follow from these
 
 
-def _copies(cell: Cell, run: RunTrace) -> Sequence[tuple[int, ...]]:
-    """Return the ranks of each copy of the gradients."""
-    strategy = STRATEGIES.get(cell.strategy)
-    return run.replicas if strategy.shards or strategy.flat_masters else [(rank,) for rank in range(cell.world_size)]
-
-
-def _norms(run: RunTrace, snapshots: tuple[Snapshot, ...], ranks: tuple[int, ...]) -> Norms:
-    """Return the norms of the gradients that these ranks hold; none for parts that are no whole, or under an unknown name."""
-    if run.unwrapped is None:
-        return {}
-    names = Names(run, run.unwrapped)
+def _norms(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[tuple[tuple[int, ...], Norms]]:
+    """Yield ranks that see the same gradients, put together from their shard groups, with the norms of these."""
     parts: dict[str, dict[int, GradientInfo]] = defaultdict(dict)
-    for snapshot in snapshots:
-        for info in (info for step in snapshot.steps for info in step.gradients if snapshot.rank in ranks):
-            parts[names(info.name)][snapshot.rank] = info
-    norms: dict[str, Sequence[float]] = {}
+    norms: dict[int, dict[str, float | None]] = {snapshot.rank: {} for snapshot in snapshots}
+    if (unwrapped := run.unwrapped) is not None:
+        names = Names(run, unwrapped)
+        for snapshot in snapshots:
+            for info in (info for step in snapshot.steps for info in step.gradients):
+                parts[names(info.name)][snapshot.rank] = info
+    views: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for name, held in parts.items():
-        numels, squares = [info.numel for info in held.values()], [info.square for info in held.values()]
-        if sum(numels) == names.numel(name):
-            norms[name] = [math.sqrt(sum(squares))]
-        else:
-            norms[name] = list(map(math.sqrt, squares)) if set(numels) == {names.numel(name)} else []
-    return norms
+        for group in shard_groups({rank: info.layout.holders for rank, info in held.items()}):
+            own = [held[rank] for rank in group if rank in held]
+            whole = sum(info.numel for info in own) == names.numel(name)
+            norm = math.sqrt(sum(info.square for info in own)) if whole else None
+            for rank in set(group) & norms.keys():
+                norms[rank][name] = norm
+                views[rank].append(group)
+    ranks: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
+    for rank in sorted(norms):
+        ranks[tuple(sorted({*views[rank], *([] if views[rank] else [(rank,)])}))].append(rank)
+    for alike in ranks.values():
+        yield tuple(alike), norms[alike[0]]
+
+
+def _norms_of_one(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Norms:
+    """Return the norms of a run of one process."""
+    return next((norms for _, norms in _norms(run, snapshots)), {})
 
 
 def _deviations_of_rounding(rounded: RunTrace | None, expected: list[Norms]) -> Iterator[float]:
     """Yield how far rounding alone moves each gradient of a model of the driver's own, see ``parity``."""
     for step, norms in enumerate(expected if rounded else ()):
         assert rounded is not None
-        found, unit = _norms(rounded, rounded.at("rounded", step), (0,)), _unit(norms)
+        found, unit = _norms_of_one(rounded, rounded.at("rounded", step)), _unit(norms)
         for name in norms.keys() & found.keys():
-            off = abs(found[name][0] - norms[name][0]) / max(norms[name][0], unit) if unit else 0.0
+            here, there = found[name] or 0.0, norms[name] or 0.0
+            off = abs(here - there) / max(there, unit) if unit else 0.0
             yield off if math.isfinite(off) else 0.0
 
 
 def _unit(norms: Norms) -> float:
     """Return the least that rounding is measured against."""
-    return SMALLEST * math.hypot(*(norm for one in norms.values() for norm in one))
+    return SMALLEST * math.hypot(*(norm or 0.0 for norm in norms.values()))
 
 
 def _differences(cell: Cell, norms: Norms, expected: Norms, tolerance: float) -> Iterator[str]:
     """Yield a finding for the parameters that are off by the same ratio."""
-    if broken := sorted(name for name, found in norms.items() if not found):
+    if broken := sorted(name for name, found in norms.items() if found is None):
         yield f"the gradient of {_listed(broken)} cannot be put together from the ranks' parts"
         return
     unit, ratios, sound = _unit(expected), {}, 0
     for name in expected.keys() | norms.keys():
-        here, there = norms.get(name, [0.0]), (expected.get(name) or [0.0])[0]
-        wrong = [norm for norm in here if not abs(norm - there) <= tolerance * max(there, unit)]
-        if wrong:
-            ratios[name] = wrong[0] / there if there else math.inf
+        here, there = norms.get(name) or 0.0, expected.get(name) or 0.0
+        if not abs(here - there) <= tolerance * max(there, unit):
+            ratios[name] = here / there if there else math.inf
         else:
             sound += there > unit
     alike: list[list[str]] = []
@@ -141,7 +144,7 @@ def _differences(cell: Cell, norms: Norms, expected: Norms, tolerance: float) ->
         if len(alike) > 1 and names in scaled:
             continue
         first = names[0]
-        first_here, first_there = ((one.get(first) or [0.0])[0] for one in (norms, expected))
+        first_here, first_there = (one.get(first) or 0.0 for one in (norms, expected))
         values = f"{first!r} has norm {first_here:.6g}; {first_there:.6g} in the reference"
         everything = f"all {len(names)} parameters" if len(names) == len(expected) else _listed(names)
         yield f"the gradient of {everything} {_ratio(cell, ratios[first], common)}: {values} ({tolerance:.0e} allowed)"
@@ -167,6 +170,8 @@ def _ratio(cell: Cell, ratio: float, common: float) -> str:
         ratio /= common
         text += f", {ratio:.4g} times as much as the others"
     numbers = {"the number of ranks": cell.world_size, "micro-batches a step": int(cell.option("grad_accum"))}
+    if cell.tp > 1:
+        numbers |= {"the size of tp": cell.tp, "the number of data-parallel ranks": cell.dp_size}
     factors = {name: number for name, number in numbers.items() if number > 1}
     known = [name for name, factor in factors.items() if math.isclose(ratio, factor, rel_tol=SAME_RATIO)]
     known += [f"1 / {name}" for name, factor in factors.items() if math.isclose(ratio * factor, 1, rel_tol=SAME_RATIO)]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, requested
-from pytest_distcompat.checks._values import FACTORS, unused
+from pytest_distcompat.checks._values import FACTORS, tp_sharded, unused
 from pytest_distcompat.cost import state_elements, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import Snapshot, Trace
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 #: torch's ZeRO-1, an optimizer for DDP: https://docs.pytorch.org/docs/stable/distributed.optim.html
 ZERO_OPTIMIZER = "ZeroRedundancyOptimizer"
@@ -32,12 +33,12 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     run, strategy = trace.run(), STRATEGIES.get(cell.strategy)
     unwrapped, snapshots = run.unwrapped, run.at("step", 2)
     yield from every_rank(snapshots, cell.world_size, "three steps")
-    trained = trained_elements(unwrapped)
+    trained = trained_elements(unwrapped) + _replicated_by_tp(cell, run)
     others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
-    copies, padding = cell.world_size, 0
+    copies, padding = cell.dp_size, 0
     if strategy.shards or strategy.flat_masters:
         declared = requested(cell, unwrapped, "dp_replicate")
-        copies, padding = int(cell.option("dp_replicate")) if declared else len(run.replicas), MAX_PADDING
+        copies, padding = int(cell.option("dp_replicate")) if declared else _copies(run.at("build"), cell), MAX_PADDING
     state_sharded = any(ZERO_OPTIMIZER in snapshot.optimizer.chain for snapshot in snapshots if snapshot.optimizer)
     found: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
@@ -56,6 +57,24 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"all ranks together keep {found[key]} elements of {key!r}; {context}, expected {expected}"
     if not found:
         yield "no rank's optimizer keeps anything after three steps"
+
+
+def _replicated_by_tp(cell: Cell, run: RunTrace) -> int:
+    """Return the trained elements that tensor parallelism leaves whole on each of its ranks, once for each further rank."""
+    if cell.tp == 1:
+        return 0
+    return (cell.tp - 1) * sum(
+        math.prod(info.shape)
+        for snapshot in run.at("build")[:1]
+        for info in snapshot.parameters
+        if info.trainable and not tp_sharded(info)
+    )
+
+
+def _copies(built: tuple[Snapshot, ...], cell: Cell) -> int:
+    """Return in how many copies the shards are."""
+    holders = (info.layout.holders for snapshot in built for info in snapshot.parameters)
+    return cell.world_size // (max(map(len, holders), default=0) or cell.world_size)
 
 
 def _without_state(snapshots: tuple[Snapshot, ...], key: str, unused: frozenset[str]) -> int:

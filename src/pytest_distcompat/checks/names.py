@@ -63,7 +63,7 @@ class _Expected:
         self.trainable = {self.same(info.name) for info in unwrapped.parameters if info.trainable}
         self.saved = set(unwrapped.state_dict)
         self.shapes = {info.name: tuple(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
-        self.persistent = {info.name for info in unwrapped.buffers if info.placement == "persistent"}
+        self.persistent = {info.name for info in unwrapped.buffers if info.persistent}
         self.not_persistent = {info.name for info in unwrapped.buffers} - self.persistent
         if cell.option("lora"):
             self.first_of = {**self.first_of, **{adapter_name(name): name for name in self.trainable}}
@@ -110,7 +110,7 @@ class _Expected:
             elif unwrapped.digest == EMPTY and 0 not in unwrapped.shape:
                 continue  # on the meta device it has no values
             elif info.dtype == unwrapped.dtype and info.digest != unwrapped.digest:
-                buffer = f"buffer {unwrapped.name!r} ({unwrapped.placement})"
+                buffer = f"buffer {unwrapped.name!r} ({'' if unwrapped.persistent else 'non-'}persistent)"
                 yield f"{where}: {buffer} has other values after build than in the unwrapped model"
 
     def shape(self, name: str) -> tuple[int, ...] | None:

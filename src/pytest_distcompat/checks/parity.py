@@ -11,8 +11,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import model_of
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
-from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import Snapshot, Trace
+from pytest_distcompat.trace import Snapshot, Trace, shard_groups
 
 #: A trainer may deviate by so many times what rounding does to the reference, or what the table allows: it rounds in other
 #: places too. ``benchmarks/rounding.py`` measures it on four small models.
@@ -146,9 +145,8 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: a larger norm is not clipped, or by the norm of a shard; a smaller one is clipped twice, or scaled by
     the number of ranks. AdamW hides both for a while.
     """
-    strategy, table = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision).norm_tolerance
+    table = PRECISIONS.get(cell.precision).norm_tolerance
     tolerances = _allowed(table, trace, lambda snapshot: math.sqrt(_square(snapshot)))
-    shared, copies = strategy.shards or strategy.flat_masters, trace.run("train").replicas
     largest = 0.0
     for step in range(STEPS):
         here, there = trace.run("train").at("step", step), trace.run("reference").at("reference", step)
@@ -157,14 +155,13 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             return
         expected = math.sqrt(_square(there[0]))
         squares = {snapshot.rank: _square(snapshot) for snapshot in here if snapshot.steps}
-        norms = {f"rank {rank}": math.sqrt(square) for rank, square in squares.items()}
-        if shared:
-            norms = {
-                f"{named_ranks(ranks, cell.world_size)} together": math.sqrt(
-                    sum(squares.get(rank, 0.0) for rank in ranks)
-                )
-                for ranks in copies
-            }
+        groups = shard_groups({one.rank: one.steps[0].holders for one in here if one.steps}, cell.world_size)
+        norms = {
+            f"{named_ranks(ranks, cell.world_size)}{' together' if len(ranks) > 1 else ''}": math.sqrt(
+                sum(squares.get(rank, 0.0) for rank in ranks)
+            )
+            for ranks in groups
+        }
         largest = max(largest, expected)
         wrong = {
             holders: norm for holders, norm in norms.items() if not _close(norm, expected, tolerances[step], largest)

@@ -33,7 +33,7 @@ def _not_resharded(cell: Cell, driver: type[Driver]) -> str | None:
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     """Return the runs ``train``, ``up``, ``back`` and ``one``, whose world sizes depend on the cell's."""
-    return scenario.reshard(cell.world_size)
+    return scenario.reshard(cell)
 
 
 _UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back", "step", 0), ("one", "step", 0))
@@ -41,9 +41,10 @@ _UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back
 
 @check(scenario=_runs, until=_UNTIL, order=11, not_applicable=_not_resharded, costly=True)
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that a checkpoint loaded at another world size is bit by bit what was saved.
+    """Check that a checkpoint loaded at another world size, or on another mesh, is bit by bit what was saved.
 
-    That is: at twice the world size, back at the first, and in one process. One more step has a finite loss.
+    That is: at twice the world size, back at the first, and in one process; one of tensor parallelism without it, and back. One
+    more step has a finite loss.
 
     If it fails: what is saved by rank or padded fits no other number of ranks. Save with ``get_state_dict`` and
     torch.distributed.checkpoint (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), or convert first,
@@ -56,7 +57,8 @@ def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _changes(source: RunTrace, run: RunTrace) -> Iterator[str]:
     """Yield findings for everything that one run did not load as the other saved it."""
-    ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
+    ranks, cell = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks", Cell.parse(run.cell)
+    ranks += f" with tp {cell.tp}" if cell.tp > 1 else ""
     when = f"after the load at {ranks}"
     saved, loaded = source.at("save"), run.at("load")
     yield from every_rank(saved, source.world_size, "save")

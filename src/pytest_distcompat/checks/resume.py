@@ -88,7 +88,7 @@ _Buffers = Mapping[str, Collection[tuple[str, str]]]
 def _without_nonpersistent(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
     """Return the snapshots without buffers that are not persistent: a fresh process makes those anew."""
     buffers = run.unwrapped.buffers if run.unwrapped else ()
-    known = {info.name: info.placement == "persistent" for info in buffers}
+    known = {info.name: info.persistent for info in buffers}
     canonical = STRATEGIES.get(cell.strategy).canonical
 
     def persistent(model: ModelInfo) -> ModelInfo:

@@ -61,7 +61,7 @@ def _required(cell: Cell, unwrapped: UnwrappedInfo) -> list[str]:
     """Return the names to be saved, one for tied ones: parameters and persistent buffers, or those of the adapter."""
     if cell.option("lora"):
         return [info.name for info in unwrapped.parameters if info.trainable]
-    buffers = (info.name for info in unwrapped.buffers if info.placement == "persistent")
+    buffers = (info.name for info in unwrapped.buffers if info.persistent)
     return [*(info.name for info in unwrapped.parameters), *buffers]
 
 

@@ -150,7 +150,7 @@ def _left_out(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterato
         name = strategy.canonical(info.name, cell, names)
         inside = any(name.startswith(f"{module}.") for module in unwrapped.ignored_modules)
         if inside and info.kind == strategy.kind != "Tensor" and info.local_numel != _numel(unwrapped, name):
-            yield f"{name!r} is sharded ({info.kind}, {info.placement}); it was to be left out of the sharding"
+            yield f"{name!r} is sharded ({info.kind}, {info.layout}); it was to be left out of the sharding"
 
 
 def _numel(unwrapped: UnwrappedInfo, name: str) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
@@ -65,6 +68,21 @@ def whole_state(model: Module) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def clip_on_meshes(parameters: Iterable[torch.Tensor], max_norm: float) -> float:
+    """Clip gradients of parameters on different meshes, which torch's function cannot put together; return their norm."""
+    from torch.nn.utils import get_total_norm
+
+    meshes: dict[Any, list[Any]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            meshes[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
+    norms: list[Any] = [get_total_norm(gradients) for gradients in meshes.values()]
+    norm = math.hypot(*(float(one.full_tensor() if hasattr(one, "full_tensor") else one) for one in norms))
+    for gradient in (one for gradients in meshes.values() for one in gradients):
+        gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
+    return norm
 
 
 def recompute(model: Module, blocks: Iterable[Module]) -> None:

@@ -12,7 +12,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import _releases
 from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
-from pytest_distcompat.strategies import STRATEGIES, Strategy, WrapSpec
+from pytest_distcompat.strategies import STRATEGIES, Strategy, WrapSpec, _tensor
 from pytest_distcompat.strategies._base import MAX_NORM
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class TinyDriver(Driver):
     @property
     def wrap_spec(self) -> WrapSpec:
         """Return which modules are wrapped, recomputed and compiled one by one."""
-        return WrapSpec(tuple(self.blocks), self.tiny.unit_size, tuple(self.ignored_modules))
+        return WrapSpec(tuple(self.blocks), self.tiny.unit_size, tuple(self.ignored_modules), self.tiny.tp_plan)
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
@@ -87,6 +87,8 @@ class TinyDriver(Driver):
             return f"{cell.precision} has one dtype for products and optimizer, in which gradients travel"
         if cell.option("param_groups") and not cell.option("use_orig_params"):
             return "a flat parameter cannot be split into param groups"
+        if cell.tp > 1 and (problem := _tensor.unsupported_reason(cell, tiny.tp_plan)):
+            return problem
         if cell.option("lora") and cell.option("frozen"):
             return "with an adapter the base model is frozen anyway"
         return None
@@ -128,7 +130,10 @@ class TinyDriver(Driver):
 
         # FSDP1's gradient scaler does not support a fused optimizer: https://github.com/pytorch/pytorch/issues/140514
         fused = self.fused and not (self.cell.strategy == "fsdp1" and self.precision.scaled)
-        settings = {"lr": LEARNING_RATE, "weight_decay": DECAY, "fused": fused}
+        settings: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": DECAY, "fused": fused}
+        if self.cell.tp > 1:
+            # Parameters on different meshes cannot be updated in one operation.
+            settings |= {"fused": False, "foreach": False}
         return AdamW(self.groups(model), **self.cell.with_settings("AdamW", settings))
 
     def groups(self, model: Module) -> Any:
@@ -168,7 +173,7 @@ class TinyDriver(Driver):
         self.tokens = 0
         indices = self.micros(number)
         for index in indices:
-            batch = self.batch_of(index, self.world.rank)
+            batch = self.batch_of(index, self.cell.dp_rank(self.world.rank))
             self.tokens += self.tiny.count(batch)
             yield batch, index == indices[-1]
 

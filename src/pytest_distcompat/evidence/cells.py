@@ -78,7 +78,7 @@ def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"unwrapped": name if one else "", "shape": list(one.shape) if one else []}
         row |= {"loaded": one.dtype if one else "", "live": other.name if other else ""}
         row |= {"dtype": other.dtype if other else "", "kind": other.kind if other else ""}
-        row |= {"placement": other.placement if other else ""}
+        row |= {"placement": str(other.layout) if other else ""}
         row |= {"local": other.local_numel if other else 0, "held": other.held if other else None}
         row |= {"files": keys.get(name, [])} if one or other else {"live": "", "key": name, "files": keys[name]}
         rows.append(row)

@@ -105,9 +105,9 @@ def add_evidence(report: Report, runs: Iterable[StoredRun]) -> None:
 
 def _is_for(stored: StoredRun, cell: Cell, by_id: Mapping[str, StoredRun]) -> bool:
     """Tell whether checks of that cell read the run. Several cells may share one that follows no other."""
-    # ``ranks`` is the world size of the cell whose checks need the run.
+    # ``ranks`` are the data-parallel ranks of the cell whose checks need the run.
     asked = stored.asked
-    if asked.run.cell(cell).id != asked.cell or asked.ranks != cell.world_size:
+    if asked.run.cell(cell).id != asked.cell or asked.ranks != cell.dp_size:
         return False
     if not asked.run.after:
         return True

@@ -76,6 +76,22 @@ _PRELOAD = (
 )
 
 
+#: As transformers has it (``LlamaConfig.base_model_tp_plan``), with the embeddings, and what sequence parallelism needs.
+_TP_PLAN = {
+    **dict.fromkeys((f"model.layers.*.self_attn.{name}_proj" for name in "qkv"), "colwise"),
+    **dict.fromkeys(("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"), "colwise"),
+    **dict.fromkeys(("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"), "rowwise"),
+    "model.layers.0": "sequence",
+    **dict.fromkeys(
+        ("model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"), "norm"
+    ),
+    "model.layers.*.self_attn": "gather:hidden_states",
+    "model.layers.*.mlp": "gather",
+}
+#: Without those that are tied: torch would make two parameters of one.
+_EMBEDDINGS = {"model.embed_tokens": "rowwise_split", "lm_head": "colwise_gather"}
+
+
 def _llama(name: str, order: int, *, tied: bool) -> TinyModel:
     return TinyModel(
         name,
@@ -89,6 +105,7 @@ def _llama(name: str, order: int, *, tied: bool) -> TinyModel:
         frozen_modules=("model.embed_tokens", "model.layers.0"),
         lora_targets=("q_proj", "v_proj"),
         unit_size=5000,
+        tp_plan=_TP_PLAN if tied else {**_TP_PLAN, **_EMBEDDINGS},
         preload=_PRELOAD,
         order=order,
     )

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_distcompat.probe.layouts import by_hand, layout_of, partition_layout
 from pytest_distcompat.probe.optimizer import flat_masters, owner_names
 from pytest_distcompat.probe.tensors import local_of
-from pytest_distcompat.trace import GradientInfo
+from pytest_distcompat.trace import GradientInfo, Layout
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -21,31 +22,44 @@ def square_of(gradient: torch.Tensor) -> float:
 
 
 def read_gradients(
-    model: Module | None, optimizer: Any, tensors: Iterable[torch.Tensor], squares: Mapping[int, float]
-) -> tuple[GradientInfo, ...]:
-    """Return this rank's part of the gradient of each live parameter that the optimizer is about to update.
+    model: Module | None, optimizer: Any, tensors: Iterable[torch.Tensor], *, single: bool
+) -> tuple[float, tuple[int, ...], tuple[GradientInfo, ...]]:
+    """Return ``square``, ``holders`` and ``gradients`` of a ``StepInfo``.
 
-    ``tensors`` are what the torch optimizer updates, ``squares`` the ``square_of`` their gradients by ``id``.
+    Args:
+        model: The trainer's model; None if it is not known.
+        optimizer: The trainer's optimizer, with its wrappers.
+        tensors: What the torch optimizer is about to update.
+        single: Whether the gradients of single parameters are read too.
     """
-    if model is None:
-        return ()
-    names, flat = owner_names(model, optimizer), {}
-    found = []
+    names = owner_names(model, optimizer) if model is not None else {}
+    layouts, partition = by_hand(model), partition_layout(model)
+    found, flat, squares = [], {}, list[tuple[Layout, float]]()
     for tensor in tensors:
         if tensor.grad is None:
             continue
-        if id(tensor) in names:
-            found.append(GradientInfo(names[id(tensor)], local_of(tensor).numel(), squares[id(tensor)]))
-        else:
+        of_partition = bool(names) and id(tensor) not in names
+        layout = partition if of_partition else layouts.get(id(tensor)) or layout_of(tensor)
+        squares.append((layout, square_of(tensor.grad)))
+        if of_partition:
             flat[tensor.untyped_storage().data_ptr()] = tensor
-    return (*found, *(_of_fragments(model, flat) if flat else ()))
+        elif names:
+            found.append(GradientInfo(names[id(tensor)], local_of(tensor).numel(), squares[-1][1], layout))
+    holders = tuple(sorted({rank for layout, _ in squares for rank in layout.holders}))
+    # What fewer ranks hold together, several of the holders have: of each of them it is a part.
+    square = sum(
+        one * max(1, len(layout.holders)) / max(1, len(holders)) if holders else one for layout, one in squares
+    )
+    if not single or model is None:
+        return square, holders, ()
+    return square, holders, (*found, *(_of_fragments(model, flat, partition) if flat else ()))
 
 
-def _of_fragments(model: Module, flat: Mapping[int, torch.Tensor]) -> Iterator[GradientInfo]:
+def _of_fragments(model: Module, flat: Mapping[int, torch.Tensor], layout: Layout) -> Iterator[GradientInfo]:
     """Yield the parts of flat partitions' gradients; a parameter's master is a view of its partition."""
     for name, _, master in flat_masters(model):
         partition = flat.get(master.untyped_storage().data_ptr())
         if partition is not None and partition.grad is not None:
             start = master.storage_offset() - partition.storage_offset()
             gradient = partition.grad.reshape(-1).narrow(0, start, master.numel())
-            yield GradientInfo(name, master.numel(), square_of(gradient))
+            yield GradientInfo(name, master.numel(), square_of(gradient), layout)

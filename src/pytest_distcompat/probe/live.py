@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_distcompat.probe.blocks import declared_blocks, is_a, multiplies, named_blocks
+from pytest_distcompat.probe.layouts import by_hand, layout_of
 from pytest_distcompat.probe.optimizer import entries, master_copies
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
-from pytest_distcompat.trace import ModelInfo, ParameterInfo, UnwrappedInfo
+from pytest_distcompat.trace import Layout, ModelInfo, ParameterInfo, UnwrappedInfo
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -37,8 +38,7 @@ def read_unwrapped(
     parameters = tuple(parameter_info(name, parameter) for name, parameter in model.named_parameters())
     state_dict = tuple(model.state_dict())
     buffers = tuple(
-        parameter_info(name, buffer, placement="persistent" if name in state_dict else "non-persistent")
-        for name, buffer in model.named_buffers()
+        parameter_info(name, buffer, persistent=name in state_dict) for name, buffer in model.named_buffers()
     )
     return UnwrappedInfo(
         parameters,
@@ -67,16 +67,17 @@ def _fits_8_bits(linear: torch.nn.Linear) -> bool:
     return not (linear.in_features % 16 or linear.out_features % 16)
 
 
-def parameter_info(name: str, tensor: torch.Tensor, placement: str = "") -> ParameterInfo:
+def parameter_info(name: str, tensor: torch.Tensor, *, persistent: bool = False) -> ParameterInfo:
     """Return what is known of a parameter or buffer of the unwrapped model."""
     return ParameterInfo(
         name=name,
         shape=tuple(tensor.shape),
         dtype=dtype_name(tensor.dtype),
         trainable=tensor.requires_grad,
-        placement=placement,
-        local_numel=tensor.numel(),
+        layout=layout_of(tensor),
+        local_numel=local_of(tensor).numel(),
         digest=digest(tensor),
+        persistent=persistent,
     )
 
 
@@ -90,9 +91,9 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
     if optimizer is not None and not flat:
         masters = master_copies(optimizer)
         held = Counter(id(masters.get(id(p), p)) for p in entries(optimizer))
-    wrappers = _wrappers(model)
+    wrappers, layouts = _wrappers(model), by_hand(model)
     parameters = tuple(
-        live_parameter_info(name, parameter, wrappers, held=None if flat else held[id(parameter)])
+        live_parameter_info(name, parameter, layouts, held=None if flat else held[id(parameter)])
         for name, parameter in model.named_parameters()
     )
     buffers = tuple(parameter_info(name, buffer) for name, buffer in model.named_buffers())
@@ -112,25 +113,7 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
         compiled=tuple(compiled_modules(model)),
         float8=sum("Float8" in type(module).__name__ or _is_te_linear(module) for module in model.modules()),
         graphs=_graph_count(),
-        shard_group=tuple(_shard_group(model)),
     )
-
-
-def _shard_group(model: Module) -> list[int]:
-    """Return the ranks that hold this replica of the model: the mesh dimension that shards it, or FSDP1's group."""
-    from torch import distributed
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            return distributed.get_process_group_ranks(module.process_group)
-    for parameter in model.parameters():
-        # A DTensor has placements: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
-        for dimension, placement in enumerate(getattr(parameter, "placements", ())):
-            if placement.is_shard():
-                mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]  # a plain tensor has none
-                return distributed.get_process_group_ranks(mesh.get_group(dimension))
-    return []
 
 
 def _units(model: Module) -> Iterator[str]:
@@ -206,31 +189,37 @@ def _zero_stage(model: Module) -> int | None:
 
 
 def live_parameter_info(
-    name: str, parameter: torch.Tensor, wrappers: dict[str, int], held: int | None
+    name: str, parameter: torch.Tensor, layouts: Mapping[int, Layout], held: int | None
 ) -> ParameterInfo:
-    """Return what this rank stores of a live parameter; ``held`` counts the optimizer's entries that are this tensor."""
+    """Return what this rank stores of a live parameter.
+
+    Args:
+        name: Its live name.
+        parameter: The parameter.
+        layouts: The layouts of what is sharded by hand, see ``layouts.by_hand``.
+        held: How many of the optimizer's entries are this tensor.
+    """
     from torch.distributed.fsdp import FlatParameter
 
-    shape, kind, placement, local = tuple(parameter.shape), "Tensor", "", parameter
+    shape, kind, local = tuple(parameter.shape), "Tensor", parameter
+    layout = layouts.get(id(parameter)) or layout_of(parameter)
     if hasattr(parameter, "ds_shape"):  # ZeRO-3: the parameter itself is empty between uses, its shard is beside it
-        shape, kind, placement = tuple(parameter.ds_shape), "ZeRO-3", "partition"
-        local = zero3_shard(parameter)
+        shape, kind, local = tuple(parameter.ds_shape), "ZeRO-3", zero3_shard(parameter)
     elif hasattr(parameter, "placements"):
-        kind, placement = "DTensor", ", ".join(map(repr, parameter.placements))
-        local = local_of(parameter)
+        kind, local = "DTensor", local_of(parameter)
     elif isinstance(parameter, FlatParameter):  # which checks an attribute: its class is nn.Parameter
-        kind, placement = "FlatParameter", "flat shard"
-    elif "FSDP1" in wrappers:
+        kind = "FlatParameter"
+    elif layout.flat:
         # With use_orig_params each parameter is a one-dimensional view of this rank's part of the flat one (maybe empty).
-        kind, placement = "FSDP1 shard", "flat shard"
+        kind = "FSDP1 shard"
     return ParameterInfo(
         name=name,
         shape=shape,
         dtype=dtype_name(local.dtype),
         trainable=parameter.requires_grad,
         kind=kind,
-        placement=placement,
+        layout=layout,
         local_numel=local.numel(),
-        digest=digest(local),
+        digest=digest(parameter if kind == "DTensor" else local),
         held=held,
     )

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_distcompat.probe.blocks import multiplies
-from pytest_distcompat.probe.gradients import read_gradients, square_of
+from pytest_distcompat.probe.gradients import read_gradients
 from pytest_distcompat.probe.inputs import tensors_fed
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
 from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, GradientInfo, StepInfo
@@ -65,6 +65,7 @@ class _Step:
     gradient: set[str] = field(default_factory=set)
     state: set[str] = field(default_factory=set)
     square: float = 0.0
+    holders: tuple[int, ...] = ()
     gradients: tuple[GradientInfo, ...] = ()
 
 
@@ -84,8 +85,8 @@ class Observer:
         self.sizes: dict[tuple[str, str], tuple[int, int]] = {}
         self.inputs: list[str] = []
         self.float8 = 0
-        #: Returns the trainer's model and optimizer, whose parameters' gradients are recorded one by one; None for no model.
-        self.trainer: Callable[[], tuple[Module | None, Any]] = lambda: (None, None)
+        #: Returns the trainer's model and optimizer, and whether gradients are recorded one by one too; None for no model.
+        self.trainer: Callable[[], tuple[Module | None, Any, bool]] = lambda: (None, None, False)
         self._active = False
         self._mode: _OperatorMode | None = None
         self._outer_modes = 0
@@ -240,9 +241,8 @@ class Observer:
         gradients = [local_of(p.grad) for p in tensors if p.grad is not None]
         step.gradient = {dtype_name(grad.dtype) for grad in gradients}
         with self.aside():
-            squares = {id(p): square_of(p.grad) for p in tensors if p.grad is not None}
-            step.square = sum(squares.values())
-            step.gradients = read_gradients(*self.trainer(), tensors, squares)
+            model, inner, single = self.trainer()
+            step.square, step.holders, step.gradients = read_gradients(model, inner, tensors, single=single)
 
     def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         step = self._step
@@ -259,7 +259,8 @@ class Observer:
         if step.optimizer == id(optimizer):
             self._step = None
             master, gradient, state = (tuple(sorted(dtypes)) for dtypes in (step.master, step.gradient, step.state))
-            self.steps.append(StepInfo(type(optimizer).__name__, master, gradient, state, step.square, step.gradients))
+            name, gradients = type(optimizer).__name__, step.gradients
+            self.steps.append(StepInfo(name, master, gradient, state, step.square, gradients, step.holders))
 
     def _record_operator(self, func: Any, args: Any, result: Any) -> None:
         """Record a collective, or a cast to 8 bits: a result in 8 bits without an input in 8 bits (a view has one)."""

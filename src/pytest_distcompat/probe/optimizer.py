@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_distcompat.probe.layouts import by_hand, layout_of, partition_layout
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
-from pytest_distcompat.trace import OptimizerInfo, StateInfo
+from pytest_distcompat.trace import Layout, OptimizerInfo, StateInfo
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -108,13 +109,14 @@ def read_optimizer(
     live = {id(parameter) for parameter in model.parameters()}
     owners = owner_names(model, optimizer)
     held = entries(optimizer)
-    partitioned = _partitioned(model)
+    partitioned, layouts, partition = _partitioned(model), by_hand(model), partition_layout(model)
     states: list[StateInfo] = []
     for number, (parameter, state) in enumerate(pair for one in stepping for pair in one.state.items()):
         owner = owners.get(id(parameter), f"partition {number}")
         if id(parameter) not in live:
-            states.append(_state(owner, "master", parameter))
-        states.extend(_state(owner, key, value) for key, value in state.items() if _is_number(value))
+            states.append(_state(owner, "master", parameter, partition))
+        layout = layouts.get(id(parameter)) or (partition if owner not in owners.values() else layout_of(parameter))
+        states.extend(_state(owner, key, value, layout) for key, value in state.items() if _is_number(value))
     return OptimizerInfo(
         chain=type_names,
         entries=len(held),
@@ -143,10 +145,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, bool)
 
 
-def _state(owner: str, key: str, value: Any) -> StateInfo:
+def _state(owner: str, key: str, value: Any, layout: Layout) -> StateInfo:
+    """Return one entry of the state; ``layout`` is that of its owner, and of the entry unless it is a step count or a DTensor."""
     if not isinstance(value, torch.Tensor):
         return StateInfo(owner, key, type(value).__name__, 1, digest(value))
-    return StateInfo(owner, key, dtype_name(value.dtype), local_of(value).numel(), digest(value))
+    layout = layout_of(value) if key == "step" or hasattr(value, "placements") else layout
+    return StateInfo(owner, key, dtype_name(value.dtype), local_of(value).numel(), digest(value), layout)
 
 
 def _partitioned(model: Module) -> dict[str, int]:
@@ -178,10 +182,10 @@ def _accumulation_dtype(optimizer: Any) -> str:
 
 def _masters(model: Module, inner: Any) -> Iterator[StateInfo]:
     """Yield this rank's part of each parameter's flat master and moments, where DeepSpeed has them; see ``_partitioned``."""
-    # The parts of all ranks, concatenated in the order of the ranks, are the parameter.
+    layout = partition_layout(model)
     keys = sorted({key for state in inner.state.values() for key, value in state.items() if _is_flat(value)})
     for name, parameter, master in flat_masters(model):
-        yield _state(name, "master", master)
+        yield _state(name, "master", master, layout)
         if hasattr(parameter, "ds_tensor"):
             from deepspeed.utils import safe_get_local_optimizer_state
 
@@ -189,7 +193,7 @@ def _masters(model: Module, inner: Any) -> Iterator[StateInfo]:
                 # A partition may have no state before its first step.
                 with contextlib.suppress(KeyError):
                     state = safe_get_local_optimizer_state(parameter, key)
-                    yield _state(name, key, state.reshape(-1)[: master.numel()])
+                    yield _state(name, key, state.reshape(-1)[: master.numel()], layout)
         else:
             mapping = parameter._hp_mapping  # noqa: SLF001 - see ``_partitioned``
             fragment = mapping.hp_fragment_address
@@ -197,7 +201,7 @@ def _masters(model: Module, inner: Any) -> Iterator[StateInfo]:
             for flat in inner.param_groups[mapping.param_group_index]["params"]:
                 for key, value in inner.state.get(flat, {}).items():
                     if _is_flat(value):
-                        yield _state(name, key, value.narrow(0, fragment.start, fragment.numel))
+                        yield _state(name, key, value.narrow(0, fragment.start, fragment.numel), layout)
 
 
 def flat_masters(model: Module) -> Iterator[tuple[str, Any, torch.Tensor]]:

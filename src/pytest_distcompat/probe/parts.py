@@ -61,8 +61,7 @@ def _read_without_children(module: Module) -> UnwrappedInfo:
     parameters = tuple(parameter_info(name, one) for name, one in module.named_parameters(recurse=False))
     not_saved = _not_saved(module)
     buffers = tuple(
-        parameter_info(name, one, placement="non-persistent" if name in not_saved else "persistent")
-        for name, one in module.named_buffers(recurse=False)
+        parameter_info(name, one, persistent=name not in not_saved) for name, one in module.named_buffers(recurse=False)
     )
     return UnwrappedInfo(
         parameters, buffers, tuple(info.name for info in (*parameters, *buffers) if info.name not in not_saved)

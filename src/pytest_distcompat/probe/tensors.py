@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pytest_distcompat import digests
+from pytest_distcompat.probe.layouts import starts_of
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -37,39 +38,52 @@ _CHUNK = 1 << 15
 
 
 @functools.cache
-def _powers() -> torch.Tensor:
-    """Return float64 of shape (chunk, 4): the 16-bit halves of base**(n-1), ..., base, 1 modulo each prime."""
-    columns = []
+def _powers(level: int = 0) -> torch.Tensor:
+    """Return int64 of shape (2, chunk): of each base, to the power of chunk**level, the powers 0, 1, ... modulo its prime."""
+    rows = []
     for prime, base in zip(digests.PRIMES, digests.BASES, strict=True):
-        powers = torch.ones(1, dtype=torch.int64)
+        step, powers = pow(base, _CHUNK**level, prime), torch.ones(1, dtype=torch.int64)
         while powers.numel() < _CHUNK:
-            powers = torch.cat((powers, powers * pow(base, powers.numel(), prime) % prime))
-        columns += [powers.flip(0) >> 16, powers.flip(0) & 0xFFFF]
-    return torch.stack(columns, dim=1).double()
+            powers = torch.cat((powers, powers * pow(step, powers.numel(), prime) % prime))
+        rows.append(powers)
+    return torch.stack(rows)
 
 
-def digest(value: Any) -> str:
-    """Return a digest of the local values; digests of parts can be combined, see ``pytest_distcompat.digests``.
+@functools.cache
+def _halves() -> torch.Tensor:
+    """Return the powers of level 0 as float64 of shape (chunk, 4): upper and lower 16 bits modulo each prime."""
+    return torch.stack([half for row in _powers() for half in (row >> 16, row & 0xFFFF)], dim=1).double()
+
+
+def digest(value: Any, starts: torch.Tensor | None = None) -> str:
+    """Return a digest of the local values; digests of the parts of a tensor add up, see ``pytest_distcompat.digests``.
 
     It is of the values, not of their storage: bfloat16 hashes like the float32 that it is cast to (FSDP1 upcasts at the
     first forward), and numbers like a tensor that holds them. The digest of anything else is empty.
+
+    Args:
+        value: A tensor, of a DTensor the local part; or a number.
+        starts: Where in the flattened whole each run of consecutive elements starts, int64; all runs are equally long. None for
+            a DTensor's own (``layouts.starts_of``), else for a tensor that is the whole.
     """
     if isinstance(value, (int, float)):
         value = torch.tensor(float(value))
     if not isinstance(value, torch.Tensor):
         return ""
+    if starts is None and hasattr(value, "placements"):
+        starts = starts_of(value)
     flat = local_of(value)
     try:
-        return _of_values(flat)
+        return _of_values(flat, starts)
     except NotImplementedError:
         if not hasattr(flat, "__tensor_flatten__"):
             raise
         # A quantized tensor (torchao's ``OptimState8bit``) may have no arithmetic, so its inner tensors are hashed.
         names, _ = flat.__tensor_flatten__()
-        return digests.combine(digest(getattr(flat, name)) for name in names)
+        return digests.concatenate(digest(getattr(flat, name)) for name in names)
 
 
-def _of_values(flat: torch.Tensor) -> str:
+def _of_values(flat: torch.Tensor, starts: torch.Tensor | None) -> str:
     with torch.no_grad():
         if flat.is_meta or flat.numel() == 0:
             return digests.EMPTY
@@ -79,25 +93,38 @@ def _of_values(flat: torch.Tensor) -> str:
             flat = (flat.float() if flat.element_size() < torch.float32.itemsize else flat) + 0.0
         elif flat.element_size() % 4:
             flat = flat.to(torch.int32)
+        width = flat.element_size() // 4
         words = flat.view(torch.uint16).double().view(-1, 2)
-        return digests.form(len(words), _hash(words))
+        runs = 1 if starts is None else len(starts)
+        return digests.form(len(words), _hash(words.view(runs, -1, 2), None if starts is None else starts * width))
 
 
-def _hash(words: torch.Tensor) -> tuple[int, int]:
-    """Return the hashes modulo both primes of words, float64 of shape (n, 2): lower and upper 16-bit halves."""
+def _hash(words: torch.Tensor, starts: torch.Tensor | None) -> tuple[int, int]:
+    """Return the hashes modulo both primes of words, float64 of shape (runs, n, 2): lower and upper 16-bit halves."""
     # Both come from one matrix product, because a probe hashes hundreds of small tensors a step.
-    powers = _powers()
-    if len(words) <= _CHUNK:
-        chunks = [torch.mm(words.t(), powers[_CHUNK - len(words) :]).tolist()]
-    else:
-        # Zeros in front do not change the sum, so the first chunk may be filled up.
-        padded = torch.nn.functional.pad(words, (0, 0, -len(words) % _CHUNK, 0)).view(-1, _CHUNK, 2)
-        chunks = (padded.transpose(1, 2) @ powers).tolist()
-    hashes = [0, 0]
-    for index, (prime, base) in enumerate(zip(digests.PRIMES, digests.BASES, strict=True)):
-        step = pow(base, _CHUNK, prime)
-        for lower, upper in chunks:
-            higher, lowest = int(lower[2 * index]) + int(upper[2 * index + 1]), int(lower[2 * index + 1])
-            total = (int(upper[2 * index]) << 32) + (higher << 16) + lowest
-            hashes[index] = (hashes[index] * step + total) % prime
-    return hashes[0], hashes[1]
+    length = words.shape[1]
+    if length > _CHUNK:
+        # Zeros at the end do not change the sum, so the last chunk may be filled up.
+        words = torch.nn.functional.pad(words, (0, 0, 0, -length % _CHUNK)).view(-1, _CHUNK, 2)
+        chunks = torch.arange(0, length, _CHUNK)
+        starts = (starts[:, None] + chunks).flatten() if starts is not None else chunks
+        length = _CHUNK
+    if len(words) == 1:
+        low, high = ([int(one) for one in sums] for sums in torch.mm(words[0].t(), _halves()[:length]).tolist())
+        start, hashes = 0 if starts is None else int(starts[0]), []
+        for n, prime, base in zip((0, 2), digests.PRIMES, digests.BASES, strict=True):
+            value = (high[n] << 32) + (low[n] + high[n + 1] << 16) + low[n + 1]
+            hashes.append(value * pow(base, start, prime) % prime)
+        return hashes[0], hashes[1]
+    sums = (words.transpose(1, 2) @ _halves()[:length]).long()
+    found = []
+    for row, prime in enumerate(digests.PRIMES):
+        lower, upper = sums[:, :, 2 * row : 2 * row + 2].unbind(1)
+        # Each factor is below 2**31, so no product leaves 64 bits.
+        total = upper[:, 0] % prime * ((1 << 32) % prime) + ((lower[:, 0] + upper[:, 1]) % prime << 16) + lower[:, 1]
+        total, rest, level = total % prime, starts, 0
+        while rest is not None and rest.any():
+            total = total * _powers(level)[row][rest % _CHUNK] % prime
+            rest, level = rest // _CHUNK, level + 1
+        found.append(int(total.sum()) % prime)
+    return found[0], found[1]

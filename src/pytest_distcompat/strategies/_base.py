@@ -49,12 +49,13 @@ class WrapSpec:
     """Which modules of a model a strategy wraps one by one, as its driver knows them.
 
     ``blocks`` are their class names. ``min_num_params`` make a unit under option ``wrap_policy``. ``ignored_modules``
-    are the names of modules to leave out, empty unless the cell asks for some.
+    are the names of modules to leave out, empty unless the cell asks for some. ``tp_plan`` is that of the tiny model.
     """
 
     blocks: tuple[str, ...] = ()
     min_num_params: int = 1000
     ignored_modules: tuple[str, ...] = ()
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
 
     def block_modules(self, model: Module) -> list[Module]:
         """Return the modules of the model to wrap."""
@@ -137,6 +138,8 @@ class Strategy:
             if reason:
                 return reason
         copies = int(cell.option("dp_replicate"))
-        if copies > 1 and (cell.world_size % copies or cell.world_size < 2 * copies):
+        if copies > 1 and (cell.dp_size % copies or cell.dp_size < 2 * copies):
             return f"{copies} replicas of at least two shards need a multiple of {copies} ranks, {2 * copies} or more"
+        if cell.option("sp") and cell.tp == 1:
+            return "sequence parallelism cuts along the ranks of tensor parallelism, and there is one"
         return None

@@ -45,19 +45,20 @@ def policy(version: int, precision: Precision, cell: Cell) -> Any:
 
 
 def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
-    """Return a mesh of one dimension; for hybrid sharding one row for each replica, whose ranks hold its shards."""
+    """Return the cell's mesh: replicas, the shards of each, and the parts of tensor parallelism, where there are several."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    sizes = parallelism(cell)
-    if not sizes:
-        return init_device_mesh(device.type, (cell.world_size,))
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=("dp_replicate", "shard"))
+    sizes = parallelism(cell) or {"dp_shard_size": cell.world_size}
+    names = tuple(name.removesuffix("_size") for name in sizes)
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=names)
 
 
 def parallelism(cell: Cell) -> dict[str, int]:
-    """Return replicas, and shards of each, as arguments of accelerate's ParallelismConfig; empty for one replica."""
+    """Return the sizes of a mesh of several dimensions, as arguments of accelerate's ParallelismConfig; empty for one."""
     copies = int(cell.option("dp_replicate"))
-    return {"dp_replicate_size": copies, "dp_shard_size": cell.world_size // copies} if copies > 1 else {}
+    sizes = {"dp_replicate_size": copies} if copies > 1 else {}
+    sizes |= {"dp_shard_size": cell.dp_size // copies} | ({"tp_size": cell.tp} if cell.tp > 1 else {})
+    return sizes if len(sizes) > 1 else {}
 
 
 def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:

@@ -49,6 +49,9 @@ DDP = Strategy(
     options={
         "state_dict_full": "DDP has one form of state dict, the full one",
         "cpu_offload": "DDP has nothing to offload",
+        **dict.fromkeys(
+            ("tp_2", "tp_4"), "DistributedDataParallel takes no DTensors: it broadcasts them with plain tensors"
+        ),
         "reduce_dtype_fp32": "gradients travel in the dtype that they are stored in",
         **DEEPSPEED_OPTIONS,
         **dict.fromkeys(

@@ -54,6 +54,7 @@ FSDP1 = Strategy(
     accelerate=functools.partial(_fsdp.plugin, 1),
     transformers=functools.partial(_fsdp.arguments, 1),
     options={
+        **dict.fromkeys(("tp_2", "tp_4"), "of both, torch composes only FSDP2 with tensor parallelism on one mesh"),
         "meta_init": "FSDP1 fills what was made on the meta device by synchronising module states, which needs a GPU",
         "cpu_offload": "FSDP1 offloads from an accelerator to the CPU, and there is none",
         "cpu_ram_efficient_loading": "FSDP1 then synchronises module states, which needs a GPU",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies import _fsdp
+from pytest_distcompat.strategies import _fsdp, _tensor
 from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Strategy, WrapSpec
 
 if TYPE_CHECKING:
@@ -23,9 +23,13 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     full_state = _move_to_meta(model) if cell.option("meta_init") else None
     if full_state is None:
         model.to(device)
+    mesh = _fsdp.mesh(cell, device)
+    if cell.tp > 1:
+        _tensor.parallelize(model, mesh["tp"], wrap.tp_plan, sequence=bool(cell.option("sp")))
+        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
     ignored = {parameter for module in wrap.modules_to_ignore(model) for parameter in module.parameters()}
     settings: dict[str, Any] = {
-        "mesh": _fsdp.mesh(cell, device),
+        "mesh": mesh,
         "mp_policy": _fsdp.policy(2, precision, cell) or MixedPrecisionPolicy(),
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
         # Pinned memory needs a GPU.

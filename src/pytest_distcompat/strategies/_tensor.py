@@ -1,0 +1,78 @@
+"""Tensor and sequence parallelism by torch's ``parallelize_module``, from the plan of a tiny model.
+
+https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+
+#: Styles of a plan: how a linear layer or an embedding is cut. ``_gather`` and ``_split`` leave the activations whole.
+STYLES = ("colwise", "colwise_gather", "rowwise", "rowwise_split")
+#: Styles of sequence parallelism alone: what cuts the sequence, works on a part of it, and needs all of it (by that keyword).
+SEQUENCE_STYLES = ("sequence", "norm", "gather")
+#: Options that are claimed beside tensor parallelism; each other one has no test there yet.
+WITH_TP = frozenset(
+    {"model", "tp", "sp", "dp_replicate", "state_dict", "activation_checkpointing", "param_groups", "set"}
+)
+
+
+def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
+    """Return why a model of that plan cannot be cut as the cell asks; None if it can."""
+    if not plan:
+        return f"the model {cell.option('model')} has no plan for tensor parallelism"
+    if cell.option("model") in {"llama", "llama_tied"} and cell.tp > 2:
+        return "the tiny llama has two heads of keys and values, which no more ranks can share"
+    if cell.option("sp") and "norm" not in plan.values():
+        return f"the model {cell.option('model')} has no sequence to cut"
+    if cell.precision not in {"fp32", "bf16_mixed", "bf16_pure"}:
+        return f"tensor parallelism is not claimed in {cell.precision}"
+    others = [name for name, _ in cell.options if name not in WITH_TP]
+    return f"tensor parallelism is not claimed with option {others[0]!r}" if others else None
+
+
+def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str], *, sequence: bool) -> None:
+    """Cut the model's layers along a mesh of one dimension, in place."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    styles = {name: _style(style, sequence=sequence) for name, style in plan.items()}
+    parallelize_module(model, mesh, {name: style for name, style in styles.items() if style is not None})
+
+
+def _style(name: str, *, sequence: bool) -> Any:
+    """Return torch's style, None for one that needs sequence parallelism where there is none."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    whole, part = Replicate(), Shard(1)
+    between = part if sequence else whole
+    name, _, keyword = name.partition(":")
+    if name in SEQUENCE_STYLES and not sequence:
+        return None
+    # Everything between layers is a plain tensor, which the model's own code can add up.
+    prepare = functools.partial(PrepareModuleInput, use_local_output=True)
+    if name == "gather" and keyword:
+        return prepare(input_kwarg_layouts={keyword: part}, desired_input_kwarg_layouts={keyword: whole})
+    styles: dict[str, Any] = {
+        "colwise": ColwiseParallel,
+        "colwise_gather": lambda: ColwiseParallel(input_layouts=between, output_layouts=whole),
+        "rowwise": lambda: RowwiseParallel(output_layouts=between),
+        "rowwise_split": lambda: RowwiseParallel(input_layouts=whole, output_layouts=whole),
+        "sequence": lambda: prepare(input_layouts=(whole,), desired_input_layouts=(part,)),
+        "norm": lambda: SequenceParallel(use_local_output=True),
+        "gather": lambda: prepare(input_layouts=(part,), desired_input_layouts=(whole,)),
+    }
+    return styles[name]()

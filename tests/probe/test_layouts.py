@@ -1,0 +1,167 @@
+"""Layouts of DTensors on meshes of one to three dimensions: digests of the parts of all ranks add up to that of the whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.digests import combine, concatenate
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from pytest_distcompat.probe.layouts import layout_of
+from pytest_distcompat.probe.live import read_model
+from pytest_distcompat.probe.tensors import digest, local_of
+from pytest_distcompat.trace import MeshDim
+
+NAMES = ("dp_replicate", "dp_shard", "tp")
+
+
+def ranks(size: int) -> Iterator[int]:
+    """Be each rank of a process group that sends nothing, one after the other."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    for rank in range(size):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        try:
+            yield rank
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def parts(whole: torch.Tensor, sizes: tuple[int, ...], placements: list[Any]) -> list[Any]:
+    """The part of each rank."""
+    found = []
+    for _ in ranks(math.prod(sizes)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[-len(sizes) :])
+        part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        found.append((layout_of(part), digest(part), local_of(part).numel()))
+    return found
+
+
+SHARDS = (Shard(0), Shard(1), Shard(2))
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 8), (5, 3, 7), (1, 2, 9)])
+@pytest.mark.parametrize(
+    ("sizes", "placements"),
+    [
+        *(((size,), [shard]) for size, shard in itertools.product((2, 4), SHARDS)),
+        *(((2, 2), [*pair]) for pair in itertools.product((Replicate(), *SHARDS), repeat=2)),
+        ((2, 2, 2), [Replicate(), Shard(0), Shard(1)]),
+        ((2, 2, 2), [Shard(1), Shard(1), Shard(2)]),
+    ],
+    ids=str,
+)
+def test_the_parts_of_each_copy_add_up(shape: tuple[int, ...], sizes: tuple[int, ...], placements: list[Any]) -> None:
+    whole = torch.randn(shape)
+    held = parts(whole, sizes, placements)
+    regions = {layout.region: found for layout, found, _ in held}
+    assert all(regions[layout.region] == found for layout, found, _ in held), "replicas are not equal"
+    for rank, (layout, _, _) in enumerate(held):
+        group = layout.holders or (rank,)
+        assert rank in group
+        assert combine(held[one][1] for one in group) == digest(whole)
+        assert sum(held[one][2] for one in group) == whole.numel()
+        assert len(group) == math.prod(
+            size for size, placement in zip(sizes, placements, strict=True) if placement.is_shard()
+        )
+
+
+def test_what_a_layout_says() -> None:
+    held = parts(torch.randn(4, 4), (2, 2), [Replicate(), Shard(1)])
+    assert held[3][0].dims == (MeshDim("dp_shard", 2, 1, "Replicate"), MeshDim("tp", 2, 1, "Shard(1)"))
+    assert str(held[3][0]) == "dp_shard=Replicate, tp=Shard(1)"
+    assert [layout.holders for layout, _, _ in held] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+
+def test_a_partial_sum_is_no_shard() -> None:
+    for _ in ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        layout = layout_of(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+        assert (str(layout), layout.holders) == ("tp=Partial", ())
+        # Each rank has another summand.
+        assert layout.region
+
+
+@pytest.mark.parametrize("features", [8, 6])
+def test_fsdp2_over_tensor_parallel(features: int) -> None:
+    """``_StridedShard``: rows that tensor parallelism has sharded, sharded again; and columns."""
+    from torch.distributed.fsdp import fully_shard
+
+    found: dict[str, list[tuple[Any, str]]] = {}
+    torch.manual_seed(0)
+    state = {
+        "up.weight": torch.randn(8, features),
+        "down.weight": torch.randn(features, 8),
+        "norm.weight": torch.randn(8),
+    }
+    for _ in ranks(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
+        layers = {"up": torch.nn.Linear(features, 8, bias=False), "down": torch.nn.Linear(8, features, bias=False)}
+        model: Any = torch.nn.Sequential(OrderedDict({**layers, "norm": torch.nn.LayerNorm(8, bias=False)}))
+        model.load_state_dict(state)
+        for name, placement in (("up", Shard(0)), ("down", Shard(1))):
+            # As ``parallelize_module`` does it, which sends the rows.
+            part = distribute_tensor(getattr(model, name).weight.detach(), mesh["tp"], [placement], src_data_rank=None)
+            getattr(model, name).weight = torch.nn.Parameter(part)
+        fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])
+        for info in read_model(model, None, None).parameters:
+            found.setdefault(info.name, []).append((info.layout, info.digest))
+    for name, held in found.items():
+        assert {combine(held[rank][1] for rank in layout.holders) for layout, _ in held} == {digest(state[name])}, name
+    texts = {name: str(held[0][0]) for name, held in found.items()}
+    assert texts == {
+        "up.weight": "dp_replicate=Replicate, dp_shard=StridedShard(0, 2), tp=Shard(0)",
+        "down.weight": "dp_replicate=Replicate, dp_shard=Shard(0), tp=Shard(1)",
+        "norm.weight": "dp_replicate=Replicate, dp_shard=Shard(0)",
+    }
+    assert {layout.holders for layout, _ in found["up.weight"]} == {(0, 1, 2, 3), (4, 5, 6, 7)}
+    assert {layout.holders for layout, _ in found["norm.weight"]} == {(0, 2), (1, 3), (4, 6), (5, 7)}
+
+
+def test_what_fsdp1_has_flattened_is_cut_flat_and_what_ddp_wraps_is_whole() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    whole = torch.nn.Linear(3, 5).weight.detach().clone()
+    found: dict[str, list[Any]] = {"sharded": [], "ignored": [], "NO_SHARD": [], "DDP": []}
+    for _ in ranks(2):
+        layers = {name: torch.nn.Linear(3, 5, bias=False) for name in found}
+        for layer in layers.values():
+            layer.load_state_dict({"weight": whole})
+        settings: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        both = torch.nn.Sequential(layers["sharded"], layers["ignored"])
+        models = {
+            "sharded": FullyShardedDataParallel(both, ignored_modules=[layers["ignored"]], **settings),
+            "NO_SHARD": FullyShardedDataParallel(
+                layers["NO_SHARD"], sharding_strategy=ShardingStrategy.NO_SHARD, **settings
+            ),
+            "DDP": DistributedDataParallel(layers["DDP"]),
+        }
+        for name, model in models.items():
+            infos = read_model(model, None, None).parameters
+            # ``_fsdp_flattened`` is private: see probe/layouts.py:by_hand.
+            assert [info.layout.flat for info in infos] == [name == "sharded"] + [False] * (len(infos) - 1)
+            found[name].append(infos[0])
+            found["ignored"] += infos[1:]
+    assert concatenate(info.digest for info in found["sharded"]) == digest(whole)
+    assert [info.layout.holders for info in found["sharded"]] == [(0, 1)] * 2
+    assert {info.digest for name in ("ignored", "NO_SHARD", "DDP") for info in found[name]} == {digest(whole)}
+    assert {str(found[name][0].layout) for name in ("NO_SHARD", "DDP")} == {
+        "dp_shard=Replicate",
+        "dp_replicate=Replicate",
+    }
+    assert found["ignored"][0].layout.dims == ()

@@ -1,0 +1,114 @@
+"""Defects of tensor parallelism: no plan, a collective too few, a factor too much, peers that are no peers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.strategies import _tensor
+
+from .declare import GRADIENTS, PARITY, Torch, twin
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.precisions import Precision
+    from pytest_distcompat.strategies import WrapSpec
+
+ALONE, WITH_SHARDS = "fsdp2-fp32-w2-tp_2", "fsdp2-fp32-w4-tp_2"
+DRIFT = {"active": r"rank 1: \d+ parameters differ from rank 0's after three steps"}
+
+
+@twin(
+    "active",
+    ALONE,
+    WITH_SHARDS,
+    match=r"^rank 0: layers are whole on each rank; expected 2 parts of tensor parallelism",
+)
+class NoPlanFits(Torch):
+    """A plan whose names are another model's: torch passes over them, and every rank keeps every layer whole."""
+
+    @property
+    def wrap_spec(self) -> WrapSpec:
+        sound = super().wrap_spec
+        return dataclasses.replace(
+            sound, tp_plan={f"transformer.{name}": style for name, style in sound.tp_plan.items()}
+        )
+
+
+@twin("active", ALONE, match=DRIFT["active"], also={"resume": r"other values after the load"})
+class NormDrifts(Torch):
+    """One rank changes a norm that all ranks of tensor parallelism hold, by too little for any loss."""
+
+    def update(self) -> None:
+        import torch
+
+        super().update()
+        if self.world.rank % self.cell.tp:
+            with torch.no_grad():
+                self.model.model.norm.weight.mul_(1 + 1e-6)
+
+
+@twin("parity", ALONE, WITH_SHARDS, match=r"^step 1: the loss is ", also={**DRIFT, **GRADIENTS})
+class NotReduced(Torch):
+    """A plan that leaves the sums of the attention's outputs on the ranks that made them."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        from torch.distributed.tensor import Partial
+        from torch.distributed.tensor.parallel import RowwiseParallel
+
+        sound = _tensor._style
+
+        def style(name: str, *, sequence: bool) -> Any:
+            # What is left partial is taken for whole by the model's own code.
+            return RowwiseParallel(output_layouts=Partial()) if name == "rowwise" else sound(name, sequence=sequence)
+
+        _tensor._style = style
+        try:
+            return super().wrap(model, precision, cell, device)
+        finally:
+            _tensor._style = sound
+
+
+@twin("parity", ALONE, match=r"^step 1: the loss is 9\.\d+; 4\.\d+ in the reference")
+class LossTimesTp(Torch):
+    """The loss is multiplied by the size of tp, as transformers did: https://github.com/huggingface/transformers/issues/45994."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        sound, factor = self.tiny.loss, self.cell.tp
+        self.tiny = dataclasses.replace(self.tiny, loss=lambda model, batch: sound(model, batch) * factor)
+
+
+@twin(
+    "gradients",
+    WITH_SHARDS,
+    match=r"^step 1: ranks 0, 2: the gradient of model\.layers.*norm.* is 0\.5 times the reference's \(= 1 / the size of tp",
+    also=PARITY,
+)
+class GradientsTimesTp(Torch):
+    """What tensor parallelism cuts gets its gradient times the size of tp; clipped, all else is too small."""
+
+    def _clip(self) -> float:
+        for parameter in self.model.parameters():
+            if "tp" in parameter.device_mesh.mesh_dim_names:
+                parameter.grad.mul_(self.cell.tp)
+        return super()._clip()
+
+
+@twin(
+    "data",
+    ALONE,
+    match=r"^ranks 0 and 1 are fed different batches in step 1; expected the same",
+    also={**PARITY, **GRADIENTS},
+)
+class PeersFedOtherRows(Torch):
+    """Each rank takes its own rows, as under data parallelism: sums mix them, so that ranks stay equal all the same."""
+
+    def batches(self, number: int) -> Iterator[tuple[Batch, bool]]:
+        for index, (_, last) in zip(self.micros(number), super().batches(number), strict=True):
+            yield self.batch_of(index, self.world.rank), last
