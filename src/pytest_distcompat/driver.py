@@ -124,8 +124,7 @@ class Driver:
             if name not in cls.options:
                 return f"the {cls.name or cls.__name__} driver does not support option {name!r}"
         for setting in cell.set:
-            known = [one for one in cls.sources if one.kind == "subclasses" or setting.startswith(f"{one.name}.")]
-            if not any(cell.strategy in one.strategies for one in known):
+            if not any(one.has(setting, cell.strategy) for one in cls.sources):
                 return f"the {cls.name or cls.__name__} driver has no {setting.partition('.')[0]} under {cell.strategy}"
         return None
 

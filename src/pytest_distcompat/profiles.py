@@ -81,7 +81,7 @@ def cells(
         chosen = [strategy for strategy in ZOO_STRATEGIES if strategy in strategies]
         return [Cell.of(strategy, "fp32", world_sizes[0], model=model) for model in models for strategy in chosen]
     if profile == "sweep":
-        return list(_sweep(driver, strategies, world_sizes[0]))
+        return [cell for cell in _sweep(driver, strategies, world_sizes[0]) if supported(cell)]
     if profile == "walk":
         own = [Cell.of(strategy, "fp32", world_sizes[0], model="mlp") for strategy, _ in claimed if driver.walk_calls]
         return list(dict.fromkeys(own))
@@ -111,7 +111,14 @@ def left_out(
         for cell, checks in applicable.items():
             asked = [rules.rule_of(one.partition("=")[0]) for one in cell.set]
             for check in checks:
-                meant = next((rule["reason"] for rule in asked if check in rule.get("without", ())), "")
+                meant = next(
+                    (
+                        rule["reason"]
+                        for one, rule in zip(cell.set, asked, strict=True)
+                        if check in rules.meant_to_fail(one)
+                    ),
+                    "",
+                )
                 wanted = check in SWEEP_CHECKS or any(check in rule.get("checks", ()) for rule in asked)
                 if meant or not wanted:
                     found[cell, check] = (
@@ -126,9 +133,9 @@ def left_out(
 def _sweep(driver: type[Driver], strategies: Collection[str], world_size: int) -> Iterator[Cell]:
     """Yield a cell for each value of each setting, under each strategy that has it."""
     for setting in rules.settings_of(driver.sources):
-        for strategy, value in itertools.product(setting.strategies, setting.values):
+        for strategy, text in itertools.product(setting.strategies, setting.cells):
             if strategy in strategies:
-                options = {"model": "mlp", **setting.options, "set": f"{setting.name}={value}"}
+                options = {"model": "mlp", **setting.options, "set": text}
                 yield Cell.of(strategy, setting.precision, world_size, **options)
 
 
