@@ -281,6 +281,17 @@ def test_sources_that_cannot_be_read_are_a_usage_problem() -> None:
         rules.read((Source("X", "nowhere.X", ("ddp",)),))
 
 
+def test_processes_of_a_session_read_the_libraries_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    answer = json.dumps([dataclasses.asdict(Field("X.a", "bool", "", ("true",), ("ddp",), "fp32"))])
+    monkeypatch.setattr(rules, "_read", lambda data: calls.append(data) or answer)
+    for _ in range(2):
+        rules.read.cache_clear()  # as in another process
+        assert rules.read((Source("X", "a.X", ("ddp",)),), tmp_path)[0].values == ("true",)
+        assert rules.read((Source("Y", "a.Y", ("ddp",)),), tmp_path)
+    assert len(calls) == 2
+
+
 @pytest.mark.spawn
 def test_torch_has_no_setting_that_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["settings", "--driver", "torch"]) == 0

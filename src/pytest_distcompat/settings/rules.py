@@ -8,11 +8,15 @@ import itertools
 import json
 import subprocess
 import sys
+import zlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import resources
+from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.settings.fields import Field, Source
@@ -118,27 +122,43 @@ def ruled(found: Field, known: Collection[str] = ()) -> Setting:
 
 
 @functools.cache
-def read(sources: tuple[Source, ...]) -> tuple[Field, ...]:
+def read(sources: tuple[Source, ...], shared: Path | None = None) -> tuple[Field, ...]:
     """Return the fields of sources, read in a process of its own.
+
+    Args:
+        sources: What has the fields.
+        shared: A directory in which processes of one session find what one of them has read.
 
     Raises:
         UsageProblem: If they cannot be read, with the end of that process's errors.
     """
     data = json.dumps([dataclasses.asdict(source) for source in sources])
+    if shared is None:
+        text = _read(data)
+    else:
+        place = shared / f"settings-{zlib.crc32(data.encode()):08x}.json"
+        with FileLock(f"{place}.lock"):
+            if not place.exists():
+                place.write_text(_read(data), encoding="utf-8")
+            text = place.read_text(encoding="utf-8")
+    return tuple(Field(**{key: _tuple(value) for key, value in one.items()}) for one in json.loads(text))
+
+
+def _read(data: str) -> str:
     done = subprocess.run([sys.executable, "-m", __package__, data], capture_output=True, text=True, check=False)
     if done.returncode:
         raise UsageProblem(f"the settings of the installed libraries cannot be read: {done.stderr.strip()[-2000:]}")
-    return tuple(Field(**{key: _tuple(value) for key, value in one.items()}) for one in json.loads(done.stdout))
+    return done.stdout
 
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def settings_of(sources: Iterable[Source]) -> list[Setting]:
-    """Return the settings of these sources, in the order of the fields, each once."""
+def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[Setting]:
+    """Return the settings of these sources, in the order of the fields, each once; ``shared`` as for ``read``."""
     fields: dict[str, Field] = {}
-    for found in read(tuple(sources)):
+    for found in read(tuple(sources), shared):
         was = fields.get(found.name, found)
         more = {
             name: tuple(dict.fromkeys((*getattr(was, name), *getattr(found, name))))
