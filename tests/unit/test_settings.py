@@ -218,6 +218,24 @@ def test_a_driver_says_which_objects_it_does_not_make() -> None:
     assert DRIVERS.get("torch").unsupported_reason(cell) == "the torch driver has no fully_shard under ddp"
 
 
+@pytest.mark.parametrize(
+    ("setting", "strategy", "there"),
+    [
+        ("DeepSpeedPlugin.zero_stage=2", "zero2", True),
+        ("DeepSpeedPlugin.zero_stage=2", "ddp", False),
+        ("AutocastKwargs.enabled=true", "ddp", True),
+        ("AutocastKwargs.enabled=true", "zero2", False),
+        ("env.FSDP_VERSION=1", "fsdp2", True),
+        ("env.FSDP_VERSION=1", "fsdp1", False),
+        ("ds_config.gradient_clipping=1.0", "zero3", True),
+        ("ds_config.gradient_clipping=1.0", "ddp", False),
+    ],
+)
+def test_accelerates_objects_are_made_under_some_strategies(setting: str, strategy: str, *, there: bool) -> None:
+    reason = DRIVERS.get("accelerate").unsupported_reason(Cell.of(strategy, "fp32", model="mlp", set=setting))
+    assert (reason is None) == there, reason
+
+
 def test_the_reference_follows_the_optimizers_settings_alone() -> None:
     cell = Cell.of("ddp", "fp32", set="AdamW.eps=1.0+DistributedDataParallel.static_graph=true")
     assert REFERENCE_RUN.cell(cell).set == ("AdamW.eps=1.0",)

@@ -47,11 +47,11 @@ class Source:
     precision: str = "fp32"
     becomes: str = ""
 
-    def has(self, setting: str, strategy: str) -> bool:
-        """Tell whether a setting is one of this object's, or of what becomes of it, under that strategy."""
-        json = bool(self.becomes) and strategy.startswith("zero") and setting.startswith("ds_config.")
+    def names(self, setting: str, strategy: str) -> bool:
+        """Tell whether a setting is one of this object's, or of what becomes of it under that strategy."""
         prefix = "env" if self.kind == "environment" else self.name
-        return strategy in self.strategies and (self.kind == "subclasses" or setting.startswith(f"{prefix}.") or json)
+        in_json = bool(self.becomes) and strategy.startswith("zero") and setting.startswith("ds_config.")
+        return in_json or (self.kind != "subclasses" and setting.startswith(f"{prefix}."))
 
 
 @dataclass(frozen=True)

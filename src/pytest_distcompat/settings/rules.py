@@ -92,7 +92,8 @@ def meant_to_fail(setting: str) -> list[str]:
 def _twice(found: Field, values: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
     """Return the field beside each other setting that says the same: with equal values, different ones and "auto"."""
     rule = rule_of(found.name)
-    texts = rule.get("twice") or [one for one in dict.fromkeys((*values, found.default)) if one not in {"", "null"}][:2]
+    plain = [one for one in dict.fromkeys((*values, found.default)) if one not in {"", "null"}]
+    texts = rule.get("twice", plain[:2])
     cells: list[str] = []
     for place in found.places if texts else ():
         other, in_json = rule_of(place), place.startswith("ds_config.")
