@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib.util
 import itertools
 import json
 import os
@@ -308,6 +309,17 @@ def test_processes_of_a_session_read_the_libraries_once(tmp_path: Path, monkeypa
         assert rules.read((Source("X", "a.X", ("ddp",)),), tmp_path)[0].values == ("true",)
         assert rules.read((Source("Y", "a.Y", ("ddp",)),), tmp_path)
     assert len(calls) == 2
+
+
+def test_a_library_that_is_not_installed_has_no_settings(monkeypatch: pytest.MonkeyPatch, fields: Any) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert read_fields([Source("X", "deepspeed.X", ("zero2",))]) == []
+
+    def json_of_without_deepspeed(_: Any) -> dict[str, Any]:
+        raise ModuleNotFoundError("No module named 'deepspeed'")
+
+    monkeypatch.setitem(globals(), "json_of", json_of_without_deepspeed)
+    assert all(one.places == () for one in fields("Launched", becomes="json_of").values())
 
 
 @pytest.mark.spawn

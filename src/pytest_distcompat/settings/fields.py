@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import dataclasses
 import enum
+import importlib.util
 import inspect
 import itertools
 import operator
@@ -22,6 +23,8 @@ from typing import Any
 NUMBERS, FRACTIONS = (0, 1, 2, 7, 1_000_003), (0.0, 0.5, 1.0)
 #: A key that no config model has, so that the model's error names the model.
 _UNKNOWN_KEY = "distcompat_unknown"
+#: Libraries that a driver may do without.
+_OPTIONAL = ("accelerate", "deepspeed", "transformers")
 #: Names of limits, in ``operator`` and in pydantic's metadata.
 _LIMITS = ("ge", "gt", "le", "lt")
 
@@ -71,8 +74,13 @@ class Field:
 
 
 def read_fields(sources: list[Source]) -> list[Field]:
-    """Return the fields of all sources. It imports the libraries that define them."""
-    return [field for source in sources for field in _fields_of(source)]
+    """Return the fields of all sources. It imports the libraries that define them; one that is not installed has none."""
+    there = [one for one in sources if one.target.partition(".")[0] not in _OPTIONAL or _installed(one)]
+    return [field for source in there for field in _fields_of(source)]
+
+
+def _installed(source: Source) -> bool:
+    return importlib.util.find_spec(source.target.partition(".")[0]) is not None
 
 
 def _fields_of(source: Source) -> Iterator[Field]:
@@ -136,7 +144,11 @@ def _in_environment(target: Any, variables: Mapping[str, str], read: dict[str, A
 
 def _became(becomes: Callable[[Any], Mapping[str, Any]], target: Any) -> dict[str, tuple[str, ...]]:
     """Return, for each field, the keys of DeepSpeed's JSON that other values of it change."""
-    base, found = dict(_leaves("ds_config", becomes(target()))), dict[str, tuple[str, ...]]()
+    found: dict[str, tuple[str, ...]] = {}
+    try:
+        base = dict(_leaves("ds_config", becomes(target())))
+    except ImportError:
+        return found  # without DeepSpeed
     for name, kind, default, _ in _members(target):
         changed: dict[str, None] = {}
         for value in _values(kind, default):
