@@ -120,7 +120,6 @@ class TrainerDriver(TinyDriver):
         ),
         Source("fsdp_config", "pytest_distcompat.drivers.trainer.read_fsdp_config", ("fsdp1", "fsdp2"), "keys"),
         Source("fsdp_config", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"),
-        Source("TrainingArguments", "transformers.TrainingArguments", ("ddp", "zero2"), "environment"),
     )
     libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "torch", "deepspeed")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
