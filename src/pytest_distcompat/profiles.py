@@ -12,6 +12,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.models import architectures
 from pytest_distcompat.settings import rules
+from pytest_distcompat.settings.slice import SLICE
 
 #: Name to meaning, from the least to the most.
 PROFILES = {
@@ -45,8 +46,7 @@ ZOO_CHECKS = ("active", "names", "resume", "parity", "gradients", "export")
 #: What the profile ``sweep`` runs of each setting: what one training shows. Rules add checks with runs of their own.
 SWEEP_CHECKS = ("active", "names", "units", "optimizer", "dtypes", "parity", "clipping", "gradients", "accumulation")
 
-#: The cells of the sweep that the built-in suites have in every session, by the ids: chosen as docs/sweep.md says.
-SLICE: tuple[str, ...] = ()
+_SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
 
 #: One option with its value; None for none.
 Choice = tuple[str, OptionValue] | None
@@ -115,7 +115,7 @@ def left_out(
         reason = f"the zoo profile runs {', '.join(ZOO_CHECKS)} only"
         return {(cell, check): reason for cell, check in pairs if check not in ZOO_CHECKS}
     for cell, check in pairs:
-        if profile == "sweep" or cell.id in SLICE:
+        if profile == "sweep" or cell.id in _SLICED:
             asked = [rules.rule_of(one.partition("=")[0]) for one in cell.set]
             if meant := [rule for one, rule in zip(cell.set, asked, strict=True) if check in rules.meant_to_fail(one)]:
                 found[cell, check] = meant[0]["reason"]
