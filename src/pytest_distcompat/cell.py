@@ -224,9 +224,9 @@ class Cell:
         return tuple(filter(None, str(self.option("set")).split("+")))
 
     def settings(self, name: str) -> dict[str, Any]:
-        """Return the fields, with their values, that option ``set`` has for the object of that name."""
+        """Return the fields, with their values, that option ``set`` has for an object; the object ``env`` is the environment."""
         pairs = (one.removeprefix(f"{name}.").split("=", 1) for one in self.set if one.startswith(f"{name}."))
-        return {field: setting_value(text) for field, text in pairs}
+        return {field: text if name == "env" else setting_value(text) for field, text in pairs}
 
     def with_settings(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments with those that option ``set`` has for the object of that name; dots lead into nested ones."""
@@ -253,11 +253,11 @@ class Cell:
 
 
 def setting_value(text: str) -> Any:
-    """Return the value of a setting: JSON, a tuple, what has that import path (``torch.bfloat16``), or the text itself."""
+    """Return the value of a setting: JSON, a list in parentheses, what has that import path, or the text itself."""
     # A hyphen is spelled as a tilde.
     text = text.replace("~", "-")
     if text.startswith("("):
-        return tuple(setting_value(part) for part in text[1:-1].split(",") if part)
+        return [setting_value(part) for part in text[1:-1].split(",") if part]
     with contextlib.suppress(ValueError):
         return json.loads(text)
     if re.fullmatch(r"[a-z_]\w*(\.\w+)+", text):

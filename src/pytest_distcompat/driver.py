@@ -124,8 +124,9 @@ class Driver:
             if name not in cls.options:
                 return f"the {cls.name or cls.__name__} driver does not support option {name!r}"
         for setting in cell.set:
-            known = [one for one in cls.sources if one.kind == "subclasses" or setting.startswith(f"{one.name}.")]
-            if not any(cell.strategy in one.strategies for one in known):
+            named = [one for one in cls.sources if one.names(setting, cell.strategy)]
+            makers = named or [one for one in cls.sources if one.kind == "subclasses"]
+            if not any(cell.strategy in one.strategies for one in makers):
                 return f"the {cls.name or cls.__name__} driver has no {setting.partition('.')[0]} under {cell.strategy}"
         return None
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from pytest_distcompat.cell import OPTIONS, Cell, Matrix, OptionValue
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.models import architectures
 from pytest_distcompat.settings import rules
+from pytest_distcompat.settings.slice import SLICE
 
 #: Name to meaning, from the least to the most.
 PROFILES = {
@@ -44,6 +46,8 @@ ZOO_CHECKS = ("active", "names", "resume", "parity", "gradients", "export")
 #: What the profile ``sweep`` runs of each setting: what one training shows. Rules add checks with runs of their own.
 SWEEP_CHECKS = ("active", "names", "units", "optimizer", "dtypes", "parity", "clipping", "gradients", "accumulation")
 
+_SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
+
 #: One option with its value; None for none.
 Choice = tuple[str, OptionValue] | None
 
@@ -56,10 +60,12 @@ def cells(
     names: tuple[Sequence[str], Sequence[str]],
     world_size: int,
     device: str,
+    shared: Path | None = None,
 ) -> list[Cell]:
     """Return the cells of a session, in a fixed order.
 
-    ``names`` are all strategies and all precisions; they and ``world_size`` are for a matrix that names none.
+    ``names`` are all strategies and all precisions; they and ``world_size`` are for a matrix that names none. Processes of
+    one session share in ``shared`` what was read from the libraries.
     """
     # Imported late: modules that only list the profiles do not need drivers.
     from pytest_distcompat.drivers._declared import unsupported_reason
@@ -81,7 +87,7 @@ def cells(
         chosen = [strategy for strategy in ZOO_STRATEGIES if strategy in strategies]
         return [Cell.of(strategy, "fp32", world_sizes[0], model=model) for model in models for strategy in chosen]
     if profile == "sweep":
-        return list(_sweep(driver, strategies, world_sizes[0]))
+        return [cell for cell in _sweep(driver, strategies, world_sizes[0], shared) if supported(cell)]
     if profile == "walk":
         own = [Cell.of(strategy, "fp32", world_sizes[0], model="mlp") for strategy, _ in claimed if driver.walk_calls]
         return list(dict.fromkeys(own))
@@ -103,32 +109,30 @@ def left_out(
     ``zoo`` runs ``ZOO_CHECKS`` only. ``smoke`` runs ``costly`` checks, which have runs of their own, in the last cell
     only, which is sharded the most.
     """
+    pairs = [(cell, check) for cell, checks in applicable.items() for check in checks]
     found: dict[tuple[Cell, str], str] = {}
     if profile == "zoo":
-        others = ((cell, check) for cell, checks in applicable.items() for check in checks if check not in ZOO_CHECKS)
-        return dict.fromkeys(others, f"the zoo profile runs {', '.join(ZOO_CHECKS)} only")
-    if profile == "sweep":
-        for cell, checks in applicable.items():
+        reason = f"the zoo profile runs {', '.join(ZOO_CHECKS)} only"
+        return {(cell, check): reason for cell, check in pairs if check not in ZOO_CHECKS}
+    for cell, check in pairs:
+        if profile == "sweep" or cell.id in _SLICED:
             asked = [rules.rule_of(one.partition("=")[0]) for one in cell.set]
-            for check in checks:
-                meant = next((rule["reason"] for rule in asked if check in rule.get("without", ())), "")
-                wanted = check in SWEEP_CHECKS or any(check in rule.get("checks", ()) for rule in asked)
-                if meant or not wanted:
-                    found[cell, check] = (
-                        meant or f"the sweep profile asks {', '.join(SWEEP_CHECKS)} of this setting only"
-                    )
+            if meant := [rule for one, rule in zip(cell.set, asked, strict=True) if check in rules.meant_to_fail(one)]:
+                found[cell, check] = meant[0]["reason"]
+            elif not any(check in (*SWEEP_CHECKS, *rule.get("checks", ())) for rule in asked):
+                found[cell, check] = f"of this setting only {', '.join(SWEEP_CHECKS)} are run"
     for check in costly if profile == "smoke" else ():
         cells = [cell for cell, checks in applicable.items() if check in checks]
         found |= {(cell, check): f"the smoke profile runs it in {cells[-1]} only" for cell in cells[:-1]}
     return found
 
 
-def _sweep(driver: type[Driver], strategies: Collection[str], world_size: int) -> Iterator[Cell]:
+def _sweep(driver: type[Driver], strategies: Collection[str], world_size: int, shared: Path | None) -> Iterator[Cell]:
     """Yield a cell for each value of each setting, under each strategy that has it."""
-    for setting in rules.settings_of(driver.sources):
-        for strategy, value in itertools.product(setting.strategies, setting.values):
+    for setting in rules.settings_of(driver.sources, shared):
+        for strategy, text in itertools.product(setting.strategies, setting.cells):
             if strategy in strategies:
-                options = {"model": "mlp", **setting.options, "set": f"{setting.name}={value}"}
+                options = {"model": "mlp", **setting.options, "set": text}
                 yield Cell.of(strategy, setting.precision, world_size, **options)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from pytest_distcompat.cell import Matrix
+from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.expect import Expectation
+from pytest_distcompat.settings.slice import SLICE
 
 
 class CompatSuite:
@@ -79,6 +80,7 @@ class TestAccelerate(CompatSuite):
     matrix = Matrix(
         precisions=("fp32", "bf16_mixed"),
         extra=(
+            *map(Cell.parse, SLICE["accelerate"]),
             Matrix(("fsdp2", "zero2"), ("bf16_pure", "fp16_mixed", "fp8")),
             Matrix(
                 ("fsdp2",),
@@ -123,6 +125,7 @@ class TestTrainer(CompatSuite):
         ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
         ("fp32", "bf16_mixed"),
         extra=(
+            *map(Cell.parse, SLICE["trainer"]),
             Matrix(("ddp",), ("fp32",), options=({"grad_accum": 2},)),
             Matrix(
                 ("fsdp2",),
@@ -151,6 +154,7 @@ class TestDeepSpeed(CompatSuite):
         ("zero0", "zero1", "zero2", "zero3"),
         ("fp32", "bf16_mixed"),
         extra=(
+            *map(Cell.parse, SLICE["deepspeed"]),
             Matrix(("zero2",), ("bf16_pure", "fp16_mixed", "fp8")),
             # An overflow stays on one rank where the optimizer is partitioned and the gradients are not.
             Matrix(("zero1",), ("fp16_mixed",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,9 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     world = World.from_environment(asked.device)
     if world.shared:
         _init_gloo(world)
-    driver = find_driver(asked.driver)(Cell.parse(asked.cell), world)
+    cell = Cell.parse(asked.cell)
+    os.environ.update(cell.settings("env"))
+    driver = find_driver(asked.driver)(cell, world)
     if log.by_hand:
         asked.paths.clear(asked.run, world.rank, log.path.parent)
     rank = _Rank(driver, asked.run, asked.paths, Observer(), log)

@@ -30,6 +30,56 @@ def test_a_setting_is_accepted_and_changes_nothing_or_is_refused() -> None:
     assert "should be a factor of 2, not 0" in refused.reason
 
 
+#: Two settings that are wrong together, two that are refused together, and one that is neither.
+PAIRED = """
+import dataclasses
+
+from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.settings import Source
+
+
+@dataclasses.dataclass
+class Config:
+    overlap: bool = False
+    compress: bool = False
+    shard: bool = False
+    half: bool = False
+    log: bool = False
+
+
+class Paired(TorchDriver):
+    name = "paired"
+    sources = (Source("Config", "paired.Config", ("ddp",)),)
+
+    def build(self, model):
+        self.config = Config(**self.cell.settings("Config"))
+        if self.config.shard and self.config.half:
+            raise ValueError("shard needs whole precision")
+        super().build(model)
+
+    def update(self):
+        if self.config.overlap and self.config.compress:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(2)
+        super().update()
+"""
+
+
+@pytest.mark.nightly
+def test_pairs_that_fail_are_reduced_to_the_two_settings(tmp_path: Path) -> None:
+    (tmp_path / "paired.py").write_text(PAIRED, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest_distcompat.cli", "settings", "--driver=paired:Paired", "--pairs=ddp"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1, done.stdout + done.stderr
+    parts = {frozenset(line.split(" + ")): how.strip() for line, how, *_ in zip(lines[1::3], lines[2::3], strict=True)}
+    wrong, refused = {"Config.overlap=true", "Config.compress=true"}, {"Config.shard=true", "Config.half=true"}
+    assert parts.keys() == {frozenset(wrong), frozenset(refused)}
+    assert "failed: step 1" in parts[frozenset(wrong)]
+    assert "shard needs whole precision" in parts[frozenset(refused)]
+
+
 @pytest.fixture
 def stack(tmp_path: Path) -> Path:
     """A copy of accelerate whose FSDP plugin has two new fields: one changes nothing, one doubles the loss."""

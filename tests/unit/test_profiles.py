@@ -8,11 +8,13 @@ import sys
 
 import pytest
 
+from pytest_distcompat import suite
 from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import MODEL_OPTIONS, PROFILES, cells, left_out
+from pytest_distcompat.settings.slice import SLICE
 from pytest_distcompat.strategies import STRATEGIES
 
 NAMES = (STRATEGIES.names(), PRECISIONS.names())
@@ -122,3 +124,14 @@ def test_pairwise_without_its_library_says_how_to_get_it() -> None:
         "    raise SystemExit('no error')\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_built_in_suite_has_its_slice_of_the_sweep_with_what_one_training_shows() -> None:
+    for kind in (suite.TestTorch, suite.TestAccelerate, suite.TestTrainer, suite.TestDeepSpeed):
+        driver = DRIVERS.get(kind.driver)
+        found = {cell.id: cell for cell in of("default", driver, kind.matrix) if cell.set}
+        assert tuple(found) == SLICE.get(kind.driver, ())
+        assert not [reason for cell in found.values() if (reason := driver.unsupported_reason(cell, "cpu"))]
+    cell = Cell.parse(SLICE["deepspeed"][0])
+    left = left_out("default", {cell: ["gradients", "resume"], Cell("zero2", "fp32"): ["resume"]}, ())
+    assert list(left) == [(cell, "resume")]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib.util
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -59,6 +61,24 @@ def read_config(config: dict[str, Any]) -> None:
     config.setdefault("name", "x")
 
 
+@dataclasses.dataclass
+class Launched:
+    clipping: float = None  # type: ignore[assignment]  # as libraries spell it
+    prefetch: bool = None  # type: ignore[assignment]
+    level: int = 1
+
+    def __post_init__(self) -> None:
+        if self.clipping is None:
+            self.clipping = float(os.environ.get("LAUNCHED_CLIPPING", "0.5"))
+        if self.prefetch is None:
+            self.prefetch = os.environ.get("LAUNCHED_PREFETCH", "false") == "true"
+        os.environ["LAUNCHED_LEVEL"] = os.environ.get("UNRELATED", "1")
+
+
+def json_of(made: Launched) -> dict[str, Any]:
+    return {"clipping": made.clipping, "zero_optimization": {"prefetch": made.prefetch}}
+
+
 HERE = "tests_of_settings"
 
 
@@ -69,8 +89,9 @@ def fields(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
 
-    def of(name: str, kind: str = "fields") -> dict[str, Field]:
-        return {one.name: one for one in read_fields([Source(name, f"{HERE}.{name}", ("ddp",), kind)])}
+    def of(name: str, kind: str = "fields", becomes: str = "") -> dict[str, Field]:
+        source = Source(name, f"{HERE}.{name}", ("ddp",), kind, becomes=becomes and f"{HERE}.{becomes}")
+        return {one.name: one for one in read_fields([source])}
 
     return of
 
@@ -115,9 +136,59 @@ def test_limits_of_a_pydantic_field_hold_for_its_values(fields: Any, monkeypatch
     assert found["Limited.inner.on"].values == ("true",)
 
 
+def test_an_environment_variable_is_a_setting_if_it_changes_a_field(fields: Any) -> None:
+    found = fields("Launched", "environment")
+    assert {name: (one.places, one.values) for name, one in found.items()} == {
+        "env.LAUNCHED_CLIPPING": (("Launched.clipping",), ("0.0", "0.5", "1.0")),
+        "env.LAUNCHED_PREFETCH": (("Launched.prefetch",), ("true", "false")),
+    }
+    assert "LAUNCHED_LEVEL" not in os.environ
+
+
+def test_a_field_and_a_key_of_the_json_say_the_same_if_one_changes_the_other(fields: Any) -> None:
+    found = fields("Launched", becomes="json_of")
+    assert {name: one.places for name, one in found.items()} == {
+        "Launched.clipping": ("ds_config.clipping",),
+        "Launched.prefetch": ("ds_config.zero_optimization.prefetch",),
+        "Launched.level": (),
+    }
+
+
+def test_the_same_is_said_twice_with_equal_values_different_ones_and_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "rules", list)
+    place = "ds_config.clipping"
+    found = Field("Launched.clipping", "float", "0.5", ("0.0", "1.0"), ("zero2",), "fp32", (place, "env.NOT_READ_HERE"))
+    assert rules.ruled(found, {"Launched.clipping"}).twice == (
+        f"{place}=0.0+Launched.clipping=0.0",
+        f"{place}=0.0+Launched.clipping=1.0",
+        f"{place}=1.0+Launched.clipping=0.0",
+        f"{place}=auto+Launched.clipping=0.0",
+    )
+
+
+def test_what_is_excluded_is_said_twice_with_the_drivers_value_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = {"fields": ["*.clipping"], "excluded": True, "without": ["parity"], "reason": "an option"}
+    found = Field("Launched.clipping", "float", "", ("0.0", "1.0"), ("zero2",), "fp32", ("ds_config.clipping",))
+    monkeypatch.setattr(rules, "rules", lambda: [rule])
+    assert rules.ruled(found).cells == ()
+    monkeypatch.setattr(rules, "rules", lambda: [rule | {"twice": ["0.5", "1.0"], "beside": "A.b=1+"}])
+    assert "A.b=1+ds_config.clipping=0.5+Launched.clipping=1.0" in rules.ruled(found).cells
+    assert [rules.meant_to_fail(f"ds_config.clipping={value}") for value in ("0.5", "auto", "1.0")] == [
+        [],
+        [],
+        ["parity"],
+    ]
+
+
+def test_a_variable_of_the_environment_stays_text() -> None:
+    cell = Cell.of("fsdp2", "fp32", set="env.FSDP_VERSION=1+A.b=1")
+    assert cell.settings("env") == {"FSDP_VERSION": "1"}
+    assert DRIVERS.get("trainer").unsupported_reason(cell) == "the trainer driver has no A under fsdp2"
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("true", True), ("null", None), ("1e~08", 1e-8), ("b~c", "b-c"), ("(0.5,0.9)", (0.5, 0.9)), ("a.b", "a.b")],
+    [("true", True), ("null", None), ("1e~08", 1e-8), ("b~c", "b-c"), ("(0.5,0.9)", [0.5, 0.9]), ("a.b", "a.b")],
 )
 def test_a_value_is_read_from_its_text(text: str, value: object) -> None:
     assert setting_value(text) == value
@@ -146,6 +217,24 @@ def test_what_is_no_setting_is_refused(wrong: str) -> None:
 def test_a_driver_says_which_objects_it_does_not_make() -> None:
     cell = Cell.of("ddp", "fp32", set="fully_shard.reshard_after_forward=2")
     assert DRIVERS.get("torch").unsupported_reason(cell) == "the torch driver has no fully_shard under ddp"
+
+
+@pytest.mark.parametrize(
+    ("setting", "strategy", "there"),
+    [
+        ("DeepSpeedPlugin.zero_stage=2", "zero2", True),
+        ("DeepSpeedPlugin.zero_stage=2", "ddp", False),
+        ("AutocastKwargs.enabled=true", "ddp", True),
+        ("AutocastKwargs.enabled=true", "zero2", False),
+        ("env.FSDP_VERSION=1", "fsdp2", True),
+        ("env.FSDP_VERSION=1", "fsdp1", False),
+        ("ds_config.gradient_clipping=1.0", "zero3", True),
+        ("ds_config.gradient_clipping=1.0", "ddp", False),
+    ],
+)
+def test_accelerates_objects_are_made_under_some_strategies(setting: str, strategy: str, *, there: bool) -> None:
+    reason = DRIVERS.get("accelerate").unsupported_reason(Cell.of(strategy, "fp32", model="mlp", set=setting))
+    assert (reason is None) == there, reason
 
 
 def test_the_reference_follows_the_optimizers_settings_alone() -> None:
@@ -209,6 +298,28 @@ def test_each_rule_is_whole() -> None:
 def test_sources_that_cannot_be_read_are_a_usage_problem() -> None:
     with pytest.raises(UsageProblem, match="No module named 'nowhere'"):
         rules.read((Source("X", "nowhere.X", ("ddp",)),))
+
+
+def test_processes_of_a_session_read_the_libraries_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    answer = json.dumps([dataclasses.asdict(Field("X.a", "bool", "", ("true",), ("ddp",), "fp32"))])
+    monkeypatch.setattr(rules, "_read", lambda data: calls.append(data) or answer)
+    for _ in range(2):
+        rules.read.cache_clear()  # as in another process
+        assert rules.read((Source("X", "a.X", ("ddp",)),), tmp_path)[0].values == ("true",)
+        assert rules.read((Source("Y", "a.Y", ("ddp",)),), tmp_path)
+    assert len(calls) == 2
+
+
+def test_a_library_that_is_not_installed_has_no_settings(monkeypatch: pytest.MonkeyPatch, fields: Any) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert read_fields([Source("X", "deepspeed.X", ("zero2",))]) == []
+
+    def json_of_without_deepspeed(_: Any) -> dict[str, Any]:
+        raise ModuleNotFoundError("No module named 'deepspeed'")
+
+    monkeypatch.setitem(globals(), "json_of", json_of_without_deepspeed)
+    assert all(one.places == () for one in fields("Launched", becomes="json_of").values())
 
 
 @pytest.mark.spawn

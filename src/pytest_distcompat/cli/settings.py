@@ -41,10 +41,10 @@ def _list(driver: str) -> int:
     from pytest_distcompat.settings.rules import settings_of
 
     found = settings_of(named(driver).sources)
-    rows = [(one.name, one.state, " ".join(one.values), one.reason) for one in found]
+    rows = [(one.name, one.state, " ".join([*one.values, *one.twice]), one.reason) for one in found]
     states = ("swept", "hinted", "excluded", "unknown")
     counts = {state: sum(one.state == state for one in found) for state in states}
-    cells = sum(len(one.values) * len(one.strategies) for one in found)
+    cells = sum(len(one.cells) * len(one.strategies) for one in found)
     print("\n".join(table(("setting", "state", "values", "reason"), rows)))  # noqa: T201 - a command prints
     counted = ", ".join(f"{number} {state}" for state, number in counts.items())
     print(f"{driver}: {len(found)} settings, {counted}; {cells} cells")  # noqa: T201 - a command prints

@@ -206,7 +206,12 @@ class AccelerateDriver(TinyDriver):
     )
     sources: ClassVar[tuple[Source, ...]] = (
         Source("FullyShardedDataParallelPlugin", "accelerate.FullyShardedDataParallelPlugin", ("fsdp1", "fsdp2")),
-        Source("DeepSpeedPlugin", "accelerate.DeepSpeedPlugin", ("zero2", "zero3")),
+        Source(
+            "DeepSpeedPlugin",
+            "accelerate.DeepSpeedPlugin",
+            ("zero2", "zero3"),
+            becomes="pytest_distcompat.drivers.accelerate.json_of",
+        ),
         Source("Accelerator", "accelerate.Accelerator", ("ddp", "fsdp2", "zero2")),
         Source("GradientAccumulationPlugin", "accelerate.utils.GradientAccumulationPlugin", ("ddp", "fsdp2", "zero2")),
         Source("DataLoaderConfiguration", "accelerate.DataLoaderConfiguration", ("ddp", "fsdp2", "zero2")),
@@ -214,6 +219,12 @@ class AccelerateDriver(TinyDriver):
         Source("", "accelerate.utils.dataclasses.KwargsHandler", ("ddp", "fsdp2"), "subclasses"),
         Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero2",), "keys"),
         Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp2", "zero2")),
+        Source("Accelerator", "accelerate.Accelerator", ("ddp", "zero2"), "environment"),
+        Source(
+            "FullyShardedDataParallelPlugin", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"
+        ),
+        Source("DeepSpeedPlugin", "accelerate.DeepSpeedPlugin", ("zero2",), "environment"),
+        Source("TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("fsdp2",), "environment"),
     )
     libraries: ClassVar[tuple[str, ...]] = ("accelerate", "torch", "deepspeed")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
@@ -269,8 +280,10 @@ class AccelerateDriver(TinyDriver):
         if found := cell.settings("DataLoaderConfiguration"):
             settings["dataloader_config"] = DataLoaderConfiguration(**found)
         handlers = {type(one).__name__: one for one in settings["kwargs_handlers"]}
+        named = {source.name for source in self.sources}
         for kind in utils.dataclasses.KwargsHandler.__subclasses__():
-            if found := cell.settings(kind.__name__):
+            # Some plugins are handlers too, and have an argument of their own.
+            if kind.__name__ not in named and (found := cell.settings(kind.__name__)):
                 was = handlers.get(kind.__name__)
                 handlers[kind.__name__] = kind(**(vars(was) if was else {}) | found)
         return settings | {"kwargs_handlers": list(handlers.values())}
@@ -398,6 +411,12 @@ def check_version(version: str) -> None:
     if Version(version) >= Version(after):
         problem = f"accelerate {version}: running FSDP and DeepSpeed on CPU was tested below {after} only"
         warnings.warn(f"{problem}; believe the check 'active'", stacklevel=2)
+
+
+def json_of(plugin: Any) -> Mapping[str, Any]:
+    """Return the JSON that a ``DeepSpeedPlugin`` has made of its arguments."""
+    found: Mapping[str, Any] = plugin.deepspeed_config
+    return found
 
 
 def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:

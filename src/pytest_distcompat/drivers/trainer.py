@@ -112,8 +112,14 @@ class TrainerDriver(TinyDriver):
         "set",
     )
     sources: ClassVar[tuple[Source, ...]] = (
-        Source("TrainingArguments", "transformers.TrainingArguments", ("ddp", "fsdp2", "zero2")),
+        Source(
+            "TrainingArguments",
+            "transformers.TrainingArguments",
+            ("ddp", "fsdp2", "zero2"),
+            becomes="pytest_distcompat.drivers.trainer.json_of",
+        ),
         Source("fsdp_config", "pytest_distcompat.drivers.trainer.read_fsdp_config", ("fsdp1", "fsdp2"), "keys"),
+        Source("fsdp_config", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"),
     )
     libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "torch", "deepspeed")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
@@ -319,6 +325,24 @@ def on_cpu(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {"use_cpu": True}
     accelerate.on_cpu({"fsdp_plugin": settings["fsdp_config"]})
     return {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}
+
+
+def json_of(arguments: Any) -> dict[str, Any]:
+    """Return what Trainer fills into the keys of DeepSpeed's JSON that are "auto"."""
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    found: dict[str, Any] = {}
+
+    class Recorder(HfTrainerDeepSpeedConfig):  # type: ignore[misc]  # transformers is untyped here
+        """A configuration that records instead of filling in."""
+
+        def fill_match(self, key: str, value: Any, *_: Any, **__: Any) -> None:
+            found[key] = value
+
+        fill_only = fill_match
+
+    Recorder({"zero_optimization": {"stage": 2}}).trainer_config_process(arguments)
+    return found
 
 
 def read_fsdp_config(config: dict[str, Any]) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dataclasses
 import enum
+import importlib.util
 import inspect
+import itertools
 import operator
+import os
 import pkgutil
 import sys
 import types
@@ -19,6 +23,8 @@ from typing import Any
 NUMBERS, FRACTIONS = (0, 1, 2, 7, 1_000_003), (0.0, 0.5, 1.0)
 #: A key that no config model has, so that the model's error names the model.
 _UNKNOWN_KEY = "distcompat_unknown"
+#: Libraries that a driver may do without.
+_OPTIONAL = ("accelerate", "deepspeed", "transformers")
 #: Names of limits, in ``operator`` and in pydantic's metadata.
 _LIMITS = ("ge", "gt", "le", "lt")
 
@@ -32,8 +38,9 @@ class Source:
         target: Its import path: a dataclass, a pydantic model, a function, or a class with keyword arguments.
         strategies: The strategies under which the driver makes it.
         kind: ``fields``; ``subclasses``, if ``target`` is the base of the classes that are meant; ``keys``, if ``target``
-            reads a dictionary whose keys are the fields.
+            reads a dictionary whose keys are the fields; ``environment`` for the variables that ``target`` reads when it is made.
         precision: The precision under which it matters.
+        becomes: The import path of a function from what ``target`` makes to the settings of ``ds_config`` that come of it.
     """
 
     name: str
@@ -41,11 +48,21 @@ class Source:
     strategies: tuple[str, ...]
     kind: str = "fields"
     precision: str = "fp32"
+    becomes: str = ""
+
+    def names(self, setting: str, strategy: str) -> bool:
+        """Tell whether a setting is one of this object's, or of what becomes of it under that strategy."""
+        prefix = "env" if self.kind == "environment" else self.name
+        in_json = bool(self.becomes) and strategy.startswith("zero") and setting.startswith("ds_config.")
+        return in_json or (self.kind != "subclasses" and setting.startswith(f"{prefix}."))
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a source: its full name, its type and default as text, and values other than the default as text."""
+    """A field of a source: its full name, its type and default as text, and values other than the default as text.
+
+    ``places`` are the full names of other settings that say the same.
+    """
 
     name: str
     type: str
@@ -53,11 +70,17 @@ class Field:
     values: tuple[str, ...]
     strategies: tuple[str, ...]
     precision: str
+    places: tuple[str, ...] = ()
 
 
 def read_fields(sources: list[Source]) -> list[Field]:
-    """Return the fields of all sources. It imports the libraries that define them."""
-    return [field for source in sources for field in _fields_of(source)]
+    """Return the fields of all sources. It imports the libraries that define them; one that is not installed has none."""
+    there = [one for one in sources if one.target.partition(".")[0] not in _OPTIONAL or _installed(one)]
+    return [field for source in there for field in _fields_of(source)]
+
+
+def _installed(source: Source) -> bool:
+    return importlib.util.find_spec(source.target.partition(".")[0]) is not None
 
 
 def _fields_of(source: Source) -> Iterator[Field]:
@@ -65,8 +88,12 @@ def _fields_of(source: Source) -> Iterator[Field]:
     if source.kind == "subclasses":
         for kind in target.__subclasses__():
             yield from _made(dataclasses.replace(source, name=kind.__name__), _members(kind))
+    elif source.kind == "environment":
+        yield from _variables(source, target)
     else:
-        yield from _made(source, _keys(target) if source.kind == "keys" else _members(target))
+        became = _became(pkgutil.resolve_name(source.becomes), target) if source.becomes else {}
+        for field in _made(source, _keys(target) if source.kind == "keys" else _members(target)):
+            yield dataclasses.replace(field, places=became.get(field.name.removeprefix(f"{source.name}."), ()))
 
 
 def _made(source: Source, members: Iterator[tuple[str, Any, Any, Any]]) -> Iterator[Field]:
@@ -76,6 +103,65 @@ def _made(source: Source, members: Iterator[tuple[str, Any, Any, Any]]) -> Itera
         values = tuple(dict.fromkeys(one for one in texts if one != text(default)))
         shown = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
         yield Field(f"{source.name}.{name}", shown, text(default), values, source.strategies, source.precision)
+
+
+def _variables(source: Source, target: Any) -> Iterator[Field]:
+    """Yield the environment variables that change a field of what ``target`` makes, with the values that it accepts."""
+    values = {
+        name: [
+            text(value).rpartition(".")[2] if isinstance(value, enum.Enum) else text(value)
+            for value in _values(kind, default)
+        ]
+        for name, kind, default, _ in _members(target)
+    }
+    _in_environment(target, {}, {})  # the first time, the variables of what it imports are read too
+    read: dict[str, Any] = {}
+    base, again = _in_environment(target, {}, read), _in_environment(target, {}, {})
+    fields = [name for name in values if base[name] == again[name]]
+    for variable in read:
+        texts = dict.fromkeys(itertools.chain(*values.values()))
+        found = {one: made for one in texts if (made := _in_environment(target, {variable: one}, {}))}
+        changed = next((name for name in fields if any(made[name] != base[name] for made in found.values())), None)
+        accepted = tuple(one for one in dict.fromkeys(values.get(changed or "", ())) if one in found and one != "null")
+        if accepted:
+            place = (f"{source.name}.{changed}",)
+            yield Field(f"env.{variable}", "str", "", accepted, source.strategies, source.precision, place)
+
+
+def _in_environment(target: Any, variables: Mapping[str, str], read: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of what is made with these variables, and fill in what was read; no fields if it is refused."""
+    was = os.environ
+    # What is set meanwhile is forgotten.
+    os.environ = _Recorder({**was, **variables}, read)  # type: ignore[assignment]  # noqa: B003
+    try:
+        made = target()
+    except Exception:
+        return {}
+    finally:
+        os.environ = was  # noqa: B003
+    return {name: getattr(made, name, None) for name in inspect.signature(target).parameters}
+
+
+def _became(becomes: Callable[[Any], Mapping[str, Any]], target: Any) -> dict[str, tuple[str, ...]]:
+    """Return, for each field, the keys of DeepSpeed's JSON that other values of it change."""
+    found: dict[str, tuple[str, ...]] = {}
+    try:
+        base = dict(_leaves("ds_config", becomes(target())))
+    except ImportError:
+        return found  # without DeepSpeed
+    for name, kind, default, _ in _members(target):
+        changed: dict[str, None] = {}
+        for value in _values(kind, default):
+            with contextlib.suppress(Exception):
+                made = dict(_leaves("ds_config", becomes(target(**{name: value}))))
+                changed |= dict.fromkeys(key for key in made if made[key] != base.get(key))
+        found[name] = tuple(changed)
+    return found
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        yield from _leaves(f"{name}.{key}", inner) if isinstance(inner, Mapping) else [(f"{name}.{key}", inner)]
 
 
 def _members(target: Any) -> Iterator[tuple[str, Any, Any, Callable[[Any], bool]]]:

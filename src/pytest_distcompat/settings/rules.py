@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import subprocess
 import sys
+import zlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import resources
+from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.settings.fields import Field, Source
 
+#: What DeepSpeed's JSON says where another place decides.
+_AUTO = "auto"
 #: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``.
-_KEYS = {"values", "excluded", "without", "options", "precision", "strategies", "checks"}
+_KEYS = {"values", "excluded", "without", "options", "precision", "strategies", "checks", "twice", "beside"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class Setting:
         options: Options of its cells.
         without: Checks that it is meant to fail.
         checks: Checks with runs of their own that concern it.
+        twice: It and another setting that says the same, joined by ``+``: with equal values, with different ones, and with
+            DeepSpeed's "auto".
     """
 
     name: str
@@ -45,6 +54,12 @@ class Setting:
     options: dict[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
+    twice: tuple[str, ...] = ()
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Return what option ``set`` has in the cells of the sweep."""
+        return (*(f"{self.name}={value}" for value in self.values), *self.twice)
 
 
 @functools.cache
@@ -66,8 +81,30 @@ def rule_of(name: str) -> dict[str, Any]:
     return rule
 
 
-def ruled(found: Field) -> Setting:
-    """Return what the rules say about a field."""
+def meant_to_fail(setting: str) -> list[str]:
+    """Return the checks that a setting is meant to fail; none for the value that the driver itself gives."""
+    name, _, value = setting.partition("=")
+    rule = rule_of(name)
+    own = value in {_AUTO, *rule.get("twice", ())[:1]} and "twice" in rule
+    return [] if own else list(rule.get("without", ()))
+
+
+def _twice(found: Field, values: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
+    """Return the field beside each other setting that says the same: with equal values, different ones and "auto"."""
+    rule = rule_of(found.name)
+    plain = [one for one in dict.fromkeys((*values, found.default)) if one not in {"", "null"}]
+    texts = rule.get("twice", plain[:2])
+    cells: list[str] = []
+    for place in found.places if texts else ():
+        other, in_json = rule_of(place), place.startswith("ds_config.")
+        if (in_json or place in known) and ("twice" in other or not (other.get("excluded") or rule.get("excluded"))):
+            pairs = [(texts[0], texts[0]), *itertools.permutations(texts), *([(_AUTO, texts[0])] if in_json else [])]
+            cells += [f"{rule.get('beside', '')}{place}={theirs}+{found.name}={mine}" for theirs, mine in pairs]
+    return tuple(cells)
+
+
+def ruled(found: Field, known: Collection[str] = ()) -> Setting:
+    """Return what the rules say about a field; ``known`` are the names of all fields of its driver."""
     rule = rule_of(found.name)
     values = tuple(rule.get("values", found.values))
     state = "excluded" if rule.get("excluded") else "hinted" if "values" in rule else "swept" if values else "unknown"
@@ -81,30 +118,55 @@ def ruled(found: Field) -> Setting:
         rule.get("options", {}),
         tuple(rule.get("without", ())),
         tuple(rule.get("checks", ())),
+        _twice(found, values, known),
     )
 
 
 @functools.cache
-def read(sources: tuple[Source, ...]) -> tuple[Field, ...]:
+def read(sources: tuple[Source, ...], shared: Path | None = None) -> tuple[Field, ...]:
     """Return the fields of sources, read in a process of its own.
+
+    Args:
+        sources: What has the fields.
+        shared: A directory in which processes of one session find what one of them has read.
 
     Raises:
         UsageProblem: If they cannot be read, with the end of that process's errors.
     """
     data = json.dumps([dataclasses.asdict(source) for source in sources])
+    if shared is None:
+        text = _read(data)
+    else:
+        place = shared / f"settings-{zlib.crc32(data.encode()):08x}.json"
+        with FileLock(f"{place}.lock"):
+            if not place.exists():
+                place.write_text(_read(data), encoding="utf-8")
+            text = place.read_text(encoding="utf-8")
+    return tuple(Field(**{key: _tuple(value) for key, value in one.items()}) for one in json.loads(text))
+
+
+def _read(data: str) -> str:
     done = subprocess.run([sys.executable, "-m", __package__, data], capture_output=True, text=True, check=False)
     if done.returncode:
         raise UsageProblem(f"the settings of the installed libraries cannot be read: {done.stderr.strip()[-2000:]}")
-    return tuple(Field(**{key: _tuple(value) for key, value in one.items()}) for one in json.loads(done.stdout))
+    return done.stdout
 
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def settings_of(sources: Iterable[Source]) -> list[Setting]:
-    """Return the settings of these sources, in the order of the fields, each once."""
-    return list({found.name: ruled(found) for found in read(tuple(sources))}.values())
+def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[Setting]:
+    """Return the settings of these sources, in the order of the fields, each once; ``shared`` as for ``read``."""
+    fields: dict[str, Field] = {}
+    for found in read(tuple(sources), shared):
+        was = fields.get(found.name, found)
+        more = {
+            name: tuple(dict.fromkeys((*getattr(was, name), *getattr(found, name))))
+            for name in ("strategies", "places")
+        }
+        fields[found.name] = dataclasses.replace(was, **more)
+    return [ruled(found, fields) for found in fields.values()]
 
 
 def unused_rules(settings: Collection[Setting]) -> list[str]:

@@ -122,7 +122,8 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     driver, profile = find_driver(suite.driver), session.setting("profile").value
     names = (STRATEGIES.names(), PRECISIONS.names())
     here: dict[str, Any] = {"world_size": session.world_size, "device": session.device}
-    cells = profiles.cells(profile, suite.matrix, driver=driver, names=names, **here)
+    shared = session.store if profile == "sweep" else None
+    cells = profiles.cells(profile, suite.matrix, driver=driver, names=names, shared=shared, **here)
     if profile == "walk":
         return [Case(suite, cell, WALK) for cell in cells if not strategies or cell.strategy in strategies]
     reasons_by_cell = {
