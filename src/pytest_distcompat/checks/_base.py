@@ -39,6 +39,7 @@ CHECKPOINT_OPTIONS = frozenset(
         "save_only_model",
         "float32_norms",
         "dp_replicate",
+        "optimizer",
     }
 )
 

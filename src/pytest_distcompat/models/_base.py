@@ -35,6 +35,7 @@ class TinyModel:
         spread: Factor on the loss tolerance of precisions below float32: the fewer samples are averaged, the more rounding
             shows.
         norm_spread: Factor on the tolerance of gradient norms, in every precision.
+        random: Whether its forward draws random numbers, which no one process draws as the ranks do.
         find_blocks: Returns ``blocks`` where they are known only of the model itself.
         unsupported_reason: Why the model cannot be made here; empty if it can.
         preload: Modules that the fork server imports for it.
@@ -56,6 +57,7 @@ class TinyModel:
     in_8_bits: bool = True
     spread: float = 1.0
     norm_spread: float = 1.0
+    random: bool = False
     find_blocks: Callable[[], tuple[str, ...]] | None = None
     unsupported_reason: str = ""
     preload: tuple[str, ...] = ()
