@@ -54,7 +54,7 @@ class ShardedTwice(Rows):
         return ((epoch, rows[self.world.rank % 2 :: 2]) for epoch, rows in self.read(start) if len(rows) > 1)
 
 
-@twin("coverage", DDP, match=r"^shuffle: epoch 2 has the order of epoch 1; expected another one\n")
+@twin("coverage", DDP, match=r"^shuffle: epoch 2 has the order of epoch 1; expected another one$")
 class SameOrder(Rows):
     """Nobody calls ``set_epoch``."""
 
