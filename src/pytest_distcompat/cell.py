@@ -52,7 +52,7 @@ OPTIONS: dict[str, Option] = {
             # Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
             (
                 *(("llama", "llama_tied", "mlp") if version_of("transformers") else ("mlp", "llama", "llama_tied")),
-                *("twice", "odd", "scalar", "transposed"),
+                *("twice", "odd", "scalar", "transposed", "dropout", "batchnorm", "moe"),
             ),
             "which tiny model the built-in drivers train; `hf:MODEL_TYPE` is an architecture of transformers",
             pattern=r"hf:\w+",
@@ -115,6 +115,12 @@ OPTIONS: dict[str, Option] = {
             ("auto", "fp32"),
             "what gradients travel in, where the strategy can say so: auto is the dtype that products run in",
         ),
+        Option(
+            "optimizer",
+            ("adamw", "sgd", "adafactor", "muon"),
+            "what updates the parameters; `muon` leaves all but matrices to AdamW",
+        ),
+        Option("async_save", (False, True), "checkpoints are written while training goes on"),
         Option("conflict", (False, True), "the DeepSpeed JSON asks for another precision than the trainer"),
         Option(
             "set",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import CALL
 from pytest_distcompat.settings.fields import Source
+from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 #: The actions that are an optimizer step.
 STEP_ACTIONS = frozenset({"step", "overflow"})
+
+#: The epochs and batches at which a loader is resumed: between two epochs, and in the middle of the second.
+RESUME_AT = ((1, 0), (1, 2))
 
 #: The methods that every driver must have; a driver with its own ``train`` needs ``build_model`` alone.
 REQUIRED_METHODS = ("build_model", "build", "step", "save", "load")
@@ -91,6 +95,8 @@ class Driver:
     order: ClassVar[int] = 100
     #: What users call on the live trainer, for walks: a subclass of ``drivers._calls.Calls``.
     walk_calls: ClassVar[Any] = None
+    #: The trainer's loaders that ``rows`` knows, by name.
+    loaders: ClassVar[Mapping[str, Loader]] = {}
     #: An instance of ``walk_calls``, in a run that is a walk.
     walker: Any = None
 
@@ -244,6 +250,26 @@ class Driver:
     def make_scheduler(self, optimizer: Any) -> Any:  # noqa: ARG002 - for those who override it
         """Return the scheduler of an optimizer, which is stepped after it; None if there is none."""
         return None
+
+    def rows(
+        self, loader: str, count: int, start: tuple[int, int], directory: Path
+    ) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield the batches that this rank gets of rows ``range(count)`` in two epochs: epoch, and numbers of the rows.
+
+        Args:
+            loader: One of ``loaders``.
+            count: The number of rows, which does not divide by the ranks.
+            start: Epoch and batch to begin at; where both are 0, save what a later run needs to begin at ``RESUME_AT``.
+            directory: Where to save, and what to resume from.
+        """
+        raise NotImplementedError
+
+    def metrics(self, count: int) -> Mapping[str, float]:
+        """Evaluate a metric over rows ``range(count)`` in each way that the trainer has, and return them by name.
+
+        Each is compared with that of one process.
+        """
+        raise NotImplementedError
 
     def saved_name(self, key: str) -> str:
         """Return the unwrapped model's name for ``key`` of a saved file, for a trainer that renames keys when it saves.

@@ -15,7 +15,9 @@ class Run:
     - ``build_model`` makes the model, unwrapped; ``reload`` makes it from what ``export`` wrote;
     - ``build``, ``step`` (one optimizer step), ``overflow`` (one with infinite gradients on one rank), ``save``, ``load``,
       ``export``: methods of the trainer;
-    - ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 corrupts the checkpoint), ``evaluate`` (on a fixed batch);
+    - ``exported`` (the model again), ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 corrupts the checkpoint),
+      ``evaluate`` (on a fixed batch);
+    - ``rows``, ``resumed_rows``, ``moved_rows``: the rows that the trainer's loaders give; ``metrics``: of an evaluation;
     - ``reference``: a step of the same training in one process, in float32, unwrapped; ``rounded``: the same under autocast.
 
     ``first_step`` is the number of the first step. ``after`` names the run whose checkpoint this one finds. ``strategy`` and
@@ -66,6 +68,9 @@ STEPS = 20
 #: How many of them come before the save.
 SAVED = 3
 
+#: The rows of the data set that loaders are compared on: 2 and 4 ranks with batches of 2 rows leave some over.
+ROWS = 23
+
 _BUILD = ("build_model", "build")
 
 #: Three steps, a checkpoint, two more steps. Three, for the moments of Adam to differ from one another; two, because the
@@ -80,6 +85,7 @@ TRAIN_RUN = Run(
         "files",
         *("step",) * (STEPS - 5),
         "export",
+        "exported",
         "evaluate",
         "files",
     ),
@@ -96,7 +102,7 @@ REFERENCE_RUN = Run(
     strategy="ddp",
     world_size=1,
     # With flat parameters a trainer may lose its groups.
-    only=("model", "grad_accum", "frozen", "lora", "param_groups", "use_orig_params", "set"),
+    only=("model", "grad_accum", "frozen", "lora", "param_groups", "use_orig_params", "optimizer", "set"),
     follows=("AdamW",),
 )
 
@@ -125,6 +131,11 @@ DAMAGED_RUNS = tuple(
 #: Gradients overflow in the second of three steps, as they do in float16 until a scaler has found its scale.
 OVERFLOW_RUN = Run("overflow", (*_BUILD, "step", "overflow", "step"))
 
+#: Loaders give their rows for two epochs, begin in the second, then half as far into it at twice as many ranks.
+ROWS_RUN = Run("rows", ("rows", "metrics"))
+RESUMED_ROWS_RUN = Run("resumed_rows", ("resumed_rows",), after="rows")
+ALONE_RUN = Run("alone", ("metrics",), strategy="ddp", world_size=1)
+
 TRAIN = Scenario("train", (TRAIN_RUN,))
 RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))
 PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN))
@@ -132,6 +143,7 @@ ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))
 EXPORT = Scenario("export", (TRAIN_RUN, RELOAD_RUN))
 PATHS = Scenario("paths", (NAMED_RUN, REOPENED_RUN))
 OVERFLOW = Scenario("overflow", (OVERFLOW_RUN,))
+EVALUATION = Scenario("evaluation", (ROWS_RUN, ALONE_RUN))
 DAMAGE = Scenario("damage", (TRAIN_RUN, *DAMAGED_RUNS))
 
 
@@ -146,6 +158,12 @@ def reshard(cell: Cell) -> Scenario:
     back = Run("back", (*load, "step"), first_step=6, after="up", world_size=world_size)
     one = Run("one", (*load, "step"), first_step=3, after="train", world_size=1, only=without(*MESH))
     return Scenario("reshard", (TRAIN_RUN, up, back, one) if world_size > 1 else (TRAIN_RUN, up, back))
+
+
+def coverage(world_size: int) -> Scenario:
+    """Return runs of loaders from the beginning, resumed, and resumed at twice as many ranks."""
+    moved = Run("moved_rows", ("moved_rows",), after="rows", world_size=2 * world_size)
+    return Scenario("coverage", (ROWS_RUN, RESUMED_ROWS_RUN, moved))
 
 
 def port(strategy: str) -> Scenario:

@@ -63,6 +63,10 @@ class TestTorch(CompatSuite):
                     {"param_groups": True},
                     {"save_only_model": True},
                     {"ignored_modules": True, "model": "mlp"},
+                    {"async_save": True, "model": "mlp"},
+                    {"optimizer": "muon", "model": "mlp"},
+                    {"model": "dropout"},
+                    {"model": "moe"},
                 ),
             ),
             Matrix(("fsdp1",), ("fp32",), options=({"state_dict": "full"}, {"use_orig_params": False})),
@@ -109,7 +113,11 @@ class TestAccelerate(CompatSuite):
             Matrix(("fsdp1",), ("fp32",), options=({"activation_checkpointing": True}, {"use_orig_params": False})),
             Matrix(("fsdp2",), ("bf16_mixed",), world_sizes=(4,), options=({"dp_replicate": 2, "model": "mlp"},)),
             # To compile a whole Llama takes every rank seconds: once per strategy is enough.
-            Matrix(("ddp",), ("fp32",), options=({"grad_accum": 2}, {"compile": "aot_eager", "model": "mlp"})),
+            Matrix(
+                ("ddp",),
+                ("fp32",),
+                options=({"grad_accum": 2}, {"compile": "aot_eager", "model": "mlp"}, {"model": "dropout"}),
+            ),
             Matrix(("zero2",), ("fp32",), options=({"grad_accum": 2}, {"activation_checkpointing": True})),
             Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True},)),
             Matrix(("zero3",), ("bf16_mixed",), options=({"cpu_offload": True}, {"conflict": True}, {"grad_accum": 2})),
@@ -126,7 +134,7 @@ class TestTrainer(CompatSuite):
         ("fp32", "bf16_mixed"),
         extra=(
             *map(Cell.parse, SLICE["trainer"]),
-            Matrix(("ddp",), ("fp32",), options=({"grad_accum": 2},)),
+            Matrix(("ddp",), ("fp32",), options=({"grad_accum": 2}, {"model": "dropout"})),
             Matrix(
                 ("fsdp2",),
                 ("fp32",),

@@ -264,6 +264,36 @@ class CallInfo:
 
 
 @dataclass(frozen=True)
+class Loader:
+    """What may be expected of a loader of rows that do not divide by the ranks.
+
+    Attributes:
+        shuffled: Each epoch has another order.
+        filled: The last batches are filled with rows of the beginning, so that all ranks have equally many.
+        dropped: Rows that fill no batch are left out.
+        resumes: It goes on in the middle of an epoch, in a fresh process group.
+        moves: It does so with another number of ranks too.
+    """
+
+    shuffled: bool = True
+    filled: bool = True
+    dropped: bool = False
+    resumes: bool = True
+    moves: bool = True
+
+
+@dataclass(frozen=True)
+class RowsInfo:
+    """Rows that one loader gave this rank, by epoch and batch, from batch ``done`` of that epoch on."""
+
+    loader: str
+    epoch: int
+    done: int
+    expected: Loader
+    epochs: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Record of one rank's probe after one action.
 
@@ -272,7 +302,7 @@ class Snapshot:
     ``memory`` is the peak in bytes: of the GPU, else of the process. ``tokens`` counts what this rank learned from in a
     step, ``float8`` the tensors made in 8 bits. ``float8`` and ``collectives`` are recorded in the third step of a
     training, or in its last if it has fewer; with gradient accumulation in every step; and never in a training that
-    resumes from a checkpoint.
+    resumes from a checkpoint. ``rows`` are what loaders give, ``metrics`` what an evaluation finds.
     """
 
     rank: int
@@ -299,6 +329,8 @@ class Snapshot:
     files: tuple[FileInfo, ...] = ()
     saved: tuple[FileInfo, ...] = ()
     call: CallInfo | None = None
+    rows: tuple[RowsInfo, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def parameters(self) -> tuple[ParameterInfo, ...]:

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.calls import CALL, REFERENCE_CALL, Call, kind_of
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
-from pytest_distcompat.driver import STEP_ACTIONS, Driver, Plan
+from pytest_distcompat.driver import RESUME_AT, STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.events import Action, SnapshotTaken
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.registry import installed_entry_points
 from pytest_distcompat.run_paths import RunPaths, SuitePayload
-from pytest_distcompat.scenario import Run
-from pytest_distcompat.trace import Snapshot
+from pytest_distcompat.scenario import ROWS, Run
+from pytest_distcompat.trace import RowsInfo, Snapshot
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.nn import Module
 
     from pytest_distcompat.launch import RankLog
@@ -269,6 +272,9 @@ class _Rank:
         self.driver.export(self.run_paths.export)
         return infos
 
+    def _exported(self) -> dict[str, Any]:
+        return self._snapshot(whole=True) if self.driver.can("export") else {}
+
     def _evaluate(self) -> dict[str, Any]:
         from pytest_distcompat.probe import sample
 
@@ -311,6 +317,33 @@ class _Rank:
         if self.driver.world.rank:
             return {}
         return {"files": (corrupt(self.run_paths.save_to, self.run.damage),)}
+
+    def _rows(self) -> dict[str, Any]:
+        return self._loaded(self.driver.loaders, [(0, 0)], self.run_paths.save_to)
+
+    def _resumed_rows(self) -> dict[str, Any]:
+        resumed = [name for name, loader in self.driver.loaders.items() if loader.resumes]
+        return self._loaded(resumed, RESUME_AT, self.run_paths.load_from)
+
+    def _moved_rows(self) -> dict[str, Any]:
+        moved = [name for name, loader in self.driver.loaders.items() if loader.moves]
+        # Twice as many ranks are as far after half the batches.
+        return self._loaded(moved, [(epoch, done // 2) for epoch, done in RESUME_AT if done], self.run_paths.load_from)
+
+    def _loaded(self, names: Iterable[str], starts: Iterable[tuple[int, int]], directory: Path) -> dict[str, Any]:
+        """Return the rows that loaders give from each of these epochs and batches on."""
+        found = []
+        for name, start in itertools.product(names, starts):
+            epochs: dict[int, list[tuple[int, ...]]] = {}
+            for epoch, batch in self.driver.rows(name, ROWS, start, directory):
+                epochs.setdefault(epoch, []).append(tuple(map(int, batch)))
+            found.append(RowsInfo(name, *start, self.driver.loaders[name], tuple(map(tuple, epochs.values()))))
+        return {"rows": tuple(found)}
+
+    def _metrics(self) -> dict[str, Any]:
+        if not self.driver.can("metrics"):
+            return {}
+        return {"metrics": {name: float(value) for name, value in self.driver.metrics(ROWS).items()}}
 
     def _snapshot(self, *, whole: bool) -> dict[str, Any]:
         from pytest_distcompat.probe.snapshot import read_snapshot_fields

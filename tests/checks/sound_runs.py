@@ -82,7 +82,7 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
         return replace(snapshot, unwrapped=_unwrapped(cell))
     if action == "files":
         return replace(snapshot, files=_files() if rank == 0 else ())
-    if action in {"export", "evaluate"}:
+    if action == "evaluate":
         return snapshot
     optimizer = _optimizer(cell, done, rank)
     if action == "reference":

@@ -10,7 +10,9 @@ from typing import Any
 from tests.checks import (
     more_runs,
     sound_runs,
+    test_coverage,
     test_damage,
+    test_evaluation,
     test_float8,
     test_gradients,
     test_save_only_model,
@@ -88,6 +90,15 @@ def _loaded_though_corrupted(cell: str) -> Story:
     return test_damage.ending(runs_of(cell, "damage"), "removed", None)
 
 
+def _all_rows_on_both(cell: str) -> Story:
+    alike = {("rows", "in order", 1): test_coverage.epochs("in order", 0)}
+    return replace(sound(cell), trace=test_coverage.trace(alike))
+
+
+def _rows_counted_twice(cell: str) -> Story:
+    return replace(sound(cell), trace=test_evaluation.trace({"mean": 10.5}, {"mean": 10.5}, alone={"mean": 11.0}))
+
+
 def _slow(cell: str) -> Story:
     own = (test_cost.run(seconds=2), test_cost.run("baseline", seconds=0.5))
     return replace(sound(cell), trace=test_cost.trace(*own, limit=0.9))
@@ -154,6 +165,18 @@ EXAMPLES: Mapping[str, Example] = {
         "shuffles every rank's data alike",
         "ddp-fp32-w2",
         lambda cell: sound(cell).snapshot("step", {"inputs": ("batch 1.0 of rank 0",)}, nth=0),
+    ),
+    "coverage": Example("gives each rank all rows", "ddp-fp32-w2", _all_rows_on_both),
+    "evaluation": Example("counts rows that fill the last batch", "ddp-fp32-w2", _rows_counted_twice),
+    "observers": Example(
+        "rounds the live model for the export",
+        "ddp-fp32-w2",
+        lambda cell: sound(cell).parameters({"digest": "3:1"}, only="outlet.weight", action="exported", rank=0),
+    ),
+    "randomness": Example(
+        "seeds all ranks alike",
+        "ddp-fp32-w2-model_dropout",
+        sound,
     ),
     "reshard": Example(
         "pads its shards for one number of ranks",

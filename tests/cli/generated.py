@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.checks import CHECKS, Check
-from pytest_distcompat.driver import Driver
+from pytest_distcompat.driver import Driver, Loader
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.precisions import PRECISIONS
@@ -29,6 +29,7 @@ CELL = Cell("fsdp2", "fp32")
 CLAIMS: Mapping[str, str] = {
     "reshards": "Strategies whose checkpoints can be loaded at another world size.",
     "portable": "Strategy to the other one that can load its checkpoints.",
+    "loaders": "The trainer's loaders, whose rows `rows(loader, count, start, directory)` yields.",
 }
 #: The titles of the columns of the dtype table.
 COLUMNS: Mapping[str, str] = {
@@ -151,7 +152,7 @@ def cell_options() -> str:
 
 
 #: Actions that a driver need not have.
-OPTIONAL = ("export", "reload", "evaluate", "reference", "overflow")
+OPTIONAL = ("export", "reload", "evaluate", "reference", "overflow", "metrics")
 
 
 class Able(Driver):
@@ -160,6 +161,7 @@ class Able(Driver):
     name = "able"
     reshards = STRATEGIES.names()
     portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp2": "ddp"}
+    loaders: ClassVar[Mapping[str, Loader]] = {"": Loader()}
     lacks: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -169,11 +171,12 @@ class Able(Driver):
 
 def actions() -> str:
     """Which checks each optional methods or claim of a driver brings."""
-    cells = (CELL, Cell("ddp", "fp16_mixed"))
+    cells = (CELL, Cell("ddp", "fp16_mixed"), Cell("ddp", "fp32"))
     variants: Mapping[str, dict[str, Any]] = {
         **{action: {"lacks": (action,)} for action in OPTIONAL},
         "reshards": {"reshards": ()},
         "portable": {"portable": {}},
+        "loaders": {"loaders": {}},
     }
 
     def brought(without: type[Driver]) -> str:

@@ -27,6 +27,7 @@ PARITY = {"parity": r"^step \d+: .*(loss|gradient norm|learning rate) is .* in t
 CLIPPING = {"clipping": r"^step \d+: .*the gradients that the optimizer gets have norm"}
 GRADIENTS = {"gradients": r"^step [123]: .*: the gradient of "}
 MEMORY = {"memory": r"^all ranks together keep \d+ elements of|no rank's optimizer keeps anything"}
+OBSERVERS = {"observers": r"^rank 0: parameter .* and \d+ others: other values after the (save|export)"}
 UNCUT = {"units": r"FSDP's units are (nothing|the root); expected 'blocks\.0', 'blocks\.1', the root"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .declare import Torch, twin
+from .declare import OBSERVERS, Torch, twin
 from .twins_checkpoints import write
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class RoundedExport(Exports):
     "export",
     "ddp-fp32-w2-model_mlp",
     match=r"^parameter 'blocks\.0\.linear\.bias' and 13 others: other values after the reload$",
+    also=OBSERVERS,
 )
 class RoundsTheLiveModel(Torch):
     """``model.bfloat16().save_pretrained(...)``: the live model is rounded too, and its outputs are those of what is written."""

@@ -9,7 +9,7 @@ from torch import distributed
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
-from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin
+from .declare import CLIPPING, GRADIENTS, OBSERVERS, PARITY, Torch, twin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -297,6 +297,7 @@ class SwappedMoments(Torch):
         names = ("blocks.0.linear.weight", "blocks.1.linear.weight")
         state["optimizer"]["state"] = swap(state["optimizer"]["state"], *names)
         save(state, checkpoint_id=directory)
+        self.save_random(directory)
 
 
 def halve(parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -313,7 +314,7 @@ def halve(parameters: Iterable[torch.nn.Parameter]) -> None:
     "resume",
     "fsdp2-fp32-w2-model_mlp",
     match=r"^rank 0: parameter 'blocks\.0\.linear\.bias' and 11 others: other values after the save\nrank 1: [^\n]+$",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **OBSERVERS},
 )
 class SaveChanges(Torch):
     """Saving changes what is trained; file and memory agree, so that loading shows nothing."""

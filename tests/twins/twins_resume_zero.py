@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
-from .declare import CLIPPING, PARITY, twin
+from .declare import CLIPPING, OBSERVERS, PARITY, twin
 from .twins_resume import OTHER_DATA, halve
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class DataFromTheStartZero(AccelerateDriver):
     "resume",
     "zero1-fp32-w2-model_mlp",
     match=r"^rank 0: parameter 'module\.\S+' and 11 others: other values after the save",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **OBSERVERS},
 )
 class SaveChangesZero(AccelerateDriver):
     """Saving changes what is trained; file and memory agree."""

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, named_ranks
 from pytest_distcompat.checks._values import Names
-from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
+from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs, rounding_of
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.trace import GradientInfo, RunTrace, Snapshot, Trace, shard_groups
 
 #: How many steps are compared: later gradients depend on how earlier ones were rounded.
@@ -54,7 +53,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     known = {info.name for info in train.unwrapped.parameters} if train.unwrapped else set()
     expected = [_norms_of_one(reference, reference.at("reference", step)) for step in range(COMPARED)]
     rounding = _deviations_of_rounding(trace.runs.get("rounded"), expected)
-    tolerance = ROUNDING_FACTOR * max((PRECISIONS.get(cell.precision).norm_tolerance, *rounding))
+    tolerance = ROUNDING_FACTOR * max((rounding_of(cell).norm_tolerance, *rounding))
     for step in range(COMPARED):
         here = train.at("step", step)
         yield from every_rank(here, cell.world_size, f"step {step + 1}")

@@ -9,7 +9,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import model_of
-from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
 from pytest_distcompat.trace import Snapshot, Trace, shard_groups
 
@@ -23,6 +23,8 @@ _WHOLE = (("train", "step", STEPS - 1), ("reference", "reference", STEPS - 1))
 
 def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why there is no reference to compare with; None if there is one."""
+    if "model" in driver.options and model_of(cell).random:
+        return "one process does not draw the random numbers of several ranks"
     if driver.can("reference"):
         return None
     missing = " and ".join(f"{name}()" for name in ("loss", "make_optimizer") if not driver.can(name))
@@ -66,11 +68,17 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
     """Return for each step how far loss and gradient norm may be from the reference, relative to it."""
-    precision = PRECISIONS.get(cell.precision)
+    precision = rounding_of(cell)
     spread = 1.0 if precision.compute == "float32" else model_of(cell).spread
     losses = _allowed(precision.loss_tolerance * spread, trace, lambda snapshot: snapshot.loss)
     norms = precision.norm_tolerance * model_of(cell).norm_spread
     return losses, _allowed(norms, trace, lambda snapshot: snapshot.grad_norm)
+
+
+def rounding_of(cell: Cell) -> Precision:
+    """Return the precision whose tolerances hold: Muon computes its update in bfloat16, whatever the model is in."""
+    own = PRECISIONS.get(cell.precision)
+    return PRECISIONS.get("bf16_mixed") if cell.option("optimizer") == "muon" and own.compute == "float32" else own
 
 
 def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | None]) -> list[float]:
@@ -145,7 +153,7 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: a larger norm is not clipped, or by the norm of a shard; a smaller one is clipped twice, or scaled by
     the number of ranks. AdamW hides both for a while.
     """
-    table = PRECISIONS.get(cell.precision).norm_tolerance
+    table = rounding_of(cell).norm_tolerance
     tolerances = _allowed(table, trace, lambda snapshot: math.sqrt(_square(snapshot)))
     largest = 0.0
     for step in range(STEPS):

@@ -48,14 +48,14 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from next(filter(None, infinite), [])
     yield from trained_again(loaded, (snapshot for snapshots in steps[:SAVED] for snapshot in snapshots))
     for before, after in pairs(trained, saved):
-        yield from _same(before, after, "save")
+        yield from same_state(before, after, "save")
     saved, loaded = _without_nonpersistent(cell, whole, saved), _without_nonpersistent(cell, whole, loaded)
     if cell.option("save_only_model"):
         for before, after in pairs(saved, loaded):
             yield from _model(before, after, "load", _buffers(saved))
         return
     for before, after in pairs(saved, loaded):
-        yield from _same(before, after, "load", _buffers(saved))
+        yield from same_state(before, after, "load", _buffers(saved))
         if before.scaler != after.scaler:
             yield f"rank {after.rank}: the gradient scaler is at {after.scaler}; saved at {before.scaler}"
         if before.scheduler != after.scheduler:
@@ -107,7 +107,7 @@ def _buffers(snapshots: tuple[Snapshot, ...]) -> _Buffers:
     return found
 
 
-def _same(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers | None = None) -> Iterator[str]:
+def same_state(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers | None = None) -> Iterator[str]:
     """Yield findings for state that an action changed although it must not."""
     yield from _model(before, after, action, anywhere or {})
     yield from _optimizer(before.optimizer, after.optimizer, f"rank {after.rank}", action)

@@ -35,6 +35,8 @@ class TinyDriver(Driver):
 
     #: What the loss averages: ``rank``, the means of ranks and micro-batches; ``token``, all tokens of a step equally.
     mean: ClassVar[str] = "rank"
+    #: The values of option ``optimizer``.
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor")
     #: Whether the optimizer is fused, which needs parameters of one kind and state of one dtype.
     fused: ClassVar[bool] = True
 
@@ -89,6 +91,14 @@ class TinyDriver(Driver):
             return "a flat parameter cannot be split into param groups"
         if cell.tp > 1 and (problem := _tensor.unsupported_reason(cell, tiny.tp_plan)):
             return problem
+        if cell.option("optimizer") != "adamw":
+            if cell.option("optimizer") not in cls.optimizers:
+                return f"the {cls.name} driver has no {cell.option('optimizer')}"
+            if precision.scaled or cell.option("param_groups") or not cell.option("use_orig_params"):
+                return "other optimizers are for one group of unscaled parameters, which keep their own tensors"
+            flat = cell.strategy == "fsdp1" or STRATEGIES.get(cell.strategy).flat_masters
+            if cell.option("optimizer") != "sgd" and flat:
+                return f"{cell.strategy}'s shards have one dimension, and {cell.option('optimizer')} updates matrices"
         if cell.option("lora") and cell.option("frozen"):
             return "with an adapter the base model is frozen anyway"
         return None
@@ -123,8 +133,24 @@ class TinyDriver(Driver):
         adapted: Module = get_peft_model(model, config, autocast_adapter_dtype=False)
         return adapted
 
-    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
-        """Return AdamW on the trainable parameters; option ``param_groups`` exempts biases and norms from weight decay."""
+    def make_optimizer(self, model: Module) -> Any:
+        """Return the optimizer of the trainable parameters, of option ``muon`` two: Muon's are matrices alone."""
+        name = self.cell.option("optimizer")
+        if name == "adamw":
+            return self.make_adamw(self.groups(model))
+        from torch import optim
+
+        groups = self.groups(model)
+        if name == "sgd":
+            return optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9, weight_decay=DECAY)
+        if name == "adafactor":
+            return optim.Adafactor(groups, lr=LEARNING_RATE, weight_decay=DECAY)
+        matrices = [p for p in groups if p.dim() == 2]
+        muon = optim.Muon(matrices, lr=LEARNING_RATE, weight_decay=DECAY)
+        return [muon, self.make_adamw([p for p in groups if p.dim() != 2])]
+
+    def make_adamw(self, groups: Any) -> torch.optim.Optimizer:
+        """Return AdamW; option ``param_groups`` exempts biases and norms from weight decay."""
         # Fused, as in transformers.Trainer: unfused, its operations take a fifth of a suite on the CPU.
         from torch.optim import AdamW
 
@@ -134,7 +160,7 @@ class TinyDriver(Driver):
         if self.cell.tp > 1:
             # Parameters on different meshes cannot be updated in one operation.
             settings |= {"fused": False, "foreach": False}
-        return AdamW(self.groups(model), **self.cell.with_settings("AdamW", settings))
+        return AdamW(groups, **self.cell.with_settings("AdamW", settings))
 
     def groups(self, model: Module) -> Any:
         """Return what the optimizer is made of: parameters, or param groups."""
@@ -148,10 +174,12 @@ class TinyDriver(Driver):
         decayed = [p for _, p in trained if id(p) not in undecayed_ids]
         return [{"params": decayed, "weight_decay": DECAY}, {"params": undecayed, "weight_decay": 0.0}]
 
-    def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:
-        """Return a scheduler that multiplies the learning rate by 0.95 every ``every`` calls."""
+    def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
+        """Return a scheduler that multiplies the learning rate by 0.95 every ``every`` calls; of several optimizers a list."""
         from torch.optim.lr_scheduler import StepLR
 
+        if isinstance(optimizer, list):
+            return [self.make_scheduler(one, every) for one in optimizer]
         return StepLR(optimizer, step_size=every, gamma=GAMMA)
 
     def micros(self, number: int) -> range:
@@ -176,6 +204,26 @@ class TinyDriver(Driver):
             batch = self.batch_of(index, self.cell.dp_rank(self.world.rank))
             self.tokens += self.tiny.count(batch)
             yield batch, index == indices[-1]
+
+    def seed_rank(self) -> None:
+        """Seed torch differently on each rank: with one seed all ranks would drop the same activations."""
+        import torch
+
+        torch.manual_seed(1 + self.world.rank)
+
+    def save_random(self, directory: Path) -> None:
+        """Write this rank's random state."""
+        import torch
+
+        torch.save(torch.get_rng_state(), directory / f"rng_{self.world.rank}.pt")
+
+    def load_random(self, directory: Path, *, required: bool) -> None:
+        """Restore this rank's random state; unless it is required, a rank that there was not when it was saved has none."""
+        import torch
+
+        path = directory / f"rng_{self.world.rank}.pt"
+        if required or path.exists():
+            torch.set_rng_state(torch.load(path, weights_only=True))
 
     def overflow(self, number: int) -> float:
         """Take a step in which gradients overflow."""
@@ -250,7 +298,8 @@ class TinyDriver(Driver):
         if self.optimizer is None:
             self.optimizer = self.make_optimizer(model)
             self.scheduler = self.make_scheduler(self.optimizer)
-        self.optimizer.zero_grad()
+        for one in listed(self.optimizer):
+            one.zero_grad()
         batches = [self.batch_of(index, rank) for rank in range(ranks) for index in self.micros(number)]
         weights = [self.tiny.count(batch) if self.mean == "token" else 1 for batch in batches]
         # The incomplete last step of an epoch is divided by the full count too, as trainers that average micro-batches do.
@@ -261,6 +310,11 @@ class TinyDriver(Driver):
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         self.grad_norm = float(clip_grad_norm_(model.parameters(), MAX_NORM))
-        self.optimizer.step()
-        self.scheduler.step()
+        for one in (*listed(self.optimizer), *listed(self.scheduler)):
+            one.step()
         return total
+
+
+def listed(one: Any) -> list[Any]:
+    """Return several optimizers or schedulers as they are, and one in a list."""
+    return one if isinstance(one, list) else [one]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.drivers import _options, _preload
+from pytest_distcompat.driver import Loader
+from pytest_distcompat.drivers import _options, _preload, _rows
 from pytest_distcompat.drivers._calls import CLIP_VALUE, Calls
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.precisions import PRECISIONS
@@ -201,6 +202,7 @@ class AccelerateDriver(TinyDriver):
         "float32_norms",
         "grad_accum_dtype",
         "reduce_dtype",
+        "optimizer",
         "conflict",
         "set",
     )
@@ -231,6 +233,7 @@ class AccelerateDriver(TinyDriver):
     portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2", "zero1": "fsdp2", "zero2": "fsdp2", "zero3": "fsdp2"}
     order: ClassVar[int] = 1
     walk_calls: ClassVar[type[Calls]] = AccelerateCalls
+    loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
 
     accelerator: Any = None
     _stream: Iterator[Batch] | None = None
@@ -247,6 +250,7 @@ class AccelerateDriver(TinyDriver):
     def build(self, model: Module) -> None:
         """Make one Accelerator, then prepare data, model, optimizer and scheduler together."""
         from accelerate import Accelerator
+        from accelerate.utils import set_seed
         from torch.utils.data import DataLoader
 
         assert self.strategy.accelerate is not None
@@ -268,6 +272,7 @@ class AccelerateDriver(TinyDriver):
         prepared = self.accelerator.prepare(loader, model, optimizer, scheduler)
         self.loader, self.model, self.optimizer, self.scheduler = prepared
         self.scaler = self.accelerator.scaler
+        set_seed(1, device_specific=True)
 
     def _with_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of Accelerator with the objects whose fields the cell sets."""
@@ -389,6 +394,16 @@ class AccelerateDriver(TinyDriver):
         self.accelerator.save_model(self.model, str(directory))
         if main and hasattr(unwrapped, "config"):
             unwrapped.config.save_pretrained(directory)
+
+    def rows(
+        self, loader: str, count: int, start: tuple[int, int], directory: Path
+    ) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield the rows that a prepared loader gives."""
+        return _rows.accelerate_rows(loader, count, start, directory)
+
+    def metrics(self, count: int) -> Mapping[str, float]:
+        """Evaluate with ``gather_for_metrics``."""
+        return _rows.accelerate_metrics(count)
 
     def trainer_world_size(self) -> int | None:
         """Return accelerate's number of processes."""

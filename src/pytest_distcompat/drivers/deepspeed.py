@@ -5,12 +5,13 @@ https://deepspeed.readthedocs.io/en/latest/initialize.html, https://deepspeed.re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.drivers import _options, _preload
+from pytest_distcompat.driver import Loader
+from pytest_distcompat.drivers import _options, _preload, _rows
 from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
@@ -178,6 +179,7 @@ class DeepSpeedDriver(TinyDriver):
     reshards: ClassVar[tuple[str, ...]] = ("zero1", "zero2", "zero3")
     order: ClassVar[int] = 2
     walk_calls: ClassVar[type[Calls]] = DeepSpeedCalls
+    loaders: ClassVar[Mapping[str, Loader]] = _rows.DEEPSPEED
 
     #: The directory of the universal checkpoint, if one of another world size is loaded.
     universal: Path | None = None
@@ -223,6 +225,7 @@ class DeepSpeedDriver(TinyDriver):
         mode = self.cell.option("compile")
         if mode:
             self.model.compile(backend="inductor" if mode is True else str(mode))
+        self.seed_rank()
 
     def step(self, number: int) -> float:
         """Run forward and backward of each micro-batch; the engine scales, reduces, clips and steps the scheduler."""
@@ -241,23 +244,16 @@ class DeepSpeedDriver(TinyDriver):
 
     def save(self, directory: Path) -> None:
         """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""
-        import torch
-
         settings = self.cell.settings("save_checkpoint")
         self.model.save_checkpoint(str(directory), client_state={"ranks": self.world.size}, **settings)
-        torch.save(torch.get_rng_state(), directory / f"rng_{self.world.rank}.pt")
+        self.save_random(directory)
 
     def load(self, directory: Path) -> None:
         """Load by ``load_checkpoint``; one of another world size is converted to a universal checkpoint first."""
-        import torch
-
         if self.universal is not None:
             self._convert(directory, self.universal)
         _, own = self.model.load_checkpoint(str(self.universal or directory), **self.cell.settings("load_checkpoint"))
-        state = directory / f"rng_{self.world.rank}.pt"
-        # A rank that there was not when it was saved has no random state.
-        if state.exists() or (own or {}).get("ranks") == self.world.size:
-            torch.set_rng_state(torch.load(state, weights_only=True))
+        self.load_random(directory, required=(own or {}).get("ranks") == self.world.size)
 
     def _convert(self, directory: Path, universal: Path) -> None:
         """Do what ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` does, on rank 0."""
@@ -287,6 +283,10 @@ class DeepSpeedDriver(TinyDriver):
             state = get_fp32_state_dict_from_zero_checkpoint(str(shards)) if self.world.rank == 0 else {}
         if self.world.rank == 0:
             _options.write_whole(self.raw, state, directory)
+
+    def rows(self, _loader: str, count: int, *_: Any) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield the rows that the loader of ``training_data`` gives."""
+        return _rows.deepspeed_rows(count, self.world.backend)
 
     def trainer_world_size(self) -> int | None:
         """Return the engine's world size."""

@@ -6,14 +6,15 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.drivers import _options, _preload
+from pytest_distcompat.driver import Loader
+from pytest_distcompat.drivers import _options, _preload, _rows
 from pytest_distcompat.drivers._calls import Calls
-from pytest_distcompat.drivers._tiny import TinyDriver
+from pytest_distcompat.drivers._tiny import TinyDriver, listed
 from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
@@ -203,6 +204,8 @@ class TorchDriver(TinyDriver):
         "save_only_model",
         "float32_norms",
         "reduce_dtype",
+        "optimizer",
+        "async_save",
         "set",
     )
     sources: ClassVar[tuple[Source, ...]] = (
@@ -225,7 +228,13 @@ class TorchDriver(TinyDriver):
     portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
     order: ClassVar[int] = 0
     walk_calls: ClassVar[type[Calls]] = TorchCalls
+    loaders: ClassVar[Mapping[str, Loader]] = _rows.TORCH
 
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon")
+    #: What writes a checkpoint while training goes on; it is waited for after the next step.
+    saving: Any = None
+    #: Its process group: on that of the training its collectives would pair with those of steps.
+    saving_group: Any = None
     #: The model inside torch.compile's wrapper, with the methods of its strategy.
     wrapped: Any = None
 
@@ -238,6 +247,8 @@ class TorchDriver(TinyDriver):
             return "Transformer Engine is driven through accelerate"
         if cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1 and not cell.option("reshard_after_forward"):
             return "FSDP1's hybrid sharding without resharding after forward has a private name only"
+        if cell.option("async_save") and (device != "cpu" or cell.option("state_dict") == "full"):
+            return "async_save is for sharded checkpoints, and needs gloo"
         return super().unsupported_reason(cell, device)
 
     def build(self, model: Module) -> None:
@@ -250,6 +261,8 @@ class TorchDriver(TinyDriver):
             torch.cuda.set_device(device)
         if not distributed.is_initialized():
             distributed.init_process_group(self.world.backend)
+        if self.cell.option("async_save"):
+            self.saving_group = distributed.new_group(backend="gloo")
         assert self.strategy.torch is not None
         self.raw, mode = model, self.cell.option("compile")
         if self.precision.float8:
@@ -269,6 +282,7 @@ class TorchDriver(TinyDriver):
         self.optimizer = self.make_optimizer(self.model)
         self.scheduler = self.make_scheduler(self.optimizer)
         self.scaler = self._scaler(device.type) if self.precision.scaled else None
+        self.seed_rank()
 
     def _scaler(self, device: str) -> Any:
         import torch
@@ -280,7 +294,8 @@ class TorchDriver(TinyDriver):
 
     def step(self, number: int) -> float:
         """Run each micro-batch, reduce gradients in the last one, and step optimizer and scheduler."""
-        self.optimizer.zero_grad()
+        for one in listed(self.optimizer):
+            one.zero_grad()
         total = 0.0
         for batch, last in self.batches(number):
             with self._synchronised(last), self._autocast():
@@ -299,8 +314,13 @@ class TorchDriver(TinyDriver):
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
-            self.optimizer.step()
-        self.scheduler.step()
+            for one in listed(self.optimizer):
+                one.step()
+        for one in listed(self.scheduler):
+            one.step()
+        if self.saving:
+            self.saving.result()
+            self.saving = None
 
     def _clip(self) -> float:
         from torch.nn.utils import clip_grad_norm_
@@ -336,28 +356,37 @@ class TorchDriver(TinyDriver):
         return StateDictOptions(**self.cell.with_settings("StateDictOptions", settings))
 
     def _state(self) -> dict[str, Any]:
-        import torch
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
         if self.cell.option("save_only_model"):
             return {"model": get_model_state_dict(self.model, options=self._options())}
         model, optimizer = get_state_dict(self.model, self.optimizer, options=self._options())
-        state = {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+        state = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": [one.state_dict() for one in listed(self.scheduler)],
+        }
+        state["ranks"] = self.world.size
         if self.scaler:
             state["scaler"] = self.scaler.state_dict()
-        return state | {"rng": torch.get_rng_state()}
+        return state
 
     def save(self, directory: Path) -> None:
         """Write one DCP checkpoint, or one file by rank 0 for state_dict=full."""
         import torch
-        from torch.distributed.checkpoint.state_dict_saver import save
+        from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
         state = self._state()
+        if not self.cell.option("save_only_model"):
+            self.save_random(directory)
         if self.cell.option("state_dict") == "full":
             if self.world.rank == 0:
                 torch.save(state, directory / "checkpoint.pt")
             return
-        save(state, checkpoint_id=directory)
+        if self.cell.option("async_save"):
+            self.saving = async_save(state, checkpoint_id=directory, process_group=self.saving_group)
+        else:
+            save(state, checkpoint_id=directory)
 
     def load(self, directory: Path) -> None:
         """Load the state, in place by DCP, then set it by ``set_state_dict``."""
@@ -380,15 +409,26 @@ class TorchDriver(TinyDriver):
             optim_state_dict=state["optimizer"],
             options=self._options(),
         )
-        self.scheduler.load_state_dict(state["scheduler"])
+        for one, saved in zip(listed(self.scheduler), state["scheduler"], strict=True):
+            one.load_state_dict(saved)
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["rng"])
+        self.load_random(directory, required=state["ranks"] == self.world.size)
+
+    def rows(
+        self,
+        loader: str,
+        count: int,
+        start: tuple[int, int],
+        directory: Path,  # noqa: ARG002 - nothing is saved
+    ) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield the rows that torch's loader gives."""
+        return _rows.torch_rows(loader, count, start, self.world.rank, self.world.size)
 
     def evaluate(self, model: Module) -> torch.Tensor:
         """Return the logits without gradients left: recompiled for evaluation, FSDP1 fails on a step's sharded ones."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
+        for one in filter(None, listed(self.optimizer)):
+            one.zero_grad()
         # A model of two dtypes runs under autocast only.
         with self._autocast() if self.cell.option("float32_norms") else contextlib.nullcontext():
             return super().evaluate(model)

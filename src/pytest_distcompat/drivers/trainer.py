@@ -7,13 +7,13 @@ https://huggingface.co/docs/transformers/deepspeed
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.driver import OnAction, Plan
-from pytest_distcompat.drivers import _options, _preload, _releases
+from pytest_distcompat.driver import Loader, OnAction, Plan
+from pytest_distcompat.drivers import _options, _preload, _releases, _rows
 from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_callback
@@ -126,6 +126,7 @@ class TrainerDriver(TinyDriver):
     portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2"}
     order: ClassVar[int] = 3
     walk_calls: ClassVar[type[Calls]] = TrainerCalls
+    loaders: ClassVar[Mapping[str, Loader]] = _rows.TRAINER
 
     trainer: Any = None
 
@@ -291,6 +292,16 @@ class TrainerDriver(TinyDriver):
             {"x" if name == "features" else name: value for name, value in row.items()}
             for row in super().dataset(ranks)
         ]
+
+    def rows(
+        self, loader: str, count: int, start: tuple[int, int], directory: Path
+    ) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield the rows that Trainer trains on."""
+        return _rows.trainer_rows(loader, count, start, directory, self.world.size)
+
+    def metrics(self, count: int) -> Mapping[str, float]:
+        """Evaluate by ``Trainer.evaluate``."""
+        return _rows.trainer_metrics(count, Path.cwd())
 
     def read_trainer(self) -> None:
         """Set the model, optimizer, scheduler and scaler that the Trainer has now."""

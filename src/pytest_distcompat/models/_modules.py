@@ -70,6 +70,59 @@ class Twice(OneBlock):
         return functional.linear(x, self.outlet.weight, self.outlet.bias)
 
 
+class Dropout(OneBlock):
+    """Classifier with dropout around its block."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = self.dropout(self.block(self.dropout(self.inlet(x.to(self.inlet.weight.dtype)))))
+        logits: torch.Tensor = self.outlet(x)
+        return logits
+
+
+class BatchNorm(OneBlock):
+    """Classifier that normalizes over the rows of a batch, with statistics for evaluation in buffers."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        logits: torch.Tensor = self.outlet(self.block(self.norm(self.inlet(x.to(self.inlet.weight.dtype)))))
+        return logits
+
+
+class MixtureOfExperts(OneBlock):
+    """Classifier that sends each row to the expert of its highest score, and learns to use all of them alike."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.router = nn.Linear(width, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = self.block(self.inlet(x.to(self.inlet.weight.dtype)))
+        scores = torch.softmax(self.router(x).float(), dim=-1)
+        best, chosen = scores.max(dim=-1)
+        y = x
+        # An expert computes on no rows too: all ranks call the same modules, and each parameter has a gradient.
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            y = y.index_add(0, rows, (expert(x[rows]) * best[rows, None].to(x.dtype)).to(y.dtype))
+        # How unevenly they are used: https://arxiv.org/abs/2101.03961, equation 4. A trainer that takes the loss from logits
+        # alone learns from it too.
+        used = functional.one_hot(chosen, 4).float().mean(0)
+        balance = 4 * (used * scores.mean(0)).sum()
+        logits: torch.Tensor = self.outlet(y) / (1 + 0.1 * balance).to(y.dtype)
+        return logits
+
+
 class Odd(nn.Module):
     """Classifier with an empty parameter, one of a single number, and buffers of many dtypes.
 

@@ -1,0 +1,128 @@
+"""Is each row of the data given to one rank, once an epoch?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.scenario import ROWS
+from pytest_distcompat.scenario import coverage as runs_of_loaders
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Trace
+
+#: Batches of rows.
+Batches = Sequence[Sequence[int]]
+
+
+def tested_once(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why another cell tests what depends on neither strategy nor precision; None if this one does."""
+    able = (name for name in STRATEGIES.names() if not driver.unsupported_reason(Cell(name, "fp32", cell.world_size)))
+    first = next(able, cell.strategy)
+    if cell.options or cell.precision != "fp32" or cell.strategy != first:
+        return f"data are loaded alike in all cells, and that is tested in {first}-fp32"
+    return None
+
+
+def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
+    return (
+        tested_once(cell, driver) if driver.loaders else "the driver declares no loaders, whose rows() gives the rows"
+    )
+
+
+@check(
+    scenario=lambda cell, _driver: runs_of_loaders(cell.world_size),
+    until=(("rows", "rows", 0), ("resumed_rows", "resumed_rows", 0), ("moved_rows", "moved_rows", 0)),
+    order=9,
+    not_applicable=_has_loaders,
+    costly=True,
+)
+def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that each loader gives every row to one rank in each epoch, resumed and at another world size too.
+
+    The rows do not divide by the ranks: some may be given twice to fill the last batches. Each epoch of a shuffled loader has
+    another order. A loader that is resumed between two epochs, or in the middle of the second, goes on with the rows that
+    follow; twice as many ranks share those that are left.
+
+    If it fails: a row on two ranks was sharded by nobody, or by two (``DistributedSampler`` and the trainer). With the same
+    order in each epoch ``set_epoch`` is not called. A resumed run needs the epoch's seed and the number of batches done.
+    """
+    yield from every_rank(trace.run("rows").at("rows"), cell.world_size, "rows")
+    whole, resumed, moved = (_by_loader(trace.run(name)) for name in ("rows", "resumed_rows", "moved_rows"))
+    for name, ranks in whole.items():
+        loader = next(iter(ranks.values()))[0].expected
+        epochs = [[_epoch(info, number) for (info,) in ranks.values()] for number in (0, 1)]
+        found = [
+            f"epoch {number}: {text}"
+            for number, batches in enumerate(epochs, 1)
+            for text in _each_once(batches, loader)
+        ]
+        found += _orders(epochs, loader)
+        for rank, infos in resumed.get(name, {}).items():
+            found += [text for info in infos for text in _continued(rank, info, ranks[rank][0])]
+        if name in moved:
+            batches = [_epoch(info, 0) for (info,) in moved[name].values()]
+            before = [one[: 2 * info.done] for (info,), one in zip(moved[name].values(), epochs[1], strict=False)]
+            where = f"at {len(batches)} ranks from the middle of epoch 2 on"
+            found += [f"{where}: {text}" for text in _each_once(batches, loader, before)]
+        yield from (f"{name}: {text}" for text in dict.fromkeys(found))
+
+
+def _by_loader(run: RunTrace) -> Mapping[str, Mapping[int, Sequence[RowsInfo]]]:
+    """Return loader -> rank -> what it was given."""
+    found: dict[str, dict[int, list[RowsInfo]]] = {}
+    for snapshot in run.snapshots:
+        for info in snapshot.rows:
+            found.setdefault(info.loader, {}).setdefault(snapshot.rank, []).append(info)
+    return found
+
+
+def _epoch(info: RowsInfo, number: int) -> Batches:
+    return info.epochs[number] if number < len(info.epochs) else ()
+
+
+def _each_once(ranks: Sequence[Batches], loader: Loader, before: Sequence[Batches] = ()) -> Iterator[str]:
+    """Yield findings about rows that no rank was given, or several were, those given before included."""
+    given = Counter(row for batches in (*ranks, *before) for batch in batches for row in batch)
+    missing, again = sorted(set(range(ROWS)) - given.keys()), sorted(row for row, times in given.items() if times > 1)
+    step = sum(len(batches[0]) for batches in ranks if batches)
+    if missing and not (loader.dropped and len(missing) < step):
+        yield f"{len(missing)} of {ROWS} rows are given to no rank, first {missing[0]}"
+    surplus = sum(given.values()) - len(given)
+    if surplus and not (loader.filled and surplus < step):
+        yield f"{len(again)} rows are given {_times(max(given.values()))}, first {again[0]}; expected {_allowed(loader, step)}"
+    if len({len(batches) for batches in ranks}) > 1 and (loader.filled or loader.dropped):
+        yield f"ranks are given {', '.join(str(len(batches)) for batches in ranks)} batches; expected equally many"
+
+
+def _times(number: int) -> str:
+    return "twice" if number == 2 else f"up to {number} times"
+
+
+def _allowed(loader: Loader, step: int) -> str:
+    return f"less than {step}, which fill the last batches" if loader.filled else "none"
+
+
+def _orders(epochs: Sequence[Sequence[Batches]], loader: Loader) -> Iterator[str]:
+    first, second = epochs
+    if loader.shuffled and first == second:
+        yield "epoch 2 has the order of epoch 1; expected another one"
+    if not loader.shuffled and first != second:
+        yield "epoch 2 has another order than epoch 1; expected that of the data"
+
+
+def _continued(rank: int, info: RowsInfo, whole: RowsInfo) -> Iterator[str]:
+    expected, found = _epoch(whole, info.epoch)[info.done :], _epoch(info, 0)
+    if found != expected:
+        where = (
+            f"in the middle of epoch {info.epoch + 1}" if info.done else f"at the beginning of epoch {info.epoch + 1}"
+        )
+        follow = f"{_listed(found)}; {_listed(expected)} in the run that never stopped"
+        yield f"resumed {where} rank {rank} is given rows {follow}"
+
+
+def _listed(batches: Batches) -> str:
+    rows = [str(row) for batch in batches for row in batch]
+    return ", ".join(rows[:6]) + (" ..." if len(rows) > 6 else "") if rows else "none"

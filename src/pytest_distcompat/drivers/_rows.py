@@ -1,0 +1,255 @@
+"""Loaders and metrics of libraries on a data set whose rows are their own numbers, for the checks of coverage and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.driver import RESUME_AT, Loader
+from pytest_distcompat.installed import version_of
+
+#: How many rows a batch has; one that ranks split, in all together.
+BATCH, SPLIT = 2, 4
+#: The epochs that loaders are read for.
+EPOCHS = 2
+
+#: torchdata's loader knows itself where it is.
+_STATEFUL = {"use_stateful_dataloader": {"use_stateful_dataloader": True, "use_seedable_sampler": True}}
+#: Loader of accelerate -> what is set in DataLoaderConfiguration and, of the rest, in DataLoader.
+_ACCELERATE: dict[str, dict[str, Any]] = {
+    "shuffle": {},
+    "seedable": {"use_seedable_sampler": True},
+    "in order": {"shuffle": False},
+    "dispatch_batches": {"use_seedable_sampler": True, "dispatch_batches": True},
+    "split_batches": {"use_seedable_sampler": True, "split_batches": True, "batch_size": SPLIT},
+    "even_batches=False": {"use_seedable_sampler": True, "even_batches": False},
+    "drop_last": {"use_seedable_sampler": True, "drop_last": True},
+    "num_workers=2": {"use_seedable_sampler": True, "num_workers": 2},
+    "iterable": {"iterable": True},
+    "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
+    "iterable, split_batches": {"iterable": True, "split_batches": True, "batch_size": SPLIT},
+    **(_STATEFUL if version_of("torchdata") else {}),
+}
+
+
+def _expected(settings: Mapping[str, Any]) -> Loader:
+    shuffled = settings.get("shuffle", True) and "iterable" not in settings
+    seeded = not shuffled or "use_seedable_sampler" in settings
+    return Loader(
+        shuffled,
+        filled=settings.get("even_batches", True),
+        dropped="drop_last" in settings,
+        moves=seeded and not {"split_batches", "use_stateful_dataloader"} & set(settings),
+    )
+
+
+ACCELERATE: dict[str, Loader] = {name: _expected(settings) for name, settings in _ACCELERATE.items()}
+
+
+def accelerate_loader(name: str, count: int) -> tuple[Any, Any]:
+    """Return an Accelerator and its prepared loader of that name."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import set_seed
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Rows(IterableDataset[int]):
+        """Rows in order, from the beginning in each epoch."""
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(count))
+
+    settings = dict(_ACCELERATE[name])
+    iterable = settings.pop("iterable", False)
+    own = {key: settings.pop(key) for key in ("batch_size", "drop_last", "num_workers", "shuffle") if key in settings}
+    own = {"batch_size": BATCH, "shuffle": not iterable, **own}
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**settings))
+    set_seed(0)
+    return accelerator, accelerator.prepare(DataLoader(Rows() if iterable else range(count), **own))  # type: ignore[arg-type]
+
+
+def accelerate_rows(
+    name: str, count: int, start: tuple[int, int], directory: Path
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Read a loader as accelerate's documentation resumes one: ``load_state``, then ``skip_first_batches``."""
+    accelerator, loader = accelerate_loader(name, count)
+    (first, done), stateful = start, "stateful" in name
+    saved = directory / f"{name}-{first}-{done}"
+    if saved.exists():
+        accelerator.load_state(str(saved))
+    for epoch in range(first, EPOCHS):
+        if hasattr(loader, "set_epoch") and not stateful:
+            loader.set_epoch(epoch)
+        skipped = done if epoch == first and not stateful else 0
+        batches = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+        for number, batch in enumerate(batches):
+            if start == (0, 0) and number == 0 and (epoch, 0) in RESUME_AT and not stateful:
+                accelerator.save_state(str(directory / f"{name}-{epoch}-0"))
+            yield epoch, batch.tolist()
+            if start == (0, 0) and (epoch, number + 1) in RESUME_AT:
+                accelerator.save_state(str(directory / f"{name}-{epoch}-{number + 1}"))
+
+
+def accelerate_metrics(count: int) -> dict[str, float]:
+    """Return how many rows ``gather_for_metrics`` gives, and the mean of their squares, for each loader."""
+    import torch
+
+    found = {}
+    for name, expected in ACCELERATE.items():
+        if expected.dropped or not expected.filled:
+            continue  # ranks gather as many rows each, and all of them
+        accelerator, loader = accelerate_loader(name, count)
+        squares = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader]).double() ** 2
+        found[f"{name}: rows"], found[f"{name}: mean"] = float(len(squares)), float(squares.mean())
+    return found
+
+
+#: Loader of Trainer -> what is set in its ``accelerator_config`` and, of the rest, in TrainingArguments.
+_TRAINER: dict[str, dict[str, Any]] = {
+    "shuffle": {},
+    "dispatch_batches": {"dispatch_batches": True},
+    "split_batches": {"split_batches": True, "per_device_train_batch_size": SPLIT},
+    "dataloader_drop_last": {"dataloader_drop_last": True},
+    "iterable": {"iterable": True},
+    "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
+}
+#: Trainer counts steps, which are others at another world size.
+TRAINER: dict[str, Loader] = {
+    name: Loader("iterable" not in name, dropped="drop_last" in name, moves=False) for name in _TRAINER
+}
+
+
+def _trainer(count: int, directory: Path, settings: Mapping[str, Any], world: int = 1, **more: Any) -> Any:
+    """Return a Trainer of a model that records the rows that it is fed, by epoch, and returns them."""
+    import torch
+    from torch.utils.data import IterableDataset
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    rows = [{"x": torch.tensor([float(row)]), "labels": torch.tensor([float(row)])} for row in range(count)]
+
+    class Rows(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(rows)
+
+    class Recorder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(1))
+            self.fed: list[list[list[float]]] = []
+
+        def forward(self, x: Any, labels: Any) -> Any:
+            if self.training:
+                self.fed[-1].append(x.flatten().tolist())
+            return {"loss": (0 * self.scale + labels).square().mean(), "logits": x}
+
+    class Epochs(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+        def on_epoch_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            model.fed.append([])
+
+        def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+            an_epoch = state.max_steps // EPOCHS
+            control.should_save = state.global_step in {epoch * an_epoch + done for epoch, done in RESUME_AT}
+
+    settings = dict(settings)
+    iterable = settings.pop("iterable", False)
+    accelerator = {key: settings.pop(key) for key in ("dispatch_batches", "split_batches") if key in settings}
+    settings = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, **settings}
+    if iterable:
+        total = settings["per_device_train_batch_size"] * (1 if accelerator.get("split_batches") else world)
+        settings["max_steps"] = EPOCHS * -(-count // total)
+    arguments = TrainingArguments(
+        output_dir=str(directory),
+        num_train_epochs=EPOCHS,
+        accelerator_config=accelerator,
+        use_cpu=True,
+        save_strategy="no",
+        logging_strategy="no",
+        optim="sgd",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        **settings,
+    )
+    data = Rows() if iterable else rows
+    trainer = Trainer(
+        model=Recorder(), args=arguments, train_dataset=data, eval_dataset=data, callbacks=[Epochs()], **more
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def trainer_rows(
+    name: str, count: int, start: tuple[int, int], directory: Path, world: int
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Train two epochs, or what is left of them after a checkpoint."""
+    trainer = _trainer(count, directory / name, _TRAINER[name], world)
+    saved = sorted((directory / name).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    checkpoint = saved[RESUME_AT.index(start)] if start in RESUME_AT else None
+    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    for epoch, batches in enumerate(trainer.model.fed, start[0]):
+        yield from ((epoch, list(map(int, batch))) for batch in batches)
+
+
+def trainer_metrics(count: int, directory: Path) -> dict[str, float]:
+    """Return what ``Trainer.evaluate`` finds: the loss, how many rows ``compute_metrics`` gets, and the mean of their squares."""
+    found = {}
+
+    def compute(predictions: Any) -> dict[str, float]:
+        return {
+            "rows": len(predictions.predictions),
+            "mean": float((predictions.predictions.astype("float64") ** 2).mean()),
+        }
+
+    for name in ("shuffle", "dispatch_batches", "iterable", "iterable, dispatch_batches=False"):
+        trainer = _trainer(count, directory / "metrics", _TRAINER[name], compute_metrics=compute)
+        metrics = trainer.evaluate()
+        found |= {f"{name}: {key}": float(metrics[f"eval_{key}"]) for key in ("loss", "rows", "mean")}
+    return found
+
+
+#: DeepSpeed makes the loader of ``training_data`` itself; it is resumed nowhere.
+DEEPSPEED: dict[str, Loader] = {"training_data": Loader(resumes=False, moves=False)}
+
+
+def deepspeed_rows(count: int, backend: str) -> Iterator[tuple[int, Sequence[int]]]:
+    """Read the loader that ``deepspeed.initialize`` returns."""
+    import deepspeed
+    import torch
+
+    from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+
+    without_shared_memory()
+    deepspeed.init_distributed(dist_backend=backend)
+    model = torch.nn.Linear(1, 1)
+    config = {"train_micro_batch_size_per_gpu": BATCH}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = deepspeed.initialize(model=model, optimizer=optimizer, config=config, training_data=range(count))
+    for epoch in range(EPOCHS):
+        for batch in made[2]:
+            yield epoch, batch.tolist()
+
+
+#: torch's own loader, as its tutorials make it: a sampler that is told the epoch.
+TORCH: dict[str, Loader] = {
+    "shuffle": Loader(),
+    "in order": Loader(shuffled=False),
+    "drop_last": Loader(filled=False, dropped=True, moves=False),
+}
+
+
+def torch_rows(
+    name: str, count: int, start: tuple[int, int], rank: int, ranks: int
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Read a loader with torch's DistributedSampler; a resumed run skips batches by hand."""
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    dropped = TORCH[name].dropped
+    data: Any = range(count)
+    sampler: DistributedSampler[int] = DistributedSampler(data, ranks, rank, TORCH[name].shuffled, drop_last=dropped)
+    loader = DataLoader(data, BATCH, sampler=sampler, drop_last=dropped)
+    for epoch in range(start[0], EPOCHS):
+        sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader):
+            if epoch > start[0] or number >= start[1]:
+                yield epoch, batch.tolist()

@@ -1,0 +1,7 @@
+"""BatchNorm, whose buffers each rank fills from its own data."""
+
+from __future__ import annotations
+
+from pytest_distcompat.models._classifier import classifier
+
+BATCHNORM = classifier("batchnorm", "BatchNorm", frozen_modules=("inlet",), order=8)

@@ -1,0 +1,160 @@
+"""Check ``coverage`` on hand-made traces: rows given to no rank, to several, in the wrong order, or again after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Driver, Loader
+from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.trace import RowsInfo, RunTrace, Snapshot, Trace
+
+CELL = Cell("ddp", "fp32")
+Epoch = Sequence[Sequence[int]]
+
+
+LOADERS: Mapping[str, Loader] = {
+    "shuffle": Loader(),
+    "in order": Loader(shuffled=False),
+    "uneven": Loader(filled=False),
+    "drop_last": Loader(filled=False, dropped=True),
+}
+
+
+def batches(order: Sequence[int], rank: int, ranks: int) -> list[tuple[int, ...]]:
+    """Two rows a batch, in turn for each rank."""
+    every = [tuple(order[n : n + 2]) for n in range(0, len(order), 2)]
+    return every[rank::ranks]
+
+
+def order_of(name: str, epoch: int) -> list[int]:
+    """The rows of an epoch in the order of the batches of all ranks."""
+    rows = list(range(23))
+    if name != "in order":
+        rows = [(7 * row + epoch) % 23 for row in rows]
+    if name == "drop_last":
+        return rows[:20]
+    return rows if name == "uneven" else rows + rows[:1]
+
+
+def trace(change: Mapping[tuple[str, str, int], Sequence[Epoch]] = {}) -> Trace:
+    """Runs of all loaders in which nothing is wrong, but (run, loader, rank) with other epochs."""
+    runs = {"rows": (2, [(0, 0)]), "resumed_rows": (2, [(1, 0), (1, 2)]), "moved_rows": (4, [(1, 1)])}
+    made = []
+    for run, (ranks, starts) in runs.items():
+        snapshots = []
+        for rank in range(ranks):
+            infos = []
+            for name in LOADERS:
+                if run == "moved_rows" and name in {"uneven", "drop_last"}:
+                    continue
+                for epoch, done in starts:
+                    found = [batches(order_of(name, one), rank, ranks) for one in range(epoch, 2)]
+                    found[0] = found[0][done:]
+                    infos.append(
+                        RowsInfo(
+                            name, epoch, done, LOADERS[name], tuple(map(tuple, change.get((run, name, rank), found)))
+                        )
+                    )
+            snapshots.append(Snapshot(rank, run, run, 0, rows=tuple(infos)))
+        made.append(RunTrace(run, ranks, tuple(snapshots)))
+    return Trace.of("made", made)
+
+
+def findings(change: Mapping[tuple[str, str, int], Sequence[Epoch]]) -> list[str]:
+    """Of the check."""
+    return CHECKS.get("coverage").findings(CELL, trace(change))
+
+
+def epochs(name: str, rank: int) -> list[list[tuple[int, ...]]]:
+    """What is right."""
+    return [batches(order_of(name, epoch), rank, 2) for epoch in (0, 1)]
+
+
+def test_all_rows_once() -> None:
+    assert findings({}) == []
+
+
+def test_both_ranks_are_given_the_same_rows() -> None:
+    found = findings({("rows", "in order", 1): epochs("in order", 0)})
+    assert "in order: epoch 1: 11 of 23 rows are given to no rank, first 2" in found
+    assert (
+        "in order: epoch 1: 12 rows are given twice, first 0; expected less than 4, which fill the last batches"
+        in found
+    )
+
+
+def test_a_row_again_that_no_batch_needs() -> None:
+    wrong = epochs("uneven", 1)
+    wrong[0][0] = (*wrong[0][0][:1], 0)
+    found = findings({("rows", "uneven", 1): wrong})
+    assert any("uneven: epoch 1: 1 rows are given twice, first 0; expected none" in text for text in found)
+
+
+def test_more_rows_are_dropped_than_fill_no_batch() -> None:
+    short = epochs("drop_last", 0)
+    short[0].pop()
+    assert findings({("rows", "drop_last", 0): short}) == [
+        "drop_last: epoch 1: 5 of 23 rows are given to no rank, first 2",
+        "drop_last: epoch 1: ranks are given 4, 5 batches; expected equally many",
+    ]
+
+
+def test_a_rank_has_no_second_epoch() -> None:
+    found = findings({("rows", "in order", 1): epochs("in order", 1)[:1], ("resumed_rows", "in order", 1): []})
+    assert "in order: epoch 2: 11 of 23 rows are given to no rank, first 2" in found
+    assert "in order: epoch 2: ranks are given 6, 0 batches; expected equally many" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("shuffle", "shuffle: epoch 2 has the order of epoch 1; expected another one"),
+        ("in order", "in order: epoch 2 has another order than epoch 1; expected that of the data"),
+    ],
+)
+def test_the_order_of_the_second_epoch(name: str, message: str) -> None:
+    change = {}
+    for rank in (0, 1):
+        first, second = epochs(name, rank)
+        change["rows", name, rank] = [first, first] if name == "shuffle" else [first, second[::-1]]
+    assert message in findings(change)
+
+
+def test_a_resumed_epoch_begins_anew() -> None:
+    whole = epochs("shuffle", 1)[1]
+    assert findings({("resumed_rows", "shuffle", 1): [whole]}) == [
+        (
+            "shuffle: resumed in the middle of epoch 2 rank 1 is given rows 15, 22, 20, 4, 2, 9 ...; 2, 9, 7, 14, 12, 19 ... "
+            "in the run that never stopped"
+        )
+    ]
+
+
+def test_more_ranks_go_on_at_another_place() -> None:
+    change = {("moved_rows", "shuffle", rank): [batches(order_of("shuffle", 1), rank, 4)] for rank in range(4)}
+    assert findings(change) == [
+        (
+            "shuffle: at 4 ranks from the middle of epoch 2 on: 8 rows are given up to 3 times, first 1; "
+            "expected less than 8, which fill the last batches"
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cell", "driver", "reason"),
+    [
+        ("ddp-fp32-w2", Driver, "declares no loaders"),
+        ("fsdp2-fp32-w2", TorchDriver, "is tested in ddp-fp32"),
+        ("ddp-bf16_mixed-w2", TorchDriver, "is tested in ddp-fp32"),
+        ("ddp-fp32-w2-model_mlp", TorchDriver, "is tested in ddp-fp32"),
+        ("ddp-fp32-w2", TorchDriver, ""),
+    ],
+)
+def test_cells_to_which_it_does_not_apply(cell: str, driver: type[Driver], reason: str) -> None:
+    found = CHECKS.get("coverage").not_applicable(Cell.parse(cell), driver)
+    assert reason in (found or "")
+    assert bool(reason) == bool(found)

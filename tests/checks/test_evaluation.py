@@ -1,0 +1,57 @@
+"""Check ``evaluation`` on hand-made traces: a metric is another on several ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+
+
+def trace(*ranks: Mapping[str, float], alone: Mapping[str, float]) -> Trace:
+    """What ranks find, and one process."""
+    runs = [("rows", ranks), ("alone", (alone,))]
+    made = [
+        RunTrace(
+            run, len(found), tuple(Snapshot(rank, run, "metrics", 0, metrics=one) for rank, one in enumerate(found))
+        )
+        for run, found in runs
+    ]
+    return Trace.of("made", made)
+
+
+def findings(*ranks: Mapping[str, float], alone: Mapping[str, float]) -> list[str]:
+    """Of the check."""
+    return CHECKS.get("evaluation").findings(Cell("ddp", "fp32"), trace(*ranks, alone=alone))
+
+
+def test_the_metric_of_one_process() -> None:
+    assert findings({"mean": 11.0}, {"mean": 11.0 + 1e-6}, alone={"mean": 11.0}) == []
+
+
+def test_rows_are_counted_twice() -> None:
+    assert findings({"mean": 10.5}, {"mean": 10.5}, alone={"mean": 11.0}) == [
+        f"rank {rank}: mean is 10.5; 11 in one process" for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("wrong", [{}, {"mean": math.nan}])
+def test_a_metric_is_missing_or_no_number(wrong: Mapping[str, float]) -> None:
+    assert findings({"mean": 11.0}, wrong, alone={"mean": 11.0}) == ["rank 1: mean is nan; 11 in one process"]
+
+
+def test_a_silent_rank() -> None:
+    assert findings({"mean": 11.0}, alone={"mean": 11.0}) == ["rank 1: no report after metrics"]
+
+
+def test_drivers_without_metrics() -> None:
+    check = CHECKS.get("evaluation")
+    assert check.not_applicable(Cell("ddp", "fp32"), Driver) == "the driver has no metrics()"
+    assert check.not_applicable(Cell("ddp", "fp32"), AccelerateDriver) is None
+    assert "tested in ddp-fp32" in (check.not_applicable(Cell("fsdp2", "fp32"), AccelerateDriver) or "")

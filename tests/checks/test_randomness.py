@@ -1,0 +1,58 @@
+"""Check ``randomness`` on hand-made traces: ranks draw alike, or a resumed run draws anew."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers.torch import TorchDriver
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound, Story
+
+
+def own(story: Story) -> Story:
+    """Each rank has its own random state after each step; the hand-made ones are alike."""
+    for run in ("train", "resume"):
+        for rank in range(story.cell.world_size):
+            for nth in range(5 if run == "train" else 2):
+                step = nth + 4 * (run == "resume") - (run == "resume")
+                story = story.snapshot("step", {"rng": f"{step} of rank {rank}"}, run=run, nth=nth, rank=rank)
+    return story
+
+
+def test_each_rank_draws_its_own(sound: Sound) -> None:
+    assert own(sound("ddp-fp32-w2")).findings("randomness") == []
+
+
+def test_a_model_that_draws_nothing_says_nothing(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").alter(lambda snapshot: snapshot, action="step")
+    for run in ("train", "resume"):
+        for action in ("step", "save", "load"):
+            if story.trace.run(run).at(action):
+                story = story.snapshot(action, {"rng": "as it was"}, run=run)
+    assert story.findings("randomness") == []
+
+
+def test_two_ranks_draw_alike(sound: Sound) -> None:
+    story = own(sound("ddp-fp32-w4")).snapshot("step", {"rng": "2 of rank 1"}, nth=2, rank=3)
+    assert story.findings("randomness") == ["ranks 1 and 3 draw the same random numbers in step 3"]
+
+
+@pytest.mark.parametrize(("action", "nth", "when"), [("load", 0, "the load"), ("step", 0, "step 1 after the load")])
+def test_a_resumed_run_draws_anew(sound: Sound, action: str, nth: int, when: str) -> None:
+    story = own(sound("fsdp2-fp32-w2")).snapshot(action, {"rng": "seeded"}, run="resume", nth=nth, rank=1)
+    assert story.findings("randomness") == [
+        f"rank 1: other random numbers follow {when} than in the run that never stopped"
+    ]
+
+
+def test_cells_to_which_it_does_not_apply() -> None:
+    check = CHECKS.get("randomness")
+    assert check.not_applicable(Cell("ddp", "fp32"), TorchDriver) == "the model llama draws no random numbers"
+    assert check.not_applicable(Cell.of("ddp", "fp32", model="dropout"), TorchDriver) is None
+    assert check.not_applicable(Cell("ddp", "fp32"), Driver) is None, "of a model of its own nothing is known"

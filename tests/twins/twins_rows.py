@@ -1,0 +1,182 @@
+"""Trainers that give ranks the wrong rows, count rows twice in a metric, or draw the wrong random numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pytest_distcompat.driver import Loader
+from pytest_distcompat.drivers import _rows
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
+from pytest_distcompat.drivers.torch import TorchDriver
+
+from .declare import twin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    Start = tuple[int, int]
+
+DDP = "ddp-fp32-w2"
+
+
+class Rows(TorchDriver):
+    """The loader of torch alone, to be got wrong."""
+
+    loaders: ClassVar[Mapping[str, Loader]] = {"shuffle": Loader()}
+
+    def read(self, start: Start, *, ranks: int = 0) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield this rank's batches, or those of one of another number of ranks."""
+        ranks = ranks or self.world.size
+        return _rows.torch_rows("shuffle", 23, start, self.world.rank % ranks, ranks)
+
+
+@twin(
+    "coverage",
+    DDP,
+    match=r"^shuffle: epoch 1: 23 rows are given (twice|up to \d times), first 0; expected less than 4, which fill the last batches",
+)
+class NoSampler(Rows):
+    """No distributed sampler: each rank has all rows."""
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        del loader, count, directory
+        return self.read(start, ranks=1)
+
+
+@twin("coverage", DDP, match=r"^shuffle: epoch 1: \d+ of 23 rows are given to no rank, first \d+\n")
+class ShardedTwice(Rows):
+    """The sampler shards, and the trainer once more."""
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        del loader, count, directory
+        return ((epoch, rows[self.world.rank % 2 :: 2]) for epoch, rows in self.read(start) if len(rows) > 1)
+
+
+@twin("coverage", DDP, match=r"^shuffle: epoch 2 has the order of epoch 1; expected another one$")
+class SameOrder(Rows):
+    """Nobody calls ``set_epoch``."""
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        del loader, count, directory
+        first = [rows for epoch, rows in self.read((0, 0)) if epoch == 0]
+        for epoch in range(start[0], 2):
+            yield from ((epoch, rows) for rows in first[start[1] if epoch == start[0] else 0 :])
+
+
+@twin(
+    "coverage",
+    DDP,
+    match=r"^shuffle: resumed in the middle of epoch 2 rank 0 is given rows [\d, .]+; [\d, .]+ in the run that never",
+)
+class ResumesTheEpoch(Rows):
+    """A resumed run begins its epoch anew."""
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        del loader, count, directory
+        return self.read((start[0], 0))
+
+
+class Evaluates(AccelerateDriver):
+    """accelerate with one loader, to be got wrong."""
+
+    def metrics(self, count: int) -> Mapping[str, float]:
+        accelerator, loader = _rows.accelerate_loader("in order", count)
+        found = [accelerator.gather_for_metrics(batch) for batch in loader]
+        return {"mean": float(sum(map(float, (batch.sum() for batch in found))) / sum(map(len, found)))}
+
+
+@twin(
+    "evaluation", DDP, match=r"^rank 0: mean is [\d.]+; 11 in one process\nrank 1", sound="twins.twins_rows:Evaluates"
+)
+class GathersAll(Evaluates):
+    """Rows that fill the last batch are counted."""
+
+    def metrics(self, count: int) -> Mapping[str, float]:
+        accelerator, loader = _rows.accelerate_loader("in order", count)
+        found = [accelerator.gather(batch) for batch in loader]
+        return {"mean": float(sum(map(float, (batch.sum() for batch in found))) / sum(map(len, found)))}
+
+
+@twin("evaluation", DDP, match=r"^rank 0: mean is [\d.]+; 11 in one process", sound="twins.twins_rows:Evaluates")
+class OwnRowsOnly(Evaluates):
+    """Each rank reports the metric of its own rows."""
+
+    def metrics(self, count: int) -> Mapping[str, float]:
+        _, loader = _rows.accelerate_loader("in order", count)
+        rows = [row for batch in loader for row in batch.tolist()]
+        return {"mean": sum(rows) / len(rows)}
+
+
+ALIKE = r"^ranks 0 and 1 draw the same random numbers in step 2\nranks 0 and 1 draw the same random numbers in step 3$"
+
+
+@twin("randomness", "ddp-fp32-w2-model_dropout", "fsdp2-fp32-w2-model_dropout", match=ALIKE)
+class SeedsAlike(TorchDriver):
+    """All ranks have the seed that they made the model with."""
+
+    def seed_rank(self) -> None:
+        import torch
+
+        torch.manual_seed(1)
+
+
+@twin("randomness", "zero1-fp32-w2-model_dropout", "zero3-fp32-w2-model_dropout", match=ALIKE)
+class SeedsAlikeZero(DeepSpeedDriver):
+    """The twin above with ZeRO's flat masters."""
+
+    def seed_rank(self) -> None:
+        import torch
+
+        torch.manual_seed(1)
+
+
+@twin(
+    "randomness",
+    "ddp-fp32-w2-model_dropout",
+    match=r"^rank 1: other random numbers follow the load than in the run that never stopped$",
+    also={"data": r"^rank 1: torch's random state after the load", "resume": r"rank 1: loss 1 after the load"},
+)
+class SavesOneState(TorchDriver):
+    """Rank 0 saves its random state, which all ranks load."""
+
+    def load_random(self, directory: Path, *, required: bool) -> None:
+        del required
+        import torch
+
+        torch.set_rng_state(torch.load(directory / "rng_0.pt", weights_only=True))
+
+
+@twin(
+    "observers",
+    "ddp-fp32-w2-model_mlp",
+    "fsdp2-fp32-w2-model_mlp",
+    match=r"^rank 0: the random state is another after the save\nrank 1",
+)
+class DrawsInSave(TorchDriver):
+    """A name for the checkpoint is drawn."""
+
+    def save(self, directory: Path) -> None:
+        import torch
+
+        torch.rand(1)
+        super().save(directory)
+
+
+@twin(
+    "observers",
+    "zero2-fp32-w2-model_mlp",
+    "ddp-fp32-w2-model_mlp",
+    match=r"^rank 0: parameter '[\w.]+' and \d+ others: other values after the export",
+)
+class RoundsInExport(AccelerateDriver):
+    """The live model is rounded to be exported, and what is trained from then on is rounded too."""
+
+    def export(self, directory: Path) -> None:
+        import torch
+
+        super().export(directory)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(parameter.to(torch.bfloat16))
