@@ -224,30 +224,6 @@ def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Lau
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("import os\nRANK = os.environ.get('RANK')\n", ":2 reads RANK at import"),
-        (
-            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n",
-            "it started 1 thread",
-        ),
-        ("import os\nos._exit(3)\n", "a process that imported it died"),
-    ],
-)
-def test_modules_with_per_rank_state_are_imported_on_ranks(
-    run: Run, launch: Launch, tmp_path: Path, text: str, reason: str
-) -> None:
-    (tmp_path / "of_each_rank.py").write_text(text, encoding="utf-8")
-    launcher = launch(Warmth(modules=("of_each_rank",), named=("of_each_rank",)))
-    ending = run("report_process", 1, launcher=launcher)
-    assert ending.kind == "ok", ending.text()
-    assert forked(launcher, ending)
-    assert "could not import: of_each_rank (" in ending.notice
-    assert reason in ending.notice
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("call", ["preloaded:fail", pytest.param("preloaded:leave", marks=pytest.mark.nightly)])
 def test_a_preload_that_fails_does_not_keep_ranks_from_starting(run: Run, launch: Launch, call: str) -> None:
     launcher = launch(Warmth(modules=("no_such_module",), call=call, payload={"what": "luck"}))

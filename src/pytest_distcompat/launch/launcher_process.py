@@ -95,11 +95,6 @@ class LauncherProcess:
         """The reason why its fork servers must not be forked from; empty if they may."""
         return str(self.status["unfit"]) if self.status is not None else ""
 
-    @property
-    def missing(self) -> dict[str, str]:
-        """The modules that it could not import, and why."""
-        return dict(self.status["missing"]) if self.status is not None else {}
-
     def get_warm(self) -> str:
         """Wait until the process is ready, and return what went wrong; empty if nothing did."""
         if self.status is not None:

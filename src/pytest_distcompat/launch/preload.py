@@ -12,7 +12,6 @@ import dataclasses
 import faulthandler
 import gc
 import importlib
-import json
 import multiprocessing
 import os
 import sys
@@ -27,7 +26,6 @@ from pytest_distcompat import clock
 from pytest_distcompat.launch import ask_nvml, randomness, rank
 from pytest_distcompat.launch.at_import import Watch
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
-from pytest_distcompat.launch.environment import OF_THE_AGENT
 from pytest_distcompat.launch.process import native_threads, run_exit_functions
 from pytest_distcompat.launch.request import extend_import_path
 
@@ -64,52 +62,20 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
         Why modules are ``missing``, and why the process is ``unfit`` to be forked from.
     """
     extend_import_path(warmth["path"])
-    named = warmth["named"]
-    log = os.dup(2)
     if warmth["device"] != "cpu":
         ask_nvml.instead_of_cuda()
-    missing = _import(
-        (*_MODULES_OF_EVERY_RANK, *(name for name in warmth["modules"] if name not in named)), dump_at, log
-    )
+    missing = _import((*_MODULES_OF_EVERY_RANK, *warmth["modules"]), dump_at, 2)
     _restart_threads_of_numpy()
     threads = native_threads()
-    if named:
-        per_rank = _made_per_rank(named, dump_at, log)
-        missing |= _import([name for name in named if name not in per_rank], dump_at, log) | per_rank
-    os.close(log)
     if warmth["device"] == "cpu":
         without_shared_memory()
     _freeze()
     return {"missing": missing, "unfit": _unfit(threads)}
 
 
-def _made_per_rank(names: Sequence[str], dump_at: float, log: int) -> dict[str, str]:
-    """Import modules that the user named in a fork of this process; return those that ranks must import, and why."""
-    read, write = os.pipe()
-    if os.fork() == 0:
-        reasons = {}
-        for name in names:
-            before = native_threads()
-            with Watch() as watch:
-                _import([name], dump_at, log)
-            found = watch.findings.reason(None, lambda variable: OF_THE_AGENT.fullmatch(variable) is not None)
-            if reason := _unfit(before) or found:
-                reasons[name] = reason
-        with os.fdopen(write, "w", encoding="utf-8") as file:
-            json.dump(reasons, file)
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, encoding="utf-8") as file:
-        reasons_json = file.read()
-    # A fork that died reported nothing. To import the modules here would kill this process too.
-    return dict(json.loads(reasons_json)) if reasons_json else dict.fromkeys(names, "a process that imported it died")
-
-
 def import_more(names: Sequence[str], dump_at: float) -> None:
     """Import what the session turned out to need, in the fork server of ranks that collect tests themselves."""
-    log = os.dup(2)
-    _import(names, dump_at, log)
-    os.close(log)
+    _import(names, dump_at, 2)
     _freeze()
 
 
