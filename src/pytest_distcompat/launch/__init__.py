@@ -2,7 +2,8 @@
 
 Knows neither strategies nor checks nor pytest.
 
-``request`` and ``ending`` are plain data; ``warm`` and ``cold`` are the two launchers of the parent; ``server``,
+``request`` and ``ending`` are plain data; ``warm`` and ``cold`` are the two launchers of the parent, the second on
+``hosting``, which watches any foreign launcher; ``server``,
 ``agent`` and ``preload`` run in the launcher process and in the fork servers; ``rank`` is the main of every rank.
 """
 

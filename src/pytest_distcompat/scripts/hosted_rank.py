@@ -141,8 +141,7 @@ class HostedRank:
             self.fail(error)
             return
         self._end_logged = True
-        from pytest_distcompat.events import Done
-        from pytest_distcompat.scripts.events import Exit
+        from pytest_distcompat.events import Done, Exit
 
         self.log.write(Exit(code) if code else Done())
 

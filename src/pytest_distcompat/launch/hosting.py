@@ -1,7 +1,7 @@
 """Host of a foreign launcher: run it, watch the ranks that it starts, and combine their endings.
 
-Unlike ranks of our own launcher these are not our children, so they announce themselves (``hosted_rank``), and their
-exit codes are read from torchrun's report or the ranks' files. The launcher itself can fail too.
+Unlike ranks of the warm launcher these are not our children, so they announce themselves (in ``rank``, or for scripts in
+``hosted_rank``), and their exit codes are read from torchrun's report or the ranks' files. The launcher can fail too.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from typing import Any
 import psutil
 
 from pytest_distcompat import clock
-from pytest_distcompat.events import Event, of_kind, pids_of
+from pytest_distcompat.events import Event, Exit, of_kind, pids_of
 from pytest_distcompat.launch import loopback
-from pytest_distcompat.launch.cold import ENDED, FAILURE
 from pytest_distcompat.launch.ending import Ending, exit_name
 from pytest_distcompat.launch.files import CRASH, read_end
 from pytest_distcompat.launch.process import alive, await_end, await_exit, descendants, kill, kill_and_wait, kill_named
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.watchdog import Watchdog
-from pytest_distcompat.scripts.events import Exit
 
 #: How long a launcher may take to exit after its ranks are gone, and the supervisor after its launcher, in seconds.
 EXIT_TIMEOUT_S = 5.0
@@ -36,13 +34,20 @@ REMAINDER_TIMEOUT_S = 1.0
 #: How many bytes of a launcher's output are searched, and how many lines of it are shown.
 OUTPUT_BYTES_READ, OUTPUT_LINES_SHOWN = 400_000, 60
 
+#: A failed rank in torchrun's final report.
+_FAILURE = re.compile(r"rank\s+:\s+(\d+)\s+\(local_rank.*?exitcode\s+:\s+(-?\d+)", re.DOTALL)
+#: The process of a rank that torchrun ended because another one failed; some versions do not report it.
+_ENDED = re.compile(r"Sending process (\d+) closing signal SIGTERM")
 #: faulthandler's names of the signals that end a process, and the exit codes.
 _FATAL = {"Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Floating": -8, "Illegal instruction": -4}
 
 
 @dataclass(frozen=True)
 class Hosted:
-    """Command to be run on ``world_size`` ranks, for ``timeout`` seconds at most; messages call it ``name``."""
+    """Command to be run on ``world_size`` ranks, for ``timeout`` seconds at most; messages call it ``name``.
+
+    ``unreported`` is the exit code of a rank of which neither its launcher nor its files say one.
+    """
 
     name: str
     line: Sequence[str]
@@ -52,6 +57,7 @@ class Hosted:
     timeout: float
     cwd: Path
     reproduce: str
+    unreported: int | None = None
 
     def run(self) -> Ending:
         """Start the command, wait until it has ended or kill it at the timeout, and return how it ended; raise nothing."""
@@ -66,7 +72,7 @@ class Hosted:
 
 
 class _Supervisor:
-    """Process that is an ancestor of the launcher and of all its ranks, see ``scripts.supervisor``."""
+    """Process that is an ancestor of the launcher and of all its ranks, see ``launch.supervisor``."""
 
     def __init__(self, hosted: Hosted) -> None:
         directory = hosted.directory
@@ -83,7 +89,7 @@ class _Supervisor:
         path.write_text(json.dumps(request), encoding="utf-8")
         with (directory / "supervisor.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pytest_distcompat.scripts.supervisor", str(path)],
+                [sys.executable, "-m", "pytest_distcompat.launch.supervisor", str(path)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -149,7 +155,7 @@ def _watch(hosted: Hosted, supervisor: _Supervisor) -> Ending:
     left_over = _kill_remaining(supervisor, watch)
     exits.update()
     text = read_end(supervisor.output, OUTPUT_BYTES_READ)
-    first = FAILURE.search(text, max(0, text.find("Root Cause")))
+    first = _FAILURE.search(text, max(0, text.find("Root Cause")))
     events = watch.logs.read()
     codes = [_exit_code(hosted, rank, events[rank], text, exits.pids.get(rank)) for rank in range(hosted.world_size)]
     ending = watch.conclude(
@@ -179,10 +185,10 @@ def _kill_remaining(supervisor: _Supervisor, watch: Watchdog) -> list[str]:
 
 def _exit_code(hosted: Hosted, rank: int, events: Sequence[Event], text: str, pid: int | None) -> int | None:
     """Return the exit code from torchrun's report, the rank's log or its crash file; None if it is unknown."""
-    reported = {int(failed): int(code) for failed, code in FAILURE.findall(text)}
+    reported = {int(failed): int(code) for failed, code in _FAILURE.findall(text)}
     if rank in reported:
         return reported[rank]
-    if str(pid) in ENDED.findall(text):
+    if str(pid) in _ENDED.findall(text):
         return -15
     for end in of_kind(Exit, events):
         return end.code
@@ -190,7 +196,7 @@ def _exit_code(hosted: Hosted, rank: int, events: Sequence[Event], text: str, pi
     for name, code in _FATAL.items():
         if f"{CRASH}{name}" in fault:
             return code
-    return -15 if read_end(hosted.directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ) else None
+    return -15 if read_end(hosted.directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ) else hosted.unreported
 
 
 def _launch_problem(
