@@ -9,6 +9,8 @@ import pytest
 
 from pytest_distcompat.lease import Instant, Inventory, Leak, Pool, Span, busy, gaps, read_timeline
 
+from .conftest import lease_elsewhere
+
 if TYPE_CHECKING:
     from tests.lease.conftest import Field, MadeUpMemory
 
@@ -19,7 +21,7 @@ def span(who: str, begin: float, end: float, *ids: str) -> Span:
 
 def test_each_lease_leaves_a_line(arena: Field) -> None:
     assert read_timeline(arena.timeline) == []
-    with arena.pool.lease(1, who="outer"), arena.pool.lease(2, who="inner") as inner:
+    with arena.pool.lease(1, who="outer"), lease_elsewhere(arena.pool, 2, "inner") as inner:
         pass
     outer_line, inner_line = read_timeline(arena.timeline)
     assert (outer_line.who, inner_line.who) == ("outer", "inner")
