@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
-from pytest_distcompat.lease import Instant, Inventory, Leak, Pool, Span, busy, gaps, read_timeline
+from pytest_distcompat.lease import Instant, Inventory, Leak, Pool, Span, gaps, read_timeline
 
 from .conftest import lease_elsewhere
 
@@ -69,8 +67,3 @@ def test_a_timeline_that_cannot_be_written_fails_no_test(tmp_path: Path) -> None
     pool = Pool(tmp_path / "leases", Inventory("cpu", ("cpu-0",)), timeline=tmp_path / "file")
     with pool.lease(1, who="one"):
         pass
-
-
-def test_busy_is_the_used_share_of_device_time() -> None:
-    assert busy([span("one", 0, 4, "a", "b"), span("two", 4, 8, "a")], ("a", "b")) == pytest.approx(0.75)
-    assert busy([], ("a",)) == 0
