@@ -112,7 +112,7 @@ class LauncherProcess:
         assert self.status is not None
         differing = {*request.set, *request.unset}
         file = None if request.collected == ANY_MODULE else request.collected
-        return str(self.status["alone"]) or self._findings.reason(
+        return str(self.status["not_shared"]) or self._findings.reason(
             file, lambda name: name in differing or OF_THE_AGENT.fullmatch(name) is not None
         )
 
