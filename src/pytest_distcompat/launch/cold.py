@@ -12,6 +12,7 @@ from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request, Warmth, interpreter
 from pytest_distcompat.launch.reused_ranks import Reuse
+from pytest_distcompat.launch.warm import WarmLauncher
 
 
 class TorchrunLauncher(Launcher):
@@ -44,3 +45,10 @@ class TorchrunLauncher(Launcher):
             # torchrun reports each rank that failed.
             unreported=0,
         ).run()
+
+
+#: The launchers that ``--distcompat-launcher`` names.
+LAUNCHERS: dict[str, type[WarmLauncher | TorchrunLauncher]] = {
+    "warm": WarmLauncher,
+    "torchrun": TorchrunLauncher,
+}

@@ -53,7 +53,7 @@ class HostedRank:
         guard.report_to(self._probe_failed)
         from pytest_distcompat.events import Start
         from pytest_distcompat.launch.deaths import out_of_memory_kills
-        from pytest_distcompat.launch.process import STACK_SIGNAL
+        from pytest_distcompat.launch.stacks import STACK_SIGNAL
 
         # Files that are opened now: at the time of a crash this process may be unable to open one.
         faulthandler.register(STACK_SIGNAL, file=self._open("stack"), all_threads=True)
