@@ -14,7 +14,7 @@ CELLS = [f"ddp-fp32-w2-set_A.b={n}" for n in range(40)]
 
 def in_order(seed: int, last: Report | None = None) -> list[str]:
     order = Budget(60, seed).order(last)
-    return sorted(CELLS, key=lambda cell: order.key("torch", cell))
+    return sorted(CELLS, key=lambda cell: order("torch", cell))
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("2h@7", 7200)])

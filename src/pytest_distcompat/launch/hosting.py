@@ -23,7 +23,6 @@ from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.ending import Ending, exit_name
 from pytest_distcompat.launch.files import CRASH, read_end
 from pytest_distcompat.launch.process import alive, await_end, await_exit, descendants, kill, kill_and_wait, kill_named
-from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.watchdog import Watchdog
 
@@ -64,31 +63,34 @@ class Hosted:
         # A launcher tries for minutes, and then says what it could not connect to.
         if problem := loopback.problem():
             return Ending.not_launched(self.world_size, problem)
-        supervisor = _Supervisor(self)
+        run = _HostedRun(self)
         try:
-            return _watch(self, supervisor)
+            return run.watch()
         finally:
-            supervisor.close()
+            run.close()
 
 
-class _Supervisor:
-    """Process that is an ancestor of the launcher and of all its ranks, see ``launch.supervisor``."""
+class _HostedRun:
+    """One run of the command, below a process that is an ancestor of the launcher and of all its ranks (``supervisor``)."""
 
     def __init__(self, hosted: Hosted) -> None:
-        directory = hosted.directory
-        self.status = directory / "launcher.json"
-        self.output = directory / "launcher.log"
+        self._hosted, directory = hosted, hosted.directory
+        self._status, self._output = directory / "launcher.json", directory / "launcher.log"
+        self._watchdog = Watchdog(Request("", {}, hosted.world_size, str(directory), hosted.timeout))
+        self._pids: dict[int, int] = {}
+        #: When ranks were first seen gone: a rank that is killed cannot log its end.
+        self._exited_at: dict[int, float] = {}
         request = {
             "command": list(hosted.line),
             "environment": dict(hosted.environment),
             "cwd": str(hosted.cwd),
-            "output": str(self.output),
-            "status": str(self.status),
+            "output": str(self._output),
+            "status": str(self._status),
         }
         path = directory / "command.json"
         path.write_text(json.dumps(request), encoding="utf-8")
         with (directory / "supervisor.log").open("wb") as log:
-            self._process = subprocess.Popen(
+            self._supervisor = subprocess.Popen(
                 [sys.executable, "-m", "pytest_distcompat.launch.supervisor", str(path)],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -97,144 +99,121 @@ class _Supervisor:
                 start_new_session=True,
             )
 
-    def launcher_status(self) -> Mapping[str, Any] | None:
+    def watch(self) -> Ending:
+        """Watch the launcher and the ranks that announce themselves until the launcher has ended; return how all ended."""
+        hosted, watchdog = self._hosted, self._watchdog
+        acted: float | None = None
+        while (ended := self._launcher_status()) is None:
+            clock.sleep(0.02)
+            watchdog.check()
+            self._note_exits()
+            if watchdog.acted:
+                acted = acted or clock.now()
+                if clock.now() > acted + EXIT_TIMEOUT_S:
+                    break
+        # Ranks that still run a moment after their launcher has ended.
+        await_end(self._processes(), REMAINDER_TIMEOUT_S if not watchdog.acted else 0.0)
+        self._note_exits()
+        surviving = [rank for rank, pid in self._pids.items() if alive(pid) and rank not in watchdog.ended_by_us]
+        left_over = kill_named(self._processes())
+        self._note_exits()
+        text = read_end(self._output, OUTPUT_BYTES_READ)
+        first = _FAILURE.search(text, max(0, text.find("Root Cause")))
+        events = watchdog.logs.read()
+        ending = watchdog.conclude(
+            [self._exit_code(rank, events[rank], text) for rank in range(hosted.world_size)],
+            also_ended=surviving,
+            first=int(first.group(1)) if first else None,
+            ended_at=[self._exited_at.get(rank) for rank in range(hosted.world_size)],
+            environment=hosted.environment,
+            left_over=() if watchdog.acted else tuple(left_over),
+            command=hosted.reproduce,
+        )
+        return replace(ending, launch_error=self._launch_problem(ending, ended, surviving, text))
+
+    def _launcher_status(self) -> Mapping[str, Any] | None:
         """Return how the launcher ended: its exit ``code`` and a ``problem``; None while it runs."""
-        if self.status.exists():
-            status: dict[str, Any] = json.loads(self.status.read_text(encoding="utf-8"))
+        if self._status.exists():
+            status: dict[str, Any] = json.loads(self._status.read_text(encoding="utf-8"))
             return status
-        if self._process.poll() is not None:
-            output = read_end(self.output.with_name("supervisor.log"), OUTPUT_BYTES_READ)
-            reason = f"the process that ran it died ({exit_name(self._process.returncode)})"
+        if self._supervisor.poll() is not None:
+            output = read_end(self._output.with_name("supervisor.log"), OUTPUT_BYTES_READ)
+            reason = f"the process that ran it died ({exit_name(self._supervisor.returncode)})"
             return {"code": None, "problem": f"{reason} {output}".rstrip()}
         return None
 
-    def processes(self) -> list[psutil.Process]:
+    def _processes(self) -> list[psutil.Process]:
         """Return the live processes: the launcher, its ranks, and the processes that they started."""
-        return [process for process in descendants(self._process.pid) if alive(process.pid)]
+        return [process for process in descendants(self._supervisor.pid) if alive(process.pid)]
+
+    def _note_exits(self) -> None:
+        """Read the process numbers of new ranks, and note the time for ranks that are gone."""
+        if len(self._pids) < self._hosted.world_size:
+            self._pids = pids_of(self._watchdog.logs.read()) | self._pids
+        for rank, pid in self._pids.items():
+            if rank not in self._exited_at and not alive(pid):
+                self._exited_at[rank] = clock.now()
 
     def close(self) -> None:
         """Kill all processes that still run, and the supervisor."""
-        kill(self.processes())
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        if not await_exit(self._process, EXIT_TIMEOUT_S):
-            kill_and_wait(self._process)
+        kill(self._processes())
+        assert self._supervisor.stdin is not None
+        self._supervisor.stdin.close()
+        if not await_exit(self._supervisor, EXIT_TIMEOUT_S):
+            kill_and_wait(self._supervisor)
 
+    def _exit_code(self, rank: int, events: Sequence[Event], text: str) -> int | None:
+        """Return the exit code from torchrun's report, the rank's log or its crash file; None if it is unknown."""
+        directory = self._hosted.directory
+        reported = {int(failed): int(code) for failed, code in _FAILURE.findall(text)}
+        if rank in reported:
+            return reported[rank]
+        if str(self._pids.get(rank)) in _ENDED.findall(text):
+            return -15
+        for end in of_kind(Exit, events):
+            return end.code
+        fault = read_end(directory / f"rank-{rank}.fault", OUTPUT_BYTES_READ)
+        for name, code in _FATAL.items():
+            if f"{CRASH}{name}" in fault:
+                return code
+        return -15 if read_end(directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ) else self._hosted.unreported
 
-class _RankExits:
-    """Times at which ranks were first seen gone: a rank that is killed cannot log its end."""
-
-    def __init__(self, hosted: Hosted, logs: LogReader) -> None:
-        self._hosted = hosted
-        self._logs = logs
-        self.exited_at: dict[int, float] = {}
-        self.pids: dict[int, int] = {}
-
-    def update(self) -> None:
-        """Read the process numbers of new ranks, and note the time for ranks that are gone."""
-        if len(self.pids) < self._hosted.world_size:
-            self.pids = pids_of(self._logs.read()) | self.pids
-        for rank, pid in self.pids.items():
-            if rank not in self.exited_at and not alive(pid):
-                self.exited_at[rank] = clock.now()
-
-
-def _watch(hosted: Hosted, supervisor: _Supervisor) -> Ending:
-    watch = Watchdog(Request("", {}, hosted.world_size, str(hosted.directory), hosted.timeout))
-    exits = _RankExits(hosted, watch.logs)
-    acted: float | None = None
-    while (ended := supervisor.launcher_status()) is None:
-        clock.sleep(0.02)
-        watch.check()
-        exits.update()
-        if watch.acted:
-            acted = acted or clock.now()
-            if clock.now() > acted + EXIT_TIMEOUT_S:
-                break
-    surviving = _surviving_ranks(supervisor, exits, watch)
-    left_over = _kill_remaining(supervisor, watch)
-    exits.update()
-    text = read_end(supervisor.output, OUTPUT_BYTES_READ)
-    first = _FAILURE.search(text, max(0, text.find("Root Cause")))
-    events = watch.logs.read()
-    codes = [_exit_code(hosted, rank, events[rank], text, exits.pids.get(rank)) for rank in range(hosted.world_size)]
-    ending = watch.conclude(
-        codes,
-        also_ended=surviving,
-        first=int(first.group(1)) if first else None,
-        ended_at=[exits.exited_at.get(rank) for rank in range(hosted.world_size)],
-        environment=hosted.environment,
-        left_over=tuple(left_over),
-        command=hosted.reproduce,
-    )
-    return replace(ending, launch_error=_launch_problem(hosted, ending, ended, surviving, text))
-
-
-def _surviving_ranks(supervisor: _Supervisor, exits: _RankExits, watch: Watchdog) -> list[int]:
-    """Return the ranks that still run a moment after their launcher has ended."""
-    await_end(supervisor.processes(), REMAINDER_TIMEOUT_S if not watch.acted else 0.0)
-    exits.update()
-    return [rank for rank, pid in exits.pids.items() if alive(pid) and rank not in watch.ended_by_us]
-
-
-def _kill_remaining(supervisor: _Supervisor, watch: Watchdog) -> list[str]:
-    """Kill all processes that are left, and return their names unless the watchdog has ended the run."""
-    names = kill_named(supervisor.processes())
-    return [] if watch.acted else names
-
-
-def _exit_code(hosted: Hosted, rank: int, events: Sequence[Event], text: str, pid: int | None) -> int | None:
-    """Return the exit code from torchrun's report, the rank's log or its crash file; None if it is unknown."""
-    reported = {int(failed): int(code) for failed, code in _FAILURE.findall(text)}
-    if rank in reported:
-        return reported[rank]
-    if str(pid) in _ENDED.findall(text):
-        return -15
-    for end in of_kind(Exit, events):
-        return end.code
-    fault = read_end(hosted.directory / f"rank-{rank}.fault", OUTPUT_BYTES_READ)
-    for name, code in _FATAL.items():
-        if f"{CRASH}{name}" in fault:
-            return code
-    return -15 if read_end(hosted.directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ) else hosted.unreported
-
-
-def _launch_problem(
-    hosted: Hosted, ending: Ending, ended: Mapping[str, Any] | None, surviving: Sequence[int], text: str
-) -> str:
-    """Return what went wrong apart from the ranks: in the launcher, in the probe of another process, in the number of ranks."""
-    # The last line is the headline, and the end of the launcher's output stands before it. Empty if nothing went wrong.
-    code = ended["code"] if ended else None
-    headline = ""
-    failed = sorted(hosted.directory.glob("probe-*.failed"))
-    extra = _announced_ranks(hosted.directory) - set(range(hosted.world_size))
-    if failed:
-        text = failed[0].read_text(encoding="utf-8")
-        headline = "the probe failed in a process of the run"
-    elif ended and ended["problem"]:
-        headline = f"{hosted.name} could not be run: {ended['problem']}"
-    elif code is not None and code < 0:
-        headline = f"{hosted.name} was killed by {exit_name(code)}"
-    elif extra:
-        announced = f"rank {', '.join(map(str, sorted(extra)))} announced itself too"
-        headline = f"{announced}; expected {hosted.world_size} ranks"
-    elif not _announced_ranks(hosted.directory):
-        end = f"time limit of {hosted.timeout:g} s" if ending.timed_out else f"{hosted.name} ended ({exit_name(code)})"
-        headline = (
-            f"{end}, and no process announced itself as a rank: none had RANK in its environment or made a process group "
-            "(is Python started with -E, -I or -S, or without its environment?)"
-        )
-    elif surviving and not code:
-        headline = f"{hosted.name} ended ({exit_name(code)}) while rank {', '.join(map(str, surviving))} still ran"
-    elif code and not ending.failed:
-        headline = f"all ranks ended well, but {hosted.name} exited with code {code}"
-    if not headline:
-        return ""
-    output = "\n".join(text.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:])
-    return f"last output of {hosted.name}:\n{output}\n\n{headline}" if output else headline
-
-
-def _announced_ranks(directory: Path) -> set[int]:
-    """Return the ranks that have a log."""
-    matches = (re.fullmatch(r"rank-(\d+)\.jsonl", path.name) for path in directory.glob("rank-*.jsonl"))
-    return {int(match.group(1)) for match in matches if match}
+    def _launch_problem(
+        self, ending: Ending, ended: Mapping[str, Any] | None, surviving: Sequence[int], text: str
+    ) -> str:
+        """Return what went wrong apart from the ranks: in the launcher, a probe of another process, the number of ranks."""
+        # The last line is the headline, and the end of the launcher's output stands before it. Empty if nothing went wrong.
+        hosted, code = self._hosted, ended["code"] if ended else None
+        headline = ""
+        failed = sorted(hosted.directory.glob("probe-*.failed"))
+        matches = (re.fullmatch(r"rank-(\d+)\.jsonl", path.name) for path in hosted.directory.glob("rank-*.jsonl"))
+        announced = {int(match.group(1)) for match in matches if match}
+        extra = announced - set(range(hosted.world_size))
+        if failed:
+            text = failed[0].read_text(encoding="utf-8")
+            headline = "the probe failed in a process of the run"
+        elif ended and ended["problem"]:
+            headline = f"{hosted.name} could not be run: {ended['problem']}"
+        elif code is not None and code < 0:
+            headline = f"{hosted.name} was killed by {exit_name(code)}"
+        elif extra:
+            ranks = f"rank {', '.join(map(str, sorted(extra)))} announced itself too"
+            headline = f"{ranks}; expected {hosted.world_size} ranks"
+        elif not announced:
+            end = (
+                f"time limit of {hosted.timeout:g} s"
+                if ending.timed_out
+                else f"{hosted.name} ended ({exit_name(code)})"
+            )
+            headline = (
+                f"{end}, and no process announced itself as a rank: none had RANK in its environment or made a process group "
+                "(is Python started with -E, -I or -S, or without its environment?)"
+            )
+        elif surviving and not code:
+            headline = f"{hosted.name} ended ({exit_name(code)}) while rank {', '.join(map(str, surviving))} still ran"
+        elif code and not ending.failed:
+            headline = f"all ranks ended well, but {hosted.name} exited with code {code}"
+        if not headline:
+            return ""
+        output = "\n".join(text.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:])
+        return f"last output of {hosted.name}:\n{output}\n\n{headline}" if output else headline

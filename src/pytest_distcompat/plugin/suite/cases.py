@@ -180,7 +180,7 @@ def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
 
     def key(item: pytest.Item) -> tuple[Any, ...]:
         case = item.callspec.params.get("distcompat_case") if hasattr(item, "callspec") else None
-        return order.key(case.suite.driver, case.cell.id) if isinstance(case, Case) else ()
+        return order(case.suite.driver, case.cell.id) if isinstance(case, Case) else ()
 
     items.sort(key=key)
 
