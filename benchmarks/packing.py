@@ -18,7 +18,7 @@ from pathlib import Path
 
 from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
-from pytest_distcompat.lease import Demand, Span, busy, read_timeline
+from pytest_distcompat.lease import Demand, Span, read_timeline
 from pytest_distcompat.lease.packing import ideal
 
 STAND_IN = Path(__file__).parents[1] / "tests" / "lease"
@@ -95,7 +95,8 @@ def main() -> None:
             spans = run(directory, arguments.workers)
             assert len(spans) == len(demands)
             length = max(s.released.monotonic for s in spans) - min(s.got.monotonic for s in spans)
-            print(f"| {order} | {length:.1f} | {length / best:.2f} | {busy(spans, ids):.0%} |", flush=True)
+            leased = sum(len(span.ids) * span.seconds for span in spans)
+            print(f"| {order} | {length:.1f} | {length / best:.2f} | {leased / len(ids) / length:.0%} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import types
 import typing
@@ -33,6 +34,8 @@ def _reader(kind: Any) -> Callable[[Any], Any] | None:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _reader_of_fields(kind)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind
     if origin is types.UnionType or origin is typing.Union:
         one = _reader(next(one for one in arguments if one is not type(None)))
         return None if one is None else lambda data: None if data is None else one(data)
@@ -68,8 +71,8 @@ class MalformedError(ValueError):
 def check(kind: Any, data: Any, where: str) -> None:
     """Raise MalformedError if the JSON at ``where`` does not have that type.
 
-    Types are those of ``decode``, lists, typed dictionaries, ``str``, ``int``, ``float`` and ``Any``. Unknown keys are
-    ignored.
+    Types are those of ``decode``, lists, typed dictionaries, literals, ``str``, ``int``, ``float`` and ``Any``. Unknown
+    keys are ignored.
     """
     if not (problem := _problem(kind, data)):
         return
@@ -92,6 +95,9 @@ def _problem(kind: Any, data: Any) -> str | list[tuple[Any, Any, Any]]:
             return [] if len(options) < len(arguments) else " or ".join(_NAMES[one] for one in options)
         fitting = [one for one in options if not isinstance(_problem(one, data), str)]
         return _problem(fitting[0] if fitting else options[0], data)
+    if origin is typing.Literal or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        known = arguments or tuple(one.value for one in kind)
+        return [] if data in known else f"one of {', '.join(known)}"
     if kind in _NAMES:
         # In Python a bool is an int; in a report it is not.
         fits = isinstance(data, (int, float) if kind is float else kind) and (

@@ -78,6 +78,13 @@ class Done(Event, name="done"):
 
 
 @dataclass(frozen=True)
+class Exit(Event, name="exit"):
+    """The last event of a script's rank that ends by a ``sys.exit`` with a ``code`` other than 0."""
+
+    code: int
+
+
+@dataclass(frozen=True)
 class Raised(Event):
     """The rank raised an exception. ``lost``: it only says that another rank is gone.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,7 +67,18 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one check in one cell; ``reason`` joins ``reasons``, those of each bug that makes it known."""
+    """Outcome of one check in one cell, from the judge to the report, which has it as JSON.
+
+    A suite fills in the rest, from ``suite`` on.
+
+    Attributes:
+        reason: Why it is known, refused or skipped: ``reasons``, one of each bug, joined.
+        seconds: The duration of the item, with the runs that it was the first to need.
+        rank: The rank that failed first, or that the finding names.
+        reproduce: The command that runs the item alone, empty for an item that came to no verdict.
+        teardown: The error of the item's teardown, if that failed too.
+        ended_run: The run that ended early and whose ending is the message; empty for what the check itself found.
+    """
 
     check: str
     cell: str
@@ -75,8 +86,40 @@ class Verdict:
     message: str = ""
     reason: str = ""
     reasons: tuple[str, ...] = ()
+    suite: str = ""
+    driver: str = ""
+    nodeid: str = ""
+    seconds: float = 0.0
+    rank: int | None = None
+    reproduce: str = ""
+    teardown: str = ""
+    ended_run: str = ""
 
     @property
     def ok(self) -> bool:
         """Tell whether it is a success; a known failure is none."""
         return self.status.ok
+
+    @property
+    def red(self) -> bool:
+        """Tell whether it makes the session red."""
+        return self.status.red
+
+    @property
+    def place(self) -> str:
+        """Return the suite's node id: classes of one name in two modules are two suites."""
+        return self.nodeid.rpartition("::test")[0]
+
+    @property
+    def headline(self) -> str:
+        """Return the first line of the message that is not empty."""
+        return next((line.strip() for line in self.message.splitlines() if line.strip()), "")
+
+    @property
+    def why(self) -> str:
+        """Return the reason; of a red verdict the first line of the message, since a declared reason does not explain it."""
+        return self.headline if self.red else self.reason or self.headline
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data, as JSON and xdist have it; ``decode`` reads that."""
+        return {**asdict(self), "status": self.status.value, "reasons": list(self.reasons)}

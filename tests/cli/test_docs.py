@@ -26,7 +26,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.known import read_file
 from pytest_distcompat.plugin.marked.marker import read_mark
-from pytest_distcompat.plugin.options import OPTIONS, PRELOAD
+from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.status import Status
 from pytest_distcompat.strategies import STRATEGIES
@@ -82,7 +82,7 @@ def test_options_and_settings_on_pages_exist(page: Path) -> None:
         settings = configparser.ConfigParser()
         settings.read_string(block)
         ours = {key for section in settings.values() for key in section if key.startswith("distcompat")}
-        assert ours <= {*OPTIONS, PRELOAD}
+        assert ours <= set(OPTIONS)
 
 
 def test_every_option_is_on_its_page() -> None:

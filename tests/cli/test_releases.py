@@ -16,7 +16,8 @@ import pytest
 from pytest_distcompat.cli import main, side_by_side
 from pytest_distcompat.cli.releases import Run, table
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report import Report, Result
+from pytest_distcompat.report import Report
+from pytest_distcompat.status import Status, Verdict
 
 Wheel = Callable[..., None]
 
@@ -198,6 +199,7 @@ DRIVER = """
 import madeup
 from pytest_distcompat import Cell, CompatSuite, Matrix
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.status import Status, Verdict
 
 class Mine(TorchDriver):
     name = "mine"
@@ -335,8 +337,8 @@ def test_a_cause_is_one_line_whatever_its_numbers() -> None:
 
     def made(loss: str) -> Report:
         message = f"step 1: the loss is {loss}; 4.84225 in the reference | allowed: 2e-05"
-        result = Result(
-            "S", "d", "ddp-fp32-w2", "parity", "failed", message, nodeid="t.py::S::test[ddp-fp32-w2:parity]"
+        result = Verdict(
+            "parity", "ddp-fp32-w2", Status.FAILED, message, driver="d", nodeid="t.py::S::test[ddp-fp32-w2:parity]"
         )
         return Report({"runs": 1, "seconds": 1.0}, [result], [])
 

@@ -151,7 +151,9 @@ def test_tolerances_are_those_of_the_precisions() -> None:
 def test_the_recorded_run_is_that_of_the_sample() -> None:
     """The matrix of the page, cell by cell, against the report of the same suite."""
     text = page("first-run")
-    real = {(one.cell, one.check): one.word for one in Report.read(ROOT / "tests" / "report" / "real.json").results}
+    real = {
+        (one.cell, one.check): one.status.word for one in Report.read(ROOT / "tests" / "report" / "real.json").results
+    }
     heads = next(
         line for line in text.splitlines() if line.split() == ["active", "names", "optimizer", "dtypes"]
     ).split()

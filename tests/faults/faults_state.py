@@ -18,6 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate  # noqa: F401 - imported in the fork server, so that its state is compared
+import deepspeed
+import numpy.random  # noqa: F401 - likewise
 import pytest
 
 mark = pytest.mark.distcompat(world_size=2)
@@ -82,7 +85,6 @@ def _deepspeed() -> bool:
 
 
 def change(path: Path) -> None:
-    import deepspeed
     import numpy as np
     import torch
     from accelerate import Accelerator

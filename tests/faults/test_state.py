@@ -132,8 +132,7 @@ def ranks(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def run(run_faults: RunFaults, ranks: tuple[str, ...]) -> Run:
-    preload = "distcompat_preload=numpy.random\naccelerate\ndeepspeed"
-    return run_faults("faults_state.py", "--distcompat-timeout=60", "-o", preload, *ranks)
+    return run_faults("faults_state.py", "--distcompat-timeout=60", *ranks)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 BY_NAME = {
     "worker",
     "launch.server",
-    "scripts.supervisor",
+    "launch.supervisor",
     "cli.torch_facts",
     "scripts.site.sitecustomize",
 }

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from pytest_distcompat.lease import Inventory, Pool
+from pytest_distcompat.lease import Inventory, Lease, Pool
 
 #: When a test gives up, in seconds. Nothing here takes a second; a loaded machine may.
 DEADLINE = 60.0
@@ -133,3 +134,14 @@ class MadeUpMemory:
 @pytest.fixture
 def memory() -> MadeUpMemory:
     return MadeUpMemory(dict.fromkeys(IDS, 1 << 30))
+
+
+@contextlib.contextmanager
+def lease_elsewhere(pool: Pool, ranks: int, who: str) -> Iterator[Lease]:
+    """Lease in a thread of its own, to which nothing is lent yet."""
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as held:
+        lease = thread.submit(held.enter_context, pool.lease(ranks, who=who, timeout=0)).result()
+        try:
+            yield lease
+        finally:
+            thread.submit(held.close).result()

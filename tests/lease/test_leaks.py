@@ -174,7 +174,7 @@ def test_memory_of_a_dead_rank_is_not_charged_to_the_next_lease(
 SCRIPTS = """
 import stand_in
 from pytest_distcompat.launch import Ending, RankEnd
-from pytest_distcompat.scripts.hosting import Hosted
+from pytest_distcompat.launch.hosting import Hosted
 
 def run(hosted):
     stand_in.used[hosted.environment["CUDA_VISIBLE_DEVICES"].partition(",")[0]] += 300 << 20

@@ -55,10 +55,9 @@ def test_forty_tests_begin_as_planned_and_share_no_gpu(pytester: pytest.Pytester
     script = {name: {"seconds": chance.uniform(0.01, 0.1)} for name in tests}
     result = run_on_gpus("-n", "4", "-v", script=script)
     result.assert_outcomes(passed=50)
-    result.stdout.fnmatch_lines(
-        ["scheduling tests via PackedScheduling", "distcompat: 8 GPUs were leased for *% of * s, by 40 *"]
-    )
+    result.stdout.fnmatch_lines(["scheduling tests via PackedScheduling"])
     found = spans(pytester.path)
+    assert len(found) == 40
     assert sorted(names(found)) == sorted(tests)
     for one, other in itertools.combinations(found, 2):
         if set(one.ids) & set(other.ids):
@@ -139,7 +138,6 @@ def test_without_xdist_nothing_is_reordered_and_durations_are_stored(
     result = run_on_gpus("-v")
     result.assert_outcomes(passed=3)
     assert names(spans(pytester.path)) == tests
-    result.stdout.re_match_lines([r"distcompat: 8 GPUs were leased for \d+% of \d+\.\d s, by 3 process groups"])
     assert set(by_name(json.loads((pytester.path / ".pytest_cache/v/distcompat/seconds").read_text()))) == set(tests)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
+from pytest_distcompat.lease import Instant, Inventory, Leak, Pool, Span, gaps, read_timeline
 
-from pytest_distcompat.lease import Instant, Inventory, Leak, Pool, Span, busy, gaps, read_timeline
+from .conftest import lease_elsewhere
 
 if TYPE_CHECKING:
     from tests.lease.conftest import Field, MadeUpMemory
@@ -19,7 +19,7 @@ def span(who: str, begin: float, end: float, *ids: str) -> Span:
 
 def test_each_lease_leaves_a_line(arena: Field) -> None:
     assert read_timeline(arena.timeline) == []
-    with arena.pool.lease(1, who="outer"), arena.pool.lease(2, who="inner") as inner:
+    with arena.pool.lease(1, who="outer"), lease_elsewhere(arena.pool, 2, "inner") as inner:
         pass
     outer_line, inner_line = read_timeline(arena.timeline)
     assert (outer_line.who, inner_line.who) == ("outer", "inner")
@@ -67,8 +67,3 @@ def test_a_timeline_that_cannot_be_written_fails_no_test(tmp_path: Path) -> None
     pool = Pool(tmp_path / "leases", Inventory("cpu", ("cpu-0",)), timeline=tmp_path / "file")
     with pool.lease(1, who="one"):
         pass
-
-
-def test_busy_is_the_used_share_of_device_time() -> None:
-    assert busy([span("one", 0, 4, "a", "b"), span("two", 4, 8, "a")], ("a", "b")) == pytest.approx(0.75)
-    assert busy([], ("a",)) == 0

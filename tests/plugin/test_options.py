@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -15,9 +15,6 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import PROFILES
 from pytest_distcompat.report import Report
 from pytest_distcompat.strategies import STRATEGIES
-
-if TYPE_CHECKING:
-    from tests.plugin.conftest import FakeRanks
 
 #: A file of known issues that is right.
 SHIPPED = Path(known.__file__).with_name("issues.toml")
@@ -201,13 +198,3 @@ def test_the_help_shows_every_option_and_every_ini_key(pytester: pytest.Pytester
     for option in OPTIONS.values():
         assert option.flag in text
         assert f"{option.name} (string)" in text
-    assert "distcompat_preload (linelist)" in text
-
-
-def test_preload_reaches_the_launcher(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
-    ini(pytester, distcompat_preload="my_trainer\n    other")
-    pytester.makepyfile("import pytest\n@pytest.mark.distcompat\ndef test(): pass")
-    pytester.runpytest_inprocess().assert_outcomes(passed=1)
-    assert ranks.warmth is not None
-    assert ranks.warmth.modules == ("torch", "torch.distributed", "torch._dynamo", "my_trainer", "other")
-    assert ranks.calls == ["made for cpu", "warm_up", "close"]

@@ -13,9 +13,9 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.events import Action, Done, Event, SnapshotTaken
 from pytest_distcompat.launch import Ending, RankEnd, Request
-from pytest_distcompat.report import Result, matrix_text, plain_text, versions
+from pytest_distcompat.report import matrix_text, plain_text, versions
 from pytest_distcompat.scenario import TRAIN
-from pytest_distcompat.status import Status
+from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import Trace
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def test_two_suites_of_one_name_do_not_hide_each_other(suite: pytest.Pytester) -
 
 
 def test_a_verdict_without_reason_is_still_shown() -> None:
-    lines = [plain_text(line) for line in matrix_text([Result("S", "d", "ddp-fp32-w2", "names", "refused")])]
+    lines = [plain_text(line) for line in matrix_text([Verdict("names", "ddp-fp32-w2", Status.REFUSED)])]
     assert [line.strip() for line in lines[2:]] == ["ddp-fp32-w2  refused", "refused:  [ddp-fp32-w2:names]"]
 
 

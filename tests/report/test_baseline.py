@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.report import Report, Result
+from pytest_distcompat.report import Report
 from pytest_distcompat.report.compare import compare
+from pytest_distcompat.status import Status, Verdict
 
 if TYPE_CHECKING:
     from .conftest import Session
@@ -193,8 +194,13 @@ def test_a_new_teardown_failure_is_newly_broken_once(
 )
 def test_a_changed_message_of_a_still_broken_item_is_shown(was: str, now: str, same: bool) -> None:
     def report(message: str) -> Report:
-        result = Result(
-            "S", "d", "ddp-fp32-w2", "names", "failed", message, nodeid="test_it.py::S::test[ddp-fp32-w2:names]"
+        result = Verdict(
+            "names",
+            "ddp-fp32-w2",
+            Status.FAILED,
+            message,
+            driver="d",
+            nodeid="test_it.py::S::test[ddp-fp32-w2:names]",
         )
         return Report({}, [result], [])
 
@@ -207,7 +213,16 @@ def test_a_changed_message_of_a_still_broken_item_is_shown(was: str, now: str, s
 def test_items_broken_by_one_cause_are_reported_once() -> None:
     def report(status: str, message: str, reason: str = "") -> Report:
         results = [
-            Result("S", "d", cell, check, status, message.format(rank), reason, f"test_it.py::S::test[{cell}:{check}]")
+            Verdict(
+                check,
+                cell,
+                Status(status),
+                message.format(rank),
+                reason,
+                suite="S",
+                driver="d",
+                nodeid=f"test_it.py::S::test[{cell}:{check}]",
+            )
             for rank, cell in enumerate(("ddp-fp32-w2", "fsdp2-fp32-w2"))
             for check in ("names", "resume")
         ]

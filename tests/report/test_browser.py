@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.report import Report, Result, write_report
+from pytest_distcompat.report import Report, write_report
+from pytest_distcompat.status import Status, Verdict
 
 from .conftest import NO_BROWSER
 
@@ -29,7 +30,7 @@ def test_the_matrix_is_that_of_the_report(opened: Any, real: Report) -> None:
         "[...document.querySelectorAll('.matrix .verdict')].map((one) => [one.dataset.place, one.textContent])"
     )
     assert {tuple(pair) for pair in shown} == {
-        (f"{one.place}:{one.cell}:{one.check}", one.word) for one in real.results
+        (f"{one.place}:{one.cell}:{one.check}", one.status.word) for one in real.results
     }
     assert page.page.locator("#shown").text_content() == "9 of 9 cells"
     assert page.page.locator(".causes > li").count() == 9
@@ -144,7 +145,7 @@ def test_all_suites_have_their_checks_in_the_same_order(opened: Any) -> None:
         "Two": {"ddp-fp32-w2": "active names export", "fsdp2-fp32-w2": "active names resume scaling"},
     }
     results = [
-        Result(suite, "mine", cell, check, "passed", nodeid=f"t.py::{suite}::test[{cell}:{check}]")
+        Verdict(check, cell, Status.PASSED, suite=suite, driver="mine", nodeid=f"t.py::{suite}::test[{cell}:{check}]")
         for suite, found in cells.items()
         for cell, checks in found.items()
         for check in checks.split()
@@ -165,7 +166,7 @@ def test_urls_are_links_and_nothing_else_is(opened: Any, real: Report) -> None:
     assert links == [(url, url) for url in ("https://example.org/a?b=1&c=2", "http://example.org/d")] * 2
     assert page.page.locator("#verdict pre").first.inner_text() == expected
     page.page.keyboard.press("Escape")
-    known = opened(Report(results=[dataclasses.replace(failed, status="known", reason=expected)]))
+    known = opened(Report(results=[dataclasses.replace(failed, status=Status.KNOWN, reason=expected)]))
     assert [one.get_attribute("href") for one in known.page.locator(".reasons a").all()] == [links[0][0], links[1][0]]
     assert expected in known.page.locator(".reasons li").inner_text()
 

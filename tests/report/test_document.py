@@ -22,7 +22,6 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report import (
     FORMATS,
     Report,
-    Result,
     Row,
     compare,
     counts,
@@ -30,7 +29,7 @@ from pytest_distcompat.report import (
     merge,
     write_report,
 )
-from pytest_distcompat.status import Status
+from pytest_distcompat.status import Status, Verdict
 
 from .conftest import REAL
 
@@ -139,7 +138,7 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
         ('{"format": 2, "session": {"timeline": [{"device": "cpu"}]}, "results": []}', "is no report: 'who'"),
         (
             '{"format": 2, "session": {"ending": "fine"}, "results": []}',
-            "is no report: ending 'fine'; expected one of ",
+            "is no report: session.ending is 'fine'; expected one of internal error, ",
         ),
         ('{"format": 2, "results": []}', "is no report: 'session' is missing"),
         ('{"format": 2, "session": {}, "results": [3]}', "is no report: results[0] is 3; expected an object"),
@@ -161,7 +160,7 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
         # Neither red nor missing, it would be no news.
         (
             '{"format": 2, "session": {}, "results": [{"suite": "S", "driver": "", "cell": "", "check": "", "status": "bad"}]}',
-            "status 'bad' is not known here. Known: passed, ",
+            "results[0].status is 'bad'; expected one of passed, ",
         ),
     ],
 )
@@ -243,7 +242,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_counts_of_a_suite_that_goes_dark() -> None:
     results = [
-        Result("S", "d", f"ddp-fp32-w{size}", "names", status)
+        Verdict("names", f"ddp-fp32-w{size}", Status(status))
         for size, status in enumerate(("passed", "known", "skipped", "skipped", "hung"), 1)
     ]
     found = counts(Report(results=results, unreached=["a", "b"]))
@@ -298,7 +297,7 @@ def test_a_full_run_in_which_everything_fails_is_not_too_large(suffix: str, real
     report = Report(
         real.session,
         [
-            Result("S", "d", cell, check, "failed", story, nodeid=f"t::S::test[{cell}:{check}]")
+            Verdict(check, cell, Status.FAILED, story, suite="S", driver="d", nodeid=f"t::S::test[{cell}:{check}]")
             for cell in cells
             for check in checks
         ],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.report import Report, Result, write_report
+from pytest_distcompat.report import Report, write_report
+from pytest_distcompat.status import Status, Verdict
 
 from .conftest import NO_BROWSER
 
@@ -27,7 +28,7 @@ def hostile(real: Report) -> Report:
     """Whatever a test can name or say is a script."""
     result = next(one for one in real.results if one.status == "failed")
     texts: dict[str, Any] = dict.fromkeys(("suite", "driver", "check", "message", "reason", "reproduce"), HOSTILE)
-    evil = Result(cell=result.cell, status="failed", nodeid=f"{HOSTILE}::test[x]", rank=0, **texts)
+    evil = Verdict(cell=result.cell, status=Status.FAILED, nodeid=f"{HOSTILE}::test[x]", rank=0, **texts)
     row = next(row for row in real.rows if row.cell == result.cell)
     trained = next(row for row in real.rows if row.names)
     names = [{**one, "unwrapped": HOSTILE, "live": HOSTILE, "files": [HOSTILE]} for one in trained.names]

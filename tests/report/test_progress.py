@@ -17,9 +17,10 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.evidence import running
 from pytest_distcompat.plugin.reporting import progress
-from pytest_distcompat.report import Report, Result
+from pytest_distcompat.report import Report
 from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.scenario import Run
+from pytest_distcompat.status import Status, Verdict
 
 from .conftest import command, write_session
 
@@ -204,7 +205,7 @@ def test_a_run_of_a_dead_session_is_not_current(tmp_path: Path) -> None:
 
 def test_how_long_the_rest_takes_is_known_from_the_last_report() -> None:
     took = {"quick": 1.0, "slow": 30.0, "other": 9.0}
-    results = [Result("S", "d", "c", "k", "passed", nodeid=name, seconds=seconds) for name, seconds in took.items()]
+    results = [Verdict("k", "c", Status.PASSED, nodeid=name, seconds=seconds) for name, seconds in took.items()]
     # Two workers: 40 seconds of items took 20.
     forecast = progress.Forecast(Report({"seconds": 20.0}, results), took)
     assert forecast.left((), 3.0) == 20.0

@@ -15,7 +15,6 @@ import pytest
 from pytest_distcompat.plugin.reporting.summary import MARKUP, Summary
 from pytest_distcompat.report import (
     Report,
-    Result,
     Row,
     append_summary,
     causes,
@@ -27,15 +26,16 @@ from pytest_distcompat.report import (
     runs_text,
     write_report,
 )
-from pytest_distcompat.status import Status
+from pytest_distcompat.status import Status, Verdict
 
 if TYPE_CHECKING:
     from .conftest import Session
 
 
-def result(cell: str, check: str, status: str = "passed", message: str = "", reproduce: str = "") -> Result:
+def result(cell: str, check: str, status: str = "passed", message: str = "", reproduce: str = "") -> Verdict:
     nodeid = f"t.py::S::test[{cell}:{check}]"
-    return Result("S", "d", cell, check, status, message, nodeid=nodeid, reproduce=reproduce)
+    verdict = Verdict(check, cell, Status(status), message, suite="S", driver="d")
+    return dataclasses.replace(verdict, nodeid=nodeid, reproduce=reproduce)
 
 
 def test_a_wide_matrix_goes_on_in_further_blocks(real: Report) -> None:
@@ -58,7 +58,7 @@ def test_a_wide_matrix_goes_on_in_further_blocks(real: Report) -> None:
             column = header.index(f" {check} " if f" {check} " in header else f" {check}") + 1
             found[line.split()[0], check] = line[column:].split(" ")[0]
     assert {key: word for key, word in found.items() if word} == {
-        (one.cell, one.check): one.word for one in real.results
+        (one.cell, one.check): one.status.word for one in real.results
     }
 
 
@@ -111,7 +111,7 @@ def test_a_failed_run_is_one_cause_for_all_its_checks() -> None:
     ]
 
 
-def found_in_a_run(cell: str, check: str, message: str) -> Result:
+def found_in_a_run(cell: str, check: str, message: str) -> Verdict:
     return dataclasses.replace(result(cell, check, "failed", message), ended_run="train")
 
 
@@ -262,7 +262,7 @@ def hostile_report() -> Report:
     texts: dict[str, Any] = dict.fromkeys(
         ("suite", "driver", "cell", "check", "message", "reason", "reproduce"), HOSTILE
     )
-    found = [Result(status=status, nodeid=f"{HOSTILE}::test[x]", **texts) for status in ("failed", "known")]
+    found = [Verdict(status=status, nodeid=f"{HOSTILE}::test[x]", **texts) for status in (Status.FAILED, Status.KNOWN)]
     cost: dict[str, float | None] = {"step_seconds": 0.1, "tokens_per_second": 1.0, "state_bytes": 2.0, "memory": 3.0}
     row = Row(HOSTILE, HOSTILE, HOSTILE, not_applicable={HOSTILE: HOSTILE}, cost=cost)
     run = {"versions": {HOSTILE: HOSTILE}, "device": HOSTILE, "baseline": {"file": HOSTILE, "text": [HOSTILE]}}

@@ -261,3 +261,18 @@ def test_a_model_that_is_prepared_twice(run: Launch) -> None:
     found = run("prepared_twice.py", "--steps", "7", strategy="ddp")
     found.check("active", "optimizer", "dtypes")
     assert [loss is not None for loss in found.losses[0]] == [True] * 7
+
+
+def test_a_rank_needs_no_package_but_those_of_its_script(tmp_path: Path) -> None:
+    """As under ``uv run``, whose environment has the script's packages alone."""
+    program = (
+        "import sys, pathlib\n"
+        "sys.modules['psutil'] = sys.modules['pytest'] = sys.modules['filelock'] = None\n"
+        "from pytest_distcompat.scripts import instrumentation, hosted_rank, recorder\n"
+        "rank = hosted_rank.HostedRank(pathlib.Path(sys.argv[1]), 0)\n"
+        "rank.begin()\n"
+        "rank.fail(ValueError('mine'))\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    events = LogReader(tmp_path, [0]).read()[0]
+    assert [event.name for event in events] == ["start", "error"]

@@ -6,14 +6,15 @@ import pytest
 
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.suite.budget import Budget, read_budget
-from pytest_distcompat.report import Report, Result
+from pytest_distcompat.report import Report
+from pytest_distcompat.status import Status, Verdict
 
 CELLS = [f"ddp-fp32-w2-set_A.b={n}" for n in range(40)]
 
 
 def in_order(seed: int, last: Report | None = None) -> list[str]:
     order = Budget(60, seed).order(last)
-    return sorted(CELLS, key=lambda cell: order.key("torch", cell))
+    return sorted(CELLS, key=lambda cell: order("torch", cell))
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("2h@7", 7200)])
@@ -40,8 +41,8 @@ def test_a_seed_is_an_order() -> None:
 
 
 def test_cells_that_never_ran_or_were_red_come_first() -> None:
-    def result(cell: str, status: str) -> Result:
-        return Result("TestTorch", "torch", cell, "names", status)
+    def result(cell: str, status: str) -> Verdict:
+        return Verdict("names", cell, Status(status), driver="torch")
 
     last = Report(
         results=[result(CELLS[0], "failed"), result(CELLS[1], "skipped"), *(result(one, "passed") for one in CELLS[2:])]

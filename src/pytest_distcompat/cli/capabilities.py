@@ -14,7 +14,6 @@ from pytest_distcompat.known import KnownIssue, applying, concerned
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 
-YES, KNOWN, NO = "yes", "known", "-"
 #: How many reasons are shown without ``--all``, the most frequent first.
 SHOWN_REASONS = 3
 
@@ -36,14 +35,14 @@ class Capability:
         """Return how many cells can run."""
         return sum(not reason for reason in self.reasons.values())
 
-    def word(self, cell: Cell) -> str:
-        """Return the entry of a cell in the table."""
-        return NO if self.reasons[cell] else KNOWN if cell in self.known else YES
-
     def lines(self, *, whole: bool) -> Iterator[str]:
         """Yield a table of strategies by precisions, then the reasons, each with the number of its cells."""
         yield f"{self.driver}: {self.able} of the {len(self.reasons)} cells of the full profile"
-        words = {(cell.strategy, cell.precision): self.word(cell) for cell in self.reasons if not cell.options}
+        words = {
+            (cell.strategy, cell.precision): "-" if reason else "known" if cell in self.known else "yes"
+            for cell, reason in self.reasons.items()
+            if not cell.options
+        }
         names = PRECISIONS.names()
         yield from table(("", *names), [(one, *(words[one, name] for name in names)) for one in STRATEGIES.names()])
         by_reason: dict[str, list[Cell]] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ def add(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from pytest_distcompat.cli import installation, machine
+    from pytest_distcompat.cli import machine
     from pytest_distcompat.cli.capabilities import capability, issues_here
     from pytest_distcompat.drivers import DRIVERS
     from pytest_distcompat.known import read_file, shipped
@@ -51,75 +50,52 @@ def _doctor(options: argparse.Namespace) -> int:
     here = machine.this_machine()
     size = len(here.visible) or CPU_WORLD_SIZE
     cells = [capability(name, driver, here.device, size, issues) for name, driver in zip(names, drivers, strict=True)]
-    result = Examination(
-        here,
-        size,
-        installation.installed(),
-        installation.extensions(),
-        cells,
-        issues_here(issues, drivers, here.device),
-        [
-            *installation.findings(),
-            *machine.findings(here),
-            *_too_few_gpus(here, options.gpus),
-            *_nothing_to_run(cells),
-        ],
-    )
-    print("\n".join(result.lines(whole=options.all)))  # noqa: T201 - a command prints
+    findings = list(_findings(here, options.gpus, cells))
+    known = issues_here(issues, drivers, here.device)
+    print("\n".join(_lines(here, size, cells, known, findings, whole=options.all)))  # noqa: T201 - a command prints
     failing = {"problem", "warning"} if options.strict else {"problem"}
-    return int(any(finding.level in failing for finding in result.findings))
+    return int(any(finding.level in failing for finding in findings))
 
 
-def _too_few_gpus(here: Machine, wanted: int) -> Iterator[Finding]:
-    from pytest_distcompat.cli.machine import Finding
+def _findings(here: Machine, wanted: int, cells: Sequence[Capability]) -> Iterator[Finding]:
+    """Yield what is wrong with the packages and the machine, and whether GPUs or cells are missing."""
+    from pytest_distcompat.cli import installation, machine
 
+    yield from installation.findings()
+    yield from machine.findings(here)
     if len(here.visible) < wanted:
-        yield Finding("problem", f"{wanted} GPUs are wanted, {len(here.visible)} of {len(here.gpus)} are visible")
-
-
-def _nothing_to_run(cells: Sequence[Capability]) -> Iterator[Finding]:
-    from pytest_distcompat.cli.machine import Finding
-
+        text = f"{wanted} GPUs are wanted, {len(here.visible)} of {len(here.gpus)} are visible"
+        yield machine.Finding("problem", text)
     if not any(one.able for one in cells):
         reasons = dict.fromkeys(reason for one in cells for reason in one.reasons.values() if reason)
-        yield Finding("problem", f"no cell can run here, so a suite fails: {'; '.join(list(reasons)[:3])}")
+        text = f"no cell can run here, so a suite fails: {'; '.join(list(reasons)[:3])}"
+        yield machine.Finding("problem", text)
 
 
-@dataclass(frozen=True)
-class Examination:
-    """Result of ``doctor``; ``known`` are the issues of the installed versions, with the drivers that they concern."""
+def _lines(
+    here: Machine,
+    world_size: int,
+    cells: Sequence[Capability],
+    known: Sequence[tuple[KnownIssue, list[str]]],
+    findings: Sequence[Finding],
+    *,
+    whole: bool,
+) -> Iterator[str]:
+    """Yield the lines for the terminal; ``whole``: with every reason and link."""
+    from pytest_distcompat.cli import installation
 
-    machine: Machine
-    world_size: int
-    installed: dict[str, str]
-    #: What other packages add by entry points, by kind.
-    extensions: dict[str, list[str]]
-    cells: list[Capability]
-    known: list[tuple[KnownIssue, list[str]]]
-    findings: list[Finding]
-
-    def lines(self, *, whole: bool) -> Iterator[str]:
-        """Yield the lines for the terminal; ``whole``: with every reason and link."""
-        device = self.machine.device
-        yield "installed"
-        yield f"  {', '.join(f'{name} {version}' for name, version in self.installed.items())}"
-        yield from (f"  {kind} {origin}" for kind, origins in self.extensions.items() for origin in origins)
-        yield ""
-        yield "devices"
-        yield from (f"  {line}" for line in _devices(self.machine))
-        yield ""
-        yield f"cells that can be run here, those without options one by one ({self.world_size} ranks, {device})"
-        for one in self.cells:
-            yield from (f"  {line}" for line in one.lines(whole=whole))
-        yield ""
-        yield f"known upstream issues of these versions on {device}: {len(self.known)}"
-        for issue, drivers in self.known:
-            yield f"  {issue.id} ({', '.join(drivers)})" + (f": {issue.reason} ({issue.link})" if whole else "")
-        yield ""
-        levels = ("problem", "warning", "note")
-        counts = {level: sum(finding.level == level for finding in self.findings) for level in levels}
-        yield ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
-        yield from (f"  {finding.level}: {finding.text}" for finding in self.findings)
+    yield "installed"
+    yield f"  {', '.join(f'{name} {version}' for name, version in installation.installed().items())}"
+    yield from (f"  {kind} {one}" for kind, origins in installation.extensions().items() for one in origins)
+    yield from ("", "devices", *(f"  {line}" for line in _devices(here)), "")
+    yield f"cells that can be run here, those without options one by one ({world_size} ranks, {here.device})"
+    yield from (f"  {line}" for one in cells for line in one.lines(whole=whole))
+    yield from ("", f"known upstream issues of these versions on {here.device}: {len(known)}")
+    for issue, drivers in known:
+        yield f"  {issue.id} ({', '.join(drivers)})" + (f": {issue.reason} ({issue.link})" if whole else "")
+    counts = {level: sum(one.level == level for one in findings) for level in ("problem", "warning", "note")}
+    yield from ("", ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items()))
+    yield from (f"  {finding.level}: {finding.text}" for finding in findings)
 
 
 def _devices(here: Machine) -> Iterator[str]:

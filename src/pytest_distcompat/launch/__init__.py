@@ -2,22 +2,27 @@
 
 Knows neither strategies nor checks nor pytest.
 
-``request`` and ``ending`` are plain data; ``warm`` and ``cold`` are the two launchers of the parent; ``server``,
+``request`` and ``ending`` are plain data; ``warm`` and ``cold`` are the two launchers of the parent, the second on
+``hosting``, which watches any foreign launcher; ``server``,
 ``agent`` and ``preload`` run in the launcher process and in the fork servers; ``rank`` is the main of every rank.
+
+Ranks of scripts import this package too, perhaps in an environment without psutil, so its modules are loaded on first use.
 """
 
-from pytest_distcompat.launch.cold import TorchrunLauncher
-from pytest_distcompat.launch.ending import Ending, RankEnd
-from pytest_distcompat.launch.launcher import Launcher
-from pytest_distcompat.launch.rank_log import RankLog
-from pytest_distcompat.launch.request import Request, Warmth
-from pytest_distcompat.launch.reused_ranks import Reuse
-from pytest_distcompat.launch.warm import WarmLauncher
+from __future__ import annotations
 
-LAUNCHERS: dict[str, type[WarmLauncher] | type[TorchrunLauncher]] = {
-    "warm": WarmLauncher,
-    "torchrun": TorchrunLauncher,
-}
+from typing import TYPE_CHECKING
+
+from pytest_distcompat.lazy import lazily
+
+if TYPE_CHECKING:
+    from pytest_distcompat.launch.cold import LAUNCHERS, TorchrunLauncher
+    from pytest_distcompat.launch.ending import Ending, RankEnd
+    from pytest_distcompat.launch.launcher import Launcher
+    from pytest_distcompat.launch.rank_log import RankLog
+    from pytest_distcompat.launch.request import Request, Warmth
+    from pytest_distcompat.launch.reused_ranks import Reuse
+    from pytest_distcompat.launch.warm import WarmLauncher
 
 __all__ = [
     "LAUNCHERS",
@@ -31,3 +36,14 @@ __all__ = [
     "WarmLauncher",
     "Warmth",
 ]
+
+_HOME = {
+    **dict.fromkeys(("LAUNCHERS", "TorchrunLauncher"), "cold"),
+    **dict.fromkeys(("Ending", "RankEnd"), "ending"),
+    **dict.fromkeys(("Request", "Warmth"), "request"),
+    "Launcher": "launcher",
+    "RankLog": "rank_log",
+    "Reuse": "reused_ranks",
+    "WarmLauncher": "warm",
+}
+__getattr__ = lazily(__name__, _HOME)

@@ -38,3 +38,4 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """End what is still running."""
+        return

@@ -95,11 +95,6 @@ class LauncherProcess:
         """The reason why its fork servers must not be forked from; empty if they may."""
         return str(self.status["unfit"]) if self.status is not None else ""
 
-    @property
-    def missing(self) -> dict[str, str]:
-        """The modules that it could not import, and why."""
-        return dict(self.status["missing"]) if self.status is not None else {}
-
     def get_warm(self) -> str:
         """Wait until the process is ready, and return what went wrong; empty if nothing did."""
         if self.status is not None:
@@ -117,7 +112,7 @@ class LauncherProcess:
         assert self.status is not None
         differing = {*request.set, *request.unset}
         file = None if request.collected == ANY_MODULE else request.collected
-        return str(self.status["alone"]) or self._findings.reason(
+        return str(self.status["not_shared"]) or self._findings.reason(
             file, lambda name: name in differing or OF_THE_AGENT.fullmatch(name) is not None
         )
 

@@ -12,7 +12,6 @@ import dataclasses
 import faulthandler
 import gc
 import importlib
-import json
 import multiprocessing
 import os
 import sys
@@ -27,7 +26,6 @@ from pytest_distcompat import clock
 from pytest_distcompat.launch import ask_nvml, randomness, rank
 from pytest_distcompat.launch.at_import import Watch
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
-from pytest_distcompat.launch.environment import OF_THE_AGENT
 from pytest_distcompat.launch.process import native_threads, run_exit_functions
 from pytest_distcompat.launch.request import extend_import_path
 
@@ -50,7 +48,7 @@ collected: Any = None
 
 def import_torch(dump_at: float) -> None:
     """Import what every rank imports, in the launcher process before the fork server is forked from it."""
-    _import(_MODULES_OF_EVERY_RANK, dump_at, 2)
+    _import(_MODULES_OF_EVERY_RANK, dump_at)
 
 
 def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
@@ -61,55 +59,23 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
         dump_at: When the stack of an import that hangs is written, by ``clock.now``: just before the parent gives up.
 
     Returns:
-        Why modules are ``missing``, and why the process is ``unfit`` to be forked from.
+        Why the process is ``unfit`` to be forked from.
     """
     extend_import_path(warmth["path"])
-    named = warmth["named"]
-    log = os.dup(2)
     if warmth["device"] != "cpu":
         ask_nvml.instead_of_cuda()
-    missing = _import(
-        (*_MODULES_OF_EVERY_RANK, *(name for name in warmth["modules"] if name not in named)), dump_at, log
-    )
+    _import((*_MODULES_OF_EVERY_RANK, *warmth["modules"]), dump_at)
     _restart_threads_of_numpy()
     threads = native_threads()
-    if named:
-        per_rank = _made_per_rank(named, dump_at, log)
-        missing |= _import([name for name in named if name not in per_rank], dump_at, log) | per_rank
-    os.close(log)
     if warmth["device"] == "cpu":
         without_shared_memory()
     _freeze()
-    return {"missing": missing, "unfit": _unfit(threads)}
-
-
-def _made_per_rank(names: Sequence[str], dump_at: float, log: int) -> dict[str, str]:
-    """Import modules that the user named in a fork of this process; return those that ranks must import, and why."""
-    read, write = os.pipe()
-    if os.fork() == 0:
-        reasons = {}
-        for name in names:
-            before = native_threads()
-            with Watch() as watch:
-                _import([name], dump_at, log)
-            found = watch.findings.reason(None, lambda variable: OF_THE_AGENT.fullmatch(variable) is not None)
-            if reason := _unfit(before) or found:
-                reasons[name] = reason
-        with os.fdopen(write, "w", encoding="utf-8") as file:
-            json.dump(reasons, file)
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, encoding="utf-8") as file:
-        reasons_json = file.read()
-    # A fork that died reported nothing. To import the modules here would kill this process too.
-    return dict(json.loads(reasons_json)) if reasons_json else dict.fromkeys(names, "a process that imported it died")
+    return {"unfit": _unfit(threads)}
 
 
 def import_more(names: Sequence[str], dump_at: float) -> None:
     """Import what the session turned out to need, in the fork server of ranks that collect tests themselves."""
-    log = os.dup(2)
-    _import(names, dump_at, log)
-    os.close(log)
+    _import(names, dump_at)
     _freeze()
 
 
@@ -117,26 +83,23 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     """Call the function that a Warmth names, in a process that has imported the libraries, and store its result.
 
     Returns:
-        Why the process is ``unfit`` to be forked from, the ``error`` of the call, the ``findings`` of the watch over it, the
-        ``libraries`` that ranks need which collect tests themselves, and whether exit functions are to be called when the
-        process ``leaves``.
+        Why the process is ``unfit`` to be forked from, the ``findings`` of the watch over the call, the ``libraries`` that
+        ranks need which collect tests themselves, and whether exit functions are to be called when the process ``leaves``.
     """
     global collected  # noqa: PLW0603 - a fork server hands things over by being forked
     module, _, function = warmth["call"].partition(":")
-    status: dict[str, Any] = {"error": ""}
     # A fork ends those threads.
     _restart_threads_of_numpy()
     threads, before, at_exit = native_threads(), randomness.states(), atexit._ncallbacks()  # noqa: SLF001 - see process_state
-    # pytest's capture takes stderr away while it collects.
-    log = os.dup(2)
     watch = Watch(warmth["own"])
-    try:
-        call = getattr(importlib.import_module(module), function)
-        with _stack_written(dump_at, log), watch:
-            collected = call(warmth["payload"])
-    except BaseException:  # a conftest may raise anything; the ranks run it again and report it
-        status["error"] = traceback.format_exc()
-    os.close(log)
+    # pytest's capture takes stderr away while it collects.
+    with os.fdopen(os.dup(2), "w", encoding="utf-8") as log:
+        try:
+            call = getattr(importlib.import_module(module), function)
+            with _stack_written(dump_at, log.fileno()), watch:
+                collected = call(warmth["payload"])
+        except BaseException:  # a conftest may raise anything; the ranks run it again and report it
+            traceback.print_exc(file=log)
     rank.start_method = multiprocessing.get_start_method(allow_none=True)
     randomness.remember_seeds(before)
     _freeze()
@@ -145,7 +108,6 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     libraries = watch.libraries if (findings.made or findings.reads) and not unfit else []
     leaves = finishing is not None or atexit._ncallbacks() > at_exit  # noqa: SLF001 - see process_state
     return {
-        **status,
         "unfit": unfit,
         "findings": dataclasses.asdict(findings),
         "libraries": libraries,
@@ -189,20 +151,17 @@ def _keep_operators_of_torch() -> None:
             finalizer.atexit = False
 
 
-def _import(names: Sequence[str], dump_at: float, log: int) -> dict[str, str]:
-    """Import the modules, and return which could not be imported, and why."""
-    missing = {}
+def _import(names: Sequence[str], dump_at: float) -> None:
+    """Import the modules. One that cannot be imported is left to the code that needs it, which reports that better."""
     for name in names:
         try:
-            with _stack_written(dump_at, log):
+            with _stack_written(dump_at, 2):
                 importlib.import_module(name)
-        except ImportError as error:
-            # Not installed, or not for this torch: the code that needs it reports that better.
-            missing[name] = str(error)
-        except Exception as error:
-            missing[name] = f"{type(error).__name__}: {error}"
+        except ImportError:
+            # Not installed, or not for this torch.
+            continue
+        except Exception:
             traceback.print_exc()
-    return missing
 
 
 def _restart_threads_of_numpy() -> None:

@@ -18,9 +18,6 @@ import psutil
 
 from pytest_distcompat import clock
 
-#: Makes a rank write the Python stack of each of its threads. A real-time signal, because programs do not use those.
-STACK_SIGNAL = signal.SIGRTMIN + 7
-
 #: The file exists if this kernel lists children (CONFIG_PROC_CHILDREN).
 _CHILDREN_FILE = Path("/proc/thread-self/children")
 
@@ -170,12 +167,6 @@ def await_end(processes: Iterable[psutil.Process], seconds: float) -> None:
     """Wait until the processes are gone or zombies. psutil's own wait would wait for the parents of zombies."""
     pids = [process.pid for process in processes]
     clock.wait_until(lambda: not any(map(alive, pids)), seconds)
-
-
-def request_stack(pid: int) -> None:
-    """Have a rank write its stacks, for which it needs neither the GIL nor the main thread's attention."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, STACK_SIGNAL)
 
 
 def run_exit_functions() -> None:

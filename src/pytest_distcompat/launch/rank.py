@@ -26,10 +26,10 @@ from pytest_distcompat.events import Done, Error, Event, Start, has_ended, of_ki
 from pytest_distcompat.excerpt import explained
 from pytest_distcompat.launch import deaths, debugging, flight_recorder, pristine_builtins, randomness
 from pytest_distcompat.launch.peers import lost_peer
-from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent, request_stack, run_exit_functions
+from pytest_distcompat.launch.process import die_with_parent, run_exit_functions
 from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
 from pytest_distcompat.launch.request import Request, extend_import_path
-from pytest_distcompat.launch.stacks import format_error, stack_file
+from pytest_distcompat.launch.stacks import STACK_SIGNAL, format_error, request_stack, stack_file
 
 #: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
 GRACE = 0.3

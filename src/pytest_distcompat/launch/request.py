@@ -111,8 +111,6 @@ class Warmth:
 
     Attributes:
         modules: What is imported.
-        named: Those of the modules that the user named. The user gets a notice if one cannot be imported; whether others can
-            depends on what is installed.
         call: The function that is called, as ``module:function``.
         payload: Plain data for the function.
         path: Entries of ``sys.path`` besides the interpreter's own: pytest finds modules in directories that it adds itself.
@@ -121,7 +119,6 @@ class Warmth:
     """
 
     modules: tuple[str, ...] = ()
-    named: tuple[str, ...] = ()
     call: str = ""
     payload: Mapping[str, Any] = field(default_factory=dict)
     path: tuple[str, ...] = ()

@@ -130,19 +130,17 @@ def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: 
 
 def _merged(sides: list[dict[str, dict[str, Any] | None]]) -> dict[str, Any]:
     """Return the status for the parent: of both sides the first problem of each kind, and all findings."""
-    merged: dict[str, Any] = {"missing": {}, "unfit": "", "alone": "", "error": "", "findings": [], "leaves": False}
+    merged: dict[str, Any] = {"unfit": "", "not_shared": "", "findings": [], "leaves": False}
     for side in sides:
         libraries, session = side[LIBRARIES], side.get(SESSION, {})
         if libraries is None:
             merged["unfit"] = merged["unfit"] or _DIED
             continue
-        merged["missing"] |= libraries["missing"]
         merged["unfit"] = merged["unfit"] or libraries["unfit"]
         if session is None:
-            merged["alone"] = merged["alone"] or _DIED
+            merged["not_shared"] = merged["not_shared"] or _DIED
         elif session:
-            merged["alone"] = merged["alone"] or session["unfit"]
-            merged["error"] = merged["error"] or session["error"]
+            merged["not_shared"] = merged["not_shared"] or session["unfit"]
             merged["findings"].append(session["findings"])
             merged["leaves"] = merged["leaves"] or session["leaves"]
     return merged

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import re
+import signal
 import sysconfig
 import tokenize
 from collections.abc import Iterator, Sequence
@@ -21,6 +23,9 @@ _STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "
 #: The ranks of a script may have another Python than this process: https://docs.python.org/3/library/sysconfig.html#installation-paths.
 _ANY_STANDARD = re.compile(r"/.*/lib(64)?/python3\.\d+t?/")
 _OUR_PACKAGE = Path(__file__).parents[1]
+
+#: Makes a rank write the Python stack of each of its threads. A real-time signal, because programs do not use those.
+STACK_SIGNAL = signal.SIGRTMIN + 7
 
 #: What calls tests and trainers: frames that are the same in every stack.
 _CALLERS = ("/_pytest/", "/pluggy/", "/pytest_distcompat/worker.py", "/pytest_distcompat/driver.py")
@@ -87,6 +92,12 @@ class Frame:
     def of_the_user(self) -> bool:
         """Tell whether the file is neither Python's own, nor an installed package's, nor this package's."""
         return not (self.of_python or _PACKAGES.match(self.file) or Path(self.file).is_relative_to(_OUR_PACKAGE))
+
+
+def request_stack(pid: int) -> None:
+    """Have a rank write its stacks, for which it needs neither the GIL nor the main thread's attention."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, STACK_SIGNAL)
 
 
 def stack_file(directory: str | Path, rank: int) -> Path:

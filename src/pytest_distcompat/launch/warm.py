@@ -199,8 +199,6 @@ class WarmLauncher:
                 f"the fork server cannot be forked from: {process.unfit}. Ranks are started by spawn instead, "
                 "seconds slower each. Look for code at import time in a conftest.py or a test module."
             )
-        elif missing := [f"{name} ({process.missing[name]})" for name in self._warmth.named if name in process.missing]:
-            notice = f"the fork server could not import: {', '.join(missing)}"
         elif request.collected and (reason := process.not_shared(request)):
             notice = (
                 f"each rank imports the tests itself, as under torchrun, which takes longer: {reason}, and ranks that are forked "

@@ -20,10 +20,10 @@ from pytest_distcompat.launch.deaths import out_of_memory_kills
 from pytest_distcompat.launch.ending import Ending, RankProcess, conclude
 from pytest_distcompat.launch.files import Files, read_file
 from pytest_distcompat.launch.flight_recorder import END, RECORDER_SIGNAL, record_file
-from pytest_distcompat.launch.process import alive, descendants, kill, request_stack
+from pytest_distcompat.launch.process import alive, descendants, kill
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.stacks import stack_file, threads
+from pytest_distcompat.launch.stacks import request_stack, stack_file, threads
 from pytest_distcompat.launch.stalled_ranks import StallDetector, in_torch, may_wait_for_work
 
 #: After how many seconds the run ends in which a rank vanished: its process is gone, with code 0 and without a last event

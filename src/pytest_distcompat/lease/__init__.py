@@ -9,7 +9,7 @@ from pytest_distcompat.lease.inventory import Inventory, cpu_slots, gpus, here
 from pytest_distcompat.lease.memory import Leak, Memory
 from pytest_distcompat.lease.packing import Demand, pack
 from pytest_distcompat.lease.pool import Lease, LeaseTimeout, Pool, default_directory
-from pytest_distcompat.lease.timeline import Instant, Span, busy, entries, gaps, read_timeline
+from pytest_distcompat.lease.timeline import Instant, Span, entries, gaps, read_timeline
 from pytest_distcompat.lease.watch import Holder
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "Memory",
     "Pool",
     "Span",
-    "busy",
     "cpu_slots",
     "default_directory",
     "entries",

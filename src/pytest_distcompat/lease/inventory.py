@@ -10,20 +10,9 @@ from typing import Literal
 from pytest_distcompat.devices import visible_ids
 from pytest_distcompat.failures import UsageProblem
 
-#: Variables of visible devices that accept names (UUIDs) and numbers: CUDA's, and HIP's on AMD's GPUs.
+#: Variables of visible devices: CUDA's, and HIP's on AMD's GPUs.
 #: ROCR_VISIBLE_DEVICES is not set: HIP numbers the devices within it, so both would filter twice (torch/cuda/__init__.py).
-BY_NAME = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-#: Variables that accept numbers only, from accelerate's launcher (accelerate/utils/launch.py): Ascend, Cambricon, Moore
-#: Threads, Tecorigin, Gaudi, Neuron, Intel.
-BY_NUMBER = (
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "MLU_VISIBLE_DEVICES",
-    "MUSA_VISIBLE_DEVICES",
-    "SDAA_VISIBLE_DEVICES",
-    "HABANA_VISIBLE_MODULES",
-    "NEURON_RT_VISIBLE_CORES",
-    "ZE_AFFINITY_MASK",
-)
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
@@ -67,10 +56,7 @@ class Inventory:
 
     def environment(self, ids: Sequence[str]) -> dict[str, str]:
         """Return the variables that make only these devices visible; none for CPU slots, to which nothing is pinned."""
-        if self.kind == "cpu":
-            return {}
-        numbers = all(name.isdecimal() for name in ids)
-        return dict.fromkeys((*BY_NAME, *(BY_NUMBER if numbers else ())), ",".join(ids))
+        return dict.fromkeys(VISIBLE, ",".join(ids)) if self.kind == "gpu" else {}
 
 
 def gpus(most: int | None = None, ranks_each: int = 1) -> Inventory:

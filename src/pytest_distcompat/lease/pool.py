@@ -28,7 +28,7 @@ from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.directory import LeaseDirectory, TakenError
 from pytest_distcompat.lease.inventory import Inventory
 from pytest_distcompat.lease.memory import FREE_TIMEOUT_S, TOLERANCE, Leak, Memory, await_free
-from pytest_distcompat.lease.tickets import POLL, DeadlockError, Queue, Ticket, ahead
+from pytest_distcompat.lease.tickets import POLL, Queue, Ticket, ahead
 from pytest_distcompat.lease.timeline import Span, append, now
 from pytest_distcompat.lease.watch import Blocker, GivenUpError, Holder, Watch
 
@@ -122,25 +122,28 @@ class Pool:
     def lease(self, ranks: int, *, who: str, timeout: float = TIMEOUT) -> Iterator[Lease]:
         """Lease devices for so many ranks inside the block, all at once.
 
+        A thread that holds devices already gets those: a test that was lent GPUs starts its scripts on them. If it could wait
+        for more, two such tests could wait for each other for ever.
+
         Args:
             ranks: The number of ranks.
             who: Names the request in messages to others who wait.
             timeout: How long to wait for the devices, in seconds.
 
         Raises:
-            UsageProblem: If there are too few devices, or this thread holds some of them itself.
-            LeaseTimeout: After ``timeout``, or at once if the request and others wait for each other's devices.
+            UsageProblem: If there are too few devices, or this thread holds some of them, but too few.
+            LeaseTimeout: After ``timeout``.
         """
         count = self.inventory.needed(ranks)
         mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _this_thread.held)
-        if timeout > 0 and count > len(self.inventory.ids) - len(mine):
-            lent = (
-                f"{len(mine)} of the {len(self.inventory.ids)} {self.inventory.words} are held by the same test already"
-            )
-            raise UsageProblem(f"{who}: {count} are needed, and {lent}")
+        if mine:
+            if self.inventory.kind == "gpu" and count > len(mine):
+                raise UsageProblem(f"{who}: {count} GPUs are needed, and the test that starts it was lent {len(mine)}")
+            yield Lease(mine[:count], self.inventory.environment(mine[:count]))
+            return
         requested = now()
         with contextlib.ExitStack() as held:
-            ids, waited_for = self._take(count, who, requested.monotonic + timeout, held, mine)
+            ids, waited_for = self._take(count, who, requested.monotonic + timeout, held)
             # A record without a lock is of a dead holder.
             dead = {name: record for name in ids if (record := self._read_record(name)) is not None}
             memory = {name: holder.before for name, holder in dead.items() if holder.before is not None}
@@ -190,32 +193,30 @@ class Pool:
         return Holder(name, unknown, self._directory.claimant(name), clock.wall())
 
     def _take(
-        self, count: int, who: str, deadline: float, held: contextlib.ExitStack, mine: tuple[str, ...]
+        self, count: int, who: str, deadline: float, held: contextlib.ExitStack
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Lock ``count`` devices; return their ids, and whom the request has waited for.
 
-        Devices stay locked while the request waits for more, so that a later request cannot take them. An exception is a
-        request of a thread that holds devices already, ``mine``: it holds back no further devices, and others hold back
-        none from it, because it returns its own devices only after it was served.
+        Devices stay locked while the request waits for more, so that a later request cannot take them.
         """
         taken: set[str] = set()
 
         def blockers(ticket: Ticket | None) -> Iterator[Holder | Ticket]:
-            names = (name for name in self.inventory.ids if name not in taken and name not in mine)
+            names = (name for name in self.inventory.ids if name not in taken)
             yield from filter(None, map(self._holder, names))
             yield from ahead(ticket, self._queue.waiting()) if ticket is not None else ()
 
-        watch = Watch(self.inventory, count, who, mine, blockers, self._given_up, run=self._run, notify=self._notify)
+        watch = Watch(self.inventory, count, who, blockers, self._given_up, run=self._run, notify=self._notify)
         self._watch = watch
         try:
-            with self._queue.turn(self.inventory.ids, count, who, deadline, poll=watch, holds=mine) as ticket:
+            with self._queue.turn(self.inventory.ids, count, who, deadline, poll=watch) as ticket:
                 while True:
                     for name in self.inventory.ids:
                         if len(taken) < count and name not in taken and self._lock(name, held):
                             taken.add(name)
                     if len(taken) == count or clock.now() >= deadline:
                         break
-                    if mine or self._queue.overtaken(ticket):
+                    if self._queue.overtaken(ticket):
                         held.close()
                         taken.clear()
                         self._queue.await_turn(ticket, deadline, watch)
@@ -224,8 +225,6 @@ class Pool:
         except TakenError:
             # A request before this one still waits.
             pass
-        except DeadlockError as deadlock:
-            raise LeaseTimeout(_deadlock_message(count, who, mine, deadlock)) from None
         except GivenUpError:
             count = len(taken)
         finally:
@@ -268,15 +267,6 @@ class Pool:
     def _path(self, name: str, kind: str) -> Path:
         # Older names of MIG devices contain slashes.
         return self._directory.path / f"{quote(name, safe='')}.{kind}"
-
-
-def _deadlock_message(count: int, who: str, mine: tuple[str, ...], deadlock: DeadlockError) -> str:
-    lines = [f"{who} holds {', '.join(mine)} and waits for {count} more, which would never be free:"]
-    lines += [
-        f"  {other.who} (pid {other.pid}) holds {', '.join(other.holds)} and waits for {other.count} more"
-        for other in deadlock.others
-    ]
-    return "\n".join(lines)
 
 
 def default_directory() -> Path:

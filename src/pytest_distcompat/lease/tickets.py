@@ -2,9 +2,8 @@
 
 First come, first served. No ticket overtakes an earlier one that may take one of the same devices, so a large request is
 served after those before it, however many small ones follow. Tickets of inventories without a common device do not affect
-each other. A request by a holder of devices (a test that starts a script) overtakes requests by others, because it returns
-its devices only after it was served. A small request that would fit beside a waiting large one waits too; ``packing.py``
-makes that rare, because it starts with the large ones.
+each other. A small request that would fit beside a waiting large one waits too; ``packing.py`` makes that rare, because it
+starts with the large ones.
 
 The operating system unlocks the file of a process that dies, which removes its ticket from the queue.
 """
@@ -29,51 +28,23 @@ _POLL_JOINING = 0.002
 
 @dataclass(frozen=True)
 class Ticket:
-    """Request for ``count`` of the devices ``ids``, by ``who``, which ``holds`` some of them already."""
+    """Request for ``count`` of the devices ``ids``, by ``who``."""
 
     number: int
     ids: tuple[str, ...]
     count: int
     who: str
     pid: int = 0
-    holds: tuple[str, ...] = ()
 
 
 #: Called repeatedly while a request waits, with its ticket if it has one.
 Poll = Callable[[Ticket | None], None]
 
 
-class DeadlockError(Exception):
-    """The request and ``others`` hold devices and wait for each other's, so that none of them can ever be served."""
-
-    def __init__(self, others: list[Ticket]) -> None:
-        super().__init__(", ".join(other.who for other in others))
-        self.others = others
-
-
 def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
-    """Return the tickets to be served before ``mine``, of those that may take one of its devices; the next one first.
-
-    A request by a holder of devices waits for no ticket, because others may wait for its devices.
-    """
-    if mine.holds:
-        return []
-    rivals = [other for other in others if set(other.ids) & set(mine.ids)]
-    before = [other for other in rivals if other.holds or other.number < mine.number]
-    return sorted(before, key=lambda ticket: (not ticket.holds, ticket.number), reverse=True)
-
-
-def deadlocked_with(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
-    """Return the tickets that are in a deadlock with ``mine``, whose owner holds devices; none if there is no deadlock.
-
-    Holders that do not wait return their devices at some time. Holders that wait do so only if one of them can be served from
-    the devices that no waiting holder has.
-    """
-    rivals = [other for other in others if other.number != mine.number and set(other.ids) & set(mine.ids)]
-    waiting = [other for other in rivals if other.holds]
-    held = {name for ticket in (mine, *waiting) for name in ticket.holds}
-    served = any(ticket.count <= len(set(ticket.ids) - held) for ticket in (mine, *waiting))
-    return [] if served else waiting
+    """Return the tickets to be served before ``mine``, of those that may take one of its devices; the next one first."""
+    before = [other for other in others if other.number < mine.number and set(other.ids) & set(mine.ids)]
+    return sorted(before, key=lambda ticket: ticket.number, reverse=True)
 
 
 class Queue:
@@ -85,20 +56,17 @@ class Queue:
         self._own: dict[int, FileLock] = {}
 
     @contextlib.contextmanager
-    def turn(
-        self, ids: tuple[str, ...], count: int, who: str, deadline: float, *, poll: Poll, holds: tuple[str, ...] = ()
-    ) -> Iterator[Ticket]:
+    def turn(self, ids: tuple[str, ...], count: int, who: str, deadline: float, *, poll: Poll) -> Iterator[Ticket]:
         """Wait until the request is the next one, and keep its turn in the block. The arguments are as in ``Ticket``.
 
         Raises:
             TakenError: At ``deadline``, in monotonic seconds.
-            DeadlockError: At once, if it can never be served.
         """
         joining = self._await_lock(f"{QUEUE}/joining.lock", deadline, _POLL_JOINING, lambda: poll(None))
         with contextlib.closing(joining):
             # All processes of a machine share this clock, so numbers grow and are never used twice, not even when a process
             # still waits for a ticket whose owner is gone.
-            mine = Ticket(clock.now_ns(), ids, count, who, os.getpid(), holds)
+            mine = Ticket(clock.now_ns(), ids, count, who, os.getpid())
             self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
             try:
                 # After the lock, because a visible ticket without a lock belongs to a dead process.
@@ -107,9 +75,6 @@ class Queue:
                 self._own.pop(mine.number).close()
                 raise
         try:
-            # The last ticket of a deadlock sees all others: none of them leaves the queue before it is served.
-            if holds and (others := deadlocked_with(mine, self.waiting())):
-                raise DeadlockError(others)
             self.await_turn(mine, deadline, poll)
             yield mine
         finally:

@@ -140,12 +140,3 @@ def gaps(spans: Sequence[Span], since: float, until: float) -> list[dict[str, An
                     seconds = {"begin": round(begin - since, 3), "end": round(end - since, 3)}
                     found.append({"device": device, **seconds, "why": reason})
     return found
-
-
-def busy(spans: Sequence[Span], ids: Sequence[str]) -> float:
-    """Return the fraction of the devices' time that was leased, from the first begin to the last end: 0 to 1."""
-    if not spans:
-        return 0.0
-    length = max(span.released.monotonic for span in spans) - min(span.got.monotonic for span in spans)
-    leased = sum(len(span.ids) * span.seconds for span in spans)
-    return leased / (len(ids) * length) if length else 0.0

@@ -57,7 +57,6 @@ class Watch:
     """Periodic check of what the request ``who`` for ``count`` devices waits for.
 
     Attributes:
-        mine: The devices that the requesting thread holds already.
         blockers: Returns the holders and tickets that the request waits for.
         given_up: Blockers that earlier requests of this process have given up on, so that the next one does not wait for
             them again.
@@ -68,7 +67,6 @@ class Watch:
     inventory: Inventory
     count: int
     who: str
-    mine: tuple[str, ...]
     blockers: Callable[[Ticket | None], Iterable[Blocker]]
     given_up: set[Blocker]
     run: str
@@ -97,7 +95,7 @@ class Watch:
         held = sum(isinstance(one, Holder) for one in stuck)
         # Whether the request cannot be served although all other holders return their devices. A stuck ticket blocks it however
         # many devices are free.
-        too_few = len(self.inventory.ids) - len(self.mine) - held < self.count or held < len(stuck)
+        too_few = len(self.inventory.ids) - held < self.count or held < len(stuck)
         if self.inventory.kind == "cpu" and too_few:
             known = stuck <= self.given_up
             if known or waited >= GIVE_UP_AFTER_S:

@@ -298,8 +298,6 @@ OPTIONS: dict[str, Option] = {
     )
 }
 
-PRELOAD = "distcompat_preload"
-
 
 def add(parser: pytest.Parser) -> None:
     """Register all options, each on the command line and as an ini key."""
@@ -310,7 +308,6 @@ def add(parser: pytest.Parser) -> None:
             option.flag, dest=option.name, default=None, metavar=option.metavar, help=option.help, action=action
         )
         parser.addini(option.name, option.help, default=None)
-    parser.addini(PRELOAD, "Modules that the fork server imports before any rank starts.", type="linelist", default=[])
 
 
 def setting(config: pytest.Config, name: str) -> Setting:

@@ -19,7 +19,7 @@ from pytest_distcompat import clock
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.plugin.options import PRELOAD, Setting, setting
+from pytest_distcompat.plugin.options import Setting, setting
 from pytest_distcompat.plugin.reporting import reproduce
 
 if TYPE_CHECKING:
@@ -181,15 +181,13 @@ class DistcompatSession:
         if os.getpid() != self._process:
             raise UsageProblem(FORKED)
         if self._launcher is None:
-            preload: list[str] = self.config.getini(PRELOAD)
             call, payload, own = "", dict[str, Any](), tuple[str, ...]()
             if self.collects:
                 call = rank_session.COLLECT
                 payload = rank_session.describe(self.config)
                 own = rank_session.own_files(self.config)
-            modules = tuple(dict.fromkeys((*self.modules, *preload)))
-            limit = float(self.setting("warm_timeout").value)
-            warmth = Warmth(modules, tuple(preload), call, payload, path=import_path(), own=own, timeout=limit)
+            modules, limit = tuple(dict.fromkeys(self.modules)), float(self.setting("warm_timeout").value)
+            warmth = Warmth(modules, call, payload, path=import_path(), own=own, timeout=limit)
             kind: Any = LAUNCHERS[self.setting("launcher").value]
             self._launcher = LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
         assert self._launcher is not None

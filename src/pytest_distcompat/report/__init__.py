@@ -5,7 +5,7 @@ from pytest_distcompat.report.causes import Cause, causes, rank_of_cause
 from pytest_distcompat.report.compare import Comparison, compare
 from pytest_distcompat.report.document import FORMAT, Report, counts, facets
 from pytest_distcompat.report.merge import merge
-from pytest_distcompat.report.result import Change, Result, Row
+from pytest_distcompat.report.result import Change, Row
 from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, plain_text, runs_text
 from pytest_distcompat.report.write import FORMATS, append_summary, replace_file, write_report
 
@@ -17,7 +17,6 @@ __all__ = [
     "Comparison",
     "Line",
     "Report",
-    "Result",
     "Row",
     "append_summary",
     "causes",

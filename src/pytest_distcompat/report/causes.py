@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pytest_distcompat.report.result import Change, Result
+from pytest_distcompat.report.result import Change
+from pytest_distcompat.status import Verdict
 
 #: Numbers, ranks and addresses, which differ between failures of one cause.
 _VARIABLE = re.compile(r"0x[0-9a-f]+|\branks? \d+(, \d+)*|\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
@@ -23,7 +24,7 @@ _RANKS = re.compile(r"\branks (\d+)")
 class Cause:
     """Failed verdicts with the same message, numbers aside; ``follows`` is the number of the cause that may explain it."""
 
-    results: tuple[Result, ...]
+    results: tuple[Verdict, ...]
     follows: int | None = None
 
     @property
@@ -39,7 +40,7 @@ class Cause:
     @property
     def words(self) -> str:
         """Return the statuses as the matrix shows them: ``FAIL, CRASH``."""
-        return ", ".join(dict.fromkeys(result.word for result in self.results))
+        return ", ".join(dict.fromkeys(result.status.word for result in self.results))
 
     @property
     def cells(self) -> dict[str, list[str]]:
@@ -52,13 +53,13 @@ class Cause:
         return next((result.reproduce for result in self.results if result.reproduce), "")
 
 
-def causes(results: Iterable[Result]) -> list[Cause]:
+def causes(results: Iterable[Verdict]) -> list[Cause]:
     """Return the causes of the red verdicts, those of a suite together, a cause before what may follow from it.
 
     A run that ends early may follow from what a check has found in the same cell: the check read what the ranks recorded
     before. An optimizer with stale parameters is found before torch fails to save it.
     """
-    found: dict[tuple[str, str], list[Result]] = {}
+    found: dict[tuple[str, str], list[Verdict]] = {}
     suites: dict[str, int] = {}
     for result in results:
         if result.red:
@@ -77,11 +78,11 @@ def causes(results: Iterable[Result]) -> list[Cause]:
     return ordered
 
 
-def _ended_early(group: Iterable[Result]) -> bool:
+def _ended_early(group: Iterable[Verdict]) -> bool:
     return all(result.ended_run for result in group)
 
 
-def cells_of(verdicts: Iterable[Result | Change]) -> dict[str, list[str]]:
+def cells_of(verdicts: Iterable[Verdict | Change]) -> dict[str, list[str]]:
     """Return the checks of the verdicts by cell and driver."""
     found: dict[str, list[str]] = {}
     for verdict in verdicts:
@@ -89,14 +90,14 @@ def cells_of(verdicts: Iterable[Result | Change]) -> dict[str, list[str]]:
     return found
 
 
-def _key(result: Result) -> tuple[str, str]:
+def _key(result: Verdict) -> tuple[str, str]:
     """Return the key of a result's cause; a result without a message is a cause of its own."""
     found = wording(result)
     # Findings of one kind name one tensor or another; exceptions that name another key have another cause.
     return result.place, (found if result.ended_run else _NAME.sub("#", found)) or result.nodeid
 
 
-def wording(result: Result) -> str:
+def wording(result: Verdict) -> str:
     """Return the headline of a result without numbers and ranks."""
     return constant_part(_headline(result))
 
@@ -111,7 +112,7 @@ def unshown(count: int) -> str:
     return f"and {count} more cause{'s' if count > 1 else ''}"
 
 
-def _headline(result: Result) -> str:
+def _headline(result: Verdict) -> str:
     """Return the line of the message that names the failure.
 
     Some first lines need the next one: ``Error(s) in loading state_dict for X:``, or an exception that contains the tracebacks

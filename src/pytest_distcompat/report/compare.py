@@ -12,7 +12,8 @@ from typing import Any
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import cells_of, constant_part, wording
 from pytest_distcompat.report.document import Report, counts
-from pytest_distcompat.report.result import Change, Result
+from pytest_distcompat.report.result import Change
+from pytest_distcompat.status import Verdict
 
 #: The settings that select cells.
 SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "device", "gpus", "budget")
@@ -121,11 +122,11 @@ def compare(before: Report, after: Report) -> Comparison:
     return found
 
 
-def _change(result: Result, before: str, after: str, why: str) -> Change:
+def _change(result: Verdict, before: str, after: str, why: str) -> Change:
     return Change(result.suite, result.driver, result.cell, result.check, before, after, why)
 
 
-def _earlier(before: Report, after: Report) -> dict[int, Result]:
+def _earlier(before: Report, after: Report) -> dict[int, Verdict]:
     """Return the earlier verdict for each later one, by the index of the later one.
 
     Verdicts pair by node id, else by suite. A suite that moved is found by its name; of several of one name the first becomes
@@ -138,11 +139,11 @@ def _earlier(before: Report, after: Report) -> dict[int, Result]:
     # Sorted, so that the pairs do not depend on the order of the run.
     old = sorted(before.results, key=lambda one: (one.place, one.nodeid))
     now = sorted(enumerate(after.results), key=lambda one: (one[1].place, one[1].nodeid))
-    found: dict[int, Result] = {}
+    found: dict[int, Verdict] = {}
 
-    def pair(key: Callable[[Result], object], moved: bool) -> None:
+    def pair(key: Callable[[Verdict], object], moved: bool) -> None:
         taken = {id(was) for was in found.values()}
-        unpaired: defaultdict[object, list[Result]] = defaultdict(list)
+        unpaired: defaultdict[object, list[Verdict]] = defaultdict(list)
         for was in old:
             if id(was) not in taken and not (moved and was.place in suites_after):
                 unpaired[key(was)].append(was)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report, facets
 from pytest_distcompat.report.markdown import headline
-from pytest_distcompat.report.result import Result, by_reason, check_order, tables
+from pytest_distcompat.report.result import by_reason, check_order, tables
 from pytest_distcompat.report.text import counts_text, follows
-from pytest_distcompat.status import Status
+from pytest_distcompat.status import Status, Verdict
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -71,7 +71,7 @@ def html(report: Report) -> str:
     )
 
 
-def place(result: Result) -> str:
+def place(result: Verdict) -> str:
     """Return the key by which the page's script finds a verdict: its place and its check."""
     return f"{result.place}:{result.cell}:{result.check}"
 
@@ -86,11 +86,11 @@ def linked(text: str) -> Markup:
     return Markup().join(parts)
 
 
-def _overview(results: list[Result]) -> dict[str, dict[str, list[tuple[Status, int]]]]:
+def _overview(results: list[Verdict]) -> dict[str, dict[str, list[tuple[Status, int]]]]:
     """Return the count of each status by driver and strategy: the worst status first, then the most frequent."""
     found: dict[str, dict[str, Counter[Status]]] = {}
     for result in results:
-        found.setdefault(result.driver, {}).setdefault(_strategy(result), Counter())[Status(result.status)] += 1
+        found.setdefault(result.driver, {}).setdefault(_strategy(result), Counter())[result.status] += 1
     return {
         driver: {
             strategy: sorted(counted.items(), key=lambda one: (one[0].weight, one[1]), reverse=True)
@@ -100,11 +100,11 @@ def _overview(results: list[Result]) -> dict[str, dict[str, list[tuple[Status, i
     }
 
 
-def _strategy(result: Result) -> str:
+def _strategy(result: Verdict) -> str:
     return str(facets(result.cell).get("strategy", ""))
 
 
-def _axes(results: list[Result]) -> dict[str, list[str]]:
+def _axes(results: list[Verdict]) -> dict[str, list[str]]:
     """Return the values of each filter, in the order of their appearance."""
     known = [facets(result.cell) for result in results]
     return {

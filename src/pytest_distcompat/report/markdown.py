@@ -98,7 +98,7 @@ def _suite(table: Table) -> Iterator[str]:
     for result in table.results:
         # Those that are red are among the causes.
         if result.status != "passed" and not result.red:
-            reasons.setdefault((result.word, result.why), []).append(f"{result.cell}:{result.check}")
+            reasons.setdefault((result.status.word, result.why), []).append(f"{result.cell}:{result.check}")
     if reasons:
         yield ""
     for (word, why), names in reasons.items():
@@ -123,7 +123,7 @@ def _cost(rows: Iterable[Row]) -> Iterator[str]:
     yield "| driver | cell | step, ms | tokens/s a rank | bytes of master and state a parameter | peak memory, MiB |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for row in costs:
-        values = ((row.cost[name], scale, digits) for name, scale, digits in _COST)
+        values = ((row.cost.get(name), scale, digits) for name, scale, digits in _COST)
         # None is a number that JSON does not have, such as infinity.
         numbers = ("" if value is None else f"{value * scale:.{digits}f}" for value, scale, digits in values)
         yield f"| {escape(row.driver)} | {escape(row.cell)} | {' | '.join(numbers)} |"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pytest_distcompat.report.document import ENDINGS, Report
-from pytest_distcompat.report.result import Result, Row
+from pytest_distcompat.report.result import Row
+from pytest_distcompat.status import Verdict
 
 
 def merge(reports: Sequence[Report]) -> Report:
@@ -17,14 +18,14 @@ def merge(reports: Sequence[Report]) -> Report:
     that ran in any of the reports was reached. Names, dtypes, steps and cost of a cell are those of the first report that has
     them.
     """
-    results: dict[tuple[str, ...], Result] = {}
+    results: dict[tuple[str, ...], Verdict] = {}
     rows: dict[tuple[str, ...], Row] = {}
     runs: list[dict[str, Any]] = []
     for number, report in enumerate(reports, 1):
         for result in report.results:
             # Not by the driver: an item without a verdict may have none.
             key = (result.suite, result.place, result.cell, result.check)
-            if key not in results or result.weight > results[key].weight:
+            if key not in results or result.status.weight > results[key].status.weight:
                 results[key] = result
         runs += [{**run, "id": f"{number}/{run['id']}"} for run in report.runs]
         for row in report.rows:

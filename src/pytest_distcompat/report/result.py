@@ -1,4 +1,4 @@
-"""Results of items, rows of cells and changes of verdicts, as reports have them."""
+"""Tables of verdicts, rows of cells and changes of verdicts, as reports have them."""
 
 from __future__ import annotations
 
@@ -8,77 +8,6 @@ from itertools import groupby
 from typing import Any
 
 from pytest_distcompat.status import Status, Verdict
-
-
-@dataclass(frozen=True)
-class Result:
-    """One check in one cell of one suite.
-
-    ``rank`` is the rank that failed first, or that the finding names; ``seconds`` the duration of the item, with the runs that
-    it was the first to need; ``reproduce`` the command that runs it alone, empty for an item without a verdict. ``teardown``
-    is the error of its teardown, if that failed too. ``ended_run`` is the run that ended early and whose ending is the
-    message; empty for what the check itself found.
-    """
-
-    suite: str
-    driver: str
-    cell: str
-    check: str
-    status: str
-    message: str = ""
-    reason: str = ""
-    nodeid: str = ""
-    seconds: float = 0.0
-    rank: int | None = None
-    reproduce: str = ""
-    teardown: str = ""
-    ended_run: str = ""
-
-    @classmethod
-    def of(cls, verdict: Verdict, suite: str, driver: str, **more: Any) -> Result:
-        """Return the result of an item with that verdict. Its status is a plain text, as reports and xdist have it."""
-        texts = verdict.message, verdict.reason
-        return cls(suite, driver, verdict.cell, verdict.check, verdict.status.value, *texts, **more)
-
-    @property
-    def place_of_cell(self) -> tuple[str, str, str, str]:
-        """The first fields of its ``Row``."""
-        return self.suite, self.driver, self.cell, self.place
-
-    @property
-    def word(self) -> str:
-        """Return the status as the matrix shows it."""
-        return Status(self.status).word
-
-    @property
-    def style(self) -> str:
-        """Return the name of the style in which it is shown."""
-        return Status(self.status).style
-
-    @property
-    def red(self) -> bool:
-        """Tell whether it makes the session red."""
-        return Status(self.status).red
-
-    @property
-    def weight(self) -> int:
-        """Return the weight: of two results for a check in a cell, the heavier one counts."""
-        return Status(self.status).weight
-
-    @property
-    def place(self) -> str:
-        """Return the suite's node id: classes of one name in two modules are two suites."""
-        return self.nodeid.rpartition("::test")[0]
-
-    @property
-    def headline(self) -> str:
-        """Return the first line of the message that is not empty."""
-        return next((line.strip() for line in self.message.splitlines() if line.strip()), "")
-
-    @property
-    def why(self) -> str:
-        """Return the reason; of a red verdict the first line of the message, since a declared reason does not explain it."""
-        return self.headline if self.red else self.reason or self.headline
 
 
 @dataclass
@@ -104,6 +33,11 @@ class Row:
     memory: list[int] = field(default_factory=list)
     tensor_bytes: dict[str, list[int]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, verdict: Verdict, **more: Any) -> Row:
+        """Return the row of the verdict's cell."""
+        return cls(verdict.suite, verdict.driver, verdict.cell, verdict.place, **more)
+
 
 def not_applicable_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:
     """Return the cells by (check, reason for which it is not applicable)."""
@@ -118,13 +52,13 @@ def not_applicable_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[st
 class Table:
     """Matrix of one suite: a row for each cell, a column for each check."""
 
-    results: tuple[Result, ...]
+    results: tuple[Verdict, ...]
     checks: tuple[str, ...]
     cells: tuple[str, ...]
-    found: dict[tuple[str, str], Result]
+    found: dict[tuple[str, str], Verdict]
 
     @classmethod
-    def of(cls, results: Iterable[Result], order: Iterable[str] = ()) -> Table:
+    def of(cls, results: Iterable[Verdict], order: Iterable[str] = ()) -> Table:
         """Return the matrix of a suite's results: of several for a check in a cell, the worst.
 
         Args:
@@ -132,10 +66,10 @@ class Table:
             order: The order of the checks; by default that of the results.
         """
         all_results = tuple(results)
-        found: dict[tuple[str, str], Result] = {}
+        found: dict[tuple[str, str], Verdict] = {}
         for result in all_results:
             worst = found.setdefault((result.cell, result.check), result)
-            if result.weight > worst.weight:
+            if result.status.weight > worst.status.weight:
                 found[result.cell, result.check] = result
         present = {check for _, check in found}
         checks = tuple(check for check in order or check_order(all_results) if check in present)
@@ -148,20 +82,20 @@ class Table:
 
     def word(self, cell: str, check: str) -> str:
         """Return the word of the verdict, empty where there is none."""
-        result = self.found.get((cell, check))
-        return result.word if result else ""
+        verdict = self.found.get((cell, check))
+        return verdict.status.word if verdict else ""
 
 
-def tables(results: Iterable[Result]) -> list[Table]:
+def tables(results: Iterable[Verdict]) -> list[Table]:
     """Return the matrix of each suite, in the order of first appearance; all have their checks in the same order."""
-    suites: dict[tuple[str, str], list[Result]] = {}
+    suites: dict[tuple[str, str], list[Verdict]] = {}
     for result in results:
         suites.setdefault((result.suite, result.place), []).append(result)
     order = check_order(result for found in suites.values() for result in found)
     return [Table.of(found, order) for found in suites.values()]
 
 
-def check_order(results: Iterable[Result]) -> list[str]:
+def check_order(results: Iterable[Verdict]) -> list[str]:
     """Return all checks in the order that they have in their cells; where cells differ, the first to appear is first."""
     before: dict[str, set[str]] = {}
     for _, found in groupby(results, key=lambda result: (result.place, result.cell)):
@@ -177,7 +111,7 @@ def check_order(results: Iterable[Result]) -> list[str]:
     return order
 
 
-def by_reason(results: Iterable[Result], status: str) -> dict[str, list[str]]:
+def by_reason(results: Iterable[Verdict], status: str) -> dict[str, list[str]]:
     """Return the cells, with the check if it ran, of each reason for a status."""
     found: dict[str, list[str]] = {}
     for result in results:

@@ -7,8 +7,8 @@ from typing import Any
 
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report, counts
-from pytest_distcompat.report.result import Result, Row, Table, by_reason, not_applicable_reasons, tables
-from pytest_distcompat.status import Status
+from pytest_distcompat.report.result import Row, Table, by_reason, not_applicable_reasons, tables
+from pytest_distcompat.status import Status, Verdict
 
 #: A text and its style: ``good``, ``known``, ``bad``, ``dim``, ``head`` or nothing.
 Span = tuple[str, str]
@@ -31,7 +31,7 @@ def plain_text(line: Line) -> str:
     return "".join(text for text, _ in line)
 
 
-def matrix_text(results: Iterable[Result], cells: Iterable[Row] = (), width: int = 0) -> Iterator[Line]:
+def matrix_text(results: Iterable[Verdict], cells: Iterable[Row] = (), width: int = 0) -> Iterator[Line]:
     """Yield each suite's matrix, then each reason for what is known, not run, refused or not applicable.
 
     Args:
@@ -68,7 +68,7 @@ def _blocks(table: Table, width: int) -> Iterator[Line]:
         yield _row(" " * label, [(check, "") for check, _ in block], block)
         for cell in table.cells:
             verdicts = [table.found.get((cell, check)) for check, _ in block]
-            words = [(one.word, one.style) if one else ("", "") for one in verdicts]
+            words = [(one.status.word, one.status.style) if one else ("", "") for one in verdicts]
             # A further block leaves out cells without a verdict in it.
             if taken == len(table.checks) or any(text for text, _ in words):
                 yield _row(cell.ljust(label), words, block)
@@ -83,7 +83,7 @@ def _row(label: str, words: list[Span], block: list[tuple[str, int]]) -> Line:
     return tuple(span for span in spans if span[0])
 
 
-def causes_text(results: Iterable[Result]) -> Iterator[Line]:
+def causes_text(results: Iterable[Verdict]) -> Iterator[Line]:
     """Yield each cause of failure with its cells and checks, and the command that reproduces one of them."""
     found = causes(results)
     if found:

@@ -8,6 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_distcompat.decode import decode
+
 #: The directory of the run: logs of the ranks, and ``probe.json``, which says what the probe should record.
 RUN = "DISTCOMPAT_RUN"
 #: The process that is the rank. A process with another number has inherited the variable and is no rank.
@@ -50,5 +52,4 @@ class ProbeConfig:
     @classmethod
     def read(cls, directory: Path) -> ProbeConfig:
         """Read the configuration from the directory of a run."""
-        fields = json.loads((directory / _PROBE).read_text(encoding="utf-8"))
-        return cls(**{**fields, "blocks": tuple(fields["blocks"])})
+        return decode(cls, json.loads((directory / _PROBE).read_text(encoding="utf-8")))

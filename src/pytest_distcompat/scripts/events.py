@@ -8,13 +8,6 @@ from pytest_distcompat.events import Event
 
 
 @dataclass(frozen=True)
-class Exit(Event, name="exit"):
-    """The last event of a rank that ends by a ``sys.exit`` with a ``code`` other than 0."""
-
-    code: int
-
-
-@dataclass(frozen=True)
 class Stopped(Event, name="stopped"):
     """The rank has written its part of the checkpoint after which all ranks end as if they had been preempted."""
 

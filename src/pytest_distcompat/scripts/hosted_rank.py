@@ -7,13 +7,12 @@ mpirun). Its child processes are no ranks, although they inherit its environment
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
-import json
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,8 @@ class HostedRank:
         self.pid = os.getpid()
         self.log: RankLog = RankLog(directory, rank)
         self._end_logged = False
+        #: Is called before the end is logged.
+        self.before_end: Callable[[], None] = lambda: None
         #: The last ``sys.exit``, which the script may have caught, and the exception that was being handled then.
         self._exit: SystemExit | None = None
         self._cause: BaseException | None = None
@@ -52,7 +53,7 @@ class HostedRank:
         guard.report_to(self._probe_failed)
         from pytest_distcompat.events import Start
         from pytest_distcompat.launch.deaths import out_of_memory_kills
-        from pytest_distcompat.launch.process import STACK_SIGNAL
+        from pytest_distcompat.launch.stacks import STACK_SIGNAL
 
         # Files that are opened now: at the time of a crash this process may be unable to open one.
         faulthandler.register(STACK_SIGNAL, file=self._open("stack"), all_threads=True)
@@ -124,7 +125,7 @@ class HostedRank:
         """Log how the rank ends, as far as Python knows the reason."""
         if self._end_logged or not self.is_this_process():
             return
-        _run_before_end()
+        guard.attempt("the end of the process", self.before_end)
         error = sys.exc_info()[1]
         if error is None and self._exit is not None and _ends_process(self._exit.__traceback__):
             error = self._exit
@@ -141,8 +142,7 @@ class HostedRank:
             self.fail(error)
             return
         self._end_logged = True
-        from pytest_distcompat.events import Done
-        from pytest_distcompat.scripts.events import Exit
+        from pytest_distcompat.events import Done, Exit
 
         self.log.write(Exit(code) if code else Done())
 
@@ -151,21 +151,6 @@ def _ends_process(trace: TracebackType | None) -> bool:
     """Tell whether an exception with that traceback reached the main module. C code prints exceptions that end nothing."""
     # A ``sys.exit(3)`` that the main module itself catches looks the same, and counts as an end.
     return trace is None or trace.tb_frame.f_code.co_name in _OUTERMOST
-
-
-#: Functions to be called before the end is logged; the recorder registers one.
-_before_end: list[Any] = []
-
-
-def call_before_end(function: Any) -> None:
-    """Register a function to be called once before the end of the rank is logged."""
-    _before_end.append(function)
-
-
-def _run_before_end() -> None:
-    """Call the registered functions, the last one first."""
-    while _before_end:
-        guard.attempt("the end of the process", _before_end.pop())
 
 
 _current: HostedRank | None = None
@@ -203,7 +188,7 @@ def claim(rank: int) -> HostedRank | None:
 
 def _ended_well(directory: Path, rank: int) -> bool:
     """Tell whether the log of that rank says that it ended well."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        last = (directory / f"rank-{rank}.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-        return bool(json.loads(last)["event"] == "done")
-    return False
+    from pytest_distcompat.events import Done
+    from pytest_distcompat.launch.rank_log import read_events
+
+    return any(isinstance(event, Done) for event in read_events(directory, rank)[-1:])

@@ -15,6 +15,7 @@ from pathlib import Path
 from pytest_distcompat.cell import Cell, OptionValue
 from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.launch.hosting import Hosted
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
@@ -23,7 +24,6 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scripts import command as commands
 from pytest_distcompat.scripts.configuration import find_configuration
 from pytest_distcompat.scripts.environment import ON_CPU, ProbeConfig, with_probe
-from pytest_distcompat.scripts.hosting import Hosted
 from pytest_distcompat.scripts.result import ScriptRun
 from pytest_distcompat.strategies import STRATEGIES
 

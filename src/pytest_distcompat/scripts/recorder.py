@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat import clock
 from pytest_distcompat.scripts import guard
 from pytest_distcompat.scripts.environment import ProbeConfig
-from pytest_distcompat.scripts.hosted_rank import HostedRank, call_before_end
+from pytest_distcompat.scripts.hosted_rank import HostedRank
 from pytest_distcompat.scripts.tracked_objects import TrackedObjects
 from pytest_distcompat.trace import Snapshot
 
@@ -62,7 +62,7 @@ class Recorder:
         self._final_recorded_at = -1
         self._should_stop = False
         self._update_observer()
-        call_before_end(self._before_end)
+        rank.before_end = self._before_end
 
     def _before_end(self) -> None:
         from torch import distributed

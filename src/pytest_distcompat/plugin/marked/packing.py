@@ -1,4 +1,4 @@
-"""Packing of tests on devices: how many ranks each needs, the order under xdist, and how busy devices were.
+"""Packing of tests on devices: how many ranks each needs, and the order under xdist.
 
 The workers collect, the controller hands out. So the workers write into the session's store how many ranks each test needs,
 and the controller plans the order, from durations of earlier sessions. No worker's list of tests is reordered: xdist requires
@@ -133,36 +133,16 @@ def cache_seconds(session: DistcompatSession, spans: Iterable[Span]) -> None:
         cache.set(CACHE, {**_cached_seconds(session.config), **seconds})
 
 
-class Devices:
-    """Reads the timeline of leases at the end of the session, in the process that has the terminal."""
+class Durations:
+    """Keeps durations at the end of the session, in the process that has the terminal."""
 
     def __init__(self, session: DistcompatSession) -> None:
         self.session = session
 
-    def _spans(self) -> list[Span]:
-        if not self.session.store_path.exists():
-            return []
-        from pytest_distcompat.lease import read_timeline
-
-        return read_timeline(self.session.store)
-
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Write durations to the cache, unless the session was interrupted."""
-        if exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
-            cache_seconds(self.session, self._spans())
+        if exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} and self.session.store_path.exists():
+            from pytest_distcompat.lease import read_timeline
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print how busy the devices were with ``-v``."""
-        spans = self._spans() if self.session.config.get_verbosity() > 0 else []
-        if not spans:
-            return
-        from pytest_distcompat.lease import busy
-
-        inventory = self.session.inventory
-        length = max(span.released.monotonic for span in spans) - spans[0].got.monotonic
-        terminalreporter.write_line(
-            f"distcompat: {len(inventory.ids)} {inventory.words} were leased for {busy(spans, inventory.ids):.0%} of "
-            f"{length:.1f} s, by {len(spans)} process groups"
-        )
+            cache_seconds(self.session, read_timeline(self.session.store))

@@ -22,7 +22,6 @@ from pytest_distcompat.plugin.selection import is_narrowed, strip_group
 from pytest_distcompat.plugin.session import DistcompatSession
 from pytest_distcompat.report import (
     Report,
-    Result,
     Row,
     append_summary,
     compare,
@@ -31,6 +30,7 @@ from pytest_distcompat.report import (
     versions,
     write_report,
 )
+from pytest_distcompat.status import Status, Verdict
 
 #: The attribute of a report that carries a verdict from an xdist worker to the controller.
 ATTRIBUTE = "distcompat"
@@ -54,7 +54,7 @@ class Results:
 
     def __init__(self, session: DistcompatSession) -> None:
         self.session = session
-        self.results: dict[str, Result] = {}
+        self.results: dict[str, Verdict] = {}
         self.cells: dict[str, Row] = {}
         #: The node ids of the suites' items, in the order in which they were collected.
         self.collected: dict[str, None] = {}
@@ -126,12 +126,12 @@ class Results:
         report.user_properties.extend(self._properties(nodeid, report))
 
     def _record_verdict(self, data: dict[str, Any], report: pytest.TestReport) -> None:
-        result, new = decode(Result, data["result"]), decode(Row, data["row"])
+        result = decode(Verdict, data["verdict"])
         rank = rank_of_cause(result.message) if result.rank is None else result.rank
         result = self.results[result.nodeid] = dataclasses.replace(result, rank=rank, seconds=report.duration)
         row = self._row(result)
-        row.not_applicable.update(new.not_applicable)
-        row.cost.update(new.cost)
+        row.not_applicable.update(data["not_applicable"])
+        row.cost.update(data["cost"])
 
     def _record_without_verdict(self, nodeid: str, report: pytest.TestReport) -> None:
         """Record an item that failed or was skipped outside its check: in a fixture, or because its worker died."""
@@ -145,26 +145,30 @@ class Results:
             return
         if report.skipped:
             skip_text = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else text
-            status, message = "skipped", skip_text.removeprefix("Skipped: ")
+            status, message = Status.SKIPPED, skip_text.removeprefix("Skipped: ")
         else:
             prefix = "" if report.when in {"call", "setup", "teardown"} else "no report: "
-            status, message = "error", "\n".join([*lines[:1], prefix + text]).strip()
+            status, message = Status.ERROR, "\n".join([*lines[:1], prefix + text]).strip()
         reason = message if report.skipped else ""
-        suite = suite_id.rpartition("::")[2]
         # The driver is filled in at the end, from the suite's other items.
-        result = Result(suite, "", cell, check, status, message, reason, nodeid, report.duration)
-        self.results[nodeid] = result
-        self._row(result)
+        item: dict[str, Any] = {"suite": suite_id.rpartition("::")[2], "nodeid": nodeid, "seconds": report.duration}
+        self.results[nodeid] = Verdict(check, cell, status, message, reason, **item)
+        self._row(self.results[nodeid])
 
-    def _row(self, result: Result) -> Row:
-        return self.cells.setdefault(f"{result.place}:{result.cell}", Row(*result.place_of_cell))
+    def _row(self, result: Verdict) -> Row:
+        return self.cells.setdefault(f"{result.place}:{result.cell}", Row.of(result))
 
     def _properties(self, nodeid: str, report: pytest.TestReport) -> list[tuple[str, object]]:
         """Return the properties of a distributed test: cell, driver, check, status, rank of the cause, versions."""
         result = self.results.get(nodeid)
         values: dict[str, object] = {}
         if result is not None:
-            values = {"cell": result.cell, "driver": result.driver, "check": result.check, "status": result.status}
+            values = {
+                "cell": result.cell,
+                "driver": result.driver,
+                "check": result.check,
+                "status": result.status.value,
+            }
             values["rank"] = result.rank
         elif "distcompat" in report.keywords and not _parse_suite_item(nodeid):
             # A marked test: its cell, where it has one, is in its id.
@@ -267,7 +271,7 @@ class Results:
             self._nothing_ran.append(f"  install it: pip install {' '.join(missing)}")
         self._nothing_ran.append("  --distcompat-nothing-ran=pass lets such a session pass")
 
-    def ordered(self) -> list[Result]:
+    def ordered(self) -> list[Verdict]:
         """Return the results in the order of the matrix, independent of the order in which items ran."""
         from pytest_distcompat.checks import all_check_names
         from pytest_distcompat.precisions import PRECISIONS
@@ -275,7 +279,7 @@ class Results:
 
         strategies, precisions, checks = STRATEGIES.names(), PRECISIONS.names(), all_check_names()
 
-        def matrix_order(result: Result) -> tuple[object, ...]:
+        def matrix_order(result: Verdict) -> tuple[object, ...]:
             cell = Cell.parse(result.cell)
             axes = (strategies.index(cell.strategy), precisions.index(cell.precision), cell.world_size)
             return (result.suite, len(cell.options), str(cell.options), *axes, checks.index(result.check))

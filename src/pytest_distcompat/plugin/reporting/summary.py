@@ -11,7 +11,8 @@ from _pytest._code.code import ExceptionRepr
 
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.plugin.selection import strip_group
-from pytest_distcompat.report import Line, Report, Result, causes, causes_text, counts_text, matrix_text, runs_text
+from pytest_distcompat.report import Line, Report, causes, causes_text, counts_text, matrix_text, runs_text
+from pytest_distcompat.status import Verdict
 
 #: The markup of pytest's TerminalWriter for each style of a span.
 MARKUP: Mapping[str, Mapping[str, bool]] = {
@@ -23,7 +24,7 @@ MARKUP: Mapping[str, Mapping[str, bool]] = {
 }
 
 
-def fold_failures(config: pytest.Config, results: Sequence[Result]) -> None:
+def fold_failures(config: pytest.Config, results: Sequence[Verdict]) -> None:
     """Have pytest show one failure of each cause, in the order of the causes, with the other verdicts beneath it.
 
     With ``-vv`` it shows all. ``_pdbshown`` is pytest's own attribute for failures that it leaves out of that section, but not

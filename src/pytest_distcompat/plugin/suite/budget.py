@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,25 +24,13 @@ class Budget:
     seconds: float
     seed: int
 
-    def order(self, last: Report | None) -> Order:
-        """Return the order of cells after that report."""
+    def order(self, last: Report | None) -> Callable[[str, str], tuple[bool, int, str]]:
+        """Return a key by which to sort cells (driver, cell): those that never ran or were red in that report come first."""
         results = last.results if last else ()
         ran = {(one.driver, one.cell) for one in results if one.status != "skipped"}
-        red = {(one.driver, one.cell) for one in results if one.red}
-        return Order(self.seed, frozenset(ran - red))
-
-
-@dataclass(frozen=True)
-class Order:
-    """The order of cells by a seed, and those that an earlier report has green, as (driver, cell)."""
-
-    seed: int
-    green: frozenset[tuple[str, str]]
-
-    def key(self, driver: str, cell: str) -> tuple[bool, int, str]:
-        """Return what to sort by: cells that never ran or were red come first."""
+        green = ran - {(one.driver, one.cell) for one in results if one.red}
         # Not hash(): all xdist workers must have one order, and each has its own hash seed.
-        return (driver, cell) in self.green, zlib.crc32(f"{self.seed} {driver} {cell}".encode()), cell
+        return lambda driver, cell: ((driver, cell) in green, zlib.crc32(f"{self.seed} {driver} {cell}".encode()), cell)
 
 
 def read_budget(text: str) -> Budget | None:

@@ -36,7 +36,6 @@ from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.plugin.suite.declared_names import check_names
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.report import Result, Row
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
@@ -182,7 +181,7 @@ def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
 
     def key(item: pytest.Item) -> tuple[Any, ...]:
         case = item.callspec.params.get("distcompat_case") if hasattr(item, "callspec") else None
-        return order.key(case.suite.driver, case.cell.id) if isinstance(case, Case) else ()
+        return order(case.suite.driver, case.cell.id) if isinstance(case, Case) else ()
 
     items.sort(key=key)
 
@@ -193,26 +192,21 @@ class BoundCase:
     def __init__(self, case: Case, item: pytest.Function) -> None:
         self.case, self.item = case, item
         self._cost: dict[str, Any] = {}
-        self._rank: int | None = None
-        self._ended_run = ""
         self._declaration: Expectation | None = None
 
     def __call__(self) -> None:
         """Run the case; return if its verdict is a success, or skip, or xfail. Any other verdict is raised, see FAILURES."""
         __tracebackhide__ = True
         verdict, command = self._verdict()
-        case = self.case
-        result = Result.of(
+        verdict = dataclasses.replace(
             verdict,
-            case.suite.__name__,
-            case.suite.driver,
+            suite=self.case.suite.__name__,
+            driver=self.case.suite.driver,
             nodeid=strip_group(self.item.config, self.item.nodeid),
-            rank=self._rank,
-            ended_run=self._ended_run,
             reproduce=self.item.config.stash[SESSION].reproduce(self.item),
         )
-        row = Row(*result.place_of_cell, not_applicable=dict(case.not_applicable), cost=self._cost)
-        self.item.stash[VERDICT] = {"result": dataclasses.asdict(result), "row": dataclasses.asdict(row)}
+        of_cell = {"not_applicable": dict(self.case.not_applicable), "cost": self._cost}
+        self.item.stash[VERDICT] = {"verdict": verdict.to_json(), **of_cell}
         if verdict.status is Status.SKIPPED:
             pytest.skip(verdict.reason)
         if verdict.status is Status.KNOWN:
@@ -253,11 +247,9 @@ class BoundCase:
         broken = next((run.name for run in trace if run.end is not None), "")
         command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
         # The first rank that failed in a run that the verdict quotes. The message of a check names ranks itself.
-        for run in trace:
-            if run.end is not None and run.end.message and run.end.message in verdict.message:
-                self._ended_run, self._rank = run.name, run.end.rank
-                break
-        ended = trace.runs[self._ended_run].end if self._ended_run else None
+        ends = ((run.name, run.end) for run in trace if run.end is not None)
+        name, ended = next(((n, one) for n, one in ends if one.message and one.message in verdict.message), ("", None))
+        verdict = dataclasses.replace(verdict, ended_run=name, rank=ended.rank if ended else None)
         self.item.stash[FAILED_RUN] = FailedRun(command, ended.rank if ended and ended.kind == "raised" else None)
         self._show_output(session, session.runner.directories(case.suite.driver, case.cell, scenario), verdict)
         return verdict, command
@@ -274,19 +266,18 @@ class BoundCase:
                 print(f"\n{title}:\n{content}")  # noqa: T201 - it is what the ranks printed
             return
         if verdict.status.red:
-            runs = {directory: name for directory, name in runs.items() if self._ended_run in {"", name}}
+            runs = {directory: name for directory, name in runs.items() if verdict.ended_run in {"", name}}
         self.item.stash[OUTPUT] = sections(runs if verdict.status.red else started)
 
     def _text(self, verdict: Verdict, command: str) -> str:
-        session = self.item.config.stash[SESSION]
         # The finding first: summaries and JUnit show the first line, beside the item's name.
         lines = [verdict.message.rstrip(), "", f"{verdict.cell}: {verdict.check}: {verdict.status}"]
-        if verdict.status is Status.FAILED and not self._ended_run:
+        if verdict.status is Status.FAILED and not verdict.ended_run:
             # For a run that ended early the message has the cause already.
             lines += [f"the claim: {self.case.check.text}", ""]
         if self._declaration is not None:
             lines.append(f"if that is known, declare it in expect: {self._declaration},")
-        lines.append(f"reproduce: {session.reproduce(self.item)}")
+        lines.append(f"reproduce: {verdict.reproduce}")
         if command:
             lines.append(f"this run alone: {command}")
         return "\n".join(lines)
