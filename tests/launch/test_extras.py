@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,11 @@ def test_an_extra_alone_suffices(extra: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
     assert " failed" not in done.stdout
+
+
+@pytest.mark.parametrize("version", re.findall(r":: Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text("utf-8")))
+def test_the_pinned_releases_install_on_each_python(version: str) -> None:
+    options = ("--quiet", "--constraint", "constraints.txt", "--extra", "all", "--group", "dev", "pyproject.toml")
+    resolved = run("uv", "pip", "compile", "--python-version", version, *options, cwd=ROOT)
+    assert resolved.returncode == 0, resolved.stderr
+    assert "\npytest==" in resolved.stdout
