@@ -45,7 +45,8 @@ class Numbered(DeepSpeedDriver):
     def build_model(self) -> Module:
         """Divide what a block returns by its number."""
         model = super().build_model()
-        for number, block in enumerate(self.wrap_spec.block_modules(model), start=1):
+        blocks: list[Any] = self.wrap_spec.block_modules(model)
+        for number, block in enumerate(blocks, start=1):
             block.id = number
             block.register_forward_hook(lambda block, _inputs, output: output / block.id)
         return model

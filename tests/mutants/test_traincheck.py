@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from mutants import profiled
 from mutants.catalog import BY_ID
-from mutants.mutation import Sighting, edited
+from mutants.mutation import Mutant, Sighting, edited
 from mutants.of_traincheck import UNSEEN
 from mutants.stack import Stack, stack
+
+from pytest_distcompat.cell import Cell
 
 PAGE = (Path(__file__).parents[2] / "docs" / "mutants.md").read_text(encoding="utf-8")
 #: The rows of the table, by their first column.
@@ -96,7 +99,7 @@ def test_the_suite_finds_the_error(seen: Seen, installed: Stack) -> None:
 
 
 @pytest.mark.parametrize("mutant", UNSEEN, ids=lambda mutant: mutant.id)
-def test_an_unseen_error_fits_the_installed_source(mutant: object) -> None:
+def test_an_unseen_error_fits_the_installed_source(mutant: Mutant) -> None:
     for file, text in edited(mutant).items():
         compile(text, file, "exec")
 
@@ -104,6 +107,11 @@ def test_an_unseen_error_fits_the_installed_source(mutant: object) -> None:
 def test_the_page_has_a_verdict_of_each_of_the_26() -> None:
     assert len(ROWS) == 26
     assert all(re.match(r" \*\*(caught|missed|not expressible)\*\*", verdict) for _, verdict in ROWS.values())
+
+
+def test_the_profile_pairwise_has_the_cell_of_frozen_parameters() -> None:
+    (seen,) = (one for one in SEEN if one.id == "DS-5489")
+    assert Cell.parse(seen.sighting.cell) in profiled.cells("pairwise", seen.sighting.driver)
 
 
 def test_what_is_caught_names_its_mutant_or_its_cell() -> None:
