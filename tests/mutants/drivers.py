@@ -1,13 +1,19 @@
-"""Trainers that some bugs need: with a model that the built-in drivers do not have."""
+"""Trainers that some bugs need: with a model that the built-in drivers do not have, or with a user's mistake."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
+from pytest_distcompat.drivers.torch import TorchDriver
 
 if TYPE_CHECKING:
+    import torch
     from torch.nn import Module
+
+    from pytest_distcompat.models._base import Batch
 
 
 class Quantized(AccelerateDriver):
@@ -31,3 +37,174 @@ def _with_quantization(layer: Any, state: dict[str, Any], prefix: str, _metadata
     quantization = getattr(layer.weight, "quant_state", None)
     if quantization is not None:
         state[f"{prefix}weight.absmax"] = quantization
+
+
+class Numbered(DeepSpeedDriver):
+    """Blocks have a number in their attribute ``id``: https://github.com/deepspeedai/DeepSpeed/issues/6772."""
+
+    def build_model(self) -> Module:
+        """Divide what a block returns by its number."""
+        model = super().build_model()
+        blocks: list[Any] = self.wrap_spec.block_modules(model)
+        for number, block in enumerate(blocks, start=1):
+            block.id = number
+            block.register_forward_hook(lambda block, _inputs, output: output / block.id)
+        return model
+
+
+class Experts(DeepSpeedDriver):
+    """The last layer is a mixture of one expert a rank: https://github.com/deepspeedai/DeepSpeed/issues/5794."""
+
+    keywords: ClassVar[dict[str, Any]] = {"drop_tokens": False}
+
+    def build_model(self) -> Module:
+        """Put the mixture in the place of Llama's last MLP."""
+        from deepspeed.moe.layer import MoE
+        from torch import nn
+
+        model: Any = super().build_model()
+        width, ranks = model.config.hidden_size, self.world.size
+        mixture = MoE(width, nn.Linear(width, width), ranks, ranks, use_rts=False, **self.keywords)
+        # A layer of Llama wants the output alone, not the router's loss.
+        mixture.register_forward_hook(lambda _mixture, _inputs, output: output[0])
+        model.get_submodule("model.layers.1").mlp = mixture
+        return model  # type: ignore[no-any-return]
+
+
+class UnevenTokens(Experts):
+    """Rank 1 has half as many tokens, so less room at each expert: https://github.com/deepspeedai/DeepSpeed/issues/6809."""
+
+    keywords: ClassVar[dict[str, Any]] = {"drop_tokens": True, "min_capacity": 1}
+
+    def batch_of(self, index: int, rank: int) -> Batch:
+        """Leave rows out."""
+        return {name: value[: 2 - rank] for name, value in super().batch_of(index, rank).items()}
+
+
+class _OneGroup:
+    """Model parallelism as DeepSpeed asks for it: all ranks are one tensor-parallel group."""
+
+    def __init__(self) -> None:
+        from torch import distributed
+
+        self.rank, self.size, self.group = distributed.get_rank(), distributed.get_world_size(), distributed.group.WORLD
+        self.alone = [distributed.new_group([rank]) for rank in range(self.size)][self.rank]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the method of that name: ``get_data_parallel_group``, ``get_tensor_model_parallel_rank``."""
+        kind = name.rpartition("_")[2]
+        whole = {"rank": self.rank, "size": self.size, "group": self.group}
+        single = {"rank": 0, "size": 1, "group": self.alone}
+        parallel = name.startswith(("get_model_parallel", "get_tensor_model_parallel"))
+        if not name.startswith("get_") or kind not in whole or "sequence" in name or "slice" in name:
+            raise AttributeError(name)
+        return lambda: (whole if parallel else single)[kind]
+
+
+class TensorParallel(DeepSpeedDriver):
+    """Ranks are tensor-parallel, with one batch: https://github.com/deepspeedai/DeepSpeed/pull/1801."""
+
+    def build(self, model: Module) -> None:
+        """Say so to DeepSpeed, and that one parameter is split: the others have no part in rank 1's norm."""
+        import deepspeed
+
+        split: Any = model.get_parameter("model.norm.weight")
+        split.model_parallel = True
+        initialize = deepspeed.initialize
+        deepspeed.initialize = lambda **arguments: initialize(mpu=_OneGroup(), **arguments)
+        try:
+            super().build(model)
+        finally:
+            deepspeed.initialize = initialize
+
+    def batch_of(self, index: int, rank: int) -> Batch:
+        """Return the first rank's."""
+        return super().batch_of(index, 0)
+
+
+class CompiledStep(TorchDriver):
+    """The optimizer's step is compiled, the second one lacks gradients: https://github.com/pytorch/pytorch/issues/115607."""
+
+    #: Dynamo runs a fused step as it is.
+    fused: ClassVar[bool] = False
+    number: int = 0
+
+    def build(self, model: Module) -> None:
+        """Compile it."""
+        import torch
+
+        super().build(model)
+        self.optimizer.step = torch.compile(self.optimizer.step, backend="eager")
+
+    def step(self, number: int) -> float:
+        """Remember which step it is."""
+        self.number = number
+        return super().step(number)
+
+    def update(self) -> None:
+        """Drop a part of the gradients in the second step."""
+        for name in self.tiny.frozen_modules if self.number == 1 else ():
+            self.raw.get_submodule(name).zero_grad()
+        super().update()
+
+    def reference(self, model: Module, number: int, ranks: int) -> float:
+        """Freeze that part in the second step."""
+        for name in self.tiny.frozen_modules:
+            model.get_submodule(name).requires_grad_(number != 1)
+        return super().reference(model, number, ranks)
+
+
+class NeverCleared(TorchDriver):
+    """Gradients are never cleared: https://stackoverflow.com/questions/60335387."""
+
+    def build(self, model: Module) -> None:
+        """Take the method away."""
+        super().build(model)
+        self.optimizer.zero_grad = lambda: None
+
+
+class NormsOnly(TorchDriver):
+    """All but the norms is frozen by mistake: https://discuss.pytorch.org/t/84911."""
+
+    def build(self, model: Module) -> None:
+        """Freeze it."""
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        super().build(model)
+
+
+class Moved(TorchDriver):
+    """A model that DDP has wrapped is converted, and loses DDP's hooks: https://github.com/pytorch/pytorch/issues/104336."""
+
+    def build(self, model: Module) -> None:
+        """Go to another dtype and back, as the issue does between devices."""
+        super().build(model)
+        model.double().float()
+
+
+class Unwrapped(TorchDriver):
+    """The module inside DDP is called, not DDP: https://x.com/jxmnop/status/1778520637193240892."""
+
+    def build(self, model: Module) -> None:
+        """Compute losses by it."""
+        super().build(model)
+        loss = self.tiny.loss
+        self.tiny = dataclasses.replace(self.tiny, loss=lambda _wrapped, batch: loss(model, batch))
+
+
+class NeverFrozen(TorchDriver):
+    """What is to be frozen is not when the model is wrapped: https://github.com/open-mmlab/mmpretrain/issues/702."""
+
+    def build(self, model: Module) -> None:
+        """Train all of it."""
+        super().build(model.requires_grad_())
+
+
+class OtherParameters(DeepSpeedDriver):
+    """The optimizer has other parameters than the model: https://github.com/deepspeedai/DeepSpeed/issues/6770."""
+
+    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+        """Return one of a copy."""
+        import copy
+
+        return super().make_optimizer(copy.deepcopy(model))

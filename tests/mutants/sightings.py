@@ -48,6 +48,14 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         Sighting("accelerate", "fsdp2-fp32-w2-activation_checkpointing", "units", "the activations are recomputed of"),
     ),
     "acc-999-sched-gas": (Sighting("accelerate", "ddp-fp32-w2-grad_accum_2", "parity", "the learning rate is"),),
+    "ds-1801-tp-clip": (
+        Sighting(
+            "mutants.drivers:TensorParallel",
+            "zero1-bf16_mixed-w2-grad_accum_dtype_fp32",
+            "active",
+            "parameters differ from rank 0's",
+        ),
+    ),
     "ds-5150-clip": (
         Sighting("deepspeed", "zero0-fp32-w2", "clipping", "the gradients that the optimizer gets have norm"),
     ),
@@ -59,6 +67,12 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
             "the gradients that the optimizer gets",
         ),
     ),
+    "ds-5794-moe-capacity": (
+        Sighting("mutants.drivers:Experts", "zero0-fp32-w2", "optimizer", "SIGABRT during 'step'|in a collective"),
+    ),
+    "ds-6772-module-id": (
+        Sighting("mutants.drivers:Numbered", "zero3-bf16_mixed-w2-model_mlp", "parity", "step 1: the loss is"),
+    ),
     "ds-7580-overflow-z1": (
         Sighting(
             "twins.twins_float8:Half", "zero1-fp16_mixed-w2", "scaling", "SIGABRT during 'overflow'|changed in a step"
@@ -68,8 +82,21 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "ds-7786-z0-bf16-ckpt": (Sighting("deepspeed", "zero0-bf16_mixed-w2", "resume", "optimizer"),),
     "ds-7839-z0-zero-grad": (Sighting("deepspeed", "zero0-bf16_mixed-w2", "parity", "step [23]: .*the gradient norm"),),
     "ds-8029-frozen-masters": (Sighting("deepspeed", "zero0-bf16_mixed-w2-frozen", "memory", "elements are trained"),),
+    "pt-115607-compiled-step": (
+        Sighting("mutants.drivers:CompiledStep", "ddp-fp32-w2", "parity", r"step [34]: .*in the reference"),
+    ),
     "pt-125708-init-optim-lr": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", "other values after the"),),
+    "pt-84803-lost-data": (
+        Sighting("accelerate", "fsdp2-fp32-w2", "parity", "step 2: the loss is"),
+        Sighting("deepspeed", "zero3-fp32-w2", "parity", "step 1: the loss is"),
+    ),
     "tr-25852-fsdp-optim-name": (Sighting("trainer", "fsdp2-fp32-w2-state_dict_full", "resume", "after the load"),),
+    "tr-29903-state-dict": (
+        Sighting("trainer", "ddp-fp32-w2-model_hf:gpt2", "export", "2 of 29 names are in no exported file"),
+    ),
+    "tr-33455-epoch-steps": (
+        Sighting("trainer", "ddp-fp32-w2-grad_accum_2", "parity", r"train\(\) came back before 'step'"),
+    ),
     "tr-34191-ga-token-mean": (Sighting("trainer", "ddp-fp32-w2-grad_accum_2", "parity", "in the reference"),),
     "tr-34242-ddp-token-mean": (Sighting("trainer", "ddp-fp32-w2", "parity", "in the reference"),),
     "tr-36627-save-only": (

@@ -17,7 +17,7 @@ from pytest_distcompat.engine import run_check
 from pytest_distcompat.judge import skipped
 from pytest_distcompat.known import applying, concerned, shipped
 from pytest_distcompat.launch import LAUNCHERS, Warmth
-from pytest_distcompat.models import MODELS
+from pytest_distcompat.models import model_of
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.status import Verdict
 
@@ -42,8 +42,7 @@ def stack(store: Path, path: tuple[Path, ...], cells: tuple[tuple[str, str], ...
     """A stack with these directories in front of all others. ``cells`` (driver, cell) say what its ranks will import."""
     modules = ["torch", "torch.distributed"]
     for driver, cell in cells:
-        model = MODELS.get(str(Cell.parse(cell).option("model")))
-        modules += [*find_driver(driver).preload, *model.preload]
+        modules += [*find_driver(driver).preload, *model_of(Cell.parse(cell)).preload]
     tests = str(Path(__file__).parents[1])
     front = [*(str(directory) for directory in path), os.environ.get("PYTHONPATH", ""), tests]
     with pytest.MonkeyPatch.context() as patch:

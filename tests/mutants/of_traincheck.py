@@ -1,0 +1,160 @@
+"""Errors of the TrainCheck artefact in libraries; ``test_traincheck`` has all 26 of it.
+
+https://github.com/OrderLab/TrainCheck and https://arxiv.org/abs/2506.14813.
+"""
+
+from __future__ import annotations
+
+from .mutation import Edit, Mutant
+
+BF16_OPTIMIZER = "deepspeed/runtime/bf16_optimizer.py"
+GPT2 = "transformers/models/gpt2/modeling_gpt2.py"
+TORCH_COLLECTIVES = "torch/distributed/distributed_c10d.py"
+
+DEEPSPEED = "https://github.com/deepspeedai/DeepSpeed/"
+TORCH = "https://github.com/pytorch/pytorch/"
+TRANSFORMERS = "https://github.com/huggingface/transformers/"
+
+MUTANTS = (
+    Mutant(
+        "tr-29903-state-dict",
+        (TRANSFORMERS + "issues/29903",),
+        "the state dict that save_pretrained makes is corrupt: tied weights lose all their names, not all but one",
+        (
+            Edit(
+                "transformers/modeling_utils.py",
+                "        known = inames.intersection(to_delete_names)\n",
+                "        known = inames\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-33455-epoch-steps",
+        (TRANSFORMERS + "issues/33455",),
+        "an epoch's steps are rounded down: its incomplete last accumulation window is dropped, training ends early",
+        (
+            Edit(
+                "transformers/trainer.py",
+                "                + int(len_dataloader % args.gradient_accumulation_steps > 0),\n",
+                "                + 0,\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "ds-1801-tp-clip",
+        (DEEPSPEED + "pull/1801",),
+        "the tensor-parallel ranks but the first do not clip what all of them have: layer norms drift apart",
+        (
+            Edit(
+                BF16_OPTIMIZER,
+                "                    all_grads_for_clip.append(self.fp32_groups_gradients[i][j])\n",
+                "                    if tensor_mp_rank == 0 or is_model_parallel_parameter(lp) or is_moe_param(lp):\n"
+                "                        all_grads_for_clip.append(self.fp32_groups_gradients[i][j])\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "ds-5794-moe-capacity",
+        (DEEPSPEED + "issues/5794",),
+        "each rank makes room for its own tokens at an expert: tensors of different shapes are exchanged",
+        (
+            Edit(
+                "deepspeed/moe/sharded_moe.py",
+                "            dist.all_reduce(new_capacity, op=dist.ReduceOp.MAX, group=ep_group)\n",
+                "            pass\n",
+                count=3,
+            ),
+        ),
+    ),
+    Mutant(
+        "ds-6772-module-id",
+        (DEEPSPEED + "issues/6772", DEEPSPEED + "pull/6847"),
+        "ZeRO-3 numbers the modules in their attribute id, where the user has numbers of their own",
+        (
+            Edit(
+                "deepspeed/runtime/zero/parameter_offload.py",
+                "        module.ds_id = my_count\n",
+                "        module.ds_id = module.id = my_count\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "pt-84803-lost-data",
+        (TORCH + "issues/84803", TORCH + "issues/96600", "https://github.com/baichuan-inc/Baichuan2/issues/86"),
+        "data between devices arrives as zeros now and then: here rank 1's part of each eleventh all-gather",
+        (
+            Edit(TORCH_COLLECTIVES, "\n_MPI_AVAILABLE = True\n", "\n_MPI_AVAILABLE = True\n_gathered = 0\n"),
+            Edit(
+                TORCH_COLLECTIVES,
+                '        _warn_not_in_group("all_gather_single")\n        return\n',
+                """\
+        _warn_not_in_group("all_gather_single")
+        return
+
+    global _gathered
+    _gathered += 1
+    if get_rank() == 1 and _gathered % 11 == 0:
+        input_tensor = torch.zeros_like(input_tensor)
+""",
+            ),
+        ),
+    ),
+    Mutant(
+        "pt-115607-compiled-step",
+        (TORCH + "issues/115607",),
+        "no guard for gradients that are None: a compiled optimizer step without them is used with them too",
+        (
+            Edit(
+                "torch/_dynamo/variables/optimizer.py",
+                """\
+                else:
+                    install_guard(grad_source.make_guard(GuardBuilder.CONSTANT_MATCH))
+""",
+                "",
+            ),
+        ),
+    ),
+)
+
+#: No profile and no check sees these; docs/mutants.md says which would.
+UNSEEN = (
+    Mutant(
+        "tr-17877-init-again",
+        (TRANSFORMERS + "pull/17877",),
+        "each module of GPT-2 initialises the projections of all that it contains: several times the work",
+        (
+            Edit(
+                GPT2,
+                "        if isinstance(module, (GPT2Attention, GPT2MLP)):\n",
+                """\
+        for name, parameter in module.named_parameters():
+            if not name.endswith("c_proj.weight"):
+                continue
+""",
+            ),
+            Edit(
+                GPT2,
+                "            init.normal_(module.c_proj.weight, mean=0.0, std=std)\n",
+                "            init.normal_(parameter, mean=0.0, std=std)\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-33844-eval-dropout",
+        (TRANSFORMERS + "pull/33844",),
+        "the attention of Bart and of what was copied from it drops out in evaluation too",
+        (
+            Edit(
+                "transformers/models/bart/modeling_bart.py",
+                "dropout=0.0 if not self.training else self.dropout,",
+                "dropout=self.dropout,",
+            ),
+        ),
+    ),
+    Mutant(
+        "pt-56488-worker-seed",
+        (TORCH + "pull/56488",),
+        "the workers of a DataLoader have one random state of NumPy: they augment their rows alike",
+        (Edit("torch/utils/data/_utils/worker.py", "            np.random.seed(np_seed)\n", "            pass\n"),),
+    ),
+)
