@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tests.checks.sound_runs import layout, shared_by
+from tests.checks.sound_runs import layout
 
 from pytest_distcompat import digests
 from pytest_distcompat.cell import Cell
@@ -89,14 +89,15 @@ class Place:
     def part(self, name: str, kind: str, numel: int, *, split: bool) -> dict[str, Any]:
         """The digest of what this rank holds, its size and its layout."""
         whole = words(name + kind, self.done * (name in TRAINABLE), numel)
-        shards = shared_by(self.cell)
-        size = math.ceil(numel / shards)
-        own = whole[size * (self.rank % shards) :][:size] if split else whole
-        part = layout(self.cell, self.rank) if split else Layout()
+        part = layout(self.cell, self.rank, name) if split else Layout()
+        holders = part.holders or (self.rank,)
+        size = math.ceil(numel / len(holders))
+        start = size * holders.index(self.rank)
+        own = whole[start:][:size]
         digest = digest_of(own)
         if split and not part.flat:
             # The digest of a DTensor's shard knows its place in the whole.
-            _, hashes = digests.read(digest_of([0] * size * (self.rank % shards) + own))
+            _, hashes = digests.read(digest_of([0] * start + own))
             digest = digests.form(len(own), hashes)
         return {"digest": digest, "numel": len(own), "layout": part}
 

@@ -24,7 +24,8 @@ BY_NAME = {
 }
 #: The only modules that need torch to be defined at all.
 NEED_TORCH = {"models._modules", "launch.agent"} | {
-    f"probe.{m}" for m in ("tensors", "live", "optimizer", "observe", "inputs", "files", "numbers", "gradients")
+    f"probe.{m}"
+    for m in ("tensors", "layouts", "live", "optimizer", "observe", "inputs", "files", "numbers", "gradients")
 }
 
 

@@ -22,8 +22,8 @@ MIN_REDUCED_FRACTION = 0.1
 def active(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the strategy really runs.
 
-    Wrapper, kind of parameters, ZeRO stage, world size and shards are its own. Gradients are reduced, and replicas stay
-    equal.
+    Wrapper, kind of parameters, ZeRO stage, world size, shards and parts of tensor parallelism are its own. Gradients are
+    reduced. What several ranks hold (parameters, optimizer state, gradients) stays equal.
 
     If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on the CPU.
     """

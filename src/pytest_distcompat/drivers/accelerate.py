@@ -18,7 +18,7 @@ from pytest_distcompat.drivers._calls import CLIP_VALUE, Calls
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.strategies import STRATEGIES, _tensor
 from pytest_distcompat.strategies._base import MAX_NORM
 
 if TYPE_CHECKING:
@@ -191,6 +191,7 @@ class AccelerateDriver(TinyDriver):
         "cpu_offload",
         "reshard_after_forward",
         "dp_replicate",
+        "tp",
         "use_orig_params",
         "cpu_ram_efficient_loading",
         "wrap_policy",
@@ -245,6 +246,8 @@ class AccelerateDriver(TinyDriver):
             return f"accelerate has no {cell.strategy}"
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute == "float32":
             return "accelerate sets no precision for fp32, so the JSON cannot contradict it"
+        if cell.tp > 1 and cell.dp_size == int(cell.option("dp_replicate")):
+            return "accelerate's FSDP needs a dimension to shard over beside that of tensor parallelism"
         return _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
 
     def build(self, model: Module) -> None:
@@ -263,11 +266,15 @@ class AccelerateDriver(TinyDriver):
         settings.setdefault("kwargs_handlers", []).extend(self._recipe())
         self._recompute(model)
         self.accelerator = Accelerator(**self.cell.with_settings("Accelerator", self._with_objects(settings)))
+        if self.cell.tp > 1:
+            # accelerate wants a model that is cut already: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
+            mesh = self.accelerator.torch_device_mesh["tp"]
+            _tensor.parallelize(model, mesh, self.wrap_spec.tp_plan, sequence=False)
         optimizer = self.make_optimizer(model)
         # accelerate's scheduler takes a step for each rank: https://huggingface.co/docs/accelerate/concept_guides/performance
         scheduler = self.make_scheduler(optimizer, every=self.world.size)
-        data = self.dataset(self.world.size)
-        rows = len(data) // (self.epoch * self.world.size)
+        data = self.dataset(self.cell.dp_size)
+        rows = len(data) // (self.epoch * self.cell.dp_size)
         loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]  # a list is a dataset
         prepared = self.accelerator.prepare(loader, model, optimizer, scheduler)
         self.loader, self.model, self.optimizer, self.scheduler = prepared

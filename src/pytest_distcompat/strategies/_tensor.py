@@ -27,6 +27,8 @@ WITH_TP = frozenset(
 
 def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
     """Return why a model of that plan cannot be cut as the cell asks; None if it can."""
+    if cell.strategy != "fsdp2":
+        return "DeepSpeed's own tensor parallelism (AutoTP) has no driver yet"
     if not plan:
         return f"the model {cell.option('model')} has no plan for tensor parallelism"
     if cell.option("model") in {"llama", "llama_tied"} and cell.tp > 2:

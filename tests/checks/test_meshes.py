@@ -1,0 +1,102 @@
+"""Checks on meshes with tensor parallelism, on hand-made traces: what they say of a dimension that is not data parallel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.checks.test_gradients import scaled
+
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.trace import Layout
+
+if TYPE_CHECKING:
+    from tests.checks.test_reshard import RunsOf
+    from tests.checks.traces import Sound
+
+ALONE, WITH_SHARDS, WITH_REPLICAS = "fsdp2-fp32-w2-tp_2", "fsdp2-fp32-w4-tp_2", "fsdp2-fp32-w8-dp_replicate_2-tp_2"
+MESHES = (ALONE, WITH_SHARDS, WITH_REPLICAS)
+
+
+def test_peers_are_fed_the_same_rows_and_others_different_ones(sound: Sound) -> None:
+    assert sound(WITH_SHARDS).findings("data") == []
+    other = {"inputs": ("batch 1.0 of rank 7",)}
+    expected = "expected the same, as they hold parts of the same layers (tp 2)"
+    assert sound(WITH_SHARDS).snapshot("step", other, nth=0, rank=3).findings("data") == [
+        f"ranks 2 and 3 are fed different batches in step 1; {expected}"
+    ]
+    story = sound(WITH_SHARDS)
+    for rank in (2, 3):
+        story = story.snapshot("step", {"inputs": ("batch 1.0 of rank 0",)}, nth=0, rank=rank)
+    assert story.findings("data") == [f"ranks 0 and {rank} are fed the same batch in step 1" for rank in (2, 3)]
+
+
+@pytest.mark.parametrize("cell", MESHES)
+def test_norms_count_once_what_several_ranks_hold(sound: Sound, cell: str) -> None:
+    assert sound(cell).findings("clipping") == sound(cell).findings("gradients") == []
+    story = sound(cell)
+    copies = 2 if cell == WITH_REPLICAS else 1
+    twice = story.stepped({"square": 4.0 / (story.cell.world_size / copies)}, action="step").findings("clipping")
+    assert len(twice) == copies
+    assert all(
+        "together: the gradients that the optimizer gets have norm 2; 1 in the reference" in one for one in twice
+    )
+
+
+def test_a_gradient_that_is_off_by_the_size_of_tp(sound: Sound) -> None:
+    story = scaled(sound("fsdp2-fp32-w8-tp_2"), {"outlet.weight": 2.0})
+    [found] = story.findings("gradients")
+    assert found.startswith(
+        "step 1: all ranks: the gradient of outlet.weight is 2 times the reference's (= the size of tp)"
+    )
+    story = scaled(sound("fsdp2-fp32-w8-tp_2"), {"outlet.weight": 4.0})
+    assert "4 times the reference's (= the number of data-parallel ranks)" in story.findings("gradients")[0]
+
+
+@pytest.mark.parametrize("cell", MESHES)
+def test_memory_per_axis(sound: Sound, cell: str) -> None:
+    assert sound(cell).findings("memory") == []
+    story = sound(cell)
+    copies = 2 if cell == WITH_REPLICAS else 1
+    context = "16 elements are trained, in 2 copies" if copies == 2 else "16 elements are trained"
+    fewer = story.state("exp_avg", {"numel": 1}, only="outlet.weight", action="step", nth=2)
+    kept = 8 * copies + story.cell.world_size
+    assert fewer.findings("memory") == [
+        f"all ranks together keep {kept} elements of 'exp_avg'; {context}, expected {16 * copies}"
+    ]
+    # Had tensor parallelism left it whole, there would be state for it on each of its ranks.
+    whole = story.parameters({"layout": Layout()}, only="outlet.weight", action="build").findings("memory")
+    assert whole[0].startswith(f"all ranks together keep {16 * copies} elements of 'exp_avg'; 24 elements are trained")
+
+
+@pytest.mark.parametrize("cell", [WITH_SHARDS, WITH_REPLICAS])
+@pytest.mark.parametrize("check", ["reshard", "portable", "export", "resume"])
+def test_checkpoints_move_between_meshes(runs_of: RunsOf, cell: str, check: str) -> None:
+    story = runs_of(cell, check)
+    assert story.findings(check) == []
+    if check == "reshard":
+        meshes = {name: run.cell for name, run in story.trace.runs.items()}
+        plain = cell.replace("-dp_replicate_2", "").removesuffix("-tp_2")
+        assert meshes == {"train": cell, "up": plain, "back": cell, "one": "fsdp2-fp32-w1"}
+        where = {"run": "back", "action": "load"}
+        other = story.parameters({"digest": "3:1"}, only="inlet.weight", rank=1, **where).findings("reshard")
+        assert other[0].startswith("parameter 'inlet.weight': ")
+        assert other[0].endswith(f" after the load at {story.cell.world_size} ranks with tp 2")
+
+
+def test_losses_of_other_batches_are_not_compared(runs_of: RunsOf) -> None:
+    story = runs_of(WITH_SHARDS, "portable").snapshot("step", {"loss": 7.0}, run="port", nth=1)
+    assert story.findings("portable") == []
+    infinite = story.snapshot("step", {"loss": float("inf")}, run="port", nth=1, rank=2)
+    assert infinite.findings("portable") == [
+        "rank 2: the loss of step 2 after the load under ddp is inf; expected a finite number"
+    ]
+
+
+def test_accumulation_is_not_judged_beside_tensor_parallelism(sound: Sound) -> None:
+    cell = replace(sound(WITH_SHARDS).cell, options=(("grad_accum", 2), ("tp", 2)))
+    reason = CHECKS.get("accumulation").not_applicable(cell, TorchDriver)
+    assert reason
+    assert reason.startswith("tensor parallelism reduces activations")
