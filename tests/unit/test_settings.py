@@ -373,6 +373,14 @@ def test_a_refusal_does_not_hide_another_failure() -> None:
     ]
 
 
+def test_a_failure_is_the_same_on_another_rank_and_with_other_numbers() -> None:
+    def outcome(row: tuple[str, ...]) -> str:
+        return f"parity: failed: rank {len(row) % 2} is {len(row)}.5e-03 off" if {"A.b=1", "A.d=1"} <= set(row) else ""
+
+    row = ("A.a=1", "A.b=1", "A.c=1", "A.d=1", "A.e=1")
+    assert [part for part, _ in reduced_failures(row, outcome)] == [("A.b=1", "A.d=1")]
+
+
 def test_a_known_bug_of_a_setting_covers_it_among_others() -> None:
     known = fails("resume", reason="a bug", set="A.b=1")
     assert known.covers(Cell.of("ddp", "fp32", set="A.b=1+A.c=2"), "resume")

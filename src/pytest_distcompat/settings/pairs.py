@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pytest_distcompat.failures import UsageProblem
 
 #: What came of a row: nothing if all claims hold, else how it failed.
 Outcome = Callable[[tuple[str, ...]], str]
+#: What differs between failures of one cause: it is chance which rank fails first, and other settings give other numbers.
+_CHANCE = re.compile(r"\branks? \d+|\d[\d.e+-]*")
 
 
 def covering_rows(values: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
@@ -49,6 +52,7 @@ def reduced_failures(row: tuple[str, ...], outcome: Outcome) -> Iterator[tuple[t
     What was found is taken out by its last setting, and the rest is tried again: a refusal must not hide other pairs.
     """
     while row and (how := outcome(row)):
-        part = smallest(row, lambda rest, how=how: outcome(rest) == how)  # type: ignore[misc]
+        alike = _CHANCE.sub("", how)
+        part = smallest(row, lambda rest, alike=alike: _CHANCE.sub("", outcome(rest)) == alike)  # type: ignore[misc]
         yield part, how
         row = tuple(one for one in row if one != part[-1])

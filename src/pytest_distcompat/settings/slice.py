@@ -11,7 +11,7 @@ SLICE = {
     "trainer": (
         (
             "zero2-fp32-w2-model_mlp-set_ds_config.optimizer.type=AdamW+ds_config.optimizer.params.torch_adam=true"
-            "+ds_config.optimizer.params.weight_decay=auto"
+            "+ds_config.optimizer.params.lr=auto+ds_config.optimizer.params.weight_decay=auto"
         ),
     ),
     "deepspeed": (
