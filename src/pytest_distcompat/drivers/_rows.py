@@ -132,7 +132,7 @@ def _trainer(count: int, directory: Path, settings: Mapping[str, Any], world: in
 
     rows = [{"x": torch.tensor([float(row)]), "labels": torch.tensor([float(row)])} for row in range(count)]
 
-    class Recorder(torch.nn.Module):
+    class _Recorder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = torch.nn.Parameter(torch.ones(1))
@@ -143,7 +143,7 @@ def _trainer(count: int, directory: Path, settings: Mapping[str, Any], world: in
                 self.fed[-1].append(x.flatten().tolist())
             return {"loss": (0 * self.scale + labels).square().mean(), "logits": x}
 
-    class Epochs(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    class _Epochs(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
         def on_epoch_begin(self, *_: Any, model: Any, **__: Any) -> None:
             model.fed.append([])
 
@@ -174,7 +174,7 @@ def _trainer(count: int, directory: Path, settings: Mapping[str, Any], world: in
     )
     data = _iterable(rows) if iterable else rows
     trainer = Trainer(
-        model=Recorder(), args=arguments, train_dataset=data, eval_dataset=data, callbacks=[Epochs()], **more
+        model=_Recorder(), args=arguments, train_dataset=data, eval_dataset=data, callbacks=[_Epochs()], **more
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
