@@ -20,10 +20,10 @@ class Run:
     - ``rows``, ``resumed_rows``, ``moved_rows``: the rows that the trainer's loaders give; ``metrics``: of an evaluation;
     - ``reference``: a step of the same training in one process, in float32, unwrapped; ``rounded``: the same under autocast.
 
-    ``first_step`` is the number of the first step. ``after`` names the run whose checkpoint this one finds. ``strategy`` and
-    ``world_size`` say where the run's cell differs from the check's; ``only`` which options it keeps (None: all), ``follows``
-    which objects' settings (None: all). ``directory`` is the checkpoint's name, ``damage`` what is done to it. ``same_as`` is
-    the name under which other checks know the very same run.
+    ``first_step`` is the number of the first step. ``after`` names the run whose checkpoint this one finds. ``strategy``,
+    ``precision`` and ``world_size`` say where the run's cell differs from the check's; ``only`` which options it keeps (None:
+    all), ``follows`` which objects' settings (None: all). ``directory`` is the checkpoint's name, ``damage`` what is done to it.
+    ``same_as`` is the name under which other checks know the very same run.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Run:
     first_step: int = 0
     after: str = ""
     strategy: str = ""
+    precision: str = ""
     world_size: int = 0
     only: tuple[str, ...] | None = None
     directory: str = "checkpoint"
@@ -44,7 +45,12 @@ class Run:
         if self.follows is not None and cell.set:
             kept = (one for one in cell.set if one.startswith(tuple(f"{name}." for name in self.follows)))
             options = (*(one for one in options if one[0] != "set"), ("set", "+".join(kept)))
-        return Cell(self.strategy or cell.strategy, cell.precision, self.world_size or cell.world_size, options)
+        return Cell(
+            self.strategy or cell.strategy,
+            self.precision or cell.precision,
+            self.world_size or cell.world_size,
+            options,
+        )
 
 
 def without(*options: str) -> tuple[str, ...]:
@@ -143,6 +149,15 @@ ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))
 EXPORT = Scenario("export", (TRAIN_RUN, RELOAD_RUN))
 PATHS = Scenario("paths", (NAMED_RUN, REOPENED_RUN))
 OVERFLOW = Scenario("overflow", (OVERFLOW_RUN,))
+#: 8 bits alone, DeepSpeed alone, then both.
+STAGES = Scenario(
+    "stages",
+    (
+        dataclasses.replace(TRAIN_RUN, name="fp8_alone", strategy="fsdp2", same_as=TRAIN_RUN.name),
+        dataclasses.replace(TRAIN_RUN, name="zero_alone", precision="bf16_mixed", same_as=TRAIN_RUN.name),
+        TRAIN_RUN,
+    ),
+)
 EVALUATION = Scenario("evaluation", (ROWS_RUN, ALONE_RUN))
 DAMAGE = Scenario("damage", (TRAIN_RUN, *DAMAGED_RUNS))
 

@@ -8,9 +8,9 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
-from pytest_distcompat.driver import Driver, Loader
+from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers.torch import TorchDriver
-from pytest_distcompat.trace import RowsInfo, RunTrace, Snapshot, Trace
+from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Snapshot, Trace
 
 CELL = Cell("ddp", "fp32")
 Epoch = Sequence[Sequence[int]]
@@ -54,11 +54,8 @@ def trace(change: Mapping[tuple[str, str, int], Sequence[Epoch]] = {}) -> Trace:
                 for epoch, done in starts:
                     found = [batches(order_of(name, one), rank, ranks) for one in range(epoch, 2)]
                     found[0] = found[0][done:]
-                    infos.append(
-                        RowsInfo(
-                            name, epoch, done, LOADERS[name], tuple(map(tuple, change.get((run, name, rank), found)))
-                        )
-                    )
+                    given = tuple(tuple(map(tuple, one)) for one in change.get((run, name, rank), found))
+                    infos.append(RowsInfo(name, epoch, done, LOADERS[name], given))
             snapshots.append(Snapshot(rank, run, run, 0, rows=tuple(infos)))
         made.append(RunTrace(run, ranks, tuple(snapshots)))
     return Trace.of("made", made)

@@ -17,6 +17,7 @@ from tests.checks import (
     test_gradients,
     test_save_only_model,
     test_scaling,
+    test_stages,
 )
 from tests.checks.traces import Story
 from tests.unit import test_cost
@@ -97,6 +98,10 @@ def _all_rows_on_both(cell: str) -> Story:
 
 def _rows_counted_twice(cell: str) -> Story:
     return replace(sound(cell), trace=test_evaluation.trace({"mean": 10.5}, {"mean": 10.5}, alone={"mean": 11.0}))
+
+
+def _lost_under_deepspeed(cell: str) -> Story:
+    return test_stages.staged(sound, cell).model({"float8": 0}, action="step", nth=2)
 
 
 def _slow(cell: str) -> Story:
@@ -200,5 +205,6 @@ EXAMPLES: Mapping[str, Example] = {
     "save_only_model": Example("does not gather a block", "fsdp2-fp32-w2-save_only_model", _model_alone),
     "scaling": Example("looks for infinities on each rank by itself", "fsdp1-fp16_mixed-w2", _overflow_on_one_rank),
     "float8": Example("converts no layer", "zero2-fp8-w2", _nothing_converted),
+    "stages": Example("loses the setting for 8 bits under DeepSpeed", "zero2-fp8-w2", _lost_under_deepspeed),
     "throughput": Example("gathers each layer by itself (`--distcompat-throughput 0.9`)", "fsdp2-fp32-w2", _slow),
 }

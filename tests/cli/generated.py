@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.checks import CHECKS, Check
-from pytest_distcompat.driver import Driver, Loader
+from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES, Dtypes
+from pytest_distcompat.trace import Loader
 
 from .failing import EXAMPLES
 

@@ -150,7 +150,7 @@ def in_bfloat16(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 class StateInBfloat16(Torch):
     """Moments kept in bfloat16 beside float32 parameters."""
 
-    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+    def make_optimizer(self, model: Module) -> Any:
         return in_bfloat16(super().make_optimizer(model))
 
 
@@ -172,7 +172,7 @@ class SecondOptimizer(Torch):
 
     second: torch.optim.Optimizer
 
-    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+    def make_optimizer(self, model: Module) -> Any:
         from torch.optim import AdamW
 
         optimizer = super().make_optimizer(model)

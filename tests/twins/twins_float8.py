@@ -42,6 +42,16 @@ class NotConvertedByAccelerate(AccelerateDriver):
         super().build(model)
 
 
+@twin("stages", "zero2-fp8-w2", match=rf"^both: rank 0: 0 of 15 linear layers(?s:.*){NONE}", also={"float8": NONE})
+class ForgetsUnderDeepSpeed(AccelerateDriver):
+    """8 bits alone and DeepSpeed alone run as asked."""
+
+    def build(self, model: Module) -> None:
+        if self.strategy.zero_stage is not None:
+            self.precision = _without_8_bits(self.precision)
+        super().build(model)
+
+
 @twin("float8", "zero1-fp8-w2", match=NONE)
 class NotConvertedNatively(DeepSpeedDriver):
     """DeepSpeed has no word for 8 bits; nobody converted before."""

@@ -46,7 +46,7 @@ class MadeBeforeSharding(Torch):
         self.early = super().make_optimizer(model)
         return super().wrap(model, precision, cell, device)
 
-    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+    def make_optimizer(self, model: Module) -> Any:
         return self.early
 
 
@@ -93,7 +93,7 @@ class FlatTogether(Accelerate):
 class OfACopy(Torch):
     """The optimizer belongs to a copy of the model, as after a ``deepcopy`` for an average that took the wrong one."""
 
-    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+    def make_optimizer(self, model: Module) -> Any:
         return super().make_optimizer(copy.deepcopy(getattr(model, "module", model)))
 
 
@@ -120,7 +120,7 @@ def without(optimizer: torch.optim.Optimizer, last: int) -> torch.optim.Optimize
 class OneForgotten(Torch):
     """The groups of the optimizer were sorted by name, and one parameter fell through."""
 
-    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+    def make_optimizer(self, model: Module) -> Any:
         return without(super().make_optimizer(model), 1)
 
 
@@ -142,7 +142,7 @@ NO_STATE = {"names": r"the optimizer of no rank keeps state for 'outlet\.bias'"}
 class OneForgottenZero(AccelerateDriver):
     """The twin above with ZeRO's flat masters."""
 
-    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+    def make_optimizer(self, model: Module) -> Any:
         return without(super().make_optimizer(model), 1)
 
 
@@ -155,7 +155,7 @@ class OneForgottenZero(AccelerateDriver):
 class OneTwice(Torch):
     """A parameter in two groups: its step is taken twice. torch refuses that in the constructor only."""
 
-    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+    def make_optimizer(self, model: Module) -> Any:
         optimizer = super().make_optimizer(model)
         group = optimizer.param_groups[0]
         group["params"].append(group["params"][-1])
@@ -181,7 +181,7 @@ LAST_STOPS = (
 class NoLearningRate(Torch):
     """One group has learning rate 0: everything is in place and nothing happens."""
 
-    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+    def make_optimizer(self, model: Module) -> Any:
         return with_a_group_that_rests(super().make_optimizer(model))
 
 
@@ -190,7 +190,7 @@ class NoLearningRate(Torch):
 class NoLearningRateAccelerate(AccelerateDriver):
     """The twin above with flat masters, and with FSDP1 upcasting: a parameter whose dtype changes has not moved yet."""
 
-    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+    def make_optimizer(self, model: Module) -> Any:
         return with_a_group_that_rests(super().make_optimizer(model))
 
 

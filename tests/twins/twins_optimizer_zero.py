@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
 from .declare import CLIPPING, GRADIENTS, PARITY, twin
 
 if TYPE_CHECKING:
-    import torch
     from torch.nn import Module
 
 ONE = "inlet.weight"
@@ -41,7 +40,7 @@ class OneWithoutGradient(AccelerateDriver):
 class OneWithoutRate(AccelerateDriver):
     """A group of its own whose learning rate is forgotten: the master stays, as its copy in bfloat16 may for a while."""
 
-    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+    def make_optimizer(self, model: Module) -> Any:
         optimizer = super().make_optimizer(model)
         (group,) = optimizer.param_groups
         one = model.get_parameter(ONE)

@@ -62,3 +62,9 @@ def test_without_transformers_known_issues_of_mlp_apply_to_a_cell_without_option
 def test_with_transformers_the_default_model_is_llama() -> None:
     assert models.model_of(Cell("ddp", "fp32")).name == "llama"
     assert models.model_of(Cell.of("ddp", "fp32", model="mlp")).name == "mlp"
+
+
+def test_ranks_use_other_experts_in_the_first_step() -> None:
+    used = [set(models.MODELS.get("moe").batch(0, rank)["features"][:, :4].argmax(-1).tolist()) for rank in (0, 1)]
+    assert used[0] != used[1]
+    assert used[0] & used[1]

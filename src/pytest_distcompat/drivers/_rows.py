@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.driver import RESUME_AT, Loader
+from pytest_distcompat.driver import RESUME_AT
 from pytest_distcompat.installed import version_of
+from pytest_distcompat.trace import Loader
 
 #: How many rows a batch has; one that ranks split, in all together.
 BATCH, SPLIT = 2, 4
@@ -47,17 +48,22 @@ def _expected(settings: Mapping[str, Any]) -> Loader:
 ACCELERATE: dict[str, Loader] = {name: _expected(settings) for name, settings in _ACCELERATE.items()}
 
 
+def _iterable(rows: Sequence[Any]) -> Any:
+    """Return a data set without a length, which begins anew in each epoch."""
+    from torch.utils.data import IterableDataset
+
+    class Rows(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(rows)
+
+    return Rows()
+
+
 def accelerate_loader(name: str, count: int) -> tuple[Any, Any]:
     """Return an Accelerator and its prepared loader of that name."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
-    from torch.utils.data import DataLoader, IterableDataset
-
-    class Rows(IterableDataset[int]):
-        """Rows in order, from the beginning in each epoch."""
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(count))
+    from torch.utils.data import DataLoader
 
     settings = dict(_ACCELERATE[name])
     iterable = settings.pop("iterable", False)
@@ -65,7 +71,7 @@ def accelerate_loader(name: str, count: int) -> tuple[Any, Any]:
     own = {"batch_size": BATCH, "shuffle": not iterable, **own}
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**settings))
     set_seed(0)
-    return accelerator, accelerator.prepare(DataLoader(Rows() if iterable else range(count), **own))  # type: ignore[arg-type]
+    return accelerator, accelerator.prepare(DataLoader(_iterable(range(count)) if iterable else range(count), **own))  # type: ignore[arg-type]
 
 
 def accelerate_rows(
@@ -122,16 +128,11 @@ TRAINER: dict[str, Loader] = {
 def _trainer(count: int, directory: Path, settings: Mapping[str, Any], world: int = 1, **more: Any) -> Any:
     """Return a Trainer of a model that records the rows that it is fed, by epoch, and returns them."""
     import torch
-    from torch.utils.data import IterableDataset
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     rows = [{"x": torch.tensor([float(row)]), "labels": torch.tensor([float(row)])} for row in range(count)]
 
-    class Rows(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return iter(rows)
-
-    class Recorder(torch.nn.Module):
+    class _Recorder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = torch.nn.Parameter(torch.ones(1))
@@ -142,7 +143,7 @@ def _trainer(count: int, directory: Path, settings: Mapping[str, Any], world: in
                 self.fed[-1].append(x.flatten().tolist())
             return {"loss": (0 * self.scale + labels).square().mean(), "logits": x}
 
-    class Epochs(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    class _Epochs(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
         def on_epoch_begin(self, *_: Any, model: Any, **__: Any) -> None:
             model.fed.append([])
 
@@ -171,9 +172,9 @@ def _trainer(count: int, directory: Path, settings: Mapping[str, Any], world: in
         dataloader_pin_memory=False,
         **settings,
     )
-    data = Rows() if iterable else rows
+    data = _iterable(rows) if iterable else rows
     trainer = Trainer(
-        model=Recorder(), args=arguments, train_dataset=data, eval_dataset=data, callbacks=[Epochs()], **more
+        model=_Recorder(), args=arguments, train_dataset=data, eval_dataset=data, callbacks=[_Epochs()], **more
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -193,7 +194,7 @@ def trainer_rows(
 
 def trainer_metrics(count: int, directory: Path) -> dict[str, float]:
     """Return what ``Trainer.evaluate`` finds: the loss, how many rows ``compute_metrics`` gets, and the mean of their squares."""
-    found = {}
+    found: dict[str, float] = {}
 
     def compute(predictions: Any) -> dict[str, float]:
         return {

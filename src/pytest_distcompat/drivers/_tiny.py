@@ -79,6 +79,8 @@ class TinyDriver(Driver):
         if cell.precision == "fp8" and not tiny.in_8_bits:
             return f"the model {tiny.name} has no layer whose sizes 16 divides: nothing would be in 8 bits"
         precision = PRECISIONS.get(cell.precision)
+        if tiny.only_float32 and precision.compute != "float32":
+            return f"the statistics of the few rows of model {tiny.name} turn on rounding"
         if cell.option("ignored_modules") and precision.compute != precision.load:
             return f"a module that is left out computes in {precision.load}, as it was loaded, the others in {precision.compute}"
         if cell.option("float32_norms") and (precision.load == "float32" or not precision.mixed):

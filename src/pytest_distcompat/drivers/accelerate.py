@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.driver import Loader
 from pytest_distcompat.drivers import _options, _preload, _rows
 from pytest_distcompat.drivers._calls import CLIP_VALUE, Calls
 from pytest_distcompat.drivers._tiny import TinyDriver
@@ -20,6 +19,7 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES, _tensor
 from pytest_distcompat.strategies._base import MAX_NORM
+from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
     from torch.nn import Module

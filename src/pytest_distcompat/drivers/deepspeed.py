@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.driver import Loader
 from pytest_distcompat.drivers import _options, _preload, _rows
 from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._tiny import TinyDriver
@@ -18,6 +17,7 @@ from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -37,6 +37,7 @@ class TinyModel:
         norm_spread: Factor on the tolerance of gradient norms, in every precision.
         tp_plan: Name of a module, with ``*`` for numbers -> how tensor parallelism cuts it, see ``strategies/_tensor.py``.
         random: Whether its forward draws random numbers, which no one process draws as the ranks do.
+        only_float32: Whether what it computes turns on rounding.
         find_blocks: Returns ``blocks`` where they are known only of the model itself.
         unsupported_reason: Why the model cannot be made here; empty if it can.
         preload: Modules that the fork server imports for it.
@@ -60,6 +61,7 @@ class TinyModel:
     norm_spread: float = 1.0
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     random: bool = False
+    only_float32: bool = False
     find_blocks: Callable[[], tuple[str, ...]] | None = None
     unsupported_reason: str = ""
     preload: tuple[str, ...] = ()

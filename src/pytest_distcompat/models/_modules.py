@@ -93,12 +93,17 @@ class BatchNorm(OneBlock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
-        logits: torch.Tensor = self.outlet(self.block(self.norm(self.inlet(x.to(self.inlet.weight.dtype)))))
+        # A bias right before it would have no gradient but rounding.
+        x = self.norm(torch.tanh(self.inlet(x.to(self.inlet.weight.dtype))))
+        logits: torch.Tensor = self.outlet(self.block(x))
         return logits
 
 
 class MixtureOfExperts(OneBlock):
-    """Classifier that sends each row to the expert of its highest score, and learns to use all of them alike."""
+    """Classifier that sends each row to one of four experts, and learns to rate all of them alike.
+
+    A row's largest feature chooses the expert, as in https://arxiv.org/abs/2106.04426: a choice by scores would turn on rounding.
+    """
 
     def __init__(self, features: int, width: int, classes: int) -> None:
         super().__init__(features, width, classes)
@@ -107,19 +112,18 @@ class MixtureOfExperts(OneBlock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
+        chosen = x[:, :4].argmax(-1)
         x = self.block(self.inlet(x.to(self.inlet.weight.dtype)))
         scores = torch.softmax(self.router(x).float(), dim=-1)
-        best, chosen = scores.max(dim=-1)
-        y = x
+        found = x
         # An expert computes on no rows too: all ranks call the same modules, and each parameter has a gradient.
         for number, expert in enumerate(self.experts):
             rows = (chosen == number).nonzero().flatten()
-            y = y.index_add(0, rows, (expert(x[rows]) * best[rows, None].to(x.dtype)).to(y.dtype))
-        # How unevenly they are used: https://arxiv.org/abs/2101.03961, equation 4. A trainer that takes the loss from logits
-        # alone learns from it too.
-        used = functional.one_hot(chosen, 4).float().mean(0)
-        balance = 4 * (used * scores.mean(0)).sum()
-        logits: torch.Tensor = self.outlet(y) / (1 + 0.1 * balance).to(y.dtype)
+            found = found.index_add(0, rows, (expert(x[rows]) * scores[rows, number, None].to(x.dtype)).to(x.dtype))
+        # Its auxiliary loss (https://arxiv.org/abs/2101.03961, equation 4): a trainer that takes the loss from logits alone
+        # learns from it too.
+        balance = 4 * (functional.one_hot(chosen, 4).float().mean(0) * scores.mean(0)).sum()
+        logits: torch.Tensor = self.outlet(found) / (1 + 0.1 * balance).to(found.dtype)
         return logits
 
 

@@ -1,7 +1,8 @@
-"""Mixture of experts: a router sends each row to one of them, and an expert may get none on a rank."""
+"""Mixture of experts: each row goes to one of them, and an expert may get none on a rank."""
 
 from __future__ import annotations
 
 from pytest_distcompat.models._classifier import classifier
 
-MOE = classifier("moe", "MixtureOfExperts", frozen_modules=("inlet",), order=9)
+# 1.7e-3 measured in bf16_mixed, by torch.
+MOE = classifier("moe", "MixtureOfExperts", frozen_modules=("inlet",), spread=2.5, order=9)
