@@ -148,7 +148,6 @@ def test_the_list_of_options_is_frozen() -> None:
     """A new option is a promise: think before you add one, then change CHANGELOG.md, docs/options.md and this list."""
     assert [option.flag for option in OPTIONS.values()] == [
         "--distcompat-gpus",
-        "--distcompat-device",
         "--distcompat-world-size",
         "--distcompat-oversubscribe",
         "--distcompat-strategies",

@@ -195,12 +195,7 @@ def test_without_a_driver_there_is_nothing(nvml: MadeUpNvml, monkeypatch: pytest
         (None, ["--distcompat-gpus=2"], "distcompat: 2 GPUs, nccl, world size 2 (default)*"),
         ("GPU-bbbb", ["--distcompat-gpus=1"], "distcompat: 1 GPUs, nccl, world size 1 (default)*"),
         (None, ["--distcompat-gpus=0"], "distcompat: CPU, gloo, world size 2 (default)*"),
-        (None, ["--distcompat-device=cpu"], "distcompat: CPU, gloo, world size 2 (default)*"),
-        (
-            None,
-            ["--distcompat-device=cuda", "--distcompat-world-size=2"],
-            "distcompat: 3 GPUs, nccl, world size 2 (option)*",
-        ),
+        (None, ["--distcompat-world-size=2"], "distcompat: 3 GPUs, nccl, world size 2 (option)*"),
         (None, ["--distcompat-gpus=0", "--distcompat-world-size=8"], "distcompat: CPU, gloo, world size 8 (option)*"),
     ],
 )
@@ -222,17 +217,6 @@ def test_visible_gpus_are_used(
         (None, ["--distcompat-gpus=4"], "--distcompat-gpus 4 (option): 3 visible (CUDA_VISIBLE_DEVICES=unset)*"),
         ("", ["--distcompat-gpus=1"], "--distcompat-gpus 1 (option): 0 visible (CUDA_VISIBLE_DEVICES=)*"),
         ("0,0", ["--distcompat-gpus=1"], "--distcompat-gpus 1 (option): 0 visible*"),
-        ("", ["--distcompat-device=cuda"], "--distcompat-device cuda: no GPU is visible*"),
-        (
-            None,
-            ["--distcompat-gpus=2", "--distcompat-device=cpu"],
-            "--distcompat-gpus 2 and --distcompat-device cpu exclude*",
-        ),
-        (
-            None,
-            ["--distcompat-gpus=0", "--distcompat-device=cuda"],
-            "--distcompat-gpus 0 and --distcompat-device cuda exclude*",
-        ),
         (None, ["--distcompat-world-size=4"], "--distcompat-world-size 4 (option): 4 ranks need 4 GPUs, 3 to use*"),
         (
             None,

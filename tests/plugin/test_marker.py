@@ -274,7 +274,7 @@ def test_a_failed_rank_shows_its_report_and_the_commands(pytester: pytest.Pytest
         MARKED.format("").replace("def test()", "@pytest.mark.parametrize('x', [\"it's $HOME\"])\ndef test(x)")
     )
     result = pytester.runpytest_inprocess(
-        "--distcompat-device=cpu", "--distcompat-timeout=9", "--distcompat-strategies=ddp"
+        "--distcompat-gpus=0", "--distcompat-timeout=9", "--distcompat-strategies=ddp"
     )
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
@@ -285,7 +285,7 @@ def test_a_failed_rank_shows_its_report_and_the_commands(pytester: pytest.Pytest
             "consequences:",
             "  rank 0 was killed by SIGTERM",
             # Quoted for a shell; options that select are left out.
-            """reproduce: pytest '*.py::test[[]it'"'"'s $HOME[]]' --distcompat-device=cpu --distcompat-timeout=9""",
+            """reproduce: pytest '*.py::test[[]it'"'"'s $HOME[]]' --distcompat-gpus=0 --distcompat-timeout=9""",
             "this run alone: torchrun ...",
             # pytest 8 gives no reason that is a text.
             "FAILED *" + " - rank 1 failed: ValueError: no" * (pytest.version_tuple >= (9,)),

@@ -25,7 +25,6 @@ LAST = Path(__file__).parents[1] / "report" / "real.json"
 #: Option to a right value for the ini file, one for the command line, and what the latter means.
 RIGHT: dict[str, tuple[str, str, Any]] = {
     "distcompat_gpus": ("auto", "0", 0),
-    "distcompat_device": ("auto", "cpu", "cpu"),
     "distcompat_world_size": ("3", "4", 4),
     "distcompat_oversubscribe": ("2", "4", 4),
     "distcompat_strategies": ("ddp", "fsdp2, zero3 fsdp2", ("fsdp2", "zero3")),
@@ -51,7 +50,6 @@ WRONG: list[tuple[str, str, str]] = [
     ("distcompat_gpus", "two", "'two' is not right: expected a whole number of at least 0, or 'auto'."),
     ("distcompat_gpus", "-1", "'-1' is not right: expected a whole number of at least 0, or 'auto'."),
     ("distcompat_gpus", "²", "'²' is not right: expected a whole number of at least 0, or 'auto'."),
-    ("distcompat_device", "tpu", "no such value: 'tpu'. Known: auto, cuda, cpu."),
     ("distcompat_world_size", "0", "'0' is not right: expected a whole number of at least 1, or 'auto'."),
     ("distcompat_oversubscribe", "0", "'0' is not right: expected a whole number of at least 1."),
     ("distcompat_strategies", "ddp,fsdp3", "no strategy named 'fsdp3'. Known: " + ", ".join(STRATEGIES.names()) + "."),
@@ -179,9 +177,9 @@ def test_an_unknown_option_is_a_usage_error(pytester: pytest.Pytester) -> None:
 
 def test_the_header_shows_values_and_their_source(pytester: pytest.Pytester) -> None:
     ini(pytester, distcompat_timeout="5", distcompat_world_size="3")
-    result = pytester.runpytest_inprocess("--distcompat-device=cpu", "--distcompat-world-size=4")
+    result = pytester.runpytest_inprocess("--distcompat-gpus=0", "--distcompat-world-size=4")
     result.stdout.fnmatch_lines(
-        ["distcompat: device cpu (from option), world_size 4 (from option), timeout 5 (from ini); cpu x 4"]
+        ["distcompat: gpus 0 (from option), world_size 4 (from option), timeout 5 (from ini); cpu x 4"]
     )
 
 

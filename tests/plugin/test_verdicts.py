@@ -203,14 +203,14 @@ def test_a_failure_shows_the_line_that_declares_it(suite: pytest.Pytester) -> No
 
 
 def test_the_json_report_has_every_verdict(suite: pytest.Pytester) -> None:
-    result = suite.runpytest_inprocess("--distcompat-report=out.json", "--distcompat-device=cpu")
+    result = suite.runpytest_inprocess("--distcompat-report=out.json", "--distcompat-gpus=0")
     result.stdout.fnmatch_lines(["report: out.json"])
     data = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))
     assert data["format"] == 2
     assert {found["cell"]: found["status"] for found in data["results"]} == STATUS
     run = data["session"]
     assert (run["device"], run["world_size"], run["runs"], run["versions"]) == ("cpu", 2, 12, versions())
-    assert run["settings"]["device"] == {"value": "cpu", "from": "option"}
+    assert run["settings"]["gpus"] == {"value": "0", "from": "option"}
     by_cell = {found["cell"]: found for found in data["results"]}
     assert by_cell["zero1-bf16_pure-w2"]["reason"] == "mine has no bf16_pure"
     known = by_cell["fsdp1-bf16_mixed-w2"]

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from pytest_distcompat.plugin.reporting.summary import MARKUP, Summary
+from pytest_distcompat.plugin.reporting.summary import MARKUP, show
 from pytest_distcompat.report import (
     Report,
     Row,
@@ -299,7 +299,7 @@ def test_the_summary_of_a_session_is_escaped_too() -> None:
     terminal.config.get_verbosity.return_value = 1
     terminal.write.side_effect = lambda text, **markup: written.write(text)
     terminal.write_line.side_effect = lambda text, **markup: written.write(f"{text}\n")
-    Summary(terminal).show(hostile_report(), [f"report: {HOSTILE}"])
+    show(terminal, hostile_report(), [f"report: {HOSTILE}"])
     text = written.getvalue()
     assert [
         character for character in text if unicodedata.category(character) in {"Cc", "Cf", "Cs"} and character != "\n"

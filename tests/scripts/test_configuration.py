@@ -101,12 +101,12 @@ def test_commands(tmp_path: Path) -> None:
     script.touch()
     settings = {"world_size": 4, "directory": tmp_path}
     by_torchrun = command.build(str(script), ["--x"], "torchrun", configuration=None, **settings)  # type: ignore[arg-type]
-    assert by_torchrun.line[-4:] == ("--nproc-per-node", "4", str(script), "--x")
+    assert by_torchrun[0][-4:] == ("--nproc-per-node", "4", str(script), "--x")
     by_accelerate = command.build("-m", ["trl", "sft"], "accelerate", configuration=tmp_path, **settings)  # type: ignore[arg-type]
-    assert by_accelerate.line[-5:] == ("--config_file", str(tmp_path), "-m", "trl", "sft")
+    assert by_accelerate[0][-5:] == ("--config_file", str(tmp_path), "-m", "trl", "sft")
     by_itself = command.build(sys.executable, ["train"], "cli", configuration=None, **settings)  # type: ignore[arg-type]
-    assert by_itself.line == (sys.executable, "train")
-    assert by_itself.environment["PET_NPROC_PER_NODE"] == "4"
+    assert by_itself[0] == (sys.executable, "train")
+    assert by_itself[1]["PET_NPROC_PER_NODE"] == "4"
     with pytest.raises(UsageProblem, match="no command 'no-such-trainer'"):
         command.build("no-such-trainer", [], "cli", configuration=None, **settings)  # type: ignore[arg-type]
 

@@ -160,13 +160,6 @@ OPTIONS: dict[str, Option] = {
             _count(least=0, keywords=("auto",)),
         ),
         Option(
-            "distcompat_device",
-            "auto|cuda|cpu",
-            "auto",
-            "Run ranks on this device. auto: cuda if there are GPUs to use.",
-            _choice("auto", "cuda", "cpu"),
-        ),
-        Option(
             "distcompat_world_size",
             "N",
             "auto",

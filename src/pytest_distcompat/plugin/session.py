@@ -64,20 +64,14 @@ class DistcompatSession:
 
     @functools.cached_property
     def gpus(self) -> int:
-        """The number of GPUs to use. Raises pytest.UsageError for more than are visible, or options that exclude each other."""
-        requested, device = self.setting("gpus"), self.setting("device").value
-        if (device == "cpu" and requested.value not in {"auto", 0}) or (device == "cuda" and requested.value == 0):
-            raise pytest.UsageError(
-                f"--distcompat-gpus {requested.value} and --distcompat-device {device} exclude each other"
-            )
-        if device == "cpu" or requested.value == 0:
+        """The number of GPUs to use. Raises pytest.UsageError for more than are visible."""
+        requested = self.setting("gpus")
+        if requested.value == 0:
             return 0
         from pytest_distcompat.devices import visible_gpus
 
         visible = visible_gpus()
         if requested.value == "auto":
-            if device == "cuda" and not visible:
-                raise pytest.UsageError("--distcompat-device cuda: no GPU is visible (NVML, CUDA_VISIBLE_DEVICES)")
             return visible
         if requested.value > visible:
             raise pytest.UsageError(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-#: The keys that changed, by the part of the document that has them.
-_DOCUMENT = {"run": "session", "lives": "runs"}
-_SESSION = {"lives": "runs"}
-_CELL = {"lives": "runs", "blanks": "not_applicable"}
-_PARAMETER = {"plain": "unwrapped"}
-_RUN = {"verb": "action"}
+#: The keys that changed, by the key of the object or list that has them.
+_KEYS: Mapping[str, Mapping[str, str]] = {
+    "": {"run": "session", "lives": "runs"},
+    "session": {"lives": "runs"},
+    "merged": {"lives": "runs"},
+    "cells": {"lives": "runs", "blanks": "not_applicable"},
+    "names": {"plain": "unwrapped"},
+    "runs": {"verb": "action"},
+}
+#: The keys of texts with cell ids.
+_WITH_IDS = frozenset({"cell", "nodeid", "reproduce", "unreached"})
 
 #: The options that changed, as cell ids spell them.
 _OPTIONS = {
@@ -37,52 +42,19 @@ def from_format_1(document: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         document: The JSON of a report whose ``format`` is 1.
     """
-    converters: dict[str, Callable[[Any], Any]] = {
-        "session": _session,
-        "results": lambda results: _each(results, _result),
-        "cells": lambda cells: _each(cells, _cell),
-        "runs": lambda runs: _each(runs, _run),
-        "unreached": lambda nodeids: _each(nodeids, _current_id),
-    }
-    return {**_convert(_renamed(document, _DOCUMENT), converters), "format": 2}
+    return {**_converted(document, ""), "format": 2}
 
 
-def _session(session: Any) -> Any:
-    merged = {"merged": lambda sessions: _each(sessions, lambda one: _renamed(one, _SESSION))}
-    return _convert(_renamed(session, _SESSION), merged)
-
-
-def _result(result: Any) -> Any:
-    return _convert(result, dict.fromkeys(("cell", "nodeid", "reproduce"), _current_id))
-
-
-def _cell(cell: Any) -> Any:
-    names = {"names": lambda parameters: _each(parameters, lambda one: _renamed(one, _PARAMETER))}
-    return _convert(_renamed(cell, _CELL), {"cell": _current_id, **names})
-
-
-def _run(run: Any) -> Any:
-    return _convert(_renamed(run, _RUN), {"cell": _current_id})
-
-
-def _renamed(data: Any, names: Mapping[str, str]) -> Any:
-    return {names.get(key, key): value for key, value in data.items()} if isinstance(data, Mapping) else data
-
-
-def _convert(data: Any, converters: Mapping[str, Callable[[Any], Any]]) -> Any:
-    """Return the object with each of its values converted by the function for its key."""
-    if not isinstance(data, Mapping):
-        return data
-    return {key: converters[key](value) if key in converters else value for key, value in data.items()}
-
-
-def _each(values: Any, convert: Callable[[Any], Any]) -> Any:
-    return [convert(one) for one in values] if isinstance(values, list) else values
-
-
-def _current_id(text: Any) -> Any:
-    """Return a text with the cell ids in it as they read now."""
-    return _OPTIONS_OF_CELL.sub(_current_options, text) if isinstance(text, str) else text
+def _converted(value: Any, key: str) -> Any:
+    """Return the value of that key as format 2 has it."""
+    if isinstance(value, Mapping):
+        current = _KEYS.get(key, {})
+        return {(name := current.get(old, old)): _converted(one, name) for old, one in value.items()}
+    if isinstance(value, list):
+        return [_converted(one, key) for one in value]
+    if key in _WITH_IDS and isinstance(value, str):
+        return _OPTIONS_OF_CELL.sub(_current_options, value)
+    return value
 
 
 def _current_options(found: re.Match[str]) -> str:

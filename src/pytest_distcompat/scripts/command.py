@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_distcompat.failures import UsageProblem
@@ -25,18 +24,12 @@ _RANK_VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
-class Command:
-    """Command line, and the variables to add to the user's environment."""
-
-    line: tuple[str, ...]
-    environment: Mapping[str, str]
-
-
 def build(
     script: str, args: Sequence[str], launcher: str, *, world_size: int, directory: Path, configuration: Path | None
-) -> Command:
-    """Return the command that runs ``script`` on ``world_size`` ranks, with the ranks' logs in ``directory``.
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the command line that runs ``script`` on ``world_size`` ranks, and the variables that it needs.
+
+    The ranks' logs go into ``directory``.
 
     A ``cli`` command that ends in torchrun gets the number of ranks by torchrun's own variables (``PET_*``,
     https://docs.pytorch.org/docs/stable/elastic/run.html). Raises UsageProblem for an unknown launcher, a missing
@@ -50,19 +43,19 @@ def build(
         if executable is None:
             raise UsageProblem(f"there is no command {script!r} on the PATH")
         environment |= {"PET_NPROC_PER_NODE": str(world_size), "PET_STANDALONE": "1"}
-        return Command((executable, *args), environment)
+        return (executable, *args), environment
     target = _target(script, args)
     if launcher == "torchrun":
         # Standalone: the kernel chooses the port, so that two runs at a time cannot connect to each other.
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-        return Command((*start, *target), environment)
+        return (*start, *target), environment
     if launcher == "accelerate":
         start = [sys.executable, "-m", "accelerate.commands.launch"]
         # It ignores torchrun's variables, but has these two of torchrun's options.
         start += ["--num_processes", str(world_size), "--main_process_port", "0", "--tee", "3", "--log_dir", str(logs)]
         if configuration is not None:
             start += ["--config_file", str(configuration)]
-        return Command((*start, *target), environment)
+        return (*start, *target), environment
     raise UsageProblem(f"no launcher named {launcher!r}. Known: {', '.join(LAUNCHERS)}")
 
 

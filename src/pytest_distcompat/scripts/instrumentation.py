@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pytest_distcompat.scripts import bridge, guard, trainer_instrumentation, wrappers
+from pytest_distcompat.scripts import bridge, guard, wrappers
 from pytest_distcompat.scripts.environment import ON_CPU, RUN
 from pytest_distcompat.scripts.hosted_rank import claim, current_rank
 from pytest_distcompat.scripts.import_hooks import on_import
 from pytest_distcompat.scripts.recorder import Recorder
 from pytest_distcompat.scripts.tracked_objects import TrackedObjects
-from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps, wrap_attribute
+from pytest_distcompat.scripts.trainer_instrumentation import LIGHTNING, SAVE, constructor
+from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps, Wrapper
 
 
 def enter() -> None:
@@ -33,24 +35,18 @@ def install() -> None:
     on_import("torch", _process_groups)
     if not wrappers.probe_config().steps:
         return
-    for name, wrap in (
-        ("torch", _torch),
-        ("torch.distributed.fsdp", _fsdp),
-        ("torch.distributed.checkpoint", _checkpoints),
-        ("torch.distributed.checkpoint.state_dict", _state_dicts),
-        ("accelerate.accelerator", _accelerate),
-        ("deepspeed", _deepspeed),
-        ("safetensors.torch", _safetensors),
-        (
-            "transformers.modeling_utils",
-            lambda module: wrap_attribute(module.PreTrainedModel, "save_pretrained", _exports),
-        ),
-        ("transformers.trainer", lambda module: trainer_instrumentation.wrap(module.Trainer)),
-    ):
-        on_import(name, wrap)
-    for package in trainer_instrumentation.LIGHTNING:
-        on_import(f"{package}.trainer", trainer_instrumentation.wrap_lightning)
-        on_import(f"{package}.strategies", trainer_instrumentation.wrap_lightning_strategies)
+    for name, calls in _CALLS.items():
+        on_import(name, functools.partial(_wrap, calls))
+    on_import("torch", _optimizer_steps)
+    for package in LIGHTNING:
+        on_import(f"{package}.strategies", _lightning_strategies)
+
+
+def _wrap(calls: Mapping[str, Wrapper], module: ModuleType) -> None:
+    """Wrap these calls of a module. A release without one of their classes fails the probe, which then sees too little."""
+    for path, wrapper in calls.items():
+        *owners, name = path.split(".")
+        wrappers.wrap_attribute(functools.reduce(getattr, owners, module), name, wrapper)
 
 
 def _process_groups(torch: ModuleType) -> None:
@@ -72,7 +68,9 @@ def _process_groups(torch: ModuleType) -> None:
     torch.distributed.init_process_group = init_process_group
 
 
-def _torch(torch: ModuleType) -> None:
+def _optimizer_steps(torch: ModuleType) -> None:
+    """Register torch's hooks of all optimizers."""
+    del torch
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     def before(optimizer: Any, *_: Any) -> None:
@@ -85,43 +83,42 @@ def _torch(torch: ModuleType) -> None:
 
     register_optimizer_step_pre_hook(guard.guarded("before an optimizer's step", before))
     register_optimizer_step_post_hook(guard.guarded("after an optimizer's step", after))
-    # What ``loss.backward()`` calls.
-    wrap_attribute(torch.autograd, "backward", wrappers.trains(_first_argument))
-    wrap_attribute(torch, "compile", wrappers.wraps(lambda result, _args: wrappers.models([result]), compiles=True))
-    wrap_attribute(torch.nn.Module, "compile", wrappers.wraps(lambda _result, _args: (), compiles=True))
-    wrap_attribute(
-        torch,
-        "save",
-        wrappers.saves(
-            lambda _result, args, kwargs: _path_or_none(args[1:2] or (kwargs.get("f"),)), everyone=False, model=False
-        ),
-    )
-    wrap_attribute(torch.nn.parallel.DistributedDataParallel, "__init__", wrappers.constructs)
-    wrap_attribute(torch.optim.Optimizer, "__init__", _tracks(lambda tracked: tracked.torch_optimizers))
-    wrap_attribute(torch.optim.lr_scheduler.LRScheduler, "__init__", _tracks(lambda tracked: tracked.schedulers))
-    if torch.distributed.is_available():
-        wrap_attribute(torch.distributed, "destroy_process_group", wrappers.may_end_training)
     if current_rank() is not None:
         # The recorder registers hooks of torch, which must not happen later, inside such a hook.
         wrappers.current_recorder()
 
 
-def _first_argument(args: Arguments, kwargs: Keywords) -> Any:
+def _lightning_strategies(module: ModuleType) -> None:
+    """Wrap ``load_checkpoint`` of each strategy that defines it: ``fit(ckpt_path=...)`` reads by it."""
+    for kind in vars(module).values():
+        if isinstance(kind, type) and "load_checkpoint" in vars(kind):
+            wrappers.wrap_attribute(kind, "load_checkpoint", wrappers.loads)
+
+
+def _first(args: Arguments, kwargs: Keywords) -> Any:
+    """Return the first argument of a function."""
     return next(iter((*args, *kwargs.values())), None)
 
 
-def _path_or_none(values: tuple[Any, ...]) -> Any:
-    return values[0] if isinstance(values[0], (str, os.PathLike)) else None
+def _first_of_method(args: Arguments, kwargs: Keywords) -> Any:
+    """Return the first argument of a method."""
+    return _first(args[1:], kwargs)
 
 
-def _safetensors(module: ModuleType) -> None:
-    """Wrap ``save_file(tensors, filename)`` and ``save_model(model, filename)``."""
+def _torch_file(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Return the path of ``torch.save(obj, f)``, None for a file object."""
+    file = wrappers.second(args, kwargs, "f")
+    return file if isinstance(file, (str, os.PathLike)) else None
 
-    def where(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
-        return wrappers.second(args, kwargs, "filename")
 
-    wrap_attribute(module, "save_file", wrappers.saves(where, everyone=False, model=False))
-    wrap_attribute(module, "save_model", wrappers.saves(where, everyone=False))
+def _filename(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Return the path of ``save_file(tensors, filename)`` and ``save_model(model, filename)``."""
+    return wrappers.second(args, kwargs, "filename")
+
+
+def _dcp_path(_result: Any, _args: Arguments, kwargs: Keywords) -> Any:
+    """Return the path of ``save(state_dict, *, checkpoint_id=None, storage_writer=None)``."""
+    return kwargs.get("checkpoint_id") or getattr(kwargs.get("storage_writer"), "path", None)
 
 
 def _exports(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
@@ -132,7 +129,7 @@ def _exports(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
     yield from wrappers.saves(lambda *_: path, everyone=False)(recorder, args, kwargs)
 
 
-def _tracks(choose_list: Callable[[TrackedObjects], list[weakref.ref[Any]]]) -> wrappers.Wrapper:
+def _tracks(choose_list: Callable[[TrackedObjects], list[weakref.ref[Any]]]) -> Wrapper:
     """Make a wrapper of an ``__init__`` that adds the new object to the list that ``choose_list`` returns."""
 
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
@@ -142,73 +139,102 @@ def _tracks(choose_list: Callable[[TrackedObjects], list[weakref.ref[Any]]]) -> 
     return wrapper
 
 
-def _fsdp(fsdp: ModuleType) -> None:
-    wrap_attribute(fsdp.FullyShardedDataParallel, "__init__", wrappers.constructs)
-    # It wraps in place: one module, or each of a list.
-    wrap_attribute(
-        fsdp,
-        "fully_shard",
-        wrappers.wraps(
-            lambda _result, args: wrappers.models(args[0] if isinstance(args[0], (list, tuple)) else args[:1])
+_prepared = wrappers.wraps(lambda result, _args: result if isinstance(result, (tuple, list)) else (result,))
+
+
+def _prepares(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
+    """Wrap ``Accelerator.prepare``."""
+    recorder.tracked.accelerator = weakref.ref(args[0])
+    yield from _prepared(recorder, args, kwargs)
+
+
+def _engine_steps(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+    """Wrap the ``step`` of a DeepSpeed engine, which steps its optimizer in the last micro-batch only."""
+    engine = args[0]
+    recorder.call_unobserved(recorder.before_step, None, engine)
+    before, recorder.in_engine = engine.global_steps, True
+    try:
+        with recorder.inside_call(training=True):
+            yield
+    finally:
+        recorder.in_engine = False
+    if engine.global_steps > before:
+        recorder.call_unobserved(recorder.after_step)
+
+
+#: The wrapped calls, by the module whose import brings them.
+_CALLS: Mapping[str, Mapping[str, Wrapper]] = {
+    "torch": {
+        # What ``loss.backward()`` calls.
+        "autograd.backward": wrappers.trains(_first),
+        "compile": wrappers.wraps(lambda result, _args: wrappers.models([result]), compiles=True),
+        "nn.Module.compile": wrappers.wraps(lambda _result, _args: (), compiles=True),
+        "save": wrappers.saves(_torch_file, everyone=False, model=False),
+        "nn.parallel.DistributedDataParallel.__init__": wrappers.constructs,
+        "optim.Optimizer.__init__": _tracks(lambda tracked: tracked.torch_optimizers),
+        "optim.lr_scheduler.LRScheduler.__init__": _tracks(lambda tracked: tracked.schedulers),
+        "distributed.destroy_process_group": wrappers.may_end_training,
+    },
+    "torch.distributed.fsdp": {
+        "FullyShardedDataParallel.__init__": wrappers.constructs,
+        # It wraps in place: one module, or each of a list.
+        "fully_shard": wrappers.wraps(
+            lambda _, args: wrappers.models(args[0] if isinstance(args[0], (list, tuple)) else args[:1])
         ),
-    )
-
-
-def _checkpoints(checkpoint: ModuleType) -> None:
-    def where(_result: Any, _args: Arguments, kwargs: Keywords) -> Any:
-        """Return the path of ``save(state_dict, *, checkpoint_id=None, storage_writer=None)``."""
-        return kwargs.get("checkpoint_id") or getattr(kwargs.get("storage_writer"), "path", None)
-
+    },
     # In the defining modules too, because a script may import them from there.
-    for module in (checkpoint, checkpoint.state_dict_saver):
-        wrap_attribute(module, "save", wrappers.saves(where))
-        wrap_attribute(module, "async_save", wrappers.saves(where))
-    for module in (checkpoint, checkpoint.state_dict_loader):
-        wrap_attribute(module, "load", wrappers.loads)
-
-
-def _state_dicts(module: ModuleType) -> None:
-    """Wrap the functions that step a fresh optimizer without gradients (https://github.com/pytorch/pytorch/pull/125708)."""
-    for name in ("get_state_dict", "get_optimizer_state_dict", "set_state_dict", "set_optimizer_state_dict"):
-        wrap_attribute(module, name, wrappers.ignores_steps)
-
-
-def _accelerate(module: ModuleType) -> None:
-    made = wrappers.wraps(lambda result, _args: result if isinstance(result, (tuple, list)) else (result,))
-
-    def prepares(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
-        recorder.tracked.accelerator = weakref.ref(args[0])
-        yield from made(recorder, args, kwargs)
-
-    accelerator = module.Accelerator
-    for name in ("prepare", "prepare_model"):
-        wrap_attribute(accelerator, name, prepares)
-    for name in ("get_state_dict", "save_model", "end_training"):
-        wrap_attribute(accelerator, name, wrappers.may_end_training)
-    # The argument is the loss before it is divided or scaled.
-    wrap_attribute(accelerator, "backward", wrappers.trains(lambda args, kwargs: _first_argument(args[1:], kwargs)))
-    wrap_attribute(accelerator, "save_state", wrappers.saves(lambda result, _args, _kwargs: result))
-    wrap_attribute(accelerator, "load_state", wrappers.loads)
-
-
-def _deepspeed(deepspeed: ModuleType) -> None:
-    def steps(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
-        engine = args[0]
-        recorder.call_unobserved(recorder.before_step, None, engine)
-        before, recorder.in_engine = engine.global_steps, True
-        try:
-            with recorder.inside_call(training=True):
-                yield
-        finally:
-            recorder.in_engine = False
-        if engine.global_steps > before:
-            recorder.call_unobserved(recorder.after_step)
-
-    engine = deepspeed.DeepSpeedEngine
-    wrap_attribute(deepspeed, "initialize", wrappers.wraps(lambda result, _args: result[:1]))
-    wrap_attribute(engine, "backward", wrappers.trains(lambda args, kwargs: _first_argument(args[1:], kwargs)))
-    wrap_attribute(engine, "step", steps)
-    wrap_attribute(
-        engine, "save_checkpoint", wrappers.saves(lambda _result, args, kwargs: _first_argument(args[1:], kwargs))
-    )
-    wrap_attribute(engine, "load_checkpoint", wrappers.loads)
+    "torch.distributed.checkpoint": {
+        **dict.fromkeys(
+            ("save", "state_dict_saver.save", "async_save", "state_dict_saver.async_save"), wrappers.saves(_dcp_path)
+        ),
+        **dict.fromkeys(("load", "state_dict_loader.load"), wrappers.loads),
+    },
+    # They step a fresh optimizer without gradients: https://github.com/pytorch/pytorch/pull/125708.
+    "torch.distributed.checkpoint.state_dict": dict.fromkeys(
+        ("get_state_dict", "get_optimizer_state_dict", "set_state_dict", "set_optimizer_state_dict"),
+        wrappers.ignores_steps,
+    ),
+    "accelerate.accelerator": {
+        **dict.fromkeys(("Accelerator.prepare", "Accelerator.prepare_model"), _prepares),
+        **{
+            f"Accelerator.{name}": wrappers.may_end_training
+            for name in ("get_state_dict", "save_model", "end_training")
+        },
+        # The argument is the loss before it is divided or scaled.
+        "Accelerator.backward": wrappers.trains(_first_of_method),
+        "Accelerator.save_state": wrappers.saves(lambda result, _args, _kwargs: result),
+        "Accelerator.load_state": wrappers.loads,
+    },
+    "deepspeed": {
+        "initialize": wrappers.wraps(lambda result, _args: result[:1]),
+        "DeepSpeedEngine.backward": wrappers.trains(_first_of_method),
+        "DeepSpeedEngine.step": _engine_steps,
+        "DeepSpeedEngine.save_checkpoint": wrappers.saves(lambda _result, args, kwargs: _first_of_method(args, kwargs)),
+        "DeepSpeedEngine.load_checkpoint": wrappers.loads,
+    },
+    "safetensors.torch": {
+        "save_file": wrappers.saves(_filename, everyone=False, model=False),
+        "save_model": wrappers.saves(_filename, everyone=False),
+    },
+    "transformers.modeling_utils": {"PreTrainedModel.save_pretrained": _exports},
+    "transformers.trainer": {
+        "Trainer.__init__": constructor,
+        f"Trainer.{SAVE}": wrappers.saves(
+            lambda _result, args, _kwargs: Path(args[0].args.output_dir, f"checkpoint-{args[0].state.global_step}")
+        ),
+        # The final model, from which no training resumes.
+        "Trainer.save_model": wrappers.saves(
+            lambda _result, args, kwargs: _first_of_method(args[:2], kwargs) or args[0].args.output_dir, everyone=False
+        ),
+    },
+    # All ranks call it, and it writes through a file system of Lightning's own:
+    # https://lightning.ai/docs/pytorch/stable/common/trainer.html.
+    **{
+        f"{package}.trainer": {
+            "Trainer.save_checkpoint": wrappers.saves(
+                lambda _result, args, kwargs: wrappers.second(args, kwargs, "filepath")
+            )
+        }
+        for package in LIGHTNING
+    },
+}

@@ -161,7 +161,7 @@ def launch(
         if uses_file and (strategy or configuration)
         else None
     )
-    command = commands.build(
+    line, variables = commands.build(
         str(script),
         [argument.replace("{configuration}", str(file)) for argument in arguments],
         launcher,
@@ -170,7 +170,7 @@ def launch(
         configuration=file,
     )
     ProbeConfig(watch_steps, host.device, stop_after, classes).write(directory)
-    added = {**command.environment, **(environment or {})}
+    added = {**variables, **(environment or {})}
     if bridge and host.device == "cpu":
         added[ON_CPU] = "1"
     with host.pool.lease(cell.world_size, who=f"script {script} {cell.id} in {directory}") as lease:
@@ -178,13 +178,13 @@ def launch(
         complete = commands.without_rank(on_device(os.environ, host.device)) | added
         ending = Hosted(
             name=launcher if launcher != "cli" else str(script),
-            line=command.line,
+            line=line,
             environment=with_probe(complete, directory),
             world_size=cell.world_size,
             directory=directory,
             timeout=limit,
             cwd=working_directory,
-            reproduce=_reproduce(command.line, with_probe(added, directory), host.device),
+            reproduce=_reproduce(line, with_probe(added, directory), host.device),
         ).run()
     ending = replace(ending, leaks=tuple(map(leak_message, lease.own_leak)))
     run = ScriptRun(

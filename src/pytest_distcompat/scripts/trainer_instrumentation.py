@@ -1,12 +1,11 @@
-"""Wrappers of the Trainers of transformers and Lightning: each method counts as one call, whatever it calls."""
+"""Names and callbacks for the Trainers of transformers and Lightning."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from pytest_distcompat.scripts import guard, wrappers
+from pytest_distcompat.scripts import guard
 from pytest_distcompat.scripts.recorder import Recorder
 from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps
 
@@ -19,42 +18,8 @@ SAVE = "_save_checkpoint"
 LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 
 
-def wrap_lightning(module: ModuleType) -> None:
-    """Wrap ``Trainer.save_checkpoint``, which all ranks call and which writes through a file system of Lightning's own."""
-    # https://lightning.ai/docs/pytorch/stable/common/trainer.html
-    save = wrappers.saves(lambda _result, args, kwargs: wrappers.second(args, kwargs, "filepath"))
-    wrappers.wrap_attribute(module.Trainer, "save_checkpoint", save)
-
-
-def wrap_lightning_strategies(module: ModuleType) -> None:
-    """Wrap ``load_checkpoint`` of each strategy that defines it: ``fit(ckpt_path=...)`` reads by it."""
-    for kind in vars(module).values():
-        if isinstance(kind, type) and "load_checkpoint" in vars(kind):
-            wrappers.wrap_attribute(kind, "load_checkpoint", wrappers.loads)
-
-
-def wrap(trainer: Any) -> None:
-    """Wrap the methods of transformers' ``Trainer``."""
-    wrappers.wrap_attribute(trainer, "__init__", _constructor)
-    wrappers.wrap_attribute(
-        trainer,
-        SAVE,
-        wrappers.saves(
-            lambda _result, args, _kwargs: Path(args[0].args.output_dir, f"checkpoint-{args[0].state.global_step}")
-        ),
-    )
-    # The final model, from which no training resumes.
-    wrappers.wrap_attribute(
-        trainer,
-        "save_model",
-        wrappers.saves(
-            lambda _result, args, kwargs: next(iter((*args[1:2], *kwargs.values())), None) or args[0].args.output_dir,
-            everyone=False,
-        ),
-    )
-
-
-def _constructor(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+def constructor(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+    """Wrap ``Trainer.__init__``: note the output directory, and add a callback."""
     yield
     trainer = args[0]
     from pytest_distcompat.scripts.events import Output

@@ -17,7 +17,7 @@ from pytest_distcompat.decode import decode
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.plugin.reporting.progress import Forecast, Progress
-from pytest_distcompat.plugin.reporting.summary import Summary, fold_failures
+from pytest_distcompat.plugin.reporting.summary import fold_failures, show
 from pytest_distcompat.plugin.selection import is_narrowed, strip_group
 from pytest_distcompat.plugin.session import DistcompatSession
 from pytest_distcompat.report import (
@@ -290,7 +290,7 @@ class Results:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the matrix and the paths of the report files."""
         if self.report is not None:
-            Summary(terminalreporter).show(self.report, self._written, self._nothing_ran)
+            show(terminalreporter, self.report, self._written, self._nothing_ran)
 
     def _session_info(self) -> dict[str, Any]:
         from pytest_distcompat.lease import entries, gaps, read_timeline

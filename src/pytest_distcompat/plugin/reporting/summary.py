@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -48,43 +48,36 @@ def fold_failures(config: pytest.Config, results: Sequence[Verdict]) -> None:
         terminal.stats["failed"] = [*others, *folded]
 
 
-class Summary:
-    """Writes the section to pytest's terminal reporter."""
+def show(terminal: Any, report: Report, written: Sequence[str], nothing_ran: Sequence[str] = ()) -> None:
+    """Write the section; ``nothing_ran`` are the lines that say why no cell ran, if none did."""
+    terminal.section("distributed compatibility")
+    # 0 is no limit: a log file has no width. pytest would assume 80 characters.
+    has_width = terminal.isatty or "COLUMNS" in os.environ
+    width = terminal.config.get_terminal_writer().fullwidth if has_width else 0
+    verbose = terminal.config.get_verbosity() > 0
+    _write_lines(terminal, matrix_text(report.results, report.rows if verbose else (), width))
+    if not verbose and any(row.not_applicable for row in report.rows):
+        terminal.write_line("an empty place: the check is not applicable there (-v gives the reasons)")
+    _write_lines(terminal, causes_text(report.results))
+    runs = report.session.get("runs", 0)
+    verdicts = f"{len(report.results)} verdict{'s' * (len(report.results) != 1)}"
+    terminal.write_line(f"{verdicts} from {runs} {'run' if runs == 1 else 'runs'}")
+    terminal.write_line(counts_text(report))
+    _write_lines(terminal, runs_text(report.runs, report.session.get("timeline", ()), report.session.get("gaps", ())))
+    if report.interrupted:
+        message = f"{report.session['ending']}: {len(report.unreached)} items were not reached"
+        terminal.write_line(message, red=True, bold=True)
+    baseline = report.session.get("baseline", {})
+    for number, text in enumerate(baseline.get("text", ())):
+        terminal.write_line(visible(text if number else f"since {baseline['file']}: {text}"))
+    for text in written:
+        terminal.write_line(visible(text))
+    for text in nothing_ran:
+        terminal.write_line(visible(text), red=True, bold=True)
 
-    def __init__(self, terminal: Any) -> None:
-        self._terminal = terminal
-        # 0 is no limit: a log file has no width. pytest would assume 80 characters.
-        has_width = terminal.isatty or "COLUMNS" in os.environ
-        self._width = terminal.config.get_terminal_writer().fullwidth if has_width else 0
 
-    def show(self, report: Report, written: Sequence[str], nothing_ran: Sequence[str] = ()) -> None:
-        """Write the whole section; ``nothing_ran`` are the lines that say why no cell ran, if none did."""
-        self._terminal.section("distributed compatibility")
-        verbose = self._terminal.config.get_verbosity() > 0
-        for line in matrix_text(report.results, report.rows if verbose else (), self._width):
-            self._line(line)
-        if not verbose and any(row.not_applicable for row in report.rows):
-            self._terminal.write_line("an empty place: the check is not applicable there (-v gives the reasons)")
-        for line in causes_text(report.results):
-            self._line(line)
-        runs = report.session.get("runs", 0)
-        verdicts = f"{len(report.results)} verdict{'s' * (len(report.results) != 1)}"
-        self._terminal.write_line(f"{verdicts} from {runs} {'run' if runs == 1 else 'runs'}")
-        self._terminal.write_line(counts_text(report))
-        for line in runs_text(report.runs, report.session.get("timeline", ()), report.session.get("gaps", ())):
-            self._line(line)
-        if report.interrupted:
-            message = f"{report.session['ending']}: {len(report.unreached)} items were not reached"
-            self._terminal.write_line(message, red=True, bold=True)
-        baseline = report.session.get("baseline", {})
-        for number, text in enumerate(baseline.get("text", ())):
-            self._terminal.write_line(visible(text if number else f"since {baseline['file']}: {text}"))
-        for text in written:
-            self._terminal.write_line(visible(text))
-        for text in nothing_ran:
-            self._terminal.write_line(visible(text), red=True, bold=True)
-
-    def _line(self, line: Line) -> None:
+def _write_lines(terminal: Any, lines: Iterable[Line]) -> None:
+    for line in lines:
         for text, style in line:
-            self._terminal.write(visible(text), **MARKUP.get(style, {}))
-        self._terminal.write("\n")
+            terminal.write(visible(text), **MARKUP.get(style, {}))
+        terminal.write("\n")
