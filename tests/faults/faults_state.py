@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import gc
+import importlib
 import json
 import locale
 import logging
@@ -18,10 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accelerate  # noqa: F401 - imported in the fork server, so that its state is compared
-import deepspeed
-import numpy.random  # noqa: F401 - likewise
 import pytest
+
+if "pytest_distcompat.launch.preload" in sys.modules:
+    # In the fork server alone: the state of libraries that it has imported is compared.
+    for name in ("accelerate", "deepspeed", "numpy.random"):
+        importlib.import_module(name)
 
 mark = pytest.mark.distcompat(world_size=2)
 HERE = os.getpid()
@@ -85,6 +88,7 @@ def _deepspeed() -> bool:
 
 
 def change(path: Path) -> None:
+    import deepspeed
     import numpy as np
     import torch
     from accelerate import Accelerator

@@ -71,7 +71,7 @@ def test_fork_servers_for_gpus_ask_nvml(
     )
     # Nothing else is imported here, and this process's objects are not frozen.
     monkeypatch.setattr(preload, "_MODULES_OF_EVERY_RANK", ())
-    monkeypatch.setattr(preload, "_freeze", lambda: None)
+    monkeypatch.setattr(preload, "_settle", lambda device: None)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     warmth = {"path": list(sys.path), "modules": ["asks_at_import"], "device": device}
     try:

@@ -67,16 +67,14 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
     _import((*_MODULES_OF_EVERY_RANK, *warmth["modules"]), dump_at)
     _restart_threads_of_numpy()
     threads = native_threads()
-    if warmth["device"] == "cpu":
-        without_shared_memory()
-    _freeze()
+    _settle(warmth["device"])
     return {"unfit": _unfit(threads)}
 
 
-def import_more(names: Sequence[str], dump_at: float) -> None:
+def import_more(names: Sequence[str], dump_at: float, device: str) -> None:
     """Import what the session turned out to need, in the fork server of ranks that collect tests themselves."""
     _import(names, dump_at)
-    _freeze()
+    _settle(device)
 
 
 def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
@@ -102,7 +100,7 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
             traceback.print_exc(file=log)
     rank.start_method = multiprocessing.get_start_method(allow_none=True)
     randomness.remember_seeds(before)
-    _freeze()
+    _settle(warmth["device"])
     findings, unfit = watch.findings, _unfit(threads)
     # If this process is unfit, one of these libraries may be the reason, and must not make the other server unfit too.
     libraries = watch.libraries if (findings.made or findings.reads) and not unfit else []
@@ -129,11 +127,14 @@ def finish() -> None:
     run_exit_functions()
 
 
-def _freeze() -> None:
-    """Keep the garbage collector of ranks from going through all objects that exist now.
+def _settle(device: str) -> None:
+    """Prepare what was imported for ranks: DeepSpeed for the CPU, and all objects for the garbage collector.
 
-    Some libraries collect again and again, and with torch, transformers and deepspeed in memory that takes 0.4 s each time.
+    It does not go through those that exist now. Some libraries collect again and again, and with torch, transformers and
+    deepspeed in memory that takes 0.4 s each time.
     """
+    if device == "cpu":
+        without_shared_memory()
     gc.collect()
     gc.freeze()
     _keep_operators_of_torch()

@@ -124,7 +124,7 @@ def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: 
         with os.fdopen(read, encoding="utf-8") as file:
             libraries = file.read()
         # For ranks that collect tests themselves, and import the user's own modules themselves.
-        preload.import_more(json.loads(libraries) if libraries else (), dump_at)
+        preload.import_more(json.loads(libraries) if libraries else (), dump_at, warmth_fields["device"])
     serve(ends[LIBRARIES], status)
 
 
