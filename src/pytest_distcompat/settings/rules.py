@@ -172,4 +172,6 @@ def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[S
 def unused_rules(settings: Collection[Setting]) -> list[str]:
     """Return the patterns of the rules that match no setting."""
     patterns = [pattern for rule in rules() for pattern in rule["fields"]]
-    return [pattern for pattern in patterns if not any(fnmatchcase(one.name, pattern) for one in settings)]
+    beside = {part.partition("=")[0] for one in settings for text in one.twice for part in text.split("+")}
+    names = {one.name for one in settings} | beside
+    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
