@@ -373,6 +373,17 @@ def test_a_refusal_does_not_hide_another_failure() -> None:
     ]
 
 
+def test_a_row_is_tried_without_what_an_earlier_row_had() -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def outcome(row: tuple[str, ...]) -> str:
+        asked.append(row)
+        return "refused" if {"A.a=1", "A.b=1"} <= set(row) else ""
+
+    assert list(reduced_failures(("A.a=1", "A.b=1", "A.c=1"), outcome, [("A.a=1", "A.b=1"), ("A.c=1", "A.d=1")])) == []
+    assert asked == [("A.a=1", "A.c=1")]
+
+
 def test_a_failure_is_the_same_on_another_rank_and_with_other_numbers() -> None:
     def outcome(row: tuple[str, ...]) -> str:
         return f"parity: failed: rank {len(row) % 2} is {len(row)}.5e-03 off" if {"A.b=1", "A.d=1"} <= set(row) else ""
