@@ -161,11 +161,11 @@ def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[S
     fields: dict[str, Field] = {}
     for found in read(tuple(sources), shared):
         was = fields.get(found.name, found)
-        more = {
-            name: tuple(dict.fromkeys((*getattr(was, name), *getattr(found, name))))
-            for name in ("strategies", "places")
-        }
-        fields[found.name] = dataclasses.replace(was, **more)
+        strategies, places = (
+            dict.fromkeys((*was.strategies, *found.strategies)),
+            dict.fromkeys((*was.places, *found.places)),
+        )
+        fields[found.name] = dataclasses.replace(was, strategies=tuple(strategies), places=tuple(places))
     return [ruled(found, fields) for found in fields.values()]
 
 
