@@ -63,8 +63,8 @@ def read_config(config: dict[str, Any]) -> None:
 
 @dataclasses.dataclass
 class Launched:
-    clipping: float = None  # type: ignore[assignment]  # as libraries spell it
-    prefetch: bool = None  # type: ignore[assignment]
+    clipping: Optional[float] = None  # noqa: UP045 - as libraries spell it
+    prefetch: Optional[bool] = None  # noqa: UP045
     level: int = 1
 
     def __post_init__(self) -> None:
@@ -303,7 +303,12 @@ def test_sources_that_cannot_be_read_are_a_usage_problem() -> None:
 def test_processes_of_a_session_read_the_libraries_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     answer = json.dumps([dataclasses.asdict(Field("X.a", "bool", "", ("true",), ("ddp",), "fp32"))])
-    monkeypatch.setattr(rules, "_read", lambda data: calls.append(data) or answer)
+
+    def read(data: str) -> str:
+        calls.append(data)
+        return answer
+
+    monkeypatch.setattr(rules, "_read", read)
     for _ in range(2):
         rules.read.cache_clear()  # as in another process
         assert rules.read((Source("X", "a.X", ("ddp",)),), tmp_path)[0].values == ("true",)
@@ -371,6 +376,17 @@ def test_a_refusal_does_not_hide_another_failure() -> None:
         (("A.a=1", "A.b=1"), "refused"),
         (("A.c=1", "A.d=1"), "parity: failed"),
     ]
+
+
+def test_a_row_is_tried_without_what_an_earlier_row_had() -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def outcome(row: tuple[str, ...]) -> str:
+        asked.append(row)
+        return "refused" if {"A.a=1", "A.b=1"} <= set(row) else ""
+
+    assert list(reduced_failures(("A.a=1", "A.b=1", "A.c=1"), outcome, [("A.a=1", "A.b=1"), ("A.c=1", "A.d=1")])) == []
+    assert asked == [("A.a=1", "A.c=1")]
 
 
 def test_a_failure_is_the_same_on_another_rank_and_with_other_numbers() -> None:

@@ -93,10 +93,9 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> int:
             return ""
 
         for row in rows:
-            for part, how in reduced_failures(row, outcome):
-                if part not in red:
-                    red.add(part)
-                    print(f"{' + '.join(part)}\n    {how}")  # noqa: T201 - a command prints
-                    check = how.partition(":")[0]
-                    print(f"    distcompat trace {driver} {shlex.quote(cell_of(part).id)} --check {check}", flush=True)  # noqa: T201
+            for part, how in reduced_failures(row, outcome, tuple(red)):
+                red.add(part)
+                print(f"{' + '.join(part)}\n    {how}")  # noqa: T201 - a command prints
+                check = how.partition(":")[0]
+                print(f"    distcompat trace {driver} {shlex.quote(cell_of(part).id)} --check {check}", flush=True)  # noqa: T201
     return int(any(": refused: " not in outcome(part) for part in red))

@@ -349,6 +349,7 @@ def json_of(arguments: Any) -> dict[str, Any]:
         """A configuration that records instead of filling in."""
 
         def fill_match(self, key: str, value: Any, *_: Any, **__: Any) -> None:
+            """Record the value of a key."""
             found[key] = value
 
         fill_only = fill_match

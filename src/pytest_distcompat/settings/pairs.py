@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from pytest_distcompat.failures import UsageProblem
 
@@ -46,11 +46,17 @@ def smallest(row: tuple[str, ...], fails: Callable[[tuple[str, ...]], bool]) -> 
         size = max(size // 2, 1)
 
 
-def reduced_failures(row: tuple[str, ...], outcome: Outcome) -> Iterator[tuple[tuple[str, ...], str]]:
+def reduced_failures(
+    row: tuple[str, ...], outcome: Outcome, found: Collection[tuple[str, ...]] = ()
+) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield each smallest failing part of a row, with its outcome.
 
-    What was found is taken out by its last setting, and the rest is tried again: a refusal must not hide other pairs.
+    What was found, in this row or an earlier one, is taken out by its last setting, and the rest is tried again: a refusal
+    must not hide other pairs.
     """
+    for part in found:
+        if set(part) <= set(row):
+            row = tuple(one for one in row if one != part[-1])
     while row and (how := outcome(row)):
         alike = _CHANCE.sub("", how)
         part = smallest(row, lambda rest, alike=alike: _CHANCE.sub("", outcome(rest)) == alike)  # type: ignore[misc]

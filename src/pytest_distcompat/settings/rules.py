@@ -161,15 +161,17 @@ def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[S
     fields: dict[str, Field] = {}
     for found in read(tuple(sources), shared):
         was = fields.get(found.name, found)
-        more = {
-            name: tuple(dict.fromkeys((*getattr(was, name), *getattr(found, name))))
-            for name in ("strategies", "places")
-        }
-        fields[found.name] = dataclasses.replace(was, **more)
+        strategies, places = (
+            dict.fromkeys((*was.strategies, *found.strategies)),
+            dict.fromkeys((*was.places, *found.places)),
+        )
+        fields[found.name] = dataclasses.replace(was, strategies=tuple(strategies), places=tuple(places))
     return [ruled(found, fields) for found in fields.values()]
 
 
 def unused_rules(settings: Collection[Setting]) -> list[str]:
     """Return the patterns of the rules that match no setting."""
     patterns = [pattern for rule in rules() for pattern in rule["fields"]]
-    return [pattern for pattern in patterns if not any(fnmatchcase(one.name, pattern) for one in settings)]
+    beside = {part.partition("=")[0] for one in settings for text in one.twice for part in text.split("+")}
+    names = {one.name for one in settings} | beside
+    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
