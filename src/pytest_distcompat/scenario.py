@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import OPTIONS, Cell
+from pytest_distcompat.trace import Loader
 
 
 @dataclass(frozen=True)
@@ -175,10 +177,11 @@ def reshard(cell: Cell) -> Scenario:
     return Scenario("reshard", (TRAIN_RUN, up, back, one) if world_size > 1 else (TRAIN_RUN, up, back))
 
 
-def coverage(world_size: int) -> Scenario:
-    """Return runs of loaders from the beginning, resumed, and resumed at twice as many ranks."""
+def coverage(world_size: int, loaders: Collection[Loader]) -> Scenario:
+    """Return runs of loaders from the beginning and, of those that can do it, resumed, and resumed at twice as many ranks."""
     moved = Run("moved_rows", ("moved_rows",), after="rows", world_size=2 * world_size)
-    return Scenario("coverage", (ROWS_RUN, RESUMED_ROWS_RUN, moved))
+    resumed = (RESUMED_ROWS_RUN,) if any(loader.resumes for loader in loaders) else ()
+    return Scenario("coverage", (ROWS_RUN, *resumed, *((moved,) if any(loader.moves for loader in loaders) else ())))
 
 
 def port(strategy: str) -> Scenario:

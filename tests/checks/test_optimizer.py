@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.checks._values import unused
 from pytest_distcompat.trace import Snapshot, StateInfo
 
 if TYPE_CHECKING:
@@ -278,3 +279,12 @@ def test_state_that_is_there_from_the_start_of_what_no_loss_depends_on(sound: So
     story = story.state("", {"digest": "4:0"}, only="outlet.weight", action="step")
     story = story.optimizer({"without_gradient": (name,)}, action="step")
     assert story.findings("optimizer") == story.findings("names") == story.findings("memory") == []
+
+
+def test_a_parameter_that_one_rank_has_no_shard_of_is_not_unused(sound: Sound) -> None:
+    """A shard of FSDP1 has only its own shape."""
+    story = sound("fsdp1-fp32-w2")
+    for nth in range(3):
+        none = {"shape": (0,), "local_numel": 0}
+        story = story.parameters(none, only="outlet.weight", action="step", nth=nth, rank=1)
+    assert unused(story.trace.run()) == frozenset()

@@ -26,6 +26,7 @@ IDLE = {
     "dtypes": r"is given gradients in nothing|updates nothing",
     "parity": r"Traceback",
     "clipping": r"Traceback",
+    "observers": r"Traceback",
     **MEMORY,
 }
 

@@ -203,7 +203,7 @@ class RoundsOnTheWay(SavesOther):
     "ddp-fp32-w2-model_mlp-save_only_model",
     "zero2-fp32-w2-model_mlp-save_only_model",
     match=_LATE,
-    also=dict.fromkeys(("names", "parity", "clipping"), _LATE),
+    also=dict.fromkeys(("names", "parity", "clipping", "observers"), _LATE),
 )
 class NoticesAtTheFirstCheckpoint(Trainers):
     """Refuses too late, at the first checkpoint: https://github.com/huggingface/transformers/issues/36626."""

@@ -44,7 +44,8 @@ class SharedOut(Torch):
         if self.world.rank == 0:
             parts = {"model": self.wrapped.module, "optimizer": self.optimizer, "scheduler": self.scheduler}
             state = {name: part.state_dict() for name, part in parts.items()}
-            torch.save({**state, "rng": torch.get_rng_state()}, directory / "checkpoint.pt")
+            torch.save(state, directory / "checkpoint.pt")
+        self.save_random(directory)
 
     def load(self, directory: Path) -> None:
         import torch
@@ -53,7 +54,7 @@ class SharedOut(Torch):
         self.wrapped.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["rng"])
+        self.load_random(directory, required=True)
 
 
 @twin(

@@ -284,17 +284,19 @@ def unused(run: RunTrace) -> frozenset[str]:
     # As BERT's pooler in three steps: they are trainable, an optimizer that steps holds them, and no rank has a gradient. If
     # all are so, gradients were lost: then it is of none.
     gradients: dict[str, set[bool]] = defaultdict(set)
-    empty: set[str] = set()
+    empty, held = set[str](), set[str]()
     for snapshot in (one for nth in range(3) for one in run.at("step", nth)):
         if snapshot.steps and snapshot.optimizer and snapshot.model:
             without = set(snapshot.optimizer.without_gradient)
             empty |= {info.name for info in snapshot.model.parameters if 0 in info.shape}
+            # A shard of FSDP1 has only its own shape, which may be empty on one rank.
+            held |= {info.name for info in snapshot.model.parameters if 0 not in info.shape}
             for info in snapshot.model.parameters:
                 # A rank that holds no element of it may have no gradient either. DeepSpeed's optimizers hold partitions (None).
                 if info.held != 0 and info.local_numel:
                     gradients[info.name].add(info.name not in without or not info.trainable)
     found = frozenset(name for name, had in gradients.items() if had == {False})
-    return frozenset(empty) | (found if len(found) < len(gradients) else frozenset())
+    return frozenset(empty - held) | (found if len(found) < len(gradients) else frozenset())
 
 
 def step_counts(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:

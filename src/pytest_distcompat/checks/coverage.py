@@ -33,7 +33,7 @@ def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=lambda cell, _driver: runs_of_loaders(cell.world_size),
+    scenario=lambda cell, driver: runs_of_loaders(cell.world_size, driver.loaders.values()),
     until=(("rows", "rows", 0), ("resumed_rows", "resumed_rows", 0), ("moved_rows", "moved_rows", 0)),
     order=9,
     not_applicable=_has_loaders,
@@ -50,7 +50,7 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     order in each epoch ``set_epoch`` is not called. A resumed run needs the epoch's seed and the number of batches done.
     """
     yield from every_rank(trace.run("rows").at("rows"), cell.world_size, "rows")
-    whole, resumed, moved = (_by_loader(trace.run(name)) for name in ("rows", "resumed_rows", "moved_rows"))
+    whole, resumed, moved = (_by_loader(trace.runs.get(name)) for name in ("rows", "resumed_rows", "moved_rows"))
     for name, ranks in whole.items():
         loader = next(iter(ranks.values()))[0].expected
         epochs = [[_epoch(info, number) for (info,) in ranks.values()] for number in (0, 1)]
@@ -70,10 +70,10 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from (f"{name}: {text}" for text in dict.fromkeys(found))
 
 
-def _by_loader(run: RunTrace) -> Mapping[str, Mapping[int, Sequence[RowsInfo]]]:
+def _by_loader(run: RunTrace | None) -> Mapping[str, Mapping[int, Sequence[RowsInfo]]]:
     """Return loader -> rank -> what it was given."""
     found: dict[str, dict[int, list[RowsInfo]]] = {}
-    for snapshot in run.snapshots:
+    for snapshot in run.snapshots if run else ():
         for info in snapshot.rows:
             found.setdefault(info.loader, {}).setdefault(snapshot.rank, []).append(info)
     return found

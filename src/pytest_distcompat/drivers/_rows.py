@@ -84,16 +84,17 @@ def accelerate_rows(
     if saved.exists():
         accelerator.load_state(str(saved))
     for epoch in range(first, EPOCHS):
-        if hasattr(loader, "set_epoch") and not stateful:
+        if not stateful:
             loader.set_epoch(epoch)
         skipped = done if epoch == first and not stateful else 0
-        batches = accelerator.skip_first_batches(loader, skipped) if skipped else loader
-        for number, batch in enumerate(batches):
-            if start == (0, 0) and number == 0 and (epoch, 0) in RESUME_AT and not stateful:
-                accelerator.save_state(str(directory / f"{name}-{epoch}-0"))
+        number = skipped
+        for batch in accelerator.skip_first_batches(loader, skipped) if skipped else loader:
             yield epoch, batch.tolist()
-            if start == (0, 0) and (epoch, number + 1) in RESUME_AT:
-                accelerator.save_state(str(directory / f"{name}-{epoch}-{number + 1}"))
+            number += 1
+            if start == (0, 0) and (epoch, number) in RESUME_AT:
+                accelerator.save_state(str(directory / f"{name}-{epoch}-{number}"))
+        if start == (0, 0) and (epoch + 1, 0) in RESUME_AT:
+            accelerator.save_state(str(directory / f"{name}-{epoch + 1}-0"))
 
 
 def accelerate_metrics(count: int) -> dict[str, float]:
