@@ -23,8 +23,9 @@ class Run:
     - ``reference``: a step of the same training in one process, in float32, unwrapped; ``rounded``: the same under autocast.
 
     ``first_step`` is the number of the first step. ``after`` names the run whose checkpoint this one finds. ``strategy``,
-    ``precision`` and ``world_size`` say where the run's cell differs from the check's; ``only`` which options it keeps (None:
-    all), ``follows`` which objects' settings (None: all). ``directory`` is the checkpoint's name, ``damage`` what is done to it.
+    ``precision``, ``world_size`` and ``tp`` say where the run's cell differs from the check's; ``only`` which options it keeps
+    (None: all), ``follows`` which objects' settings (None: all). ``directory`` is the checkpoint's name, ``damage`` what is
+    done to it.
     ``same_as`` is the name under which other checks know the very same run.
     """
 
@@ -35,6 +36,7 @@ class Run:
     strategy: str = ""
     precision: str = ""
     world_size: int = 0
+    tp: int = 0
     only: tuple[str, ...] | None = None
     directory: str = "checkpoint"
     damage: str = ""
@@ -47,6 +49,8 @@ class Run:
         if self.follows is not None and cell.set:
             kept = (one for one in cell.set if one.startswith(tuple(f"{name}." for name in self.follows)))
             options = (*(one for one in options if one[0] != "set"), ("set", "+".join(kept)))
+        if self.tp:
+            options = (*(one for one in options if one[0] != "tp"), ("tp", self.tp))
         return Cell(
             self.strategy or cell.strategy,
             self.precision or cell.precision,
@@ -164,15 +168,15 @@ EVALUATION = Scenario("evaluation", (ROWS_RUN, ALONE_RUN))
 DAMAGE = Scenario("damage", (TRAIN_RUN, *DAMAGED_RUNS))
 
 
-def reshard(cell: Cell) -> Scenario:
+def reshard(cell: Cell, tp: int = 0) -> Scenario:
     """Return runs that load a checkpoint at twice its world size, then back at its own; and in one process.
 
-    One of tensor parallelism is loaded without it at the same world size, then back on its own mesh.
+    One of tensor parallelism is loaded without it at the same world size, and what that saves with parts of ``tp`` ranks.
     """
     load, world_size = (*_BUILD, "load"), cell.world_size
     mesh = {"only": without(*MESH)} if cell.tp > 1 else {"world_size": 2 * world_size}
     up = Run("up", (*load, *("step",) * 3, "save", "step"), first_step=3, after="train", **mesh)
-    back = Run("back", (*load, "step"), first_step=6, after="up", world_size=world_size)
+    back = Run("back", (*load, "step"), first_step=6, after="up", world_size=world_size, tp=tp)
     one = Run("one", (*load, "step"), first_step=3, after="train", world_size=1, only=without(*MESH))
     return Scenario("reshard", (TRAIN_RUN, up, back, one) if world_size > 1 else (TRAIN_RUN, up, back))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.checks.test_gradients import scaled
 
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.trace import Layout
@@ -84,6 +85,23 @@ def test_checkpoints_move_between_meshes(runs_of: RunsOf, cell: str, check: str)
         other = story.parameters({"digest": "3:1"}, only="inlet.weight", rank=1, **where).findings("reshard")
         assert other[0].startswith("parameter 'inlet.weight': ")
         assert other[0].endswith(f" after the load at {story.cell.world_size} ranks with tp 2")
+
+
+@pytest.mark.parametrize(
+    ("cell", "back"),
+    [
+        ("fsdp2-fp32-w4-model_mlp-tp_2", "fsdp2-fp32-w4-model_mlp-tp_4"),
+        ("fsdp2-fp32-w4-model_mlp-tp_4", "fsdp2-fp32-w4-model_mlp-tp_4"),
+        ("fsdp2-fp32-w2-model_mlp-tp_2", "fsdp2-fp32-w2-model_mlp-tp_2"),
+        # Four parts of eight ranks would leave its replicas one shard each.
+        ("fsdp2-fp32-w8-model_mlp-dp_replicate_2-tp_2", "fsdp2-fp32-w8-model_mlp-dp_replicate_2-tp_2"),
+        # Two heads of keys and values.
+        ("fsdp2-fp32-w4-tp_2-sp", "fsdp2-fp32-w4-tp_2-sp"),
+    ],
+)
+def test_a_checkpoint_is_loaded_in_the_most_parts(cell: str, back: str) -> None:
+    runs = {run.name: run for run in CHECKS.get("reshard").runs(Cell.parse(cell), TorchDriver).runs}
+    assert runs["back"].cell(Cell.parse(cell)).id == back
 
 
 def test_losses_of_other_batches_are_not_compared(runs_of: RunsOf) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_distcompat import scenario
-from pytest_distcompat.cell import Cell
+from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, saved_as_elsewhere
 from pytest_distcompat.checks._values import differences, settings, step_counts, values
 from pytest_distcompat.driver import Driver
@@ -32,8 +32,17 @@ def _not_resharded(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
-    """Return the runs ``train``, ``up``, ``back`` and ``one``, whose world sizes depend on the cell's."""
-    return scenario.reshard(cell)
+    """Return the runs ``train``, ``up``, ``back`` and ``one``, whose world sizes and meshes depend on the cell's."""
+    if cell.tp == 1:
+        return scenario.reshard(cell)
+    # Back into as many parts as the driver can cut.
+    rest, sizes = cell.without("tp").options, (int(size) for size in OPTIONS["tp"].values)
+    cells = [
+        Cell(cell.strategy, cell.precision, cell.world_size, (*rest, ("tp", tp)))
+        for tp in sizes
+        if cell.world_size % tp == 0
+    ]
+    return scenario.reshard(cell, max(one.tp for one in cells if one == cell or not driver.unsupported_reason(one)))
 
 
 _UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back", "step", 0), ("one", "step", 0))
@@ -43,8 +52,8 @@ _UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded at another world size, or on another mesh, is bit by bit what was saved.
 
-    That is: at twice the world size, back at the first, and in one process; one of tensor parallelism without it, and back. One
-    more step has a finite loss.
+    That is: at twice the world size, back at the first, and in one process; one of tensor parallelism without it, and back into
+    the most parts. One more step has a finite loss.
 
     If it fails: what is saved by rank or padded fits no other number of ranks. Save with ``get_state_dict`` and
     torch.distributed.checkpoint (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), or convert first,

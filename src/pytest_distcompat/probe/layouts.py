@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -33,17 +34,25 @@ def starts_of(tensor: Any) -> torch.Tensor | None:
     return _starts(tuple(tensor.shape), sizes, coordinate, _placements(tensor))
 
 
-def _place(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks of a mesh, its sizes, and this rank's coordinate: empty if the rank is no part of it."""
+#: The ranks of a mesh, its sizes, and this rank's coordinate: empty if the rank is no part of it.
+_Place = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+#: Mesh -> rank -> place. A mesh computes its ranks anew each time, in a millisecond.
+_places: Any = weakref.WeakKeyDictionary()
+
+
+def _place(mesh: Any) -> _Place:
     from torch import distributed
 
-    ranks, sizes = tuple(mesh.mesh.flatten().tolist()), tuple(mesh.shape)
-    rank = distributed.get_rank()
-    rest, coordinate = ranks.index(rank) if rank in ranks else -1, list[int]()
-    for size in reversed(sizes if rest >= 0 else ()):
-        rest, at = divmod(rest, size)
-        coordinate.insert(0, at)
-    return ranks, sizes, tuple(coordinate)
+    rank, known = distributed.get_rank(), _places.setdefault(mesh, {})
+    if rank not in known:
+        ranks, sizes = tuple(mesh.mesh.flatten().tolist()), tuple(mesh.shape)
+        rest, coordinate = ranks.index(rank) if rank in ranks else -1, list[int]()
+        for size in reversed(sizes if rest >= 0 else ()):
+            rest, at = divmod(rest, size)
+            coordinate.insert(0, at)
+        known[rank] = ranks, sizes, tuple(coordinate)
+    place: _Place = known[rank]
+    return place
 
 
 def _placements(tensor: Any) -> _Placements:

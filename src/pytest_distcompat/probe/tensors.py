@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_distcompat import digests
 from pytest_distcompat.probe.layouts import starts_of
@@ -96,7 +97,9 @@ def _of_values(flat: torch.Tensor, starts: torch.Tensor | None) -> str:
         width = flat.element_size() // 4
         words = flat.view(torch.uint16).double().view(-1, 2)
         runs = 1 if starts is None else len(starts)
-        return digests.form(len(words), _hash(words.view(runs, -1, 2), None if starts is None else starts * width))
+        return digests.form(
+            len(words), _hash(words.view(runs, -1, 2), starts if starts is None or width == 1 else starts * width)
+        )
 
 
 def _hash(words: torch.Tensor, starts: torch.Tensor | None) -> tuple[int, int]:
@@ -116,15 +119,29 @@ def _hash(words: torch.Tensor, starts: torch.Tensor | None) -> tuple[int, int]:
             value = (high[n] << 32) + (low[n] + high[n + 1] << 16) + low[n + 1]
             hashes.append(value * pow(base, start, prime) % prime)
         return hashes[0], hashes[1]
-    sums = (words.transpose(1, 2) @ _halves()[:length]).long()
-    found = []
-    for row, prime in enumerate(digests.PRIMES):
-        lower, upper = sums[:, :, 2 * row : 2 * row + 2].unbind(1)
-        # Each factor is below 2**31, so no product leaves 64 bits.
-        total = upper[:, 0] % prime * ((1 << 32) % prime) + ((lower[:, 0] + upper[:, 1]) % prime << 16) + lower[:, 1]
-        total, rest, level = total % prime, starts, 0
-        while rest is not None and rest.any():
-            total = total * _powers(level)[row][rest % _CHUNK] % prime
+    primes = torch.tensor(digests.PRIMES)
+    sums = (words.transpose(1, 2) @ _halves()[:length]).long().view(-1, 2, 2, 2)
+    lower, upper = sums[:, 0], sums[:, 1]
+    # Each factor is below 2**31, so no product leaves 64 bits.
+    total = upper[..., 0] % primes * ((1 << 32) % primes)
+    total += ((lower[..., 0] + upper[..., 1]) % primes << 16) + lower[..., 1]
+    total = total % primes if starts is None else total % primes * _factors(starts) % primes
+    first, second = (total.sum(0) % primes).tolist()
+    return first, second
+
+
+#: Where runs start -> each base to that power, modulo its prime. Layouts keep the keys, one tensor for all of the same layout.
+_known_factors: Any = WeakIdKeyDictionary()
+
+
+def _factors(starts: torch.Tensor) -> torch.Tensor:
+    """Return each base to the power of each start, modulo its prime: int64 of shape (starts, 2)."""
+    found: torch.Tensor | None = _known_factors.get(starts)
+    if found is None:
+        primes, rest, level = torch.tensor(digests.PRIMES), starts, 0
+        found = torch.ones(len(starts), 2, dtype=torch.int64)
+        while rest.any():
+            found = found * _powers(level)[:, rest % _CHUNK].t() % primes
             rest, level = rest // _CHUNK, level + 1
-        found.append(int(total.sum()) % prime)
-    return found[0], found[1]
+        _known_factors[starts] = found
+    return found
