@@ -104,12 +104,16 @@ def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
         if kind in not_elementwise:
             digests[kind][name] = tuple(sorted({part.digest for part in held}))
             continue
-        size, wholes = 1 if kind == "step" else names.numel(name), set[str]()
+        size, wholes = names.numel(name), set[str]()
         groups = shard_groups({part.rank: part.layout.holders for part in held})
         live = shard_groups({part.rank: part.layout.holders for part in parts.get(("parameter", name), ())})
         if any(len(group) > 1 and group in live for group in groups):
             # Each copy of the parameter has this state, or should have it.
             groups = tuple(sorted({*groups, *live}))
+        if kind == "step":
+            # One count for each flat partition of a rank, or for each parameter.
+            digests[kind][name] = tuple(sorted({part.digest for part in held}))
+            continue
         for ranks in groups:
             whole, problem = _whole([part for part in held if part.rank in ranks], ranks, size, run.world_size)
             wholes |= {whole} if whole else set()
