@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import re
+import time
 from dataclasses import dataclass, replace
 
+from pytest_distcompat import clock
 from pytest_distcompat.cell import FACETS, OPTIONS, Cell, OptionValue
 from pytest_distcompat.failures import UsageProblem
 
@@ -16,6 +19,7 @@ class Expectation:
     """One declared exception to "every check passes", made by ``fails`` or ``refuses``.
 
     ``strict``: it is an error if the exception does not occur. ``also``: matches further findings of the same bug.
+    ``until``: the last day (UTC) on which it holds, as ``2026-12-01``; empty for no end.
     """
 
     kind: str
@@ -25,6 +29,12 @@ class Expectation:
     match: str
     strict: bool = True
     also: str = ""
+    until: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether its last day is over."""
+        return self.until != "" and time.strftime("%Y-%m-%d", time.gmtime(clock.wall())) > self.until
 
     def covers(self, cell: Cell, check: str) -> bool:
         """Tell whether the expectation is about that check in that cell."""
@@ -48,11 +58,13 @@ class Expectation:
 
     def __str__(self) -> str:
         facets = "".join(f", {name}={value!r}" for name, value in self.facets)
-        also = f", also={self.also!r}" if self.also else ""
-        return f"{self.kind}({self.check!r}{facets}, reason={self.reason!r}, match={self.match!r}{also})"
+        more = "".join(f", {name}={text!r}" for name in ("also", "until") if (text := getattr(self, name)))
+        return f"{self.kind}({self.check!r}{facets}, reason={self.reason!r}, match={self.match!r}{more})"
 
 
-def fails(check: str, *, reason: str, match: str = "", also: str = "", **facets: FacetValue) -> Expectation:
+def fails(
+    check: str, *, reason: str, match: str = "", also: str = "", until: str = "", **facets: FacetValue
+) -> Expectation:
     """Declare a known bug: the check fails in these cells; when it passes, that is an error ("FIXED?").
 
     A crash or a hang is never covered.
@@ -63,22 +75,26 @@ def fails(check: str, *, reason: str, match: str = "", also: str = "", **facets:
         match: A regular expression that the failure's message must contain.
         also: A regular expression for further findings of the same bug. A finding that neither matches is another bug, and a
             failure.
+        until: The last day on which the failure is excused, as ``2026-12-01`` (UTC).
         facets: The cells: each facet takes one value or a tuple of them.
 
     Raises:
-        UsageProblem: A facet, or a value of it, is unknown.
+        UsageProblem: A facet, or a value of it, is unknown, or ``until`` is no day.
     """
     if not reason:
         raise UsageProblem(f"fails({check!r}): say why, best with a link: reason='org/repo#1234'")
-    return replace(_expectation("fails", check, reason, match, facets), also=_regular(f"fails({check!r}): also", also))
+    made = _expectation("fails", check, facets, reason=reason, match=match, until=until)
+    return replace(made, also=_regular(f"fails({check!r}): also", also))
 
 
-def may_fail(check: str, *, reason: str, match: str = "", also: str = "", **facets: FacetValue) -> Expectation:
+def may_fail(
+    check: str, *, reason: str, match: str = "", also: str = "", until: str = "", **facets: FacetValue
+) -> Expectation:
     """Declare a known bug that occurs only sometimes, such as a number close to a tolerance. The check may pass."""
-    return replace(fails(check, reason=reason, match=match, also=also, **facets), strict=False)
+    return replace(fails(check, reason=reason, match=match, also=also, until=until, **facets), strict=False)
 
 
-def refuses(check: str = "*", *, match: str, reason: str = "", **facets: FacetValue) -> Expectation:
+def refuses(check: str = "*", *, match: str, reason: str = "", until: str = "", **facets: FacetValue) -> Expectation:
     """Declare cells that are not supported: ``build`` raises an error whose message contains ``match``.
 
     An error after ``build`` is a LateFailure, no error at all is a failure.
@@ -87,22 +103,27 @@ def refuses(check: str = "*", *, match: str, reason: str = "", **facets: FacetVa
         check: The name of the check, ``*`` for all.
         match: A regular expression.
         reason: Why the cells are not supported; by default the error's message.
+        until: The last day on which the refusal is expected, as ``2026-12-01`` (UTC).
         facets: The cells: each facet takes one value or a tuple of them.
 
     Raises:
-        UsageProblem: A facet, or a value of it, is unknown.
+        UsageProblem: A facet, or a value of it, is unknown, or ``until`` is no day.
     """
     if not match:
         raise UsageProblem(f"refuses({check!r}): give match=, the message that the user is to see")
-    return _expectation("refuses", check, reason, match, facets)
+    return _expectation("refuses", check, facets, reason=reason, match=match, until=until)
 
 
-def may_refuse(check: str = "*", *, match: str, reason: str = "", **facets: FacetValue) -> Expectation:
+def may_refuse(check: str = "*", *, match: str, reason: str = "", until: str = "", **facets: FacetValue) -> Expectation:
     """Declare cells that some machines do not support: they are refused with that message, or every check passes."""
-    return replace(refuses(check, match=match, reason=reason, **facets), strict=False)
+    return replace(refuses(check, match=match, reason=reason, until=until, **facets), strict=False)
 
 
-def _expectation(kind: str, check: str, reason: str, match: str, facets: dict[str, FacetValue]) -> Expectation:
+def _expectation(
+    kind: str, check: str, facets: dict[str, FacetValue], *, reason: str, match: str, until: str
+) -> Expectation:
+    if until and not _is_day(until):
+        raise UsageProblem(f"{kind}({check!r}): until={until!r}; expected a day, as '2026-12-01'")
     for name, facet in facets.items():
         if name not in FACETS:
             raise UsageProblem(f"{kind}({check!r}): no facet named {name!r}. Known: {', '.join(FACETS)}")
@@ -115,7 +136,16 @@ def _expectation(kind: str, check: str, reason: str, match: str, facets: dict[st
         if wrong:
             known = ", ".join(repr(value) for value in OPTIONS[name].values)
             raise UsageProblem(f"{kind}({check!r}): {name} has no value {wrong[0]!r}. Known: {known}")
-    return Expectation(kind, check, tuple(sorted(facets.items())), reason, _regular(f"{kind}({check!r}): match", match))
+    expression = _regular(f"{kind}({check!r}): match", match)
+    return Expectation(kind, check, tuple(sorted(facets.items())), reason, expression, until=until)
+
+
+def _is_day(text: str) -> bool:
+    try:
+        # Later Pythons read other spellings too, which do not sort as days.
+        return dt.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _regular(name: str, text: str) -> str:

@@ -28,8 +28,17 @@ def skipped(check: str, cell: Cell, reason: str) -> Verdict:
 
 
 def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation] = ()) -> Verdict:
-    """Return the verdict of a check in a cell. A crash or a hang is never a known failure."""
+    """Return the verdict of a check in a cell. A crash or a hang is never a known failure.
+
+    A failure that an expectation no longer excuses, since its last day is over, says so.
+    """
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
+    if over := [one for one in covering if one.ended]:
+        verdict = judge(check, cell, trace, [one for one in covering if one not in over])
+        excused = next((one for one in over if one.matches(verdict.message)), None)
+        if excused is None or verdict.status is not Status.FAILED:
+            return verdict
+        return replace(verdict, message=f"{verdict.message}\n\nthe quarantine ended on {excused.until}: {excused}")
     end = _broken_off(check, trace)
     if end is not None and end.kind != "raised":
         return Verdict(check.name, cell.id, Status(end.kind), end.text)

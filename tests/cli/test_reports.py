@@ -221,6 +221,44 @@ def test_merge_takes_the_worst_and_prefers_what_ran() -> None:
     assert both.rows[0].runs == ["1/one", "2/one"]
 
 
+def shard(number: int, *plan: list[str]) -> Report:
+    report = made(**{f"ddp_{number}": "passed"})
+    report.session |= {"shard": {"number": number, "plan": list(plan)}, "ending": "finished"}
+    return report
+
+
+def test_merge_says_which_shard_is_missing(write: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan: list[list[str]] = [["t.py::S[a]"], ["t.py::S[b]", "test_c.py"], []]
+    one, two, out = write("1.json", shard(1, *plan)), write("2.json", shard(2, *plan)), str(tmp_path / "out.json")
+    # The third has no tests, so that nothing is missing without its report.
+    assert main(["merge", two, one, "-o", out]) == 0
+    assert Report.read(Path(out)).session["ending"] == "finished"
+    capsys.readouterr()
+    assert main(["merge", one, "-o", out, "-o", str(tmp_path / "out.md"), "-o", str(tmp_path / "out.html")]) == 1
+    line = "shard 2/3 is missing: t.py::S[b], test_c.py"
+    assert capsys.readouterr().out == f"1 selected, 1 ran, 0 skipped: 1 passed; {line}\n"
+    merged = Report.read(Path(out))
+    assert (merged.session["missing"], merged.session["ending"]) == ([line], "stopped")
+    jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(Path(out).read_text(encoding="utf-8")))
+    assert "shard 2/3 is missing: t.py::S\\[b\\]" in (tmp_path / "out.md").read_text(encoding="utf-8")
+    assert line in (tmp_path / "out.html").read_text(encoding="utf-8")
+    # Only merge fails for it; and it is still missing when that report is merged with others.
+    assert main(["report", out, "-o", str(tmp_path / "again.md")]) == 0
+    assert main(["merge", out, two, "-o", str(tmp_path / "more.json")]) == 1
+
+
+def test_merge_says_that_shards_divided_the_tests_otherwise(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = write("1.json", shard(1, ["a.py"], ["b.py"])), write("2.json", shard(2, ["b.py"], ["a.py"]))
+    assert main(["merge", one, two, "-o", one.replace("1.json", "out.json")]) == 1
+    assert capsys.readouterr().out.strip().split("; ", 1)[1] == (
+        "shard 2/2 is missing: b.py; shard 1/2 is missing: b.py; "
+        "the shards divided the tests in different ways; expected the same tests and baseline for all"
+    )
+    # Two complete sessions, of other versions perhaps, may differ.
+    others = [write("3.json", shard(2, ["a.py"], ["b.py"])), write("4.json", shard(1, ["b.py"], ["a.py"]))]
+    assert main(["merge", one, two, *others, "-o", one.replace("1.json", "out.json")]) == 0
+
+
 def test_a_merged_report_is_as_the_schema_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "both.json"
     assert main(["merge", str(REAL), str(REAL), "-o", str(out), "-o", str(tmp_path / "both.html")]) == 0

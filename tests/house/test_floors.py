@@ -155,6 +155,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-drivers",
         "--distcompat-profile",
         "--distcompat-budget",
+        "--distcompat-shard",
         "--distcompat-known",
         "--distcompat-throughput",
         "--distcompat-timeout",

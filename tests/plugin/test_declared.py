@@ -58,7 +58,7 @@ def declare_known(pytester: Pytester, text: str, ini: str = "") -> Pytester:
         ("[[issue]]\nreason = 'x'", "*issue 1 (x): match is missing"),
         (
             KNOWN + "color = 'red'",
-            "*1 (org/repo#1): no key named 'color'. Known: also, cells, check, *strict, test, when",
+            "*1 (org/repo#1): no key named 'color'. Known: also, cells, check, *strict, test, until, when",
         ),
         (KNOWN + "when = 'transformers => 5'", "*1 (org/repo#1): Expected semicolon*"),
         (KNOWN + "when = 'torch'\npackages = ['torch']", "*when and packages are one thing; give one of them"),
@@ -236,6 +236,18 @@ def test_entries_for_other_versions_are_named(pytester: Pytester, ranks: FakeRan
     result = pytester.runpytest_inprocess()
     result.stdout.fnmatch_lines(["not in force here: *1 (org/repo#1): pytest == 1.0"])
     result.stdout.no_fnmatch_line("*remove me*")
+
+
+def test_an_entry_that_ended_excuses_nothing_and_says_so(pytester: Pytester, ranks: FakeRanks) -> None:
+    declare_known(pytester, KNOWN + "until = '2020-01-31'").makepyfile(MARKED)
+    ranks.answer = failing("KeyError: '_orig_mod.weight'")
+    result = pytester.runpytest_inprocess("-k", "unmarked")
+    result.assert_outcomes(failed=1, deselected=3)
+    result.stdout.fnmatch_lines([f"the quarantine ended on 2020-01-31: {FIRST}"])
+    result.stdout.fnmatch_lines([f"not in force here: {FIRST}: ended on 2020-01-31"])
+    result.stdout.no_fnmatch_line("*remove me*")
+    ranks.answer = failing("KeyError: 'weight'")
+    pytester.runpytest_inprocess("-k", "unmarked").stdout.no_fnmatch_line("*quarantine*")
 
 
 def test_an_xfail_mark_comes_first_and_ordinary_tests_are_not_covered(pytester: Pytester, ranks: FakeRanks) -> None:

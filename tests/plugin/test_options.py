@@ -10,6 +10,7 @@ import pytest
 from pytest_distcompat import known
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.plugin.options import OPTIONS, setting
+from pytest_distcompat.plugin.shard import Shard
 from pytest_distcompat.plugin.suite.budget import Budget
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import PROFILES
@@ -32,6 +33,7 @@ RIGHT: dict[str, tuple[str, str, Any]] = {
     "distcompat_drivers": ("accelerate", "torch", ("torch",)),
     "distcompat_profile": ("full", "smoke", "smoke"),
     "distcompat_budget": ("20m", "90s@7", Budget(90, 7)),
+    "distcompat_shard": ("1/2", "2/3", Shard(2, 3)),
     "distcompat_known": (f"{SHIPPED} {SHIPPED}", str(SHIPPED), known.read_file(SHIPPED)),
     "distcompat_throughput": ("0.5", "0.9", 0.9),
     "distcompat_timeout": ("60", "0.5", 0.5),
@@ -64,6 +66,9 @@ WRONG: list[tuple[str, str, str]] = [
     ("distcompat_drivers", "pathlib:Path", "*expected a subclass of pytest_distcompat.Driver"),
     ("distcompat_profile", "quick", f"no such value: 'quick'. Known: {', '.join(PROFILES)}."),
     ("distcompat_budget", "20", "'20' is not right: expected a time and perhaps a seed, as 90s, 20m or 2h@7."),
+    ("distcompat_shard", "3/2", "'3/2' is not right: expected one part of several, as 1/3, 2/3 or 3/3."),
+    ("distcompat_shard", "0/2", "'0/2' is not right: expected one part of several, as 1/3, 2/3 or 3/3."),
+    ("distcompat_shard", "x", "'x' is not right: expected one part of several, as 1/3, 2/3 or 3/3."),
     ("distcompat_known", "no_such.toml", "*no_such.toml*"),
     ("distcompat_throughput", "0", "'0' is not right: expected a number above 0, as 0.9."),
     ("distcompat_throughput", "fast", "'fast' is not right: expected a number above 0, as 0.9."),

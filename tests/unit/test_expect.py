@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pytest_distcompat import clock
 from pytest_distcompat.cell import FACETS, OPTIONS, Cell
 from pytest_distcompat.expect import Expectation, fails, refuses
 from pytest_distcompat.failures import UsageProblem
@@ -126,3 +127,19 @@ def test_a_known_failure_needs_a_reason() -> None:
 def test_a_refusal_needs_a_message() -> None:
     with pytest.raises(UsageProblem, match=r"^refuses\('\*'\): give match=, the message that the user is to see$"):
         refuses(match="")
+
+
+@pytest.mark.parametrize(("now", "ended"), [(0, False), (86399, False), (86400, True)])
+def test_a_declaration_holds_to_the_end_of_its_last_day(
+    now: int, *, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "wall", lambda: 1_796_083_200 + now)  # 2026-12-01, 00:00 UTC
+    assert fails("names", reason="a bug", until="2026-12-01").ended is ended
+    assert refuses(match="no", until="2026-12-01").ended is ended
+    assert not fails("names", reason="a bug").ended
+
+
+@pytest.mark.parametrize("until", ["soon", "2026-13-01", "2026-1-5", "20261201", "2026-12-01 12:00"])
+def test_a_wrong_day_says_what_is_right(until: str) -> None:
+    with pytest.raises(UsageProblem, match=rf"refuses\('\*'\): until={until!r}; expected a day, as '2026-12-01'"):
+        refuses(match="no", until=until)

@@ -346,3 +346,24 @@ def test_a_failure_has_a_declaration_that_covers_it(
 @pytest.mark.parametrize("kind", ["crashed", "hung", "leaked"])
 def test_a_crash_or_hang_prints_no_declaration(kind: str) -> None:
     assert declaration(toy(), CELL, Trace.of("hand-made", [lived(TRAIN_RUN, ended(kind, "build"))])) is None
+
+
+def test_a_declaration_that_ended_no_longer_excuses_and_says_so() -> None:
+    past = fails("toy", reason="org/repo#1", match="masters", until="2020-01-31")
+    found = verdict(toy("rank 0: no masters"), past)
+    assert found.status == "failed"
+    assert found.message == f"rank 0: no masters\n\nthe quarantine ended on 2020-01-31: {past}"
+    # It never excused another failure, and a check that passes is fixed or was never red.
+    assert verdict(toy("rank 0: stale"), past).message == "rank 0: stale"
+    assert verdict(toy(), past).status == "passed"
+    assert verdict(toy("masters"), past, MASTERS).status == "known"
+    assert verdict(toy("masters"), fails("toy", reason="a", until="2999-12-31")).status == "known"
+
+
+def test_a_refusal_that_ended_is_red() -> None:
+    past = refuses("toy", match="not supported", until="2020-01-31")
+    found = verdict(toy(), past, end=ended("raised", "build", "ValueError: not supported"))
+    assert found.status == "failed"
+    assert found.message.endswith(f"the quarantine ended on 2020-01-31: {past}")
+    killed = verdict(toy(), past, end=ended("crashed", "build", "ValueError: not supported"))
+    assert (killed.status, "quarantine" in killed.message) == ("crashed", False)

@@ -95,6 +95,12 @@ def test_an_entry_applies_if_versions_and_device_fit(write: Write, more: str, th
     assert bool(applying(issues, ("mine",), "cpu")) is there
 
 
+@pytest.mark.parametrize("until", ["'2020-01-31'", "2020-01-31"])
+def test_an_entry_may_end(write: Write, until: str) -> None:
+    (expectation,) = applying(read_file(write(f"{ENTRY}until = {until}\n")), ("mine",), "cpu")
+    assert (expectation.until, expectation.ended) == ("2020-01-31", True)
+
+
 def test_an_entry_applies_only_to_drivers_of_the_library(write: Write) -> None:
     issues = read_file(write(ENTRY))
     assert not applying(issues, (), "cpu")
@@ -123,6 +129,8 @@ def test_an_entry_applies_only_to_drivers_of_the_library(write: Write) -> None:
         ("issue = [1]", r"expected tables, \[\[\.\.\.\]\], got \[1\]"),
         (ENTRY.replace("[[issue]]", "[issue]"), r"expected tables, \[\[\.\.\.\]\], got "),
         (ENTRY.replace("[[issue]]", "[[issues]]"), "no key named 'issues'. Known: issue, version"),
+        (ENTRY + "until = 'soon'", r"issue 1 \(one\): .*until='soon'; expected a day, as '2026-12-01'"),
+        (ENTRY + "until = 2026-12-01T09:00:00", "until='2026-12-01 09:00:00'; expected a day"),
         (ENTRY.replace('"is empty"', '["is empty"]'), r"match=\['is empty'\]; expected a text"),
     ],
 )

@@ -64,7 +64,7 @@ def capability(
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells("full", Matrix(), driver=driver, names=names, world_size=world_size, device=device)
     reasons = {cell: unsupported_reason(driver, cell, device) for cell in cells}
-    for_all_checks = [one for one in applying(issues, concerned(driver), device) if one.check == "*"]
+    for_all_checks = [one for one in applying(issues, concerned(driver), device) if one.check == "*" and not one.ended]
     known = (cell for cell in cells if not reasons[cell] and any(one.covers(cell, "active") for one in for_all_checks))
     return Capability(name, reasons, frozenset(known))
 
@@ -76,6 +76,6 @@ def issues_here(
     found = []
     for issue in issues:
         hit = [driver.name for driver in drivers if set(concerned(driver)) & set(issue.drivers)]
-        if hit and issue.there(device):
+        if hit and issue.there(device) and not issue.ended:
             found.append((issue, hit))
     return found

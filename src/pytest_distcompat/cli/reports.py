@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report import FORMATS, Report, compare, counts_text, merge, write_report
 
@@ -26,17 +27,18 @@ def add(commands: Any) -> None:
     merged = commands.add_parser(
         "merge",
         help="the reports of several jobs as one",
-        description="Merge reports. Of several verdicts on the same check in the same cell, the worst counts.",
+        description="Merge reports. Of several verdicts on the same check in the same cell, the worst counts. "
+        "Exit code 1: the report of a shard (--distcompat-shard) is missing.",
     )
     merged.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json")
     merged.add_argument("-o", "--output", type=_output, required=True, action="append", metavar="FILE", help=_WRITTEN)
-    merged.set_defaults(call=_merge)
+    merged.set_defaults(call=_merge, whole=True)
     shown = commands.add_parser(
         "report", help="a report in other formats", description="Write a JSON report in other formats."
     )
     shown.add_argument("reports", type=Path, nargs=1, metavar="REPORT.json")
     shown.add_argument("-o", "--output", type=_output, required=True, action="append", metavar="FILE", help=_WRITTEN)
-    shown.set_defaults(call=_merge)
+    shown.set_defaults(call=_merge, whole=False)
 
 
 _WRITTEN = f"written in the format of its suffix ({', '.join(FORMATS)}); may be given several times"
@@ -60,11 +62,11 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _merge(options: argparse.Namespace) -> int:
     read = [Report.read(path) for path in options.reports]
-    report = merge(read) if len(read) > 1 else read[0]
+    report = merge(read) if len(read) > 1 or (options.whole and "shard" in read[0].session) else read[0]
     for path in options.output:
         try:
             write_report(path, report)
         except OSError as error:
             raise UsageProblem(f"{path}: {error.strerror}") from None
-    print(counts_text(report))  # noqa: T201 - a command prints
-    return 0
+    print(visible(counts_text(report)))  # noqa: T201 - a command prints
+    return int(options.whole and bool(report.session.get("missing")))

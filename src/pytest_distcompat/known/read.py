@@ -6,6 +6,7 @@ A file is TOML, ``version = 1``, one ``[[issue]]`` each; ``docs/known.md`` has e
 
 from __future__ import annotations
 
+import datetime as dt
 import functools
 import re
 import sys
@@ -38,7 +39,7 @@ KINDS: dict[str, Callable[..., Expectation]] = {
     "may_refuse": may_refuse,
 }
 
-_TEXTS = ("id", "link", "reason", "match", "also", "kind", "device", "fixed_in", "script", "test")
+_TEXTS = ("id", "link", "reason", "match", "also", "kind", "device", "fixed_in", "script", "test", "until")
 #: The keys that an issue needs, and those that one that is shipped needs besides, since others read it too.
 _NEEDED = ("reason", "match")
 _NEEDED_IF_SHIPPED = ("id", "link", "reason", "check", "match")
@@ -55,7 +56,7 @@ class KnownIssue:
     suite. ``match`` is a regular expression for the findings, ``also`` one for further findings of the same bug.
     ``cells``, ``check``, ``device`` (``cpu``, ``cuda``; empty for both) and ``test`` (a regular expression for node ids) say
     where it occurs. ``kind`` is one of KINDS. ``strict``: whether
-    each item that it covers must fail; ``where`` is the entry, for messages.
+    each item that it covers must fail; ``until`` the last day on which it excuses; ``where`` is the entry, for messages.
     """
 
     id: str
@@ -72,6 +73,7 @@ class KnownIssue:
     fixed_in: str = ""
     script: str = ""
     test: str = ""
+    until: str = ""
     strict: bool = True
     where: str = field(default="", compare=False)
     requirements: tuple[Requirement, ...] = field(default=(), compare=False, repr=False)
@@ -79,6 +81,11 @@ class KnownIssue:
     def there(self, device: str) -> bool:
         """Tell whether the installed versions have it, on that device."""
         return not self.waits_for(device)
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether its last day is over."""
+        return self.expectations[0].ended
 
     def waits_for(self, device: str) -> tuple[str, ...]:
         """Return why it does not apply here: requirements that are not met, and its device."""
@@ -95,7 +102,7 @@ class KnownIssue:
     def expectations(self) -> tuple[Expectation, ...]:
         """Return an expectation for each check and each entry of ``cells``; cached, since every item reads all issues."""
         reason = f"{self.reason} ({self.link})" if self.link else self.reason
-        make, texts = KINDS[self.kind], {"match": self.match, "reason": reason}
+        make, texts = KINDS[self.kind], {"match": self.match, "reason": reason, "until": self.until}
         if self.also and "refuse" in self.kind:
             raise UsageProblem(f"also is for what checks find; kind {self.kind!r} has one error")
         if self.also:
@@ -162,6 +169,8 @@ def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> Known
     wrong = sorted(set(entry) - _KEYS)
     if wrong:
         raise UsageProblem(f"{where}: no key named {wrong[0]!r}. Known: {', '.join(sorted(_KEYS))}")
+    if isinstance(entry.get("until"), dt.date):  # TOML has days of its own
+        entry = {**entry, "until": str(entry["until"])}
     for name in _TEXTS:
         # Reject a list: as a regular expression, its text would be a character class that matches everything.
         if not isinstance(entry.get(name, ""), str):

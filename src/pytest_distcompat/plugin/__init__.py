@@ -168,9 +168,15 @@ def _generate_marked(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Find out whether there are distributed tests, and check the marked ones."""
+    """Leave out tests of other shards, check the marked ones, and find out whether there are distributed tests."""
     collected = list(items)
     yield
+    shard = options.setting(config, "distcompat_shard").value
+    # Ranks of an external launch collect for themselves; others run the item that they are told.
+    if shard is not None and (not _on_rank(config) or config.pluginmanager.hasplugin("distcompat-inside")):
+        from pytest_distcompat.plugin.suite.cases import select_shard
+
+        select_shard(session_of(config), shard, items)
     marked_items = [item for item in items if item.get_closest_marker(_MARK) is not None]
     if marked_items:
         from pytest_distcompat.plugin.marked import marker

@@ -86,7 +86,7 @@ class Declared:
 
     @functools.cached_property
     def _in_force(self) -> tuple[KnownIssue, ...]:
-        return tuple(issue for issue in self._session.own if issue.there(self._session.device))
+        return tuple(issue for issue in self._session.own if issue.there(self._session.device) and not issue.ended)
 
     def note_verdict(self, item: pytest.Item, known: Iterable[KnownIssue], cell: Cell, verdict: Verdict) -> None:
         """Note which of the user's issues cover an item of a suite, and which of them excuse its failure."""
@@ -112,8 +112,9 @@ class Declared:
         if report.skipped or hasattr(report, "wasxfail"):
             return
         nodeid = strip_group(item.config, item.nodeid)
-        candidates = [(issue.where, issue.expected_of(nodeid, cell)) for issue in self._in_force]
-        covering = {where: expected for where, expected in candidates if expected is not None}
+        there = [issue for issue in self._session.own if issue.there(self._session.device)]
+        candidates = [(issue.where, expected) for issue in there if (expected := issue.expected_of(nodeid, cell))]
+        covering = {where: expected for where, expected in candidates if not expected.ended}
         applied.covering.extend(covering)
         if report.failed and not hard:
             text = report.longreprtext
@@ -125,6 +126,9 @@ class Declared:
                 applied.used.extend(reasons)
                 report.outcome = "skipped"
                 report.wasxfail = next(iter(reasons.values()))  # as pytest's xfail does
+            elif over := next((one for one in candidates if one[1].ended and one[1].matches(text)), None):
+                note = f"the quarantine ended on {over[1].until}: {over[0]}"
+                report.longrepr = f"{report.longreprtext}\n\n{note}"
         elif report.passed:
             strict = [where for where, expected in covering.items() if expected.strict]
             if strict:
@@ -165,11 +169,12 @@ class Declared:
         """Print which issues can be removed, and which are for other versions or devices."""
         if config.option.collectonly:
             return
-        waiting = [issue for issue in self._session.own if issue not in self._in_force]
+        session = self._session
+        waiting = [issue for issue in session.own if issue not in self._in_force]
         lines = [f"remove me: {line}" for line in self.stale()]
-        lines += [
-            f"not in force here: {issue.where}: {', '.join(issue.waits_for(self._session.device))}" for issue in waiting
-        ]
+        for issue in waiting:
+            over = [f"ended on {issue.until}"] if issue.ended else []
+            lines.append(f"not in force here: {issue.where}: {', '.join((*issue.waits_for(session.device), *over))}")
         if lines:
             terminalreporter.section("declared known issues")
             for line in lines:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.plugin.shard import read_shard
 from pytest_distcompat.plugin.suite.budget import read_budget
 
 
@@ -208,6 +209,14 @@ OPTIONS: dict[str, Option] = {
             "Start no further cell after this time (90s, 20m, 2h). First come those that never ran or were red in the last "
             "report, then all others in the order of the seed, another one each day (default: no limit).",
             read_budget,
+        ),
+        Option(
+            "distcompat_shard",
+            "I/N",
+            "",
+            "Run only part I of N of the tests, of equal duration by the baseline, else of equal number; cells stay whole "
+            "(default: all).",
+            read_shard,
         ),
         Option(
             "distcompat_known",

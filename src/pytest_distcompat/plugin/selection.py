@@ -1,13 +1,29 @@
-"""Node ids without the group that xdist appends, and whether the user selected only a part of the tests."""
+"""Cases and node ids of items, without the group that xdist appends, and whether the user selected only a part of the tests."""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from pytest_distcompat.cell import Cell
+
 #: The part after the module's path, with the ``@group`` that xdist appends. The id of a parameter may contain an @ too.
 _GROUPED = re.compile(r"(?P<item>[^\[@]*(\[.*\])?)@.*", re.DOTALL)
+
+
+def case_of(item: pytest.Item) -> Any:
+    """Return the case of a suite's item; None for any other test, and for the one item of a suite without selected cells."""
+    case = item.callspec.params.get("distcompat_case") if hasattr(item, "callspec") else None
+    return case if hasattr(case, "cell") else None
+
+
+def cell_name(item: pytest.Item, cell: Cell) -> str:
+    """Return the name of a cell of the item's suite."""
+    assert item.parent is not None
+    return f"{item.parent.nodeid}[{cell.id}]"
 
 
 def strip_group(config: pytest.Config, nodeid: str) -> str:

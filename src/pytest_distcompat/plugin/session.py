@@ -154,6 +154,19 @@ class DistcompatSession:
         base = session_basetemp(self.config)
         return (base.parent if self.worker else base) / "distcompat"
 
+    def share(self, name: str, data: Any) -> None:
+        """Write plain data into the store, for the process that has the terminal. All xdist workers write the same."""
+        # On a full disk there is no such file; the tests themselves report what they cannot write.
+        with contextlib.suppress(OSError):
+            temporary = self.store / f"{name}.{os.getpid()}"
+            temporary.write_text(json.dumps(data), encoding="utf-8")
+            temporary.rename(self.store / name)
+
+    def shared(self, name: str) -> Any:
+        """Return what ``share`` wrote; None if nothing did."""
+        path = self.store_path / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
     @property
     def worker(self) -> str:
         """The name of this process among the workers of xdist; empty in any other process."""

@@ -62,6 +62,11 @@ class _Baseline(TypedDict):
     text: list[str]
 
 
+class _Shard(TypedDict):
+    number: int
+    plan: list[list[str]]
+
+
 class _Session(TypedDict, total=False):
     versions: dict[str, str]
     device: str
@@ -75,6 +80,8 @@ class _Session(TypedDict, total=False):
     timeline: list[_Span]
     gaps: list[_Gap]
     baseline: _Baseline
+    shard: _Shard
+    missing: list[str]
     merged: list[dict[str, Any]]
 
 

@@ -64,7 +64,7 @@ def _page(report: Report) -> Iterator[str]:
     session = report.session
     runs = f"{session.get('runs', 0)} runs"
     yield escape(f"{len(report.results)} results, {runs}, device {session.get('device', '?')}; {_versions(report)}")
-    yield from ("", counts_text(report))
+    yield from ("", escape(counts_text(report)))
     if session.get("baseline"):
         yield from ("", "## Since the baseline", "", *(f"- {escape(line)}" for line in session["baseline"]["text"]))
     yield from _causes(causes(report.results))

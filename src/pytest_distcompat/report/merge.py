@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from pytest_distcompat.report.document import ENDINGS, Report
 from pytest_distcompat.report.result import Row
+from pytest_distcompat.report.text import shortened
 from pytest_distcompat.status import Verdict
 
 
@@ -46,6 +48,20 @@ def merge(reports: Sequence[Report]) -> Report:
     )
 
 
+def _missing(sessions: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line for each shard that has tests and no report; shards that divided their tests alike belong together."""
+    plans: dict[str, set[int]] = {}
+    for shard in (session["shard"] for session in sessions if "shard" in session):
+        plans.setdefault(json.dumps(shard["plan"]), set()).add(shard["number"])
+    lines = [line for session in sessions for line in session.get("missing", ())]
+    for plan, there in ((json.loads(text), numbers) for text, numbers in plans.items()):
+        absent = [(number, units) for number, units in enumerate(plan, 1) if units and number not in there]
+        lines += [f"shard {number}/{len(plan)} is missing: {shortened(units)}" for number, units in absent]
+    if lines and len(plans) > 1:
+        lines.append("the shards divided the tests in different ways; expected the same tests and baseline for all")
+    return lines
+
+
 def _richer(one: Row, other: Row) -> Row:
     """Return the row of both: all runs and reasons, of the rest what the first has, else what the other has."""
     known = {field.name: getattr(one, field.name) or getattr(other, field.name) for field in dataclasses.fields(Row)}
@@ -75,6 +91,8 @@ def _session(sessions: Sequence[dict[str, Any]]) -> dict[str, Any]:
         # The id of a run differs between jobs; a node id is the same in all.
         if "::" not in entry["who"]:
             entry["who"] = f"{entry['device'].partition('/')[0]}/{entry['who']}"
+    missing = _missing(sessions)
+    endings = [session.get("ending", "finished") for session in sessions] + ["stopped"] * bool(missing)
     sizes = dict.fromkeys(session.get("world_size", "?") for session in sessions)
     return {
         "versions": versions,
@@ -85,9 +103,8 @@ def _session(sessions: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "seconds": sum(session.get("seconds", 0.0) for session in sessions),
         "runs": sum(session.get("runs", 0) for session in sessions),
         # The worst counts.
-        "ending": min(
-            (session.get("ending", "finished") for session in sessions), key=ENDINGS.index, default="finished"
-        ),
+        "ending": min(endings, key=ENDINGS.index, default="finished"),
+        **({"missing": missing} if missing else {}),
         "settings": joined,
         "timeline": timeline,
         "gaps": gaps,

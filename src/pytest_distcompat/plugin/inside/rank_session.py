@@ -63,7 +63,7 @@ _OPTIONS_ON_RANKS: dict[str, Any] = {
     **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset"), False),
     **dict.fromkeys(("collectonly", "usepdb", "trace", "looponfail", "distload", "json_report", "cacheclear"), False),
     **dict.fromkeys(("deselect", "basetemp", "durations", "numprocesses", "maxprocesses"), None),
-    **dict.fromkeys(("distcompat_report", "distcompat_baseline"), None),
+    **dict.fromkeys(("distcompat_report", "distcompat_baseline", "distcompat_shard"), None),
     "maxfail": 0,
     "dist": "no",
     "tx": [],

@@ -7,14 +7,13 @@ that all workers have the same one.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+
+from pytest_distcompat.plugin.selection import case_of, cell_name
 
 if TYPE_CHECKING:
     from pytest_distcompat.lease import Span
@@ -59,13 +58,7 @@ def write_demands(session: DistcompatSession, collected: Sequence[pytest.Item], 
             of_items[item.nodeid], world_sizes[demand[0]] = demand[0], demand[1]
     index = {item: number for number, item in enumerate(collected)}
     order = [index[item] for item in distributed if item in index]
-    demands = Demands(of_items, world_sizes, order != sorted(order))
-    # On a full disk there is no plan; the tests themselves report what they cannot write.
-    with contextlib.suppress(OSError):
-        # All workers write the same file, some of them at the same time.
-        temporary = session.store / f"{FILE}.{os.getpid()}"
-        temporary.write_text(json.dumps(asdict(demands)), encoding="utf-8")
-        temporary.rename(session.store / FILE)
+    session.share(FILE, asdict(Demands(of_items, world_sizes, order != sorted(order))))
 
 
 def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | None:
@@ -78,20 +71,14 @@ def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | 
     mark = marker.mark_of(item)
     if mark is not None:
         return marker.scope_of(item, session) or item.nodeid, marker.world_size_of(item, mark, session)
-    callspec: Any = getattr(item, "callspec", None)
-    case = callspec.params.get("distcompat_case") if callspec is not None else None
-    # A suite without selected cases has one item, which pytest skips, with a placeholder as its parameter.
-    cell = getattr(case, "cell", None)
-    if cell is None:
-        return None
-    assert item.parent is not None
-    return f"{item.parent.nodeid}[{cell.id}]", cell.world_size
+    case = case_of(item)
+    return None if case is None else (cell_name(item, case.cell), case.cell.world_size)
 
 
 def read_demands(session: DistcompatSession) -> Demands | None:
     """Return the demands in the store; None in a session without distributed tests."""
-    path = session.store_path / FILE
-    return Demands(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    found = session.shared(FILE)
+    return Demands(**found) if found is not None else None
 
 
 def plan(session: DistcompatSession, collection: Sequence[str], workers: int) -> list[list[int]]:

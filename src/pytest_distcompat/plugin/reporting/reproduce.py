@@ -30,7 +30,9 @@ _FLAGS = ("--noconftest",)
 #: One-letter flags that may be joined with one of those: ``-qp plugin``.
 _JOINABLE_FLAGS = ("-l", "-q", "-s", "-v", "-x")
 #: This plugin's own options that select tests or report.
-_LEFT_OUT = {f"distcompat_{name}" for name in ("report", "baseline", "budget", "strategies", "precisions", "drivers")}
+_LEFT_OUT = {
+    f"distcompat_{name}" for name in ("report", "baseline", "budget", "shard", "strategies", "precisions", "drivers")
+}
 
 
 def command(config: pytest.Config, item: pytest.Function) -> str:

@@ -20,6 +20,7 @@ from pytest_distcompat.plugin.reporting.progress import Forecast, Progress
 from pytest_distcompat.plugin.reporting.summary import fold_failures, show
 from pytest_distcompat.plugin.selection import is_narrowed, strip_group
 from pytest_distcompat.plugin.session import DistcompatSession
+from pytest_distcompat.plugin.shard import FILE as SHARDS
 from pytest_distcompat.report import (
     Report,
     Row,
@@ -70,6 +71,8 @@ class Results:
         self._own_failures = 0
         self._versions = versions()
         self._written: list[str] = []
+        #: The number of this shard, the division, and in which shards a cell can run; None without shards.
+        self._shard: dict[str, Any] | None = None
         self._progress: Progress | None = None
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -188,10 +191,14 @@ class Results:
         """Write the report files. Not in the terminal summary: a session that was interrupted may have none."""
         if self._progress is not None:
             self._progress.stop()
+        self._shard = self.session.shared(SHARDS)
+        empty = self._shard is not None and not self._shard["plan"][self._shard["number"] - 1]
+        if empty and any(self._shard["plan"]) and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK
         suites = self.results or self.collected or self.without_cells
         # A report or a baseline needs suites, unless a selection explains that none was collected.
         needed = self.session.setting("report").value or self.session.setting("baseline").value
-        if not self._running or not (suites or (needed and not is_narrowed(session.config))):
+        if not self._running or not (suites or (needed and (self._shard or not is_narrowed(session.config)))):
             return
         self.report = self._report(exitstatus)
         fold_failures(session.config, self.report.results)
@@ -220,6 +227,8 @@ class Results:
         internal = "internal error" if exitstatus == pytest.ExitCode.INTERNAL_ERROR else ""
         ending = self._ending or internal or ("stopped" if unreached else "finished")
         session_info = {**self._session_info(), "ending": ending, "runs": sum(bool(run.done) for run in runs)}
+        if self._shard:
+            session_info["shard"] = {"number": self._shard["number"], "plan": self._shard["plan"]}
         session_info["remove"] = declared_of(self.session).stale()
         drivers = {row.place: row.driver for row in self.cells.values() if row.driver}
         for row in self.cells.values():
@@ -233,13 +242,13 @@ class Results:
     def _compare(self, session: pytest.Session) -> None:
         """Compare with the baseline, if there is one: only what is newly broken or missing fails the session.
 
-        Items that -k or a node id leaves out are not missing.
+        Items that -k, a node id or another shard leaves out are not missing.
         """
         before = self.session.setting("baseline").value
         if before is None or self.report is None:
             return
         found = compare(before, self.report)
-        if is_narrowed(session.config):
+        if self._shard or is_narrowed(session.config):
             found.missing = [change for change in found.missing if change.after or change.why == "not reached"]
         regressed = bool(found.broken or found.missing)
         # pytest counts more than tests: modules that cannot be imported, and failures of other plugins (pytest-cov).
@@ -257,6 +266,9 @@ class Results:
         ran = any(result.status != "skipped" for result in self.results.values())
         allowed = self.session.setting("nothing_ran").value == "pass" or session.exitstatus not in _GOOD
         if ran or allowed or not (self.collected or self.without_cells):
+            return
+        if self._shard and any(self._shard["can_run"]) and not self._shard["can_run"][self._shard["number"] - 1]:
+            # The cells that can run are all in other shards.
             return
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         cells: dict[str, list[str]] = {}

@@ -62,7 +62,7 @@ def show(terminal: Any, report: Report, written: Sequence[str], nothing_ran: Seq
     runs = report.session.get("runs", 0)
     verdicts = f"{len(report.results)} verdict{'s' * (len(report.results) != 1)}"
     terminal.write_line(f"{verdicts} from {runs} {'run' if runs == 1 else 'runs'}")
-    terminal.write_line(counts_text(report))
+    terminal.write_line(visible(counts_text(report)))
     _write_lines(terminal, runs_text(report.runs, report.session.get("timeline", ()), report.session.get("gaps", ())))
     if report.interrupted:
         message = f"{report.session['ending']}: {len(report.unreached)} items were not reached"

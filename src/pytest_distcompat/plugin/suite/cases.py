@@ -32,8 +32,10 @@ from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.marked.outcome import SECTION_CHARACTERS, disagreement
 from pytest_distcompat.plugin.reporting.representation import represent
 from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
-from pytest_distcompat.plugin.selection import strip_group
+from pytest_distcompat.plugin.selection import case_of, cell_name, strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
+from pytest_distcompat.plugin.shard import FILE as SHARDS
+from pytest_distcompat.plugin.shard import ORDINARY, Shard, divide
 from pytest_distcompat.plugin.suite.declared_names import check_names
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.status import Status, Verdict
@@ -175,15 +177,47 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
     return f"no cell of {suite.__name__} is selected: {'; '.join(reasons) or 'its matrix is empty'}"
 
 
+def why_not_run(case: Case, session: DistcompatSession) -> str | None:
+    """Return why the driver or the machine cannot run the case; None if nothing stands against it."""
+    driver = find_driver(case.suite.driver)
+    largest = max(run.cell(case.cell).world_size for run in case.check.runs(case.cell, driver).runs)
+    return unsupported_reason(driver, case.cell, session.device) or session.too_large(largest) or None
+
+
 def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
     """Sort the items of suites by the order of the session's budget, after all others."""
     order = session.setting("budget").value.order(session.last_report)
 
     def key(item: pytest.Item) -> tuple[Any, ...]:
-        case = item.callspec.params.get("distcompat_case") if hasattr(item, "callspec") else None
-        return order(case.suite.driver, case.cell.id) if isinstance(case, Case) else ()
+        case = case_of(item)
+        return order(case.suite.driver, case.cell.id) if case else ()
 
     items.sort(key=key)
+
+
+def select_shard(session: DistcompatSession, shard: Shard, items: list[pytest.Item]) -> None:
+    """Deselect the items of other shards, and write the division into the store."""
+    units: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        # The checks of a suite's cell share runs; the other tests of a module share fixtures, and perhaps ranks.
+        case = case_of(item)
+        unit = cell_name(item, case.cell) if case else item.nodeid.partition("::")[0]
+        units.setdefault(unit, []).append(item)
+
+    def size(item: pytest.Item) -> float:
+        return 1 if case_of(item) or item.get_closest_marker("distcompat") else ORDINARY
+
+    sizes = {unit: sum(map(size, found)) for unit, found in units.items()}
+    # Not the report that this session replaces: each machine may have another one.
+    plan = divide(sizes, session.setting("baseline").value, shard.count)
+    cases = [[case for unit in part for case in map(case_of, units[unit]) if case] for part in plan]
+    can_run = [any(not why_not_run(case, session) for case in found) for found in cases]
+    session.share(SHARDS, {"number": shard.number, "plan": plan, "can_run": can_run})
+    own = {item for unit in plan[shard.number - 1] for item in units[unit]}
+    others = [item for item in items if item not in own]
+    if others:
+        session.config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item in own]
 
 
 class BoundCase:
@@ -219,12 +253,7 @@ class BoundCase:
         session = self.item.config.stash[SESSION]
         driver = find_driver(case.suite.driver)
         scenario = case.check.runs(case.cell, driver)
-        largest = max(run.cell(case.cell).world_size for run in scenario.runs)
-        reason = (
-            unsupported_reason(driver, case.cell, session.device)
-            or session.too_large(largest)
-            or session.over_budget(case.suite.driver, case.cell)
-        )
+        reason = why_not_run(case, session) or session.over_budget(case.suite.driver, case.cell)
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
         # The suite's own expectations come first.
