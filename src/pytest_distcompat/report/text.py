@@ -45,12 +45,12 @@ def matrix_text(results: Iterable[Verdict], cells: Iterable[Row] = (), width: in
         yield from _blocks(table, width)
         for status, title in (("known", "known"), ("skipped", "not run"), ("refused", "refused")):
             for reason, names in by_reason(table.results, status).items():
-                yield ((f"  {title}: {reason} [{_short(names)}]", ""),)
+                yield ((f"  {title}: {reason} [{shortened(names)}]", ""),)
         own_rows = (
             row for row in extra if (row.suite, row.driver) == (table.results[0].suite, table.results[0].driver)
         )
         for (check, reason), names in not_applicable_reasons(own_rows).items():
-            yield ((f"  not applicable: {check}: {reason} [{_short(names)}]", "dim"),)
+            yield ((f"  not applicable: {check}: {reason} [{shortened(names)}]", "dim"),)
 
 
 def _blocks(table: Table, width: int) -> Iterator[Line]:
@@ -93,7 +93,7 @@ def causes_text(results: Iterable[Verdict]) -> Iterator[Line]:
         verdicts, affected = len(cause.results), len(cells)
         counted = f"{verdicts} verdict{'s' * (verdicts > 1)} in {affected} cell{'s' * (affected > 1)}{follows(cause)}"
         yield ((f"  {number}. ", ""), (cause.words, "bad"), (f" {counted}: {cut(cause.headline, HEADLINE)}", ""))
-        named = [f"{cell}: {_short(checks, 6)}" for cell, checks in cells.items()]
+        named = [f"{cell}: {shortened(checks, 6)}" for cell, checks in cells.items()]
         yield ((f"     {'; '.join(named[:3])}{_more(len(named) - 3)}", ""),)
         if cause.reproduce:
             yield ((f"     reproduce: {cause.reproduce}", ""),)
@@ -142,7 +142,7 @@ def counts_text(report: Report) -> str:
     return f"{', '.join(parts)}: {', '.join(statuses) or 'nothing'}"
 
 
-def _short(names: list[str], shown: int = 3) -> str:
+def shortened(names: list[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + _more(len(names) - shown)
 
 
