@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from pytest_distcompat.excerpt import visible
@@ -49,7 +49,7 @@ class History:
 
     Attributes:
         last: The last red verdict; the last of all if none was red.
-        kind: broken: red since ``since``; flaky: red, not red and back with all versions equal.
+        kind: broken: red since ``since``; flaky: it turned and turned back with all versions equal.
         before: The last night with a verdict before ``since``, None if there is none.
         since: The first night of the last time it was red.
         until: The first night with a verdict that is not red after that, None if there is none.
@@ -109,14 +109,15 @@ class Trend:
     def story(self, history: History) -> str:
         """Return since when it is broken and with which versions, or when it was fixed."""
         if history.kind == "flaky":
-            return "flaky: red, not red and back with equal versions"
+            return "flaky: turned and turned back with equal versions"
         begun = f"red since {self.nights[history.since]}"
         if history.before is None:
             begun += ", its first verdict"
         else:
             begun += f", not on {self.nights[history.before]}: {changes(history.changed)}"
         if history.until is None:
-            return f"broken: {begun}"
+            last = history.ran[-1][0]
+            return f"broken: {begun}" + (f"; not run since {self.nights[last]}" if last < len(self.nights) - 1 else "")
         return f"fixed on {self.nights[history.until]}: was {begun}"
 
     def lines(self) -> Iterator[str]:
@@ -205,6 +206,6 @@ def _counted(nights: Sequence[Night], histories: Iterable[History]) -> Iterator[
             found = at > 0 and status.red and not (was is not None and was.red)
             counts[at].update(ran=1, red=int(status.red), found=int(found), fixed=int(fixed))
             was = status
-    for at, night in enumerate(nights):
+    for at, (night, count) in enumerate(zip(nights, counts, strict=True)):
         changed = differing(nights[at - 1].versions, night.versions) if at else {}
-        yield replace(night, changed=changed, **counts[at])
+        yield Night(night.began, night.seconds, night.versions, changed, **count)
