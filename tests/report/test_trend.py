@@ -136,9 +136,9 @@ def test_of_several_verdicts_of_a_night_the_worst_counts() -> None:
 
 
 def test_seconds_and_memory_of_a_cell() -> None:
-    (cost,) = trend(nights(names="o.o-", units="o.o-")).costs
-    assert list(cost.seconds) == [2.0, None, 6.0, None], "what was skipped took no time"
-    assert list(cost.memory) == [10, None, 2000, 3000]
+    ((cell, (seconds, memory)),) = trend(nights(names="o.o-", units="o.o-")).costs.items()
+    assert (cell, memory) == ("t.py::S[ddp-fp32-w2]", [10, None, 2000, None])
+    assert seconds == [2.0, None, 6.0, None], "what was skipped took no time"
     # A dot, then a line.
     assert sparkline([1.0, None, 2.0, 0.0]) == "M5 12.0h0M25 2.0h0L35 22.0h0"
 
@@ -184,8 +184,9 @@ def test_the_page_has_what_the_data_has() -> None:
             f"<td>{value}</td>" for value in (there.seconds, there.ran, there.red, there.found, there.fixed)
         )
         assert f'<tr><th scope="row">{there}</th>{cells}' in page
-    assert f'<path d="{sparkline(whole.costs[0].seconds)}"/>' in page
-    assert f"{whole.costs[0].seconds[-1]} s, largest" in page
+    ((seconds, memory),) = whole.costs.values()
+    assert f'<path d="{sparkline(seconds)}"/></svg></td><td>{seconds[-1]} s, largest {seconds[-1]} s</td>' in page
+    assert f'<path d="{sparkline(memory)}"/></svg></td><td>3.9 KiB, largest 3.9 KiB</td>' in page
 
 
 def hostile() -> Trend:
@@ -218,10 +219,10 @@ def test_the_browser_runs_its_filters_and_nothing_else(browser: Any, tmp_path: P
     shown = page.locator("tr[data-kind]:not([hidden])")
     assert shown.count() == 2
     page.select_option("[name=kind]", "flaky")
+    page.wait_for_function("document.querySelectorAll('tr[data-kind]:not([hidden])').length == 1")
     assert shown.all_text_contents()[0].strip().startswith("ddp-fp32-w2:units")
-    assert shown.count() == 1
     page.fill("[name=text]", "NAMES")
-    assert shown.count() == 0
+    page.wait_for_function("document.querySelectorAll('tr[data-kind]:not([hidden])').length == 0")
     page.click("[type=reset]")
     page.wait_for_function("document.querySelectorAll('tr[data-kind]:not([hidden])').length == 2")
     page.close()

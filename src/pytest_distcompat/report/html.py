@@ -15,7 +15,7 @@ from pytest_distcompat.report.document import Report, facets
 from pytest_distcompat.report.markdown import headline
 from pytest_distcompat.report.result import by_reason, check_order, tables
 from pytest_distcompat.report.text import counts_text, follows
-from pytest_distcompat.report.trend import KINDS, History, Trend, changes
+from pytest_distcompat.report.trend import KINDS, Trend, changes
 from pytest_distcompat.status import Status, Verdict
 
 if TYPE_CHECKING:
@@ -65,12 +65,7 @@ def html(report: Report) -> str:
 
 def trend_html(trend: Trend) -> str:
     """Return the page of a trend, which runs and loads as little as that of a report."""
-    suites: dict[tuple[str, str], list[History]] = {}
-    for history in trend.histories:
-        suites.setdefault((history.last.suite, history.last.place), []).append(history)
-    return _render(
-        "trend", trend=trend, suites=suites, kinds=KINDS, changes=changes, linked=linked, sparkline=sparkline
-    )
+    return _render("trend", trend=trend, kinds=KINDS, changes=changes, linked=linked, sparkline=sparkline)
 
 
 def sparkline(values: Sequence[float | None]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import constant_part
@@ -70,11 +70,6 @@ class History:
         return [(at, one) for at, one in enumerate(self.statuses) if one and one is not Status.SKIPPED]
 
     @property
-    def red(self) -> int:
-        """Return the number of red nights."""
-        return sum(status.red for _, status in self.ran)
-
-    @property
     def strip(self) -> list[tuple[Status | None, int, int]]:
         """Return each stretch of equal statuses, with its first and last night."""
         stretches = ((one, list(found)) for one, found in groupby(range(len(self.statuses)), self.statuses.__getitem__))
@@ -82,21 +77,15 @@ class History:
 
 
 @dataclass(frozen=True)
-class CellCost:
-    """Seconds of all items of a cell, and the peak memory of its fullest rank in bytes; None where there is no figure."""
-
-    verdict: Verdict
-    seconds: tuple[float | None, ...]
-    memory: tuple[float | None, ...]
-
-
-@dataclass(frozen=True)
 class Trend:
-    """Nights in the order of time, a history for each check of each cell, and what each cell cost."""
+    """Nights in the order of time, a history for each check of each cell, and the cost of each cell.
+
+    ``costs``: for each night the seconds of all items, and the peak memory of the fullest rank in bytes; None without a figure.
+    """
 
     nights: tuple[Night, ...]
     histories: tuple[History, ...]
-    costs: tuple[CellCost, ...]
+    costs: Mapping[str, tuple[list[float | None], list[float | None]]]
 
     @property
     def headline(self) -> str:
@@ -110,23 +99,22 @@ class Trend:
         """Return since when it is broken and with which versions, or when it was fixed."""
         if history.kind == "flaky":
             return "flaky: turned and turned back with equal versions"
-        begun = f"red since {self.nights[history.since]}"
-        if history.before is None:
-            begun += ", its first verdict"
-        else:
-            begun += f", not on {self.nights[history.before]}: {changes(history.changed)}"
-        if history.until is None:
-            last = history.ran[-1][0]
-            return f"broken: {begun}" + (f"; not run since {self.nights[last]}" if last < len(self.nights) - 1 else "")
-        return f"fixed on {self.nights[history.until]}: was {begun}"
+        begun = f"red since {self.nights[history.since]}, " + (
+            "its first verdict"
+            if history.before is None
+            else f"not on {self.nights[history.before]}: {changes(history.changed)}"
+        )
+        if history.until is not None:
+            return f"fixed on {self.nights[history.until]}: was {begun}"
+        last = history.ran[-1][0]
+        return f"broken: {begun}" + (f"; not run since {self.nights[last]}" if last < len(self.nights) - 1 else "")
 
     def lines(self) -> Iterator[str]:
         """Yield the lines for a terminal, one for each change of several verdicts; control characters are escaped."""
         yield self.headline
         groups: dict[tuple[str, str], list[Verdict]] = {}
-        for one in sorted(self.histories, key=lambda one: KINDS.index(one.kind)):
-            if one.kind in KINDS[:3]:
-                groups.setdefault((self.story(one), constant_part(one.last.why)), []).append(one.last)
+        for one in (one for kind in KINDS[:3] for one in self.histories if one.kind == kind):
+            groups.setdefault((self.story(one), constant_part(one.last.why)), []).append(one.last)
         for (story, _), found in groups.items():
             names = shortened([f"{one.cell}:{one.check} ({one.driver})" for one in found])
             yield visible(f"{story}: {names}: {found[0].status.word}: {cut(found[0].why, HEADLINE)}")
@@ -146,29 +134,27 @@ def trend(reports: Iterable[Report]) -> Trend:
     sessions = sorted(map(_reduced, reports), key=lambda one: one[0].began)
     nights = [one for one, _, _ in sessions]
     verdicts: dict[tuple[str, ...], list[Verdict | None]] = {}
-    for at, (_, results, _) in enumerate(sessions):
+    costs: dict[str, tuple[list[float | None], list[float | None]]] = {}
+    for at, (_, results, memory) in enumerate(sessions):
         for one in results:
             verdicts.setdefault((one.suite, one.place, one.cell, one.check), [None] * len(nights))[at] = one
-    costs = []
-    for cell, keys in groupby(sorted(verdicts), key=lambda key: key[:3]):
-        items = [verdicts[key] for key in keys]
-        ran = ([one.seconds for one in night if one and one.status != "skipped"] for night in zip(*items, strict=True))
-        memory = tuple(peaks.get(cell) for _, _, peaks in sessions)
-        first = next(one for one in items[0] if one)
-        costs.append(CellCost(first, tuple(sum(one) if one else None for one in ran), memory))
+            if one.status is not Status.SKIPPED:
+                cell = f"{one.place}[{one.cell}]"
+                seconds, peaks = costs.setdefault(cell, ([None] * len(nights), [None] * len(nights)))
+                seconds[at], peaks[at] = (seconds[at] or 0.0) + one.seconds, memory.get(cell)
     all_versions = [night.versions for night in nights]
     # A history compares nights by the first one with equal versions.
     equal = [all_versions.index(one) for one in all_versions]
     histories = [_history(found, nights, equal) for found in verdicts.values()]
-    return Trend(tuple(_counted(nights, histories)), tuple(histories), tuple(costs))
+    return Trend(tuple(_counted(nights, histories)), tuple(histories), costs)
 
 
-def _reduced(report: Report) -> tuple[Night, list[Verdict], dict[tuple[str, ...], int]]:
+def _reduced(report: Report) -> tuple[Night, list[Verdict], dict[str, int]]:
     session = report.session
     machine = {name: session[name] for name in ("device", "gpu") if session.get(name)}
     night = Night(session.get("began", ""), session.get("seconds", 0.0), {**session.get("versions", {}), **machine})
     one = merge([report])
-    return night, one.results, {(row.suite, row.place, row.cell): max(row.memory) for row in one.rows if row.memory}
+    return night, one.results, {f"{row.place}[{row.cell}]": max(row.memory) for row in one.rows if row.memory}
 
 
 def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], equal: Sequence[int]) -> History:
@@ -199,13 +185,10 @@ def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], equal:
 def _counted(nights: Sequence[Night], histories: Iterable[History]) -> Iterator[Night]:
     counts = [Counter[str]() for _ in nights]
     for history in histories:
-        was: Status | None = None
-        for at, status in history.ran:
-            fixed = was is not None and was.red and not status.red
-            # The first night has none to differ from.
-            found = at > 0 and status.red and not (was is not None and was.red)
-            counts[at].update(ran=1, red=int(status.red), found=int(found), fixed=int(fixed))
-            was = status
+        # The first night has none to differ from; a check that is new after it and red is found.
+        for (_, was), (at, now) in pairwise([(0, Status.SKIPPED), *history.ran]):
+            found, fixed = at > 0 and now.red and not was.red, was.red and not now.red
+            counts[at].update(ran=1, red=int(now.red), found=int(found), fixed=int(fixed))
     for at, (night, count) in enumerate(zip(nights, counts, strict=True)):
         changed = differing(nights[at - 1].versions, night.versions) if at else {}
         yield Night(night.began, night.seconds, night.versions, changed, **count)
