@@ -151,6 +151,10 @@ def test_the_text_has_one_line_for_each_change() -> None:
     assert lines[0] == f"{broken}ddp-fp32-w2:names (d), ddp-fp32-w2:units (d): FAIL: rank 3: is wrong"
     assert len(lines) == 3
     assert all(line.startswith("fixed on 2026-11-0") for line in lines[1:])
+    # Each is broken since another night.
+    long = trend(nights(**{f"check_{at}": "o" * at + "F" * (25 - at) for at in range(1, 25)}))
+    *_, last = long.lines()
+    assert (len(list(long.lines())), last) == (22, "and 4 more causes")
 
 
 def rows(page: str) -> dict[str, str]:

@@ -143,6 +143,7 @@ def counts_text(report: Report) -> str:
 
 
 def shortened(names: list[str], shown: int = 3) -> str:
+    """Return the first names, and how many more there are."""
     return ", ".join(names[:shown]) + _more(len(names) - shown)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 
 from pytest_distcompat.excerpt import visible
-from pytest_distcompat.report.causes import constant_part
+from pytest_distcompat.report.causes import constant_part, unshown
 from pytest_distcompat.report.compare import differing
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.merge import merge
-from pytest_distcompat.report.text import HEADLINE, cut, shortened
+from pytest_distcompat.report.text import CAUSES, HEADLINE, cut, shortened
 from pytest_distcompat.status import Status, Verdict
 
 #: Kinds of history, in the order of the page; those of the last two have no row of their own.
@@ -115,9 +115,11 @@ class Trend:
         groups: dict[tuple[str, str], list[Verdict]] = {}
         for one in (one for kind in KINDS[:3] for one in self.histories if one.kind == kind):
             groups.setdefault((self.story(one), constant_part(one.last.why)), []).append(one.last)
-        for (story, _), found in groups.items():
+        for (story, _), found in islice(groups.items(), CAUSES):
             names = shortened([f"{one.cell}:{one.check} ({one.driver})" for one in found])
             yield visible(f"{story}: {names}: {found[0].status.word}: {cut(found[0].why, HEADLINE)}")
+        if len(groups) > CAUSES:
+            yield unshown(len(groups) - CAUSES)
 
 
 def changes(changed: Mapping[str, tuple[str, str]]) -> str:
