@@ -1,15 +1,16 @@
-"""``diff``, ``merge`` and ``report``: commands for the JSON reports of earlier sessions."""
+"""``diff``, ``merge``, ``report`` and ``trend``: commands for the JSON reports of earlier sessions."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report import FORMATS, Report, compare, counts_text, merge, write_report
+from pytest_distcompat.report import FORMATS, Report, compare, counts_text, merge, replace_file, trend, trend_html
 
 
 def add(commands: Any) -> None:
@@ -39,6 +40,16 @@ def add(commands: Any) -> None:
     shown.add_argument("reports", type=Path, nargs=1, metavar="REPORT.json")
     shown.add_argument("-o", "--output", type=_output, required=True, action="append", metavar="FILE", help=_WRITTEN)
     shown.set_defaults(call=_merge, whole=False)
+    nights = commands.add_parser(
+        "trend",
+        help="many nights on one page: broken, flaky, fixed",
+        description="Write a page of all JSON reports in a directory and below it, in the order in which they began.",
+    )
+    nights.add_argument("directory", type=Path, metavar="DIR")
+    nights.add_argument(
+        "-o", "--output", type=Path, default=Path("trend.html"), metavar="FILE", help="default: %(default)s"
+    )
+    nights.set_defaults(call=_trend)
 
 
 _WRITTEN = f"written in the format of its suffix ({', '.join(FORMATS)}); may be given several times"
@@ -64,9 +75,37 @@ def _merge(options: argparse.Namespace) -> int:
     read = [Report.read(path) for path in options.reports]
     report = merge(read) if len(read) > 1 or (options.whole and "shard" in read[0].session) else read[0]
     for path in options.output:
-        try:
-            write_report(path, report)
-        except OSError as error:
-            raise UsageProblem(f"{path}: {error.strerror}") from None
+        _write(path, FORMATS[path.suffix](report))
     print(visible(counts_text(report)))  # noqa: T201 - a command prints
     return int(options.whole and bool(report.session.get("missing")))
+
+
+def _trend(options: argparse.Namespace) -> int:
+    problems: list[str] = []
+    found = trend(_nights(options.directory, problems))
+    if problems or not found.nights:
+        raise UsageProblem("\n".join(problems) or f"{options.directory}: no *.json is there")
+    _write(options.output, trend_html(found))
+    print("\n".join((*found.lines(), f"written: {options.output}")))  # noqa: T201 - a command prints
+    return 0
+
+
+def _nights(directory: Path, problems: list[str]) -> Iterator[Report]:
+    """Yield the reports in a directory; add what is wrong with a file to ``problems``."""
+    for path in sorted(directory.rglob("*.json")):
+        try:
+            report = Report.read(path)
+        except UsageProblem as problem:
+            problems.append(str(problem))
+            continue
+        if report.session.get("began"):
+            yield report
+        else:
+            problems.append(f"{path}: does not say when it began")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        replace_file(path, text)
+    except OSError as error:
+        raise UsageProblem(f"{path}: {error.strerror}") from None

@@ -4,9 +4,11 @@ from pytest_distcompat.installed import versions
 from pytest_distcompat.report.causes import Cause, causes, rank_of_cause
 from pytest_distcompat.report.compare import Comparison, compare
 from pytest_distcompat.report.document import FORMAT, Report, counts, facets
+from pytest_distcompat.report.html import trend_html
 from pytest_distcompat.report.merge import merge
 from pytest_distcompat.report.result import Change, Row
 from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, plain_text, runs_text
+from pytest_distcompat.report.trend import History, Night, Trend, trend
 from pytest_distcompat.report.write import FORMATS, append_summary, replace_file, write_report
 
 __all__ = [
@@ -15,9 +17,12 @@ __all__ = [
     "Cause",
     "Change",
     "Comparison",
+    "History",
     "Line",
+    "Night",
     "Report",
     "Row",
+    "Trend",
     "append_summary",
     "causes",
     "causes_text",
@@ -31,6 +36,8 @@ __all__ = [
     "rank_of_cause",
     "replace_file",
     "runs_text",
+    "trend",
+    "trend_html",
     "versions",
     "write_report",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,8 +88,8 @@ def compare(before: Report, after: Report) -> Comparison:
     """Compare two reports, verdict by verdict."""
     unreached = set(after.unreached)
     found = Comparison(
-        versions=_differ(before.session.get("versions", {}), after.session.get("versions", {})),
-        settings=_differ(_settings(before), _settings(after)),
+        versions=differing(before.session.get("versions", {}), after.session.get("versions", {})),
+        settings=differing(_settings(before), _settings(after)),
     )
     earlier, later = counts(before), counts(after)
     found.counts = {name: (earlier[name], later[name]) for name in COUNTED}
@@ -163,7 +163,8 @@ def _settings(report: Report) -> dict[str, str]:
     return {name: str(settings[name]["value"]) or "all" for name in SELECTING if name in settings}
 
 
-def _differ(before: dict[str, str], after: dict[str, str]) -> dict[str, tuple[str, str]]:
+def differing(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return the names whose values differ, each with its value before and after."""
     names = dict.fromkeys((*before, *after))
     pairs = {name: (before.get(name, "none"), after.get(name, "none")) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

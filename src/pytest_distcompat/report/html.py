@@ -6,14 +6,16 @@ import base64
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Sequence
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report, facets
 from pytest_distcompat.report.markdown import headline
 from pytest_distcompat.report.result import by_reason, check_order, tables
 from pytest_distcompat.report.text import counts_text, follows
+from pytest_distcompat.report.trend import KINDS, Trend, changes
 from pytest_distcompat.status import Status, Verdict
 
 if TYPE_CHECKING:
@@ -36,20 +38,10 @@ def html(report: Report) -> str:
     Everything from a test is text: jinja2 escapes it, and the script sets it as text. The policy in the head lets the browser
     run the page's own script, by its hash, and load nothing.
     """
-    import jinja2
-    from markupsafe import Markup
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    script = _read("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     data = report.to_json()
     firsts = {f"driver={one.driver}&strategy={_strategy(one)}": one for one in reversed(report.results)}
-    return environment.from_string(_read("page.html.j2")).render(
-        policy=f"{POLICY}; script-src 'sha256-{digest}'",
-        style=Markup(_read("page.css")),  # noqa: S704 - a file of this package
-        script=Markup(script),  # noqa: S704 - a file of this package
+    return _render(
+        "page",
         data=data,
         session=data["session"],
         headline=headline(report),
@@ -68,6 +60,38 @@ def html(report: Report) -> str:
         place=place,
         linked=linked,
         follows=follows,
+    )
+
+
+def trend_html(trend: Trend) -> str:
+    """Return the page of a trend, which runs and loads as little as that of a report."""
+    return _render("trend", trend=trend, kinds=KINDS, changes=changes, linked=linked, sparkline=sparkline)
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """Return the SVG path through the values, 10 a night wide and 20 high; a gap where there is none."""
+    top = max((value for value in values if value), default=1.0)
+    parts = [
+        f"{10 * at + 5} {22 - 20 * value / top:.1f}" if value is not None else "" for at, value in enumerate(values)
+    ]
+    # A line of no length is a dot: a night between two gaps.
+    return "".join(f"{'L' if at and parts[at - 1] else 'M'}{part}h0" for at, part in enumerate(parts) if part)
+
+
+def _render(name: str, **values: Any) -> str:
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    script = _read(f"{name}.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.from_string(_read(f"{name}.html.j2")).render(
+        policy=f"{POLICY}; script-src 'sha256-{digest}'",
+        style=Markup(_read("page.css")),  # noqa: S704 - a file of this package
+        script=Markup(script),  # noqa: S704 - a file of this package
+        **values,
     )
 
 

@@ -38,7 +38,7 @@ def merge(reports: Sequence[Report]) -> Report:
     for row in rows.values():
         row.driver = row.driver or drivers.get((row.suite, row.place), "")
     verdicts = [
-        dataclasses.replace(result, driver=result.driver or drivers.get((result.suite, result.place), ""))
+        result if result.driver else dataclasses.replace(result, driver=drivers.get((result.suite, result.place), ""))
         for result in results.values()
     ]
     reached = {result.nodeid for result in results.values()}

@@ -1,0 +1,290 @@
+"""``distcompat trend``: what is broken, flaky or fixed over many nights, and its page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cli import main
+from pytest_distcompat.report import History, Report, Row, Trend, trend, trend_html
+from pytest_distcompat.report.html import sparkline
+from pytest_distcompat.status import Status, Verdict
+
+from .conftest import NO_BROWSER
+from .test_escaping import HOSTILE
+
+#: The letters of hand-made histories; a dot is a night without the item.
+LETTERS = {"o": "passed", "k": "known", "-": "skipped", "F": "failed", "C": "crashed", "?": "fixed?"}
+
+
+def night(at: int, verdicts: dict[str, str], torch: str = "2.12.0", **more: Any) -> Report:
+    """The report of one night: a letter for each check of one cell."""
+    results = [
+        Verdict(
+            check,
+            "ddp-fp32-w2",
+            Status(LETTERS[letter]),
+            f"rank {at}: is wrong" if letter in "FC" else "",
+            suite="S",
+            driver="d",
+            nodeid=f"t.py::S::test[ddp-fp32-w2:{check}]",
+            seconds=at + 1.0,
+        )
+        for check, letter in verdicts.items()
+        if letter != "."
+    ]
+    versions = {"python": "3.11.7", "torch": torch}
+    session = {"began": f"2026-11-{at + 1:02}T01:30:00Z", "seconds": 60.0, "versions": versions, "device": "cpu"}
+    rows = [Row("S", "d", "ddp-fp32-w2", "t.py::S", memory=[1000 * at, 10])] if results else []
+    return Report({**session, **more}, results, rows)
+
+
+def nights(torch: str = "", **histories: str) -> list[Report]:
+    """A report for each letter of the histories; a letter of ``torch`` is the minor version of its night."""
+    count = len(next(iter(histories.values())))
+    letters = [{check: letters[at] for check, letters in histories.items()} for at in range(count)]
+    return [night(at, one, f"2.{torch[at] if torch else 1}") for at, one in enumerate(letters)]
+
+
+def history(letters: str, torch: str = "") -> History:
+    """The one history of these letters."""
+    (found,) = trend(nights(torch, names=letters)).histories
+    return found
+
+
+@pytest.mark.parametrize(
+    ("letters", "torch", "kind"),
+    [
+        ("oooFF", "11122", "broken"),
+        ("oooFF", "11111", "broken"),
+        ("ooo??", "11111", "broken"),
+        ("FFF", "111", "broken"),
+        ("ooFFo", "11223", "fixed"),
+        ("FFk", "112", "fixed"),
+        ("ooFFoo", "112211", "fixed"),
+        ("oFo", "111", "flaky"),
+        ("oFoF", "1111", "flaky"),
+        ("FoC", "111", "flaky"),
+        # Other versions between the nights do not hide it.
+        ("ooFoo", "12121", "flaky"),
+        ("oFFoo", "12111", "flaky"),
+        # Flaky once, broken by a later release.
+        ("oFoFF", "11122", "broken"),
+        ("oko", "111", "never red"),
+        ("-.-", "111", "never run"),
+    ],
+)
+def test_the_kind_of_a_history(letters: str, torch: str, kind: str) -> None:
+    assert history(letters, torch).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("letters", "kind", "nights_of"),
+    [
+        # A gap, or a skip, is no fix: it is red since before, and found once.
+        ("oF.F", "broken", (0, 1, None)),
+        ("oF-F", "broken", (0, 1, None)),
+        ("oF..", "broken", (0, 1, None)),
+        ("F.o", "fixed", (None, 0, 2)),
+        # Nobody knows which of these nights broke it: the last known good one is named.
+        ("o..F", "broken", (0, 3, None)),
+    ],
+)
+def test_a_gap_is_neither_red_nor_a_fix(letters: str, kind: str, nights_of: tuple[int | None, ...]) -> None:
+    found = history(letters)
+    assert (found.kind, (found.before, found.since, found.until)) == (kind, nights_of)
+    whole = trend(nights(names=letters))
+    assert sum(one.fixed for one in whole.nights) == letters.count("o", letters.index("F"))
+    assert sum(one.found for one in whole.nights) == (letters[0] == "o")
+
+
+def test_the_versions_that_changed_are_named_over_a_gap() -> None:
+    whole = trend(nights("12345", names="oo..F", units="ooFFF"))
+    assert [one.changed for one in whole.histories] == [{"torch": ("2.2", "2.5")}, {"torch": ("2.2", "2.3")}]
+    assert whole.story(whole.histories[0]) == (
+        "broken: red since 2026-11-05 01:30, not on 2026-11-02 01:30: torch 2.2 -> 2.5"
+    )
+    assert [one.changed for one in whole.nights][:2] == [{}, {"torch": ("2.1", "2.2")}]
+
+
+def test_another_gpu_is_another_version() -> None:
+    reports = [night(at, {"names": "oFo"[at]}, gpu=gpu) for at, gpu in enumerate(("H100", "L4", "H100"))]
+    (found,) = trend(reports).histories
+    assert (found.kind, found.changed) == ("fixed", {"gpu": ("H100", "L4")})
+
+
+def test_nights_are_in_the_order_in_which_they_began_with_their_counts() -> None:
+    reports = nights("1112", names="oFFo", units="ooF-", data="FFoo")
+    whole = trend(random.Random(0).sample(reports, k=4))
+    assert [str(one) for one in whole.nights] == [f"2026-11-0{at} 01:30" for at in (1, 2, 3, 4)]
+    counted = [(one.ran, one.red, one.found, one.fixed) for one in whole.nights]
+    assert counted == [(3, 1, 0, 0), (3, 2, 1, 0), (3, 2, 1, 1), (2, 0, 0, 1)]
+    assert whole.headline == "4 nights: 1 broken, 2 fixed; 1 not run in the last"
+
+
+def test_of_several_verdicts_of_a_night_the_worst_counts() -> None:
+    one = night(0, {"names": "o"})
+    one.results += night(1, {"names": "F"}).results
+    assert trend([one]).histories[0].statuses == (Status.FAILED,)
+
+
+def test_seconds_and_memory_of_a_cell() -> None:
+    ((cell, (seconds, memory)),) = trend(nights(names="o.o-", units="o.o-")).costs.items()
+    assert (cell, memory) == ("t.py::S[ddp-fp32-w2]", [10, None, 2000, None])
+    assert seconds == [2.0, None, 6.0, None], "what was skipped took no time"
+    # A dot, then a line.
+    assert sparkline([1.0, None, 2.0, 0.0]) == "M5 12.0h0M25 2.0h0L35 22.0h0"
+
+
+def test_the_text_has_one_line_for_each_change() -> None:
+    whole = trend(nights("1122", names="ooFF", units="ooFF", data="oFoo", paths="oooo", memory="oFFo"))
+    first, *lines = whole.lines()
+    assert first == "4 nights: 2 broken, 2 fixed, 1 never red"
+    broken = "broken: red since 2026-11-03 01:30, not on 2026-11-02 01:30: torch 2.1 -> 2.2: "
+    assert lines[0] == f"{broken}ddp-fp32-w2:names (d), ddp-fp32-w2:units (d): FAIL: rank 3: is wrong"
+    assert len(lines) == 3
+    assert all(line.startswith("fixed on 2026-11-0") for line in lines[1:])
+    # Each is broken since another night.
+    long = trend(nights(**{f"check_{at}": "o" * at + "F" * (25 - at) for at in range(1, 25)}))
+    *_, last = long.lines()
+    assert (len(list(long.lines())), last) == (22, "and 4 more causes")
+
+
+def rows(page: str) -> dict[str, str]:
+    """The rows of the page's strips, by check."""
+    found = re.findall(r"<tr data-kind=.*?</tr>", page, re.DOTALL)
+    return {re.findall(r"ddp-fp32-w2:(\w+)", row)[0]: row for row in found}
+
+
+def strip(row: str) -> list[tuple[int, str, str]]:
+    """The nights, the style and the title of each stretch of a strip."""
+    found = re.findall(r'<i style="flex:(\d+)" class="(\w+)" title="([^"]*)"', row)
+    return [(int(count), style, title) for count, style, title in found]
+
+
+def test_the_page_has_what_the_data_has() -> None:
+    whole = trend(nights("11122", names="oooFF", units="oF.Fo", paths="ooooo", memory="ok-oo"))
+    page = trend_html(whole)
+    found = rows(page)
+    assert list(found) == ["names", "units"], "what was never red has no row"
+    assert "<summary>2 never red</summary>" in page
+    assert strip(found["names"]) == [
+        (3, "good", "ok: 2026-11-01 01:30 to 2026-11-03 01:30"),
+        (2, "bad", "FAIL: 2026-11-04 01:30 to 2026-11-05 01:30"),
+    ]
+    styles = [(count, style) for count, style, _ in strip(found["units"])]
+    assert styles == [(1, "good"), (1, "bad"), (1, "none"), (1, "bad"), (1, "good")]
+    for one in whole.histories[:2]:
+        assert whole.story(one).replace(">", "&gt;") in found[one.last.check]
+    for there in whole.nights:
+        cells = "".join(
+            f"<td>{value}</td>" for value in (there.seconds, there.ran, there.red, there.found, there.fixed)
+        )
+        assert f'<tr><th scope="row">{there}</th>{cells}' in page
+    ((seconds, memory),) = whole.costs.values()
+    assert f'<path d="{sparkline(seconds)}"/></svg></td><td>{seconds[-1]} s, largest {seconds[-1]} s</td>' in page
+    assert f'<path d="{sparkline(memory)}"/></svg></td><td>3.9 KiB, largest 3.9 KiB</td>' in page
+
+
+def hostile() -> Trend:
+    """A trend whose every text is a script."""
+    reports = nights(names="oF")
+    for report in reports:
+        texts: dict[str, Any] = dict.fromkeys(("check", "cell", "suite", "driver", "reason", "message"), HOSTILE)
+        report.results = [dataclasses.replace(one, **texts, nodeid=f"{HOSTILE}::test[x]") for one in report.results]
+        report.session["versions"] = {HOSTILE: f"{HOSTILE}{report.session['began']}"}
+        report.session["began"] += HOSTILE
+    return trend(reports)
+
+
+def test_no_text_of_a_report_is_markup() -> None:
+    page = trend_html(hostile())
+    assert page.count("<script>") == 1
+    assert "<img" not in page
+    assert "&lt;script&gt;window.hit=1" in page
+
+
+@NO_BROWSER
+def test_the_browser_runs_its_filters_and_nothing_else(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trend.html"
+    path.write_text(trend_html(hostile()), encoding="utf-8")
+    page = browser.new_page()
+    page.goto(f"file://{path}")
+    assert page.evaluate("[window.hit === undefined, document.scripts.length, document.images.length]") == [True, 1, 0]
+    path.write_text(trend_html(trend(nights(names="oFF", units="oFo"))), encoding="utf-8")
+    page.goto(f"file://{path}")
+    shown = page.locator("tr[data-kind]:not([hidden])")
+    assert shown.count() == 2
+    page.select_option("[name=kind]", "flaky")
+    page.wait_for_function("document.querySelectorAll('tr[data-kind]:not([hidden])').length == 1")
+    assert shown.all_text_contents()[0].strip().startswith("ddp-fp32-w2:units")
+    page.fill("[name=text]", "NAMES")
+    page.wait_for_function("document.querySelectorAll('tr[data-kind]:not([hidden])').length == 0")
+    page.click("[type=reset]")
+    page.wait_for_function("document.querySelectorAll('tr[data-kind]:not([hidden])').length == 2")
+    page.close()
+
+
+def write(directory: Path, reports: list[Report]) -> None:
+    for at, report in enumerate(reports):
+        # In the wrong order, each in a folder of its own as a workflow's artifacts are.
+        path = directory / f"{9 - at}" / "report.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(report.to_text(), encoding="utf-8")
+
+
+def test_the_command_writes_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reports = nights("122", names="oFF", data="oo.")
+    write(tmp_path / "nights", reports)
+    old = {**json.loads(night(3, {"names": "F"}, "2.2").to_text()), "format": 1}
+    old["run"] = old.pop("session")
+    (tmp_path / "nights" / "old.json").write_text(json.dumps(old), encoding="utf-8")
+    (tmp_path / "nights" / "report.html").write_text("<p>not read</p>", encoding="utf-8")
+    assert main(["trend", "nights"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "4 nights: 1 broken, 1 never red; 1 not run in the last"
+    assert "red since 2026-11-02 01:30, not on 2026-11-01 01:30: torch 2.1 -> 2.2" in out[1]
+    assert out[-1] == "written: trend.html"
+    assert len(strip(rows(Path("trend.html").read_text(encoding="utf-8"))["names"])) == 2
+
+
+def test_what_is_no_report_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "trend.html"
+    assert main(["trend", str(tmp_path / "none"), "-o", str(output)]) == 2
+    assert "none: no *.json is there" in capsys.readouterr().err
+    write(tmp_path, nights(names="oo"))
+    (tmp_path / "a.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "b.json").write_text(night(2, {"names": "o"}, began="").to_text(), encoding="utf-8")
+    assert main(["trend", str(tmp_path), "-o", str(output)]) == 2
+    err = capsys.readouterr().err
+    assert "a.json: is no report of pytest-distcompat" in err
+    assert "b.json: does not say when it began" in err
+    assert not output.exists()
+
+
+def test_a_hundred_thousand_verdicts_take_seconds() -> None:
+    chosen = random.Random(1)
+    checks = [f"check_{at}" for at in range(1000)]
+    reports = []
+    for at in range(100):
+        letters = {name: "F" if chosen.random() < 0.001 or (name == "check_7" and at > 50) else "o" for name in checks}
+        reports.append(night(at, letters, began=f"2026-{at // 28 + 1:02}-{at % 28 + 1:02}T01:00:00Z"))
+    # Processor time: other sessions may share the machine.
+    began = time.process_time()
+    whole = trend(reports)
+    page = trend_html(whole)
+    assert time.process_time() - began < 10
+    assert (len(whole.histories), sum(one.ran for one in whole.nights)) == (1000, 100_000)
+    red = sum(one.kind in {"broken", "flaky", "fixed"} for one in whole.histories)
+    assert (len(rows(page.replace("ddp-fp32-w2:check_", "ddp-fp32-w2:c"))), page.count("<tr data-kind")) == (red, red)
+    assert len(page) < 500_000
