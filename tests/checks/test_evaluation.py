@@ -41,9 +41,14 @@ def test_rows_are_counted_twice() -> None:
     ]
 
 
-@pytest.mark.parametrize("wrong", [{}, {"mean": math.nan}])
-def test_a_metric_is_missing_or_no_number(wrong: Mapping[str, float]) -> None:
-    assert findings({"mean": 11.0}, wrong, alone={"mean": 11.0}) == ["rank 1: mean is nan; 11 in one process"]
+@pytest.mark.parametrize(("wrong", "found"), [({}, "missing"), ({"mean": math.nan}, "nan")])
+def test_a_metric_is_missing_or_no_number(wrong: Mapping[str, float], found: str) -> None:
+    assert findings({"mean": 11.0}, wrong, alone={"mean": 11.0}) == [f"rank 1: mean is {found}; 11 in one process"]
+
+
+def test_nothing_is_evaluated() -> None:
+    message = "metrics() returns no metric in one process, so there is nothing to compare with"
+    assert findings({}, {}, alone={}) == [message]
 
 
 def test_a_silent_rank() -> None:

@@ -36,8 +36,12 @@ def evaluation(cell: Cell, trace: Trace) -> Iterator[str]:
     here, there = trace.run("rows").at("metrics"), trace.run("alone").first("metrics")
     yield from every_rank(here, cell.world_size, "metrics")
     expected = there.metrics if there else {}
+    if not expected:
+        yield "metrics() returns no metric in one process, so there is nothing to compare with"
+        return
     for snapshot in here:
         for name in sorted(expected.keys() | snapshot.metrics.keys()):
             found, alone = (one.get(name, math.nan) for one in (snapshot.metrics, expected))
             if not math.isclose(found, alone, rel_tol=TOLERANCE):
-                yield f"rank {snapshot.rank}: {name} is {found:.6g}; {alone:.6g} in one process"
+                texts = (f"{one[name]:.6g}" if name in one else "missing" for one in (snapshot.metrics, expected))
+                yield f"rank {snapshot.rank}: {name} is {'; '.join(texts)} in one process"
