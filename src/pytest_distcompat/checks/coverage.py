@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import ROWS
 from pytest_distcompat.scenario import coverage as runs_of_loaders
 from pytest_distcompat.strategies import STRATEGIES
@@ -19,10 +20,10 @@ Batches = Sequence[Sequence[int]]
 
 def tested_once(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why another cell tests what depends on neither strategy nor precision; None if this one does."""
-    able = (name for name in STRATEGIES.names() if not driver.unsupported_reason(Cell(name, "fp32", cell.world_size)))
-    first = next(able, cell.strategy)
-    if cell.options or cell.precision != "fp32" or cell.strategy != first:
-        return f"data are loaded alike in all cells, and that is tested in {first}-fp32"
+    cells = (Cell(name, precision, cell.world_size) for precision in PRECISIONS.names() for name in STRATEGIES.names())
+    first = next((one for one in cells if not driver.unsupported_reason(one)), cell)
+    if cell != first:
+        return f"data are loaded alike in all cells, and that is tested in {first.strategy}-{first.precision}"
     return None
 
 
@@ -87,7 +88,8 @@ def _each_once(ranks: Sequence[Batches], loader: Loader, before: Sequence[Batche
     """Yield findings about rows that no rank was given, or several were, those given before included."""
     given = Counter(row for batches in (*ranks, *before) for batch in batches for row in batch)
     missing, again = sorted(set(range(ROWS)) - given.keys()), sorted(row for row, times in given.items() if times > 1)
-    step = sum(len(batches[0]) for batches in ranks if batches)
+    # After the last batch, none is left to tell how many rows a step has but those before.
+    step = max(sum(len(batches[0]) for batches in some if batches) for some in (ranks, before))
     if missing and not (loader.dropped and len(missing) < step):
         yield f"{len(missing)} of {ROWS} rows are given to no rank, first {missing[0]}"
     surplus = sum(given.values()) - len(given)
