@@ -179,7 +179,7 @@ def _whole(held: list[_Part], ranks: tuple[int, ...], numel: int | None, world_s
     """Return the digest of the whole tensor that these ranks hold together, and what is wrong with its parts; or empty texts."""
     elements = sum(part.numel for part in held)
     if numel is None:
-        return held[0].digest, "is no name of the unwrapped model"
+        return held[0].digest if held else "", "is no name of the unwrapped model"
     if elements != numel:
         return "", f"the parts of {named_ranks(ranks, world_size)} are {elements} elements; expected {numel}"
     if any(part.layout.flat for part in held):

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 _Placements = tuple[tuple[str, int | None, int], ...]
 
 
-def layout_of(tensor: Any) -> Layout:
-    """Return the layout of a DTensor; for any other tensor, that this rank holds the whole."""
+#: This rank holds the whole tensor.
+WHOLE = Layout()
+
+
+def layout_of(tensor: Any, other: Layout = WHOLE) -> Layout:
+    """Return the layout of a DTensor, and ``other`` for any other tensor."""
     if not hasattr(tensor, "placements"):
-        return Layout()
+        return other
     mesh = tensor.device_mesh
     return _layout(tuple(mesh.mesh_dim_names or ("",) * mesh.ndim), *_place(mesh), _placements(tensor))
 
@@ -75,7 +79,7 @@ def _layout(
     placements: _Placements,
 ) -> Layout:
     if not coordinate:
-        return Layout()
+        return WHOLE
     dims = zip(names, sizes, coordinate, (text for text, _, _ in placements), strict=True)
     along = [slice(None) if dim is not None else at for at, (_, dim, _) in zip(coordinate, placements, strict=True)]
     holders = torch.tensor(ranks).view(sizes)[tuple(along)].flatten().tolist()
@@ -136,7 +140,7 @@ def by_hand(model: Module | None) -> Mapping[int, Layout]:
         elif isinstance(module, DistributedDataParallel):
             layout = _replicated(flat_layout(module.process_group, "dp_replicate"))
             found |= {id(one): layout for one in module.parameters() if not hasattr(one, "placements")}
-    for parameter in _parameters(model):
+    for parameter in model.parameters() if model is not None else ():
         if hasattr(parameter, "ds_tensor"):
             found[id(parameter)] = flat_layout(parameter.ds_process_group)
         elif hasattr(parameter, "_hp_mapping"):
@@ -144,20 +148,14 @@ def by_hand(model: Module | None) -> Mapping[int, Layout]:
     return found
 
 
-def _parameters(model: Module | None) -> Iterator[Any]:
-    return iter(model.parameters() if model is not None else ())
-
-
 def _replicated(layout: Layout) -> Layout:
     return Layout(tuple(MeshDim(dim.name, dim.size, dim.coordinate, REPLICATE) for dim in layout.dims))
 
 
 def partition_layout(model: Module | None) -> Layout:
-    """Return the layout of ZeRO's flat partitions of masters, gradients and optimizer state; without ZeRO, the whole."""
+    """Return the layout of flat partitions (masters, gradients, optimizer state) that ZeRO, or an optimizer of FSDP1, has."""
     # ``_dp_group`` and ``_hp_mapping`` of ZeRO-1 and 2 are private; ``tests/launch/test_private_names.py`` fails when they go.
-    for parameter in _parameters(model):
-        if hasattr(parameter, "ds_process_group"):
-            return flat_layout(parameter.ds_process_group)
+    for parameter in model.parameters() if model is not None else ():
         if hasattr(parameter, "_hp_mapping"):
             return flat_layout(parameter._dp_group)  # noqa: SLF001 - see above
-    return Layout()
+    return next((layout for layout in by_hand(model).values() if layout.flat), WHOLE)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.layouts import by_hand, layout_of, partition_layout
+from pytest_distcompat.probe.layouts import WHOLE, by_hand, layout_of, partition_layout
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import Layout, OptimizerInfo, StateInfo
 
@@ -115,7 +115,8 @@ def read_optimizer(
         owner = owners.get(id(parameter), f"partition {number}")
         if id(parameter) not in live:
             states.append(_state(owner, "master", parameter, partition))
-        layout = layouts.get(id(parameter)) or (partition if owner not in owners.values() else layout_of(parameter))
+        known = id(parameter) in owners
+        layout = layouts.get(id(parameter)) or layout_of(parameter, WHOLE if known else partition)
         states.extend(_state(owner, key, value, layout) for key, value in state.items() if _is_number(value))
     return OptimizerInfo(
         chain=type_names,
@@ -149,7 +150,7 @@ def _state(owner: str, key: str, value: Any, layout: Layout) -> StateInfo:
     """Return one entry of the state; ``layout`` is that of its owner, and of the entry unless it is a step count or a DTensor."""
     if not isinstance(value, torch.Tensor):
         return StateInfo(owner, key, type(value).__name__, 1, digest(value))
-    layout = layout_of(value) if key == "step" or hasattr(value, "placements") else layout
+    layout = layout_of(value, WHOLE if key == "step" else layout)
     return StateInfo(owner, key, dtype_name(value.dtype), local_of(value).numel(), digest(value), layout)
 
 
