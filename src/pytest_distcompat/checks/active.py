@@ -87,7 +87,8 @@ def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snap
     sizes = {dim.size for info in snapshot.parameters if tp_sharded(info) and (dim := info.layout.dim("tp"))}
     if sizes - {1} != {cell.tp} - {1}:
         found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
-        yield f"rank {snapshot.rank}: layers are {found}; expected {cell.tp} parts of tensor parallelism"
+        expected = f"expected {cell.tp} parts of tensor parallelism, along a mesh dimension named 'tp'"
+        yield f"rank {snapshot.rank}: layers are {found}; {expected}"
 
 
 def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
@@ -137,21 +138,12 @@ def _groups(
     built: tuple[Snapshot, ...], left_out: Callable[[str], bool], world_size: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each copy of the model: those that hold any of its parameters together."""
-    holders = {
-        snapshot.rank: tuple(
-            sorted(
-                {
-                    rank
-                    for info in snapshot.parameters
-                    if not left_out(info.name)
-                    for rank in info.layout.holders or (snapshot.rank,)
-                }
-            )
-        )
-        for snapshot in built
-        if snapshot.parameters
-    }
-    return shard_groups(holders, world_size)
+    holders: dict[int, set[int]] = defaultdict(set)
+    for snapshot in built:
+        for info in snapshot.parameters:
+            if not left_out(info.name):
+                holders[snapshot.rank] |= {*info.layout.holders, snapshot.rank}
+    return shard_groups({rank: tuple(sorted(ranks)) for rank, ranks in holders.items()}, world_size)
 
 
 def _each_once(

@@ -94,17 +94,11 @@ def _each_once(ranks: Sequence[Batches], loader: Loader, before: Sequence[Batche
         yield f"{len(missing)} of {ROWS} rows are given to no rank, first {missing[0]}"
     surplus = sum(given.values()) - len(given)
     if surplus and not (loader.filled and surplus < step):
-        yield f"{len(again)} rows are given {_times(max(given.values()))}, first {again[0]}; expected {_allowed(loader, step)}"
+        times = "twice" if max(given.values()) == 2 else f"up to {max(given.values())} times"
+        allowed = f"less than {step}, which fill the last batches" if loader.filled else "none"
+        yield f"{len(again)} rows are given {times}, first {again[0]}; expected {allowed}"
     if len({len(batches) for batches in ranks}) > 1 and (loader.filled or loader.dropped):
         yield f"ranks are given {', '.join(str(len(batches)) for batches in ranks)} batches; expected equally many"
-
-
-def _times(number: int) -> str:
-    return "twice" if number == 2 else f"up to {number} times"
-
-
-def _allowed(loader: Loader, step: int) -> str:
-    return f"less than {step}, which fill the last batches" if loader.filled else "none"
 
 
 def _orders(epochs: Sequence[Sequence[Batches]], loader: Loader) -> Iterator[str]:
@@ -118,9 +112,7 @@ def _orders(epochs: Sequence[Sequence[Batches]], loader: Loader) -> Iterator[str
 def _continued(rank: int, info: RowsInfo, whole: RowsInfo) -> Iterator[str]:
     expected, found = _epoch(whole, info.epoch)[info.done :], _epoch(info, 0)
     if found != expected:
-        where = (
-            f"in the middle of epoch {info.epoch + 1}" if info.done else f"at the beginning of epoch {info.epoch + 1}"
-        )
+        where = f"{'in the middle' if info.done else 'at the beginning'} of epoch {info.epoch + 1}"
         follow = f"{_listed(found)}; {_listed(expected)} in the run that never stopped"
         yield f"resumed {where} rank {rank} is given rows {follow}"
 
