@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from pytest_distcompat.probe.gradients import read_gradients
 from pytest_distcompat.probe.layouts import layout_of
 from pytest_distcompat.probe.live import read_model
+from pytest_distcompat.probe.optimizer import read_optimizer
 from pytest_distcompat.probe.tensors import digest, local_of
 from pytest_distcompat.trace import MeshDim
 
@@ -186,3 +187,17 @@ def test_masters_of_an_optimizer_of_its_own_are_held_as_the_model_is() -> None:
             assert holders == (0, 1), name
             shares[name] += square
     assert shares == dict.fromkeys(shares, 12.0)
+
+
+def test_state_that_an_optimizer_makes_of_local_parts() -> None:
+    """It is no DTensor, and its parts add up all the same."""
+    whole, found = torch.randn(4, 6), []
+    for _ in ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = torch.nn.Linear(6, 4, bias=False)
+        model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.state[model.weight] = {"average": local_of(model.weight.detach()).clone()}
+        found += read_optimizer(model, optimizer).states
+    assert [state.layout.holders for state in found] == [(0, 1), (0, 1)]
+    assert combine(state.digest for state in found) == digest(whole)
