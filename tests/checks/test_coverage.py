@@ -110,7 +110,7 @@ def test_a_rank_has_no_second_epoch() -> None:
     ("name", "message"),
     [
         ("shuffle", "shuffle: epoch 2 has the order of epoch 1; expected another one"),
-        ("in order", "in order: epoch 2 has another order than epoch 1; expected that of the data"),
+        ("in order", "in order: epoch 2 has another order than epoch 1; expected the order of the data"),
     ],
 )
 def test_the_order_of_the_second_epoch(name: str, message: str) -> None:

@@ -47,8 +47,9 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     another order. A loader that is resumed between two epochs, or in the middle of the second, goes on with the rows that
     follow; twice as many ranks share those that are left.
 
-    If it fails: a row on two ranks was sharded by nobody, or by two (``DistributedSampler`` and the trainer). With the same
-    order in each epoch ``set_epoch`` is not called. A resumed run needs the epoch's seed and the number of batches done.
+    If it fails: with rows on several ranks nothing shards the data; with rows on none two samplers do (``DistributedSampler``
+    and the trainer's). With the same order in each epoch ``set_epoch`` is not called. A resumed run needs the epoch's seed and
+    the number of batches done.
     """
     yield from every_rank(trace.run("rows").at("rows"), cell.world_size, "rows")
     whole, resumed, moved = (_by_loader(trace.runs.get(name)) for name in ("rows", "resumed_rows", "moved_rows"))
@@ -106,7 +107,7 @@ def _orders(epochs: Sequence[Sequence[Batches]], loader: Loader) -> Iterator[str
     if loader.shuffled and first == second:
         yield "epoch 2 has the order of epoch 1; expected another one"
     if not loader.shuffled and first != second:
-        yield "epoch 2 has another order than epoch 1; expected that of the data"
+        yield "epoch 2 has another order than epoch 1; expected the order of the data"
 
 
 def _continued(rank: int, info: RowsInfo, whole: RowsInfo) -> Iterator[str]:

@@ -28,7 +28,7 @@ def _has_metrics(cell: Cell, driver: type[Driver]) -> str | None:
     costly=True,
 )
 def evaluation(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Check that each metric over rows that do not divide by the ranks is that of one process, on every rank.
+    """Check that each metric over rows that do not divide by the ranks equals the metric of one process, on every rank.
 
     If it fails: rows that fill the last batches are counted twice, or a mean of the ranks' means is taken. Gather with
     ``gather_for_metrics``, which leaves such rows out.

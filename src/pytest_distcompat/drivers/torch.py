@@ -233,7 +233,7 @@ class TorchDriver(TinyDriver):
     optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon")
     #: What writes a checkpoint while training goes on; it is waited for after the next step.
     saving: Any = None
-    #: Its process group: on that of the training its collectives would pair with those of steps.
+    #: The process group for it: on the group of the training, its collectives would pair with those of steps.
     saving_group: Any = None
     #: The model inside torch.compile's wrapper, with the methods of its strategy.
     wrapped: Any = None
