@@ -185,13 +185,11 @@ def _reduced(snapshot: Snapshot, trainable: int) -> Iterator[str]:
 def _same_everywhere(trained: tuple[Snapshot, ...]) -> Iterator[str]:
     """Yield a finding for each rank that holds something else than the first one with the same part of the same tensor."""
     for what, held in _replicated(trained):
-        first: dict[Hashable, int] = {}
-        values: dict[tuple[int, Hashable], Hashable] = {}
+        first: dict[Hashable, tuple[int, Hashable]] = {}
         apart: dict[tuple[int, int], list[str]] = defaultdict(list)
         for rank, name, region, value in held:
-            values[rank, (name, region)] = value
-            peer = first.setdefault((name, region), rank)
-            if values[peer, (name, region)] != value:
+            peer, expected = first.setdefault((name, region), (rank, value))
+            if peer != rank and value != expected:
                 apart[rank, peer].append(name)
         for (rank, peer), names in sorted(apart.items()):
             yield (
@@ -204,10 +202,8 @@ def _same_everywhere(trained: tuple[Snapshot, ...]) -> Iterator[str]:
 
 def _replicated(trained: tuple[Snapshot, ...]) -> Iterator[tuple[str, Iterator[tuple[int, str, Hashable, Hashable]]]]:
     """Yield each kind of tensor, with (rank, name, region, value) of what each rank holds."""
-    yield (
-        "parameters",
-        ((one.rank, info.name, info.layout.region, info.digest) for one in trained for info in one.parameters),
-    )
+    infos = ((one.rank, info) for one in trained for info in one.parameters)
+    yield "parameters", ((rank, info.name, info.layout.region, info.digest) for rank, info in infos)
     # Flat partitions have no names; ``masters`` are their parts.
     states = (
         (one.rank, state)

@@ -361,15 +361,9 @@ class TorchDriver(TinyDriver):
         if self.cell.option("save_only_model"):
             return {"model": get_model_state_dict(self.model, options=self._options())}
         model, optimizer = get_state_dict(self.model, self.optimizer, options=self._options())
-        state = {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": [one.state_dict() for one in listed(self.scheduler)],
-        }
-        state["ranks"] = self.world.size
-        if self.scaler:
-            state["scaler"] = self.scaler.state_dict()
-        return state
+        state = {"model": model, "optimizer": optimizer, "ranks": self.world.size}
+        state["scheduler"] = [one.state_dict() for one in listed(self.scheduler)]
+        return state | ({"scaler": self.scaler.state_dict()} if self.scaler else {})
 
     def save(self, directory: Path) -> None:
         """Write one DCP checkpoint, or one file by rank 0 for state_dict=full."""
