@@ -25,7 +25,7 @@ from pytest_distcompat.probe.layouts import layout_of
 from pytest_distcompat.probe.live import read_model
 from pytest_distcompat.probe.optimizer import read_optimizer
 from pytest_distcompat.probe.tensors import digest, local_of
-from pytest_distcompat.trace import MeshDim
+from pytest_distcompat.trace import MeshDim, StateInfo
 
 NAMES = ("dp_replicate", "dp_shard", "tp")
 
@@ -155,7 +155,7 @@ def test_what_fsdp1_has_flattened_is_cut_flat_and_what_ddp_wraps_is_whole() -> N
         }
         for name, model in models.items():
             infos = read_model(model, None, None).parameters
-            # ``_fsdp_flattened`` is private: see probe/layouts.py:by_hand.
+            # ``_fsdp_flattened`` is private: see probe/layouts.py:wrapper_layouts.
             assert [info.layout.flat for info in infos] == [name == "sharded"] + [False] * (len(infos) - 1)
             found[name].append(infos[0])
             found["ignored"] += infos[1:]
@@ -191,7 +191,8 @@ def test_masters_of_an_optimizer_of_its_own_are_held_as_the_model_is() -> None:
 
 def test_state_that_an_optimizer_makes_of_local_parts() -> None:
     """It is no DTensor, and its parts add up all the same."""
-    whole, found = torch.randn(4, 6), []
+    whole = torch.randn(4, 6)
+    found: list[StateInfo] = []
     for _ in ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = torch.nn.Linear(6, 4, bias=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.layouts import WHOLE, by_hand, layout_of, partition_layout
+from pytest_distcompat.probe.layouts import WHOLE, layout_of, partition_layout, wrapper_layouts
 from pytest_distcompat.probe.optimizer import flat_masters, owner_names
 from pytest_distcompat.probe.tensors import local_of
 from pytest_distcompat.trace import GradientInfo, Layout, together
@@ -33,7 +33,7 @@ def read_gradients(
         single: Whether the gradients of single parameters are read too.
     """
     names = owner_names(model, optimizer) if model is not None else {}
-    layouts, partition = by_hand(model), partition_layout(model)
+    layouts, partition = wrapper_layouts(model), partition_layout(model)
     found, flat, squares = [], {}, list[tuple[Layout, float]]()
     for tensor in tensors:
         if tensor.grad is None:

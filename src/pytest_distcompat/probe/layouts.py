@@ -1,4 +1,4 @@
-"""Layouts: which part of each whole tensor this rank holds, of DTensors and of what FSDP1 and ZeRO shard by hand."""
+"""Layouts: which part of each whole tensor this rank holds, of DTensors and of plain tensors that FSDP1 and ZeRO shard."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def flat_layout(group: Any, name: str = "dp_shard") -> Layout:
     return Layout(dims, ranks if len(ranks) > 1 else ())
 
 
-def by_hand(model: Module | None) -> Mapping[int, Layout]:
+def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:
     """Map the ``id`` of each parameter that FSDP1 or ZeRO has sharded, or DDP or ZeRO replicated, to its layout."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.nn.parallel import DistributedDataParallel
@@ -140,6 +140,7 @@ def by_hand(model: Module | None) -> Mapping[int, Layout]:
         elif isinstance(module, DistributedDataParallel):
             layout = _replicated(flat_layout(module.process_group, "dp_replicate"))
             found |= {id(one): layout for one in module.parameters() if not hasattr(one, "placements")}
+    parameter: Any
     for parameter in model.parameters() if model is not None else ():
         if hasattr(parameter, "ds_tensor"):
             found[id(parameter)] = flat_layout(parameter.ds_process_group)
@@ -155,7 +156,8 @@ def _replicated(layout: Layout) -> Layout:
 def partition_layout(model: Module | None) -> Layout:
     """Return the layout of flat partitions (masters, gradients, optimizer state) that ZeRO, or an optimizer of FSDP1, has."""
     # ``_dp_group`` and ``_hp_mapping`` of ZeRO-1 and 2 are private; ``tests/launch/test_private_names.py`` fails when they go.
+    parameter: Any
     for parameter in model.parameters() if model is not None else ():
         if hasattr(parameter, "_hp_mapping"):
             return flat_layout(parameter._dp_group)  # noqa: SLF001 - see above
-    return next((layout for layout in by_hand(model).values() if layout.flat), WHOLE)
+    return next((layout for layout in wrapper_layouts(model).values() if layout.flat), WHOLE)

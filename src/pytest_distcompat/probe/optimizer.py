@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.layouts import WHOLE, by_hand, layout_of, partition_layout, starts_of
+from pytest_distcompat.probe.layouts import WHOLE, layout_of, partition_layout, starts_of, wrapper_layouts
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import Layout, OptimizerInfo, StateInfo
 
@@ -109,7 +109,7 @@ def read_optimizer(
     live = {id(parameter) for parameter in model.parameters()}
     owners = owner_names(model, optimizer)
     held = entries(optimizer)
-    partitioned, layouts, partition = _partitioned(model), by_hand(model), partition_layout(model)
+    partitioned, layouts, partition = _partitioned(model), wrapper_layouts(model), partition_layout(model)
     states: list[StateInfo] = []
     for number, (parameter, state) in enumerate(pair for one in stepping for pair in one.state.items()):
         owner = owners.get(id(parameter), f"partition {number}")
