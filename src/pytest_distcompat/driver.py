@@ -265,9 +265,9 @@ class Driver:
         raise NotImplementedError
 
     def metrics(self, count: int) -> Mapping[str, float]:
-        """Evaluate a metric over rows ``range(count)`` in each way that the trainer has, and return them by name.
+        """Return metrics over rows ``range(count)`` by name, for each way in which the trainer evaluates.
 
-        Each is compared with that of one process.
+        The check ``evaluation`` compares each with its value in one process, on every rank.
         """
         raise NotImplementedError
 

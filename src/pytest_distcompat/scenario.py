@@ -146,7 +146,7 @@ OVERFLOW_RUN = Run("overflow", (*_BUILD, "step", "overflow", "step"))
 #: Loaders give their rows for two epochs, begin in the second, then half as far into it at twice as many ranks.
 ROWS_RUN = Run("rows", ("rows", "metrics"))
 RESUMED_ROWS_RUN = Run("resumed_rows", ("resumed_rows",), after="rows")
-ALONE_RUN = Run("alone", ("metrics",), strategy="ddp", world_size=1)
+ALONE_RUN = Run("alone", ("metrics",), world_size=1)
 
 TRAIN = Scenario("train", (TRAIN_RUN,))
 RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))

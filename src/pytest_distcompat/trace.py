@@ -416,6 +416,16 @@ def shard_groups(holders: Mapping[int, tuple[int, ...]], world_size: int = 0) ->
     return tuple(groups) or ((tuple(range(world_size)),) if world_size else ())
 
 
+def together(parts: Iterable[tuple[tuple[int, ...], float]]) -> tuple[tuple[int, ...], float]:
+    """Return all holders of some squares, and one rank's share of their sum, from the holders and the square of each part.
+
+    What fewer ranks hold together, several of the holders have: of each of them it is a part.
+    """
+    listed = tuple(parts)
+    holders = tuple(sorted({rank for some, _ in listed for rank in some}))
+    return holders, sum(square * max(1, len(some)) / max(1, len(holders)) for some, square in listed)
+
+
 @dataclass(frozen=True)
 class Trace:
     """All runs of a scenario, as the checks read them; ``limits`` are what the user demands of measured numbers.

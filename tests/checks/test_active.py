@@ -250,10 +250,14 @@ def test_layers_are_cut_along_tp(sound: Sound, cell: str) -> None:
     story = sound(cell)
     plain = sound(cell.removesuffix("-tp_2"))
     uncut = replace(plain, cell=story.cell)
-    assert "rank 0: layers are whole on each rank; expected 2 parts of tensor parallelism" in uncut.findings("active")
-    assert "rank 0: layers are in 2 parts; expected 1 parts of tensor parallelism" in replace(
-        story, cell=plain.cell
-    ).findings("active")
+    assert (
+        "rank 0: layers are whole on each rank; expected 2 parts of tensor parallelism, along a mesh dimension named 'tp'"
+        in uncut.findings("active")
+    )
+    assert (
+        "rank 0: layers are in 2 parts; expected 1 parts of tensor parallelism, along a mesh dimension named 'tp'"
+        in replace(story, cell=plain.cell).findings("active")
+    )
 
 
 @pytest.mark.parametrize("cell", TENSOR)

@@ -95,6 +95,14 @@ def test_several_optimizers_are_one_gradient(sound: Sound) -> None:
     assert sound("ddp-fp32-w2").snapshot("step", {"steps": (half, half)}).findings("clipping") == []
 
 
+def test_optimizers_whose_gradients_other_ranks_hold(sound: Sound) -> None:
+    """Muon has the shards of matrices, AdamW parameters that each rank holds whole."""
+    sharded = StepInfo("Muon", ("float32",), ("float32",), ("float32",), square=0.25, holders=(0, 1))
+    whole = replace(sharded, optimizer="AdamW", square=0.5, holders=())
+    assert sound("fsdp2-fp32-w2").snapshot("step", {"steps": (sharded, whole)}).findings("clipping") == []
+    assert sound("fsdp2-fp32-w2").snapshot("step", {"steps": (whole, sharded)}).findings("clipping") == []
+
+
 def test_no_step_is_no_gradient(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w2").snapshot("step", {"steps": ()}, nth=0)
     assert story.findings("clipping") == [

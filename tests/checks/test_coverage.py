@@ -110,7 +110,7 @@ def test_a_rank_has_no_second_epoch() -> None:
     ("name", "message"),
     [
         ("shuffle", "shuffle: epoch 2 has the order of epoch 1; expected another one"),
-        ("in order", "in order: epoch 2 has another order than epoch 1; expected that of the data"),
+        ("in order", "in order: epoch 2 has another order than epoch 1; expected the order of the data"),
     ],
 )
 def test_the_order_of_the_second_epoch(name: str, message: str) -> None:
@@ -141,9 +141,35 @@ def test_more_ranks_go_on_at_another_place() -> None:
     ]
 
 
+def test_more_ranks_have_nothing_left() -> None:
+    """Eight ranks had all rows in two batches, the last of which was filled."""
+    rows = [row % 23 for row in range(32)]
+    epochs_of = [((*batches(rows, rank, 8),),) * 2 for rank in range(8)]
+    loader = Loader(shuffled=False)
+    runs = [
+        ("rows", [RowsInfo("all", 0, 0, loader, found) for found in epochs_of]),
+        ("moved_rows", [RowsInfo("all", 1, 1, loader, ()) for _ in range(16)]),
+    ]
+    made = [
+        RunTrace(run, len(infos), tuple(Snapshot(rank, run, run, 0, rows=(one,)) for rank, one in enumerate(infos)))
+        for run, infos in runs
+    ]
+    assert CHECKS.get("coverage").findings(Cell("ddp", "fp32", 8), Trace.of("made", made)) == []
+
+
+class OnlyBfloat16(TorchDriver):
+    """A trainer that has no float32."""
+
+    @classmethod
+    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
+        return "no" if cell.precision != "bf16_mixed" else super().unsupported_reason(cell, device)
+
+
 @pytest.mark.parametrize(
     ("cell", "driver", "reason"),
     [
+        ("ddp-bf16_mixed-w2", OnlyBfloat16, ""),
+        ("fsdp2-bf16_mixed-w2", OnlyBfloat16, "is tested in ddp-bf16_mixed"),
         ("ddp-fp32-w2", Driver, "declares no loaders"),
         ("fsdp2-fp32-w2", TorchDriver, "is tested in ddp-fp32"),
         ("ddp-bf16_mixed-w2", TorchDriver, "is tested in ddp-fp32"),

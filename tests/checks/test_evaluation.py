@@ -11,6 +11,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.scenario import EVALUATION
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 
@@ -41,13 +42,22 @@ def test_rows_are_counted_twice() -> None:
     ]
 
 
-@pytest.mark.parametrize("wrong", [{}, {"mean": math.nan}])
-def test_a_metric_is_missing_or_no_number(wrong: Mapping[str, float]) -> None:
-    assert findings({"mean": 11.0}, wrong, alone={"mean": 11.0}) == ["rank 1: mean is nan; 11 in one process"]
+@pytest.mark.parametrize(("wrong", "found"), [({}, "missing"), ({"mean": math.nan}, "nan")])
+def test_a_metric_is_missing_or_no_number(wrong: Mapping[str, float], found: str) -> None:
+    assert findings({"mean": 11.0}, wrong, alone={"mean": 11.0}) == [f"rank 1: mean is {found}; 11 in one process"]
+
+
+def test_nothing_is_evaluated() -> None:
+    message = "metrics() returns no metric in one process, so there is nothing to compare with"
+    assert findings({}, {}, alone={}) == [message]
 
 
 def test_a_silent_rank() -> None:
     assert findings({"mean": 11.0}, alone={"mean": 11.0}) == ["rank 1: no report after metrics"]
+
+
+def test_one_process_runs_a_strategy_that_the_driver_has() -> None:
+    assert [run.cell(Cell("fsdp2", "fp32")).id for run in EVALUATION.runs] == ["fsdp2-fp32-w2", "fsdp2-fp32-w1"]
 
 
 def test_drivers_without_metrics() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,6 +37,38 @@ def test_a_model_that_draws_nothing_says_nothing(sound: Sound) -> None:
             if story.trace.run(run).at(action):
                 story = story.snapshot(action, {"rng": "as it was"}, run=run)
     assert story.findings("randomness") == []
+
+
+def test_a_loader_draws_the_seed_of_an_epoch(sound: Sound) -> None:
+    """On all ranks alike, and once more where a resumed run makes it anew."""
+    story = sound("ddp-fp32-w2").snapshot("save", {"rng": "2"}).snapshot("load", {"rng": "2"}, run="resume")
+    for nth, state in enumerate("11222"):
+        story = story.snapshot("step", {"rng": state}, run="train", nth=nth)
+    for nth in (0, 1):
+        story = story.snapshot("step", {"rng": "3"}, run="resume", nth=nth)
+    assert story.findings("randomness") == []
+
+
+def test_a_model_that_draws_must_draw(sound: Sound) -> None:
+    story = own(sound("ddp-fp32-w2"))
+    story = replace(story, cell=replace(story.cell, options=(("model", "dropout"),)))
+    assert story.findings("randomness") == []
+    seeded = story.snapshot("step", {"rng": "seeded"}, run="train", rank=1)
+    assert seeded.findings("randomness") == [
+        "rank 1: a step draws no random numbers; the model dropout draws some in each forward"
+    ]
+
+
+def test_peers_of_tensor_parallelism_draw_alike(sound: Sound) -> None:
+    story = own(sound("fsdp2-fp32-w4-tp_2"))
+    for run, number in (("train", 5), ("resume", 2)):
+        for nth in range(number):
+            step = nth + 3 * (run == "resume")
+            story = story.snapshot("step", {"rng": f"{step} of rank 0"}, run=run, nth=nth, rank=1)
+    assert story.findings("randomness") == []
+    assert story.snapshot("step", {"rng": "1 of rank 0"}, run="train", nth=1, rank=2).findings("randomness") == [
+        "ranks 0 and 2 draw the same random numbers in step 2"
+    ]
 
 
 def test_two_ranks_draw_alike(sound: Sound) -> None:

@@ -20,10 +20,12 @@ else:
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from pytest_distcompat.probe.gradients import read_gradients
 from pytest_distcompat.probe.layouts import layout_of
 from pytest_distcompat.probe.live import read_model
+from pytest_distcompat.probe.optimizer import read_optimizer
 from pytest_distcompat.probe.tensors import digest, local_of
-from pytest_distcompat.trace import MeshDim
+from pytest_distcompat.trace import MeshDim, StateInfo
 
 NAMES = ("dp_replicate", "dp_shard", "tp")
 
@@ -153,7 +155,7 @@ def test_what_fsdp1_has_flattened_is_cut_flat_and_what_ddp_wraps_is_whole() -> N
         }
         for name, model in models.items():
             infos = read_model(model, None, None).parameters
-            # ``_fsdp_flattened`` is private: see probe/layouts.py:by_hand.
+            # ``_fsdp_flattened`` is private: see probe/layouts.py:wrapper_layouts.
             assert [info.layout.flat for info in infos] == [name == "sharded"] + [False] * (len(infos) - 1)
             found[name].append(infos[0])
             found["ignored"] += infos[1:]
@@ -165,3 +167,38 @@ def test_what_fsdp1_has_flattened_is_cut_flat_and_what_ddp_wraps_is_whole() -> N
         "dp_replicate=Replicate",
     }
     assert found["ignored"][0].layout.dims == ()
+
+
+def test_masters_of_an_optimizer_of_its_own_are_held_as_the_model_is() -> None:
+    """Copies in float32 that are no parameters of the model: DTensors, and pieces of what FSDP1 has flattened."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    settings: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    shares: dict[str, float] = dict.fromkeys(("FSDP1", "FSDP2"), 0.0)
+    for _ in ranks(2):
+        models: dict[str, Any] = {name: torch.nn.Linear(3, 4, bias=False) for name in shares}
+        fully_shard(models["FSDP2"])
+        models["FSDP1"] = FullyShardedDataParallel(models["FSDP1"], **settings)
+        for name, model in models.items():
+            masters = [parameter.detach().clone() for parameter in model.parameters()]
+            for master in masters:
+                master.grad = torch.ones_like(master)
+            square, holders, _ = read_gradients(model, torch.optim.SGD(masters, lr=0.1), masters, single=True)
+            assert holders == (0, 1), name
+            shares[name] += square
+    assert shares == dict.fromkeys(shares, 12.0)
+
+
+def test_state_that_an_optimizer_makes_of_local_parts() -> None:
+    """It is no DTensor, and its parts add up all the same."""
+    whole = torch.randn(4, 6)
+    found: list[StateInfo] = []
+    for _ in ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = torch.nn.Linear(6, 4, bias=False)
+        model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.state[model.weight] = {"average": local_of(model.weight.detach()).clone()}
+        found += read_optimizer(model, optimizer).states
+    assert [state.layout.holders for state in found] == [(0, 1), (0, 1)]
+    assert combine(state.digest for state in found) == digest(whole)

@@ -101,7 +101,8 @@ def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
     digests: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
     wrong, not_elementwise = [], not_elementwise_kinds(snapshots)
     for (kind, name), held in sorted(parts.items()):
-        if kind in not_elementwise:
+        if kind in not_elementwise or kind == "step":
+            # Of step counts there is one for each parameter, or for each flat partition of a rank.
             digests[kind][name] = tuple(sorted({part.digest for part in held}))
             continue
         size, wholes = names.numel(name), set[str]()
@@ -110,10 +111,6 @@ def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
         if any(len(group) > 1 and group in live for group in groups):
             # Each copy of the parameter has this state, or should have it.
             groups = tuple(sorted({*groups, *live}))
-        if kind == "step":
-            # One count for each flat partition of a rank, or for each parameter.
-            digests[kind][name] = tuple(sorted({part.digest for part in held}))
-            continue
         for ranks in groups:
             whole, problem = _whole([part for part in held if part.rank in ranks], ranks, size, run.world_size)
             wholes |= {whole} if whole else set()
@@ -179,7 +176,7 @@ def _whole(held: list[_Part], ranks: tuple[int, ...], numel: int | None, world_s
     """Return the digest of the whole tensor that these ranks hold together, and what is wrong with its parts; or empty texts."""
     elements = sum(part.numel for part in held)
     if numel is None:
-        return held[0].digest, "is no name of the unwrapped model"
+        return held[0].digest if held else "", "is no name of the unwrapped model"
     if elements != numel:
         return "", f"the parts of {named_ranks(ranks, world_size)} are {elements} elements; expected {numel}"
     if any(part.layout.flat for part in held):

@@ -87,7 +87,8 @@ def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snap
     sizes = {dim.size for info in snapshot.parameters if tp_sharded(info) and (dim := info.layout.dim("tp"))}
     if sizes - {1} != {cell.tp} - {1}:
         found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
-        yield f"rank {snapshot.rank}: layers are {found}; expected {cell.tp} parts of tensor parallelism"
+        expected = f"expected {cell.tp} parts of tensor parallelism, along a mesh dimension named 'tp'"
+        yield f"rank {snapshot.rank}: layers are {found}; {expected}"
 
 
 def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
@@ -137,21 +138,12 @@ def _groups(
     built: tuple[Snapshot, ...], left_out: Callable[[str], bool], world_size: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each copy of the model: those that hold any of its parameters together."""
-    holders = {
-        snapshot.rank: tuple(
-            sorted(
-                {
-                    rank
-                    for info in snapshot.parameters
-                    if not left_out(info.name)
-                    for rank in info.layout.holders or (snapshot.rank,)
-                }
-            )
-        )
-        for snapshot in built
-        if snapshot.parameters
-    }
-    return shard_groups(holders, world_size)
+    holders: dict[int, set[int]] = defaultdict(set)
+    for snapshot in built:
+        for info in snapshot.parameters:
+            if not left_out(info.name):
+                holders[snapshot.rank] |= {*info.layout.holders, snapshot.rank}
+    return shard_groups({rank: tuple(sorted(ranks)) for rank, ranks in holders.items()}, world_size)
 
 
 def _each_once(
@@ -193,13 +185,11 @@ def _reduced(snapshot: Snapshot, trainable: int) -> Iterator[str]:
 def _same_everywhere(trained: tuple[Snapshot, ...]) -> Iterator[str]:
     """Yield a finding for each rank that holds something else than the first one with the same part of the same tensor."""
     for what, held in _replicated(trained):
-        first: dict[Hashable, int] = {}
-        values: dict[tuple[int, Hashable], Hashable] = {}
+        first: dict[Hashable, tuple[int, Hashable]] = {}
         apart: dict[tuple[int, int], list[str]] = defaultdict(list)
         for rank, name, region, value in held:
-            values[rank, (name, region)] = value
-            peer = first.setdefault((name, region), rank)
-            if values[peer, (name, region)] != value:
+            peer, expected = first.setdefault((name, region), (rank, value))
+            if peer != rank and value != expected:
                 apart[rank, peer].append(name)
         for (rank, peer), names in sorted(apart.items()):
             yield (
@@ -212,10 +202,8 @@ def _same_everywhere(trained: tuple[Snapshot, ...]) -> Iterator[str]:
 
 def _replicated(trained: tuple[Snapshot, ...]) -> Iterator[tuple[str, Iterator[tuple[int, str, Hashable, Hashable]]]]:
     """Yield each kind of tensor, with (rank, name, region, value) of what each rank holds."""
-    yield (
-        "parameters",
-        ((one.rank, info.name, info.layout.region, info.digest) for one in trained for info in one.parameters),
-    )
+    infos = ((one.rank, info) for one in trained for info in one.parameters)
+    yield "parameters", ((rank, info.name, info.layout.region, info.digest) for rank, info in infos)
     # Flat partitions have no names; ``masters`` are their parts.
     states = (
         (one.rank, state)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import ROWS
 from pytest_distcompat.scenario import coverage as runs_of_loaders
 from pytest_distcompat.strategies import STRATEGIES
@@ -19,10 +20,10 @@ Batches = Sequence[Sequence[int]]
 
 def tested_once(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why another cell tests what depends on neither strategy nor precision; None if this one does."""
-    able = (name for name in STRATEGIES.names() if not driver.unsupported_reason(Cell(name, "fp32", cell.world_size)))
-    first = next(able, cell.strategy)
-    if cell.options or cell.precision != "fp32" or cell.strategy != first:
-        return f"data are loaded alike in all cells, and that is tested in {first}-fp32"
+    cells = (Cell(name, precision, cell.world_size) for precision in PRECISIONS.names() for name in STRATEGIES.names())
+    first = next((one for one in cells if not driver.unsupported_reason(one)), cell)
+    if cell != first:
+        return f"data are loaded alike in all cells, and that is tested in {first.strategy}-{first.precision}"
     return None
 
 
@@ -46,8 +47,9 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     another order. A loader that is resumed between two epochs, or in the middle of the second, goes on with the rows that
     follow; twice as many ranks share those that are left.
 
-    If it fails: a row on two ranks was sharded by nobody, or by two (``DistributedSampler`` and the trainer). With the same
-    order in each epoch ``set_epoch`` is not called. A resumed run needs the epoch's seed and the number of batches done.
+    If it fails: with rows on several ranks nothing shards the data; with rows on none two samplers do (``DistributedSampler``
+    and the trainer's). With the same order in each epoch ``set_epoch`` is not called. A resumed run needs the epoch's seed and
+    the number of batches done.
     """
     yield from every_rank(trace.run("rows").at("rows"), cell.world_size, "rows")
     whole, resumed, moved = (_by_loader(trace.runs.get(name)) for name in ("rows", "resumed_rows", "moved_rows"))
@@ -87,22 +89,17 @@ def _each_once(ranks: Sequence[Batches], loader: Loader, before: Sequence[Batche
     """Yield findings about rows that no rank was given, or several were, those given before included."""
     given = Counter(row for batches in (*ranks, *before) for batch in batches for row in batch)
     missing, again = sorted(set(range(ROWS)) - given.keys()), sorted(row for row, times in given.items() if times > 1)
-    step = sum(len(batches[0]) for batches in ranks if batches)
+    # After the last batch, none is left to tell how many rows a step has but those before.
+    step = max(sum(len(batches[0]) for batches in some if batches) for some in (ranks, before))
     if missing and not (loader.dropped and len(missing) < step):
         yield f"{len(missing)} of {ROWS} rows are given to no rank, first {missing[0]}"
     surplus = sum(given.values()) - len(given)
     if surplus and not (loader.filled and surplus < step):
-        yield f"{len(again)} rows are given {_times(max(given.values()))}, first {again[0]}; expected {_allowed(loader, step)}"
+        times = "twice" if max(given.values()) == 2 else f"up to {max(given.values())} times"
+        allowed = f"less than {step}, which fill the last batches" if loader.filled else "none"
+        yield f"{len(again)} rows are given {times}, first {again[0]}; expected {allowed}"
     if len({len(batches) for batches in ranks}) > 1 and (loader.filled or loader.dropped):
         yield f"ranks are given {', '.join(str(len(batches)) for batches in ranks)} batches; expected equally many"
-
-
-def _times(number: int) -> str:
-    return "twice" if number == 2 else f"up to {number} times"
-
-
-def _allowed(loader: Loader, step: int) -> str:
-    return f"less than {step}, which fill the last batches" if loader.filled else "none"
 
 
 def _orders(epochs: Sequence[Sequence[Batches]], loader: Loader) -> Iterator[str]:
@@ -110,15 +107,13 @@ def _orders(epochs: Sequence[Sequence[Batches]], loader: Loader) -> Iterator[str
     if loader.shuffled and first == second:
         yield "epoch 2 has the order of epoch 1; expected another one"
     if not loader.shuffled and first != second:
-        yield "epoch 2 has another order than epoch 1; expected that of the data"
+        yield "epoch 2 has another order than epoch 1; expected the order of the data"
 
 
 def _continued(rank: int, info: RowsInfo, whole: RowsInfo) -> Iterator[str]:
     expected, found = _epoch(whole, info.epoch)[info.done :], _epoch(info, 0)
     if found != expected:
-        where = (
-            f"in the middle of epoch {info.epoch + 1}" if info.done else f"at the beginning of epoch {info.epoch + 1}"
-        )
+        where = f"{'in the middle' if info.done else 'at the beginning'} of epoch {info.epoch + 1}"
         follow = f"{_listed(found)}; {_listed(expected)} in the run that never stopped"
         yield f"resumed {where} rank {rank} is given rows {follow}"
 

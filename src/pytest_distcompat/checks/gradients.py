@@ -92,7 +92,7 @@ def _norms(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[tuple[tup
                 views[rank].append(group)
     ranks: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
     for rank in sorted(norms):
-        ranks[tuple(sorted({*views[rank], *([] if views[rank] else [(rank,)])}))].append(rank)
+        ranks[tuple(sorted({*views[rank]})) or ((rank,),)].append(rank)
     for alike in ranks.values():
         yield tuple(alike), norms[alike[0]]
 

@@ -11,7 +11,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
-from pytest_distcompat.trace import Snapshot, Trace, shard_groups
+from pytest_distcompat.trace import Snapshot, Trace, shard_groups, together
 
 #: A trainer may deviate by so many times what rounding does to the reference, or what the table allows: it rounds in other
 #: places too. ``benchmarks/rounding.py`` measures it on four small models.
@@ -163,11 +163,11 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"step {step + 1}: no reference to compare with"
             return
         expected = math.sqrt(_square(there[0]))
-        squares = {snapshot.rank: _square(snapshot) for snapshot in here if snapshot.steps}
-        groups = shard_groups({one.rank: one.steps[0].holders for one in here if one.steps}, cell.world_size)
+        shares = {one.rank: together((step.holders, step.square) for step in one.steps) for one in here if one.steps}
+        groups = shard_groups({rank: holders for rank, (holders, _) in shares.items()}, cell.world_size)
         norms = {
             f"{named_ranks(ranks, cell.world_size)}{' together' if len(ranks) > 1 else ''}": math.sqrt(
-                sum(squares.get(rank, 0.0) for rank in ranks)
+                sum(shares[rank][1] for rank in ranks if rank in shares)
             )
             for ranks in groups
         }

@@ -232,7 +232,7 @@ def deepspeed_rows(count: int, backend: str) -> Iterator[tuple[int, Sequence[int
             yield epoch, batch.tolist()
 
 
-#: torch's own loader, as its tutorials make it: a sampler that is told the epoch.
+#: torch's own loader, as its tutorials make it: with a DistributedSampler and ``set_epoch``.
 TORCH: dict[str, Loader] = {
     "shuffle": Loader(),
     "in order": Loader(shuffled=False),

@@ -220,7 +220,7 @@ class TinyDriver(Driver):
         torch.save(torch.get_rng_state(), directory / f"rng_{self.world.rank}.pt")
 
     def load_random(self, directory: Path, *, required: bool) -> None:
-        """Restore this rank's random state; unless it is required, a rank that there was not when it was saved has none."""
+        """Restore this rank's random state; a rank without a saved one keeps its own, unless one is ``required``."""
         import torch
 
         path = directory / f"rng_{self.world.rank}.pt"

@@ -233,7 +233,7 @@ class TorchDriver(TinyDriver):
     optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon")
     #: What writes a checkpoint while training goes on; it is waited for after the next step.
     saving: Any = None
-    #: Its process group: on that of the training its collectives would pair with those of steps.
+    #: The process group for it: on the group of the training, its collectives would pair with those of steps.
     saving_group: Any = None
     #: The model inside torch.compile's wrapper, with the methods of its strategy.
     wrapped: Any = None
@@ -361,15 +361,9 @@ class TorchDriver(TinyDriver):
         if self.cell.option("save_only_model"):
             return {"model": get_model_state_dict(self.model, options=self._options())}
         model, optimizer = get_state_dict(self.model, self.optimizer, options=self._options())
-        state = {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": [one.state_dict() for one in listed(self.scheduler)],
-        }
-        state["ranks"] = self.world.size
-        if self.scaler:
-            state["scaler"] = self.scaler.state_dict()
-        return state
+        state = {"model": model, "optimizer": optimizer, "ranks": self.world.size}
+        state["scheduler"] = [one.state_dict() for one in listed(self.scheduler)]
+        return state | ({"scaler": self.scaler.state_dict()} if self.scaler else {})
 
     def save(self, directory: Path) -> None:
         """Write one DCP checkpoint, or one file by rank 0 for state_dict=full."""

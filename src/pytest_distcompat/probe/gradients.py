@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.layouts import by_hand, layout_of, partition_layout
+from pytest_distcompat.probe.layouts import WHOLE, layout_of, partition_layout, wrapper_layouts
 from pytest_distcompat.probe.optimizer import flat_masters, owner_names
 from pytest_distcompat.probe.tensors import local_of
-from pytest_distcompat.trace import GradientInfo, Layout
+from pytest_distcompat.trace import GradientInfo, Layout, together
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -33,23 +33,19 @@ def read_gradients(
         single: Whether the gradients of single parameters are read too.
     """
     names = owner_names(model, optimizer) if model is not None else {}
-    layouts, partition = by_hand(model), partition_layout(model)
+    layouts, partition = wrapper_layouts(model), partition_layout(model)
     found, flat, squares = [], {}, list[tuple[Layout, float]]()
     for tensor in tensors:
         if tensor.grad is None:
             continue
         of_partition = bool(names) and id(tensor) not in names
-        layout = partition if of_partition else layouts.get(id(tensor)) or layout_of(tensor)
+        layout = layouts.get(id(tensor)) or layout_of(tensor, partition if of_partition else WHOLE)
         squares.append((layout, square_of(tensor.grad)))
         if of_partition:
-            flat[tensor.untyped_storage().data_ptr()] = tensor
+            flat[local_of(tensor).untyped_storage().data_ptr()] = tensor
         elif names:
             found.append(GradientInfo(names[id(tensor)], local_of(tensor).numel(), squares[-1][1], layout))
-    holders = tuple(sorted({rank for layout, _ in squares for rank in layout.holders}))
-    # What fewer ranks hold together, several of the holders have: of each of them it is a part.
-    square = sum(
-        one * max(1, len(layout.holders)) / max(1, len(holders)) if holders else one for layout, one in squares
-    )
+    holders, square = together((layout.holders, one) for layout, one in squares)
     if not single or model is None:
         return square, holders, ()
     return square, holders, (*found, *(_of_fragments(model, flat, partition) if flat else ()))

@@ -1,4 +1,4 @@
-"""Layouts: which part of each whole tensor this rank holds, of DTensors and of what FSDP1 and ZeRO shard by hand."""
+"""Layouts: which part of each whole tensor this rank holds, of DTensors and of plain tensors that FSDP1 and ZeRO shard."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 _Placements = tuple[tuple[str, int | None, int], ...]
 
 
-def layout_of(tensor: Any) -> Layout:
-    """Return the layout of a DTensor; for any other tensor, that this rank holds the whole."""
+#: This rank holds the whole tensor.
+WHOLE = Layout()
+
+
+def layout_of(tensor: Any, other: Layout = WHOLE) -> Layout:
+    """Return the layout of a DTensor, and ``other`` for any other tensor."""
     if not hasattr(tensor, "placements"):
-        return Layout()
+        return other
     mesh = tensor.device_mesh
     return _layout(tuple(mesh.mesh_dim_names or ("",) * mesh.ndim), *_place(mesh), _placements(tensor))
 
@@ -75,7 +79,7 @@ def _layout(
     placements: _Placements,
 ) -> Layout:
     if not coordinate:
-        return Layout()
+        return WHOLE
     dims = zip(names, sizes, coordinate, (text for text, _, _ in placements), strict=True)
     along = [slice(None) if dim is not None else at for at, (_, dim, _) in zip(coordinate, placements, strict=True)]
     holders = torch.tensor(ranks).view(sizes)[tuple(along)].flatten().tolist()
@@ -119,7 +123,7 @@ def flat_layout(group: Any, name: str = "dp_shard") -> Layout:
     return Layout(dims, ranks if len(ranks) > 1 else ())
 
 
-def by_hand(model: Module | None) -> Mapping[int, Layout]:
+def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:
     """Map the ``id`` of each parameter that FSDP1 or ZeRO has sharded, or DDP or ZeRO replicated, to its layout."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.nn.parallel import DistributedDataParallel
@@ -136,7 +140,8 @@ def by_hand(model: Module | None) -> Mapping[int, Layout]:
         elif isinstance(module, DistributedDataParallel):
             layout = _replicated(flat_layout(module.process_group, "dp_replicate"))
             found |= {id(one): layout for one in module.parameters() if not hasattr(one, "placements")}
-    for parameter in _parameters(model):
+    parameter: Any
+    for parameter in model.parameters() if model is not None else ():
         if hasattr(parameter, "ds_tensor"):
             found[id(parameter)] = flat_layout(parameter.ds_process_group)
         elif hasattr(parameter, "_hp_mapping"):
@@ -144,20 +149,15 @@ def by_hand(model: Module | None) -> Mapping[int, Layout]:
     return found
 
 
-def _parameters(model: Module | None) -> Iterator[Any]:
-    return iter(model.parameters() if model is not None else ())
-
-
 def _replicated(layout: Layout) -> Layout:
     return Layout(tuple(MeshDim(dim.name, dim.size, dim.coordinate, REPLICATE) for dim in layout.dims))
 
 
 def partition_layout(model: Module | None) -> Layout:
-    """Return the layout of ZeRO's flat partitions of masters, gradients and optimizer state; without ZeRO, the whole."""
+    """Return the layout of flat partitions (masters, gradients, optimizer state) that ZeRO, or an optimizer of FSDP1, has."""
     # ``_dp_group`` and ``_hp_mapping`` of ZeRO-1 and 2 are private; ``tests/launch/test_private_names.py`` fails when they go.
-    for parameter in _parameters(model):
-        if hasattr(parameter, "ds_process_group"):
-            return flat_layout(parameter.ds_process_group)
+    parameter: Any
+    for parameter in model.parameters() if model is not None else ():
         if hasattr(parameter, "_hp_mapping"):
             return flat_layout(parameter._dp_group)  # noqa: SLF001 - see above
-    return Layout()
+    return next((layout for layout in wrapper_layouts(model).values() if layout.flat), WHOLE)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_distcompat.probe.blocks import declared_blocks, is_a, multiplies, named_blocks
-from pytest_distcompat.probe.layouts import by_hand, layout_of
+from pytest_distcompat.probe.layouts import layout_of, wrapper_layouts
 from pytest_distcompat.probe.optimizer import entries, master_copies
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import Layout, ModelInfo, ParameterInfo, UnwrappedInfo
@@ -91,7 +91,7 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
     if optimizer is not None and not flat:
         masters = master_copies(optimizer)
         held = Counter(id(masters.get(id(p), p)) for p in entries(optimizer))
-    wrappers, layouts = _wrappers(model), by_hand(model)
+    wrappers, layouts = _wrappers(model), wrapper_layouts(model)
     parameters = tuple(
         live_parameter_info(name, parameter, layouts, held=None if flat else held[id(parameter)])
         for name, parameter in model.named_parameters()
@@ -196,7 +196,7 @@ def live_parameter_info(
     Args:
         name: Its live name.
         parameter: The parameter.
-        layouts: The layouts of what is sharded by hand, see ``layouts.by_hand``.
+        layouts: The layouts of plain tensors that FSDP1, DDP and ZeRO hold, see ``layouts.wrapper_layouts``.
         held: How many of the optimizer's entries are this tensor.
     """
     from torch.distributed.fsdp import FlatParameter

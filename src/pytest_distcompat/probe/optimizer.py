@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.layouts import by_hand, layout_of, partition_layout
+from pytest_distcompat.probe.layouts import WHOLE, layout_of, partition_layout, starts_of, wrapper_layouts
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import Layout, OptimizerInfo, StateInfo
 
@@ -109,14 +109,15 @@ def read_optimizer(
     live = {id(parameter) for parameter in model.parameters()}
     owners = owner_names(model, optimizer)
     held = entries(optimizer)
-    partitioned, layouts, partition = _partitioned(model), by_hand(model), partition_layout(model)
+    partitioned, layouts, partition = _partitioned(model), wrapper_layouts(model), partition_layout(model)
     states: list[StateInfo] = []
     for number, (parameter, state) in enumerate(pair for one in stepping for pair in one.state.items()):
         owner = owners.get(id(parameter), f"partition {number}")
         if id(parameter) not in live:
             states.append(_state(owner, "master", parameter, partition))
-        layout = layouts.get(id(parameter)) or (partition if owner not in owners.values() else layout_of(parameter))
-        states.extend(_state(owner, key, value, layout) for key, value in state.items() if _is_number(value))
+        known = id(parameter) in owners
+        layout = layouts.get(id(parameter)) or layout_of(parameter, WHOLE if known else partition)
+        states.extend(_state(owner, key, value, layout, parameter) for key, value in state.items() if _is_number(value))
     return OptimizerInfo(
         chain=type_names,
         entries=len(held),
@@ -145,12 +146,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, bool)
 
 
-def _state(owner: str, key: str, value: Any, layout: Layout) -> StateInfo:
+def _state(owner: str, key: str, value: Any, layout: Layout, parameter: Any = None) -> StateInfo:
     """Return one entry of the state; ``layout`` is that of its owner, and of the entry unless it is a step count or a DTensor."""
     if not isinstance(value, torch.Tensor):
         return StateInfo(owner, key, type(value).__name__, 1, digest(value))
-    layout = layout_of(value) if key == "step" or hasattr(value, "placements") else layout
-    return StateInfo(owner, key, dtype_name(value.dtype), local_of(value).numel(), digest(value), layout)
+    layout, numel, starts = layout_of(value, WHOLE if key == "step" else layout), local_of(value).numel(), None
+    if hasattr(parameter, "placements") and not hasattr(value, "placements") and numel == local_of(parameter).numel():
+        # The optimizer made it of the local part, without saying where in the whole that is.
+        starts = starts_of(parameter)
+    return StateInfo(owner, key, dtype_name(value.dtype), numel, digest(value, starts), layout)
 
 
 def _partitioned(model: Module) -> dict[str, int]:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.cell import Cell
 
-#: Styles of a plan: how a linear layer or an embedding is cut. ``_gather`` and ``_split`` leave the activations whole.
-STYLES = ("colwise", "colwise_gather", "rowwise", "rowwise_split")
 #: Styles of sequence parallelism alone: what cuts the sequence, works on a part of it, and needs all of it (by that keyword).
 SEQUENCE_STYLES = ("sequence", "norm", "gather")
 #: Options that are claimed beside tensor parallelism; each other one has no test there yet.
@@ -50,7 +48,10 @@ def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str], *, seq
 
 
 def _style(name: str, *, sequence: bool) -> Any:
-    """Return torch's style, None for one that needs sequence parallelism where there is none."""
+    """Return torch's style, None for one that needs sequence parallelism where there is none.
+
+    A name says how a linear layer or an embedding is cut; ``_gather`` and ``_split`` leave the activations whole.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
