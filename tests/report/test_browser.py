@@ -426,6 +426,66 @@ def test_memory_is_what_each_rank_holds(opened: Any, real: Report) -> None:
     assert "Peak memory of the GPU" in page.page.locator("#detail").inner_text()
 
 
+def test_the_mesh_shows_who_holds_what(opened: Any, real: Report) -> None:
+    row = next(row for row in real.rows if row.cell == "fsdp2-fp32-w2")
+    row.mesh = {
+        "dims": [{"name": "dp_shard", "size": 2}, {"name": "tp", "size": 2}],
+        "ranks": [{"rank": rank, "at": [rank // 2, rank % 2]} for rank in range(4)],
+        "layouts": [
+            {
+                "names": ["layers.*.up.weight", "head.weight"],
+                "shape": [8, 4],
+                "placement": "dp_shard=Shard(0), tp=Shard(1)",
+                "parts": ["0:4, 0:2", "0:4, 2:4", "4:8, 0:2", "4:8, 2:4"],
+            },
+            {
+                "names": ["norm.weight"],
+                "shape": [3],
+                "placement": "dp_shard=Shard(0)",
+                "parts": [*["0:2"] * 2, *["2:3"] * 2],
+            },
+        ],
+    }
+    page = opened(real)
+    page.verdict("fsdp2-fp32-w2:active").click()
+    grid = page.page.locator("#mesh")
+    assert grid.locator("thead th").all_inner_texts() == ["dp_shard", "tp 0", "tp 1"]
+    assert grid.locator("tbody th").all_inner_texts() == ["dp_shard 0", "dp_shard 1"]
+    texts = [cell.locator("strong, span").all_inner_texts() for cell in grid.locator("td").all()]
+    assert texts == [[f"rank {rank}", part] for rank, part in enumerate(row.mesh["layouts"][0]["parts"])]
+    assert drawn(page) == [(0, 0, 30, 20), (30, 0, 30, 20), (0, 20, 30, 20), (30, 20, 30, 20)]
+    assert len(colours(page)) == 4
+    page.page.get_by_label("Parameter").select_option("head.weight")
+    assert len(colours(page)) == 4
+    page.page.get_by_label("Parameter").select_option("norm.weight")
+    assert "3; dp_shard=Shard(0); ranks of one colour" in grid.locator(".hint").inner_text()
+    assert [round(one[1]) for one in drawn(page)] == [0, 0, 27, 27]
+    assert len(colours(page)) == 2
+    # The mesh that has no name for the rows: ranks in a line.
+    row.mesh |= {
+        "dims": [{"name": "rank", "size": 2}],
+        "ranks": [{"rank": rank, "at": [rank]} for rank in range(2)],
+        "layouts": [{"names": ["a"], "shape": [8, 4], "placement": "", "parts": ["all", "none"]}],
+    }
+    page = opened(real, width=390)
+    page.verdict("fsdp2-fp32-w2:active").click()
+    assert page.page.locator("#mesh thead th").all_inner_texts() == ["", "rank 0", "rank 1"]
+    assert drawn(page) == [(0, 0, 60, 40)]
+    page.page.keyboard.press("Escape")
+    page.verdict("ddp-fp32-w2:active").click()
+    assert page.page.locator("#mesh").count() == 0
+
+
+def drawn(page: Any) -> list[tuple[float, ...]]:
+    """The parts of the tensor that are filled: x, y, width and height."""
+    boxes = "[...document.querySelectorAll('#mesh rect:not(.whole)')].map((one) => one.getBBox()).map(({x, y, width, height}) => [x, y, width, height])"
+    return [tuple(one) for one in page(boxes)]
+
+
+def colours(page: Any) -> set[str]:
+    return set(page("[...document.querySelectorAll('#mesh rect:not(.whole)')].map((one) => one.style.fill)"))
+
+
 def test_the_timeline_says_what_its_gaps_were(opened: Any, real: Report) -> None:
     page = opened(real)
     titles = page.page.locator("#timeline-chart rect.gap title").all_text_contents()
