@@ -248,18 +248,19 @@
   // Who holds what: each rank at its place on the mesh, with a picture of the tensor and its part of it. The last dimension runs across.
   const mesh = ({ mesh: found }) => {
     if (!found) return;
-    put(dialog, "h3", "Mesh: who holds what");
-    const label = put(dialog, "label", "Parameter ");
+    const section = put(dialog, "section", null, { id: "mesh" });
+    put(section, "h3", "Mesh: who holds what");
+    const label = put(section, "label", "Parameter ");
     const select = put(label, "select");
     found.layouts.forEach((layout, at) => layout.names.forEach((name) => put(select, "option", name, { value: at })));
-    const box = put(dialog, "div", null, { id: "mesh" });
+    const box = put(section, "div");
     const draw = () => {
       const { shape, placement, parts } = found.layouts[select.value];
       const regions = [...new Set(parts)], across = found.dims[found.dims.length - 1], down = found.dims.slice(0, -1);
       const held = regions.length > 1 ? "ranks of one colour hold the same part" : "all ranks hold the same";
       box.replaceChildren();
       put(box, "p", `${shape.join(" x ") || "a number"}; ${placement || "no mesh"}; ${held}`, { class: "hint" });
-      const body = table([down.map(({ name }) => name).join(", "), ...Array.from({ length: across.size }, (_, at) => `${across.name} ${at}`)], box);
+      const body = table(["", ...Array.from({ length: across.size }, (_, at) => `${across.name} ${at}`)], box);
       const lines = new Map();
       for (const [index, { rank, at }] of found.ranks.entries()) {
         const key = at.slice(0, -1).join(", ");
