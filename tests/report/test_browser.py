@@ -70,7 +70,7 @@ def test_filters_narrow_rows_and_columns(opened: Any, real: Report) -> None:
     heads = page("[...document.querySelectorAll('.matrix thead th:not([hidden])')].map((th) => th.textContent)")
     assert heads == ["optimizer"]
     form.get_by_role("button", name="Show all").click()
-    page.page.wait_for_function("document.getElementById('shown').textContent === '9 of 9 cells'")
+    page.wait_for("document.getElementById('shown').textContent === '9 of 9 cells'")
     form.get_by_label("Cell contains").fill("fsdp1 bf16")
     assert shown_cells(page) == ["fsdp1-bf16_mixed-w2"]
     form.get_by_label("Cell contains").fill("nothing at all")
@@ -97,12 +97,12 @@ def test_the_address_keeps_the_filters_and_the_open_cell(opened: Any, real: Repo
     again = opened(real, fragment=page("location.hash"))
     assert again.page.locator("#verdict h3").inner_text() == "names: failed"
     again.page.keyboard.press("Escape")
-    again.page.wait_for_function("location.hash === '#text=w2+fp32&strategy=fsdp2&status=red'")
+    again.wait_for("location.hash === '#text=w2+fp32&strategy=fsdp2&status=red'")
     assert shown_cells(again) == ["fsdp2-fp32-w2"]
     assert again.page.locator("#filters").get_by_label("Cell contains").input_value() == "w2 fp32"
     assert again.page.locator("#filters").get_by_label("Status").input_value() == "red"
     again.page.get_by_role("button", name="Show all").click()
-    again.page.wait_for_function("location.hash === ''")
+    again.wait_for("location.hash === ''")
     assert len(shown_cells(again)) == 9
     # A report without that strategy shows all of what it has.
     other = opened(real, fragment="#strategy=zero9&precision=fp32")
@@ -134,7 +134,7 @@ def test_the_overview_counts_each_driver_and_strategy_and_leads_to_its_cells(ope
             own = [one for one in (*real.results, *second) if one.driver == driver and one.cell.startswith(strategy)]
             assert counted == len(own)
     rows.nth(1).locator(".tile").click()
-    page.page.wait_for_function("document.getElementById('shown').textContent === '1 of 10 cells'")
+    page.wait_for("document.getElementById('shown').textContent === '1 of 10 cells'")
     assert shown_cells(page) == ["ddp-fp32-w2"]
     assert page.page.locator("#filters").get_by_label("Driver").input_value() == "other"
 
@@ -180,7 +180,7 @@ def test_a_button_copies_the_command(opened: Any, real: Report, permitted: bool)
         page("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
     cause = page.page.locator(".causes details[open]")
     cause.get_by_role("button", name="Copy").click()
-    assert cause.locator(".copy").inner_text() == "Copied"
+    page.wait_for("document.querySelector('.causes details[open] .copy').textContent === 'Copied'")
 
     def pasted() -> str:
         field = page.page.locator("#filters").get_by_label("Cell contains")
@@ -272,7 +272,7 @@ def test_a_link_opens_its_cell(opened: Any, real: Report) -> None:
     assert "key _orig_mod.lm_head.weight" in again.page.locator("#detail").text_content()
     again.page.locator("#detail").get_by_role("button", name="Close").click()
     # The event that a dialog was closed comes a task later.
-    again.page.wait_for_function("location.hash === ''")
+    again.wait_for("location.hash === ''")
     unknown = opened(real, fragment="#nothing%20here")
     assert not unknown.page.locator("#detail").is_visible()
 
