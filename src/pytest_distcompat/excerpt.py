@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 
 
 def excerpt(text: str, most: int) -> str:
@@ -11,6 +13,13 @@ def excerpt(text: str, most: int) -> str:
         return text
     tail = most // 3
     return f"{text[: most - tail]}\n... {len(text) - most} characters cut ...\n{text[-tail:]}"
+
+
+def name_patterns(names: Sequence[str]) -> list[str]:
+    """Return the names in their order, several that differ in their numbers alone as one: ``layers.*.router.weight``."""
+    patterns = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
+    counts = Counter(patterns.values())
+    return list(dict.fromkeys(kind if counts[kind] > 1 else name for name, kind in patterns.items()))
 
 
 def encodable(text: str) -> str:

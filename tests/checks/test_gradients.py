@@ -134,6 +134,14 @@ def test_a_gradient_that_the_reference_has_not(sound: Sound) -> None:
     assert found.startswith("inlet.weight is not finite")
 
 
+def test_most_parameters_are_frozen_in_the_reference(sound: Sound) -> None:
+    """They are the finding, and no measure for the others, which clipping has made smaller."""
+    norms = {f"layers.{n}.weight": (1.0, 0.0) for n in range(6)} | {f"lora.{n}.weight": (0.6688, 1.0) for n in range(2)}
+    smaller, frozen = compared(sound("ddp-fp32-w2"), norms)
+    assert smaller.startswith("lora.*.weight is 0.6688 times the reference's: ")
+    assert frozen.startswith("layers.*.weight is not finite, or has none in the reference: ")
+
+
 def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
     story = scaled(sound("fsdp2-bf16_mixed-w2"), {"outlet.weight": 1.1})
     exact = story.trace.run("reference")

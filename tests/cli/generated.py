@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pytest_distcompat.cell import OPTIONS, Cell
+from pytest_distcompat.cell import OPTIONS, Cell, OptionValue
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
@@ -152,6 +152,30 @@ def cell_options() -> str:
     return table(("option", "values, the default first", "means", "drivers"), rows)
 
 
+def beside_tp() -> str:
+    """What no built-in driver has beside tensor parallelism, of what some driver has without, and why."""
+    axes = [("fsdp2", name, dict[str, OptionValue]()) for name in PRECISIONS.names()]
+    axes += [(name, "fp32", {}) for name in STRATEGIES.names()]
+    axes += [
+        ("fsdp2", "bf16_mixed", {one.name: value})
+        for one in OPTIONS.values()
+        for value in one.values[1:]
+        if one.name != "model"
+    ]
+    able = [driver for driver in DRIVERS.by_name.values() if "tp" in driver.options]
+    found: dict[str, list[str]] = {}
+    for strategy, precision, options in axes:
+        cells = Cell.of(strategy, precision, 8, **options), Cell.of(strategy, precision, 8, **{"tp": 2, **options})
+        both = [[driver.unsupported_reason(cell, "cuda") for cell in cells] for driver in able]
+        reasons = [reason for alone, reason in both if not alone]
+        if reasons and all(reasons):
+            # The name of an option stands beside its reason.
+            reason = re.sub(r" with option '\w+'| in \w+$", "", str(reasons[0]))
+            found.setdefault(reason, []).append(strategy if strategy != "fsdp2" else next(iter(options), precision))
+    found["no option of a cell yet"] = [name for name in ("ep", "cp", "pp") if name not in OPTIONS]
+    return table(("beside `tp`", "why not"), ([code(names), reason] for reason, names in found.items() if names))
+
+
 #: Actions that a driver need not have.
 OPTIONAL = ("export", "reload", "evaluate", "reference", "overflow", "metrics")
 
@@ -220,6 +244,7 @@ MADE: Mapping[str, Callable[[], str]] = {
     "options": cell_options,
     "actions": actions,
     "driver": example_driver,
+    "beside_tp": beside_tp,
 }
 
 

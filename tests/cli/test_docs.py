@@ -28,6 +28,7 @@ from pytest_distcompat.known import read_file
 from pytest_distcompat.plugin.marked.marker import read_mark
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.report import Report
 from pytest_distcompat.status import Status
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Trace
@@ -208,6 +209,41 @@ def test_the_readme_has_the_number_of_mutants() -> None:
         r"^- \[(?:acc|tr|ds|pt)-", (ROOT / "docs" / "mutants.md").read_text(encoding="utf-8"), re.MULTILINE
     )
     assert f"| {len(rows)} real upstream bugs of" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.nightly
+@pytest.mark.spawn
+def test_the_parallel_plan_of_the_page_is_sound_and_its_red_example_red(tmp_path: Path) -> None:
+    driver, suite = blocks(ROOT / "docs" / "parallel.md", "python")
+    (finding,) = blocks(ROOT / "docs" / "parallel.md", "text")
+    wrong = driver.replace("self.cell.dp_rank(self.world.rank)", "self.world.rank")
+    for name, text in (("parallel_driver", driver), ("test_plan", suite), ("wrong_driver", wrong)):
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    (tmp_path / "test_wrong.py").write_text(suite.replace("parallel_driver", "wrong_driver"), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--distcompat-gpus=0"]
+    sound = subprocess.run(
+        [*command, "test_plan.py", "--distcompat-report=r.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert sound.returncode == 0, sound.stdout
+    # What the page draws is as much as each rank has.
+    (row,) = Report.read(tmp_path / "r.json").rows
+    assert row.mesh is not None
+    parts = {name: layout["parts"][0] for layout in row.mesh["layouts"] for name in layout["names"]}
+    assert parts == {"0.weight": "0:4, :", "0.bias": "0:4", "2.weight": "0:4, 0:8", "2.bias": "0:4"}
+    assert {one["unwrapped"]: one["local"] for one in row.names} == {
+        "0.weight": 32,
+        "0.bias": 4,
+        "2.weight": 32,
+        "2.bias": 4,
+    }
+    red = subprocess.run(
+        [*command, "test_wrong.py", "-k", "data"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (red.returncode, finding.strip() in red.stdout) == (1, True), red.stdout
 
 
 @pytest.mark.nightly

@@ -187,6 +187,14 @@ class Opened:
     def __call__(self, script: str) -> Any:
         return self.page.evaluate(script)
 
+    def wait_for(self, script: str) -> None:
+        """Wait until that is true. The policy of the page lets playwright's own polling evaluate no text a second time."""
+        for _ in range(100):
+            if self(script):
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"not true within 5 s: {script}")
+
     def verdict(self, place: str) -> Any:
         return self.page.locator(f".matrix .verdict[data-place$='{place}']")
 

@@ -1,7 +1,7 @@
 """Makes the pictures of docs/reports.md: ``python -m tests.report.screenshots`` in the repository's root.
 
 They show real.json. With the JSON of a session of the built-in suite as its argument it makes the overview, which is in the README too: of
-that session and, as one row more, of real.json.
+that session and, as one row more, of real.json. With the JSON of the session of docs/parallel.md as a second one it makes that page's picture.
 """
 
 from __future__ import annotations
@@ -52,6 +52,13 @@ def main() -> None:
             page = browser.new_page(viewport={"width": 1020, "height": 800}, color_scheme="light")
             page.goto(f"file://{path}")
             page.locator(".overview").screenshot(path=str(IMAGES / "overview.png"))
+        if len(sys.argv) > 2:
+            write_report(path, Report.read(Path(sys.argv[2])))
+            page = browser.new_page(viewport={"width": 480, "height": 800}, color_scheme="light")
+            page.goto(f"file://{path}")
+            page.locator(".matrix .verdict").first.click()
+            page.get_by_label("Parameter").select_option("2.weight")
+            page.locator("#mesh").screenshot(path=str(IMAGES / "mesh.png"))
         browser.close()
 
 

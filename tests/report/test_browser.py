@@ -70,7 +70,7 @@ def test_filters_narrow_rows_and_columns(opened: Any, real: Report) -> None:
     heads = page("[...document.querySelectorAll('.matrix thead th:not([hidden])')].map((th) => th.textContent)")
     assert heads == ["optimizer"]
     form.get_by_role("button", name="Show all").click()
-    page.page.wait_for_function("() => document.getElementById('shown').textContent === '9 of 9 cells'")
+    page.wait_for("document.getElementById('shown').textContent === '9 of 9 cells'")
     form.get_by_label("Cell contains").fill("fsdp1 bf16")
     assert shown_cells(page) == ["fsdp1-bf16_mixed-w2"]
     form.get_by_label("Cell contains").fill("nothing at all")
@@ -97,12 +97,12 @@ def test_the_address_keeps_the_filters_and_the_open_cell(opened: Any, real: Repo
     again = opened(real, fragment=page("location.hash"))
     assert again.page.locator("#verdict h3").inner_text() == "names: failed"
     again.page.keyboard.press("Escape")
-    again.page.wait_for_function("() => location.hash === '#text=w2+fp32&strategy=fsdp2&status=red'")
+    again.wait_for("location.hash === '#text=w2+fp32&strategy=fsdp2&status=red'")
     assert shown_cells(again) == ["fsdp2-fp32-w2"]
     assert again.page.locator("#filters").get_by_label("Cell contains").input_value() == "w2 fp32"
     assert again.page.locator("#filters").get_by_label("Status").input_value() == "red"
     again.page.get_by_role("button", name="Show all").click()
-    again.page.wait_for_function("() => location.hash === ''")
+    again.wait_for("location.hash === ''")
     assert len(shown_cells(again)) == 9
     # A report without that strategy shows all of what it has.
     other = opened(real, fragment="#strategy=zero9&precision=fp32")
@@ -134,7 +134,7 @@ def test_the_overview_counts_each_driver_and_strategy_and_leads_to_its_cells(ope
             own = [one for one in (*real.results, *second) if one.driver == driver and one.cell.startswith(strategy)]
             assert counted == len(own)
     rows.nth(1).locator(".tile").click()
-    page.page.wait_for_function("() => document.getElementById('shown').textContent === '1 of 10 cells'")
+    page.wait_for("document.getElementById('shown').textContent === '1 of 10 cells'")
     assert shown_cells(page) == ["ddp-fp32-w2"]
     assert page.page.locator("#filters").get_by_label("Driver").input_value() == "other"
 
@@ -180,7 +180,7 @@ def test_a_button_copies_the_command(opened: Any, real: Report, permitted: bool)
         page("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
     cause = page.page.locator(".causes details[open]")
     cause.get_by_role("button", name="Copy").click()
-    assert cause.locator(".copy").inner_text() == "Copied"
+    page.wait_for("document.querySelector('.causes details[open] .copy').textContent === 'Copied'")
 
     def pasted() -> str:
         field = page.page.locator("#filters").get_by_label("Cell contains")
@@ -272,7 +272,7 @@ def test_a_link_opens_its_cell(opened: Any, real: Report) -> None:
     assert "key _orig_mod.lm_head.weight" in again.page.locator("#detail").text_content()
     again.page.locator("#detail").get_by_role("button", name="Close").click()
     # The event that a dialog was closed comes a task later.
-    again.page.wait_for_function("() => location.hash === ''")
+    again.wait_for("location.hash === ''")
     unknown = opened(real, fragment="#nothing%20here")
     assert not unknown.page.locator("#detail").is_visible()
 
@@ -424,6 +424,66 @@ def test_memory_is_what_each_rank_holds(opened: Any, real: Report) -> None:
     page = opened(real)
     page.verdict("fsdp2-fp32-w2:active").click()
     assert "Peak memory of the GPU" in page.page.locator("#detail").inner_text()
+
+
+def test_the_mesh_shows_who_holds_what(opened: Any, real: Report) -> None:
+    row = next(row for row in real.rows if row.cell == "fsdp2-fp32-w2")
+    row.mesh = {
+        "dims": [{"name": "dp_shard", "size": 2}, {"name": "tp", "size": 2}],
+        "ranks": [{"rank": rank, "at": [rank // 2, rank % 2]} for rank in range(4)],
+        "layouts": [
+            {
+                "names": ["layers.*.up.weight", "head.weight"],
+                "shape": [8, 4],
+                "placement": "dp_shard=Shard(0), tp=Shard(1)",
+                "parts": ["0:4, 0:2", "0:4, 2:4", "4:8, 0:2", "4:8, 2:4"],
+            },
+            {
+                "names": ["norm.weight"],
+                "shape": [3],
+                "placement": "dp_shard=Shard(0)",
+                "parts": [*["0:2"] * 2, *["2:3"] * 2],
+            },
+        ],
+    }
+    page = opened(real)
+    page.verdict("fsdp2-fp32-w2:active").click()
+    grid = page.page.locator("#mesh")
+    assert grid.locator("thead th").all_inner_texts() == ["", "tp 0", "tp 1"]
+    assert grid.locator("tbody th").all_inner_texts() == ["dp_shard 0", "dp_shard 1"]
+    texts = [cell.locator("strong, span").all_inner_texts() for cell in grid.locator("td").all()]
+    assert texts == [[f"rank {rank}", part] for rank, part in enumerate(row.mesh["layouts"][0]["parts"])]
+    assert drawn(page) == [(0, 0, 30, 20), (30, 0, 30, 20), (0, 20, 30, 20), (30, 20, 30, 20)]
+    assert len(colours(page)) == 4
+    page.page.get_by_label("Parameter").select_option("head.weight")
+    assert len(colours(page)) == 4
+    page.page.get_by_label("Parameter").select_option("norm.weight")
+    assert "3; dp_shard=Shard(0); ranks of one colour" in grid.locator(".hint").inner_text()
+    assert [round(one[1]) for one in drawn(page)] == [0, 0, 27, 27]
+    assert len(colours(page)) == 2
+    # The mesh that has no name for the rows: ranks in a line.
+    row.mesh |= {
+        "dims": [{"name": "rank", "size": 2}],
+        "ranks": [{"rank": rank, "at": [rank]} for rank in range(2)],
+        "layouts": [{"names": ["a"], "shape": [8, 4], "placement": "", "parts": ["all", "none"]}],
+    }
+    page = opened(real, width=390)
+    page.verdict("fsdp2-fp32-w2:active").click()
+    assert page.page.locator("#mesh thead th").all_inner_texts() == ["", "rank 0", "rank 1"]
+    assert drawn(page) == [(0, 0, 60, 40)]
+    page.page.keyboard.press("Escape")
+    page.verdict("ddp-fp32-w2:active").click()
+    assert page.page.locator("#mesh").count() == 0
+
+
+def drawn(page: Any) -> list[tuple[float, ...]]:
+    """The parts of the tensor that are filled: x, y, width and height."""
+    boxes = "[...document.querySelectorAll('#mesh rect:not(.whole)')].map((one) => one.getBBox()).map(({x, y, width, height}) => [x, y, width, height])"
+    return [tuple(one) for one in page(boxes)]
+
+
+def colours(page: Any) -> set[str]:
+    return set(page("[...document.querySelectorAll('#mesh rect:not(.whole)')].map((one) => one.style.fill)"))
 
 
 def test_the_timeline_says_what_its_gaps_were(opened: Any, real: Report) -> None:

@@ -183,6 +183,90 @@ def test_the_table_of_names() -> None:
     assert (names["_orig_mod.a.bias"]["unwrapped"], names["_orig_mod.a.bias"]["files"]) == ("", ["model.safetensors"])
 
 
+def mesh_of(cell: str, *held: dict[str, Layout], shape: tuple[int, ...] = (8, 4)) -> Any:
+    """Return the mesh of a training in which each rank has built these parameters."""
+    names = dict.fromkeys(name for one in held for name in one)
+    unwrapped = UnwrappedInfo(tuple(ParameterInfo(name, shape, "float32") for name in names))
+    built = [snapshot(0, "build_model", 0, unwrapped=unwrapped)]
+    for rank, layouts in enumerate(held):
+        infos = tuple(ParameterInfo(name, shape, "float32", layout=layout) for name, layout in layouts.items())
+        built.append(snapshot(rank, "build", 1, model=ModelInfo("M", {}, infos)))
+    return training(Cell.parse(cell), RunTrace("train", len(held), tuple(built))).mesh
+
+
+def on_mesh(rank: int, shard: str, tp: str) -> Layout:
+    """Return a layout on the mesh of two shards by two parts."""
+    return Layout((MeshDim("dp_shard", 2, rank // 2, shard), MeshDim("tp", 2, rank % 2, tp)))
+
+
+def test_the_mesh_has_each_distinct_layout_once() -> None:
+    held: list[dict[str, Layout]] = [
+        {
+            "layers.0.up.weight": on_mesh(rank, "StridedShard(0, 2)", "Shard(0)"),
+            "layers.1.up.weight": on_mesh(rank, "StridedShard(0, 2)", "Shard(0)"),
+            "layers.0.down.weight": on_mesh(rank, "Shard(0)", "Shard(1)"),
+            "norm.weight": Layout((MeshDim("dp_shard", 2, rank // 2, "Shard(0)"),)),
+        }
+        for rank in range(4)
+    ]
+    assert mesh_of("fsdp2-fp32-w4-tp_2", *held) == {
+        "dims": [{"name": "dp_shard", "size": 2}, {"name": "tp", "size": 2}],
+        "ranks": [{"rank": rank, "at": [rank // 2, rank % 2]} for rank in range(4)],
+        "layouts": [
+            {
+                "names": ["layers.*.up.weight"],
+                "shape": [8, 4],
+                "placement": "dp_shard=StridedShard(0, 2), tp=Shard(0)",
+                # Layers are cut for tp first: the peers of tp hold neither the same nor neighbouring rows.
+                "parts": ["0:2, :", "4:6, :", "2:4, :", "6:8, :"],
+            },
+            {
+                "names": ["layers.0.down.weight"],
+                "shape": [8, 4],
+                "placement": "dp_shard=Shard(0), tp=Shard(1)",
+                "parts": ["0:4, 0:2", "0:4, 2:4", "4:8, 0:2", "4:8, 2:4"],
+            },
+            {
+                "names": ["norm.weight"],
+                "shape": [8, 4],
+                "placement": "dp_shard=Shard(0)",
+                "parts": ["0:4, :", "0:4, :", "4:8, :", "4:8, :"],
+            },
+        ],
+    }
+
+
+def test_parts_that_are_uneven_or_flat_or_empty() -> None:
+    placed = (("StridedShard(0, 2)", "Replicate"), ("Shard(0)", "Replicate"), ("Flat", "Shard(1)"))
+    held = [{str(nth): on_mesh(rank, *both) for nth, both in enumerate(placed) if nth or rank < 2} for rank in range(4)]
+    found = {one["names"][0]: one["parts"] for one in mesh_of("fsdp2-fp32-w4-tp_2", *held, shape=(3, 2))["layouts"]}
+    assert found == {
+        # Rank 2 and 3 do not have the first at all.
+        "0": ["0:1 + 2:3, :"] * 2 + ["none"] * 2,
+        "1": ["0:2, :"] * 2 + ["2:3, :"] * 2,
+        "2": [f":, {part}; flat piece {piece} of 2" for piece in (1, 2) for part in ("0:1", "1:2")],
+    }
+    (one,) = mesh_of(
+        "fsdp2-fp32-w4-tp_2", *({"a": on_mesh(rank, "Shard(0)", "Replicate")} for rank in range(4)), shape=(1,)
+    )["layouts"]
+    assert one["parts"] == ["all", "all", "none", "none"]
+
+
+def test_ranks_that_the_parameters_do_not_tell_apart() -> None:
+    """A plan that fitted nothing: each rank has everything, and that is to be seen."""
+    assert mesh_of("fsdp2-fp32-w2-tp_2", {"a": Layout()}, {"a": Layout()}) == {
+        "dims": [{"name": "rank", "size": 2}],
+        "ranks": [{"rank": 0, "at": [0]}, {"rank": 1, "at": [1]}],
+        "layouts": [{"names": ["a"], "shape": [8, 4], "placement": "", "parts": ["all", "all"]}],
+    }
+    assert mesh_of("fsdp2-fp32-w2-tp_2") is None
+
+
+def test_a_mesh_of_one_dimension_is_not_drawn() -> None:
+    shard = [Layout((MeshDim("dp_shard", 2, rank, "Shard(0)"), MeshDim("tp", 1, 0, "Shard(0)"))) for rank in range(2)]
+    assert mesh_of("fsdp2-fp32-w2", *({"a": one} for one in shard)) is None
+
+
 def test_the_table_of_dtypes() -> None:
     table = {row["kind"]: (row["expected"], row["seen"]) for row in training(CELL, run()).dtypes}
     assert table["storage"] == ("float32", ["float32"])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
@@ -12,6 +11,7 @@ from pytest_distcompat.checks._base import check, every_rank, named_ranks
 from pytest_distcompat.checks._values import Names
 from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs, rounding_of
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.excerpt import name_patterns
 from pytest_distcompat.trace import GradientInfo, RunTrace, Snapshot, Trace, shard_groups
 
 #: How many steps are compared: later gradients depend on how earlier ones were rounded.
@@ -137,7 +137,8 @@ def _differences(cell: Cell, norms: Norms, expected: Norms, tolerance: float) ->
         else:
             alike.append([name])
     # What clipping does to all gradients because some are wrong shows in most of them: it is no finding of its own.
-    scaled = [names for names in alike if len(names) > max(sound, len(expected) / 2) and ratios[names[0]]]
+    scales = [names for names in alike if ratios[names[0]] and math.isfinite(ratios[names[0]])]
+    scaled = [names for names in scales if len(names) > max(sound, len(expected) / 2)]
     common = ratios[scaled[0][0]] if scaled and len(alike) > 1 else 1.0
     for names in alike:
         if len(alike) > 1 and names in scaled:
@@ -150,10 +151,8 @@ def _differences(cell: Cell, norms: Norms, expected: Norms, tolerance: float) ->
 
 
 def _listed(names: list[str]) -> str:
-    """Return the names, several that differ in their numbers alone as one: ``layers.*.router.weight``."""
-    patterns = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
-    counts = Counter(patterns.values())
-    kinds = list(dict.fromkeys(kind if counts[kind] > 1 else name for name, kind in patterns.items()))
+    """Return the names, several that differ in their numbers alone as one."""
+    kinds = name_patterns(names)
     more = f" and {len(kinds) - LISTED} others" if len(kinds) > LISTED else ""
     return f"{', '.join(kinds[:LISTED])}{more}"
 

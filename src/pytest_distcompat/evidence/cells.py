@@ -1,4 +1,4 @@
-"""Evidence from a cell's training: names, dtypes, losses and norms by step, memory."""
+"""Evidence from a cell's training: names, dtypes, mesh, losses and norms by step, memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import REDUCTIONS
 from pytest_distcompat.checks.parity import tolerances
 from pytest_distcompat.cost import tensor_bytes
+from pytest_distcompat.evidence.meshes import mesh
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report import Row
 from pytest_distcompat.scenario import SAVED
@@ -42,6 +43,7 @@ def add_training(row: Row, *runs: RunTrace) -> None:
     for snapshot in run.snapshots:
         peaks[snapshot.rank] = max(peaks.get(snapshot.rank, 0), snapshot.memory)
     row.names, row.dtypes, row.steps = _names(cell, run), _dtypes(cell, run), curves
+    row.mesh = mesh(cell, run)
     row.memory, row.tensor_bytes = [peaks[rank] for rank in sorted(peaks)], tensor_bytes(run)
 
 

@@ -15,8 +15,8 @@ class Row:
     """Data of a cell besides its verdicts.
 
     ``not_applicable``: the checks without a verdict, each with the reason. ``cost``: the fields of ``cost.Cost``. ``runs``: the
-    ids of the runs that its checks read. ``names``, ``dtypes``, ``steps``, ``memory`` and ``tensor_bytes``: the evidence of its
-    training (``evidence.cells``).
+    ids of the runs that its checks read. ``names``, ``dtypes``, ``mesh``, ``steps``, ``memory`` and ``tensor_bytes``:
+    the evidence of its training (``evidence.cells``).
     """
 
     suite: str
@@ -29,6 +29,7 @@ class Row:
     runs: list[str] = field(default_factory=list)
     names: list[dict[str, Any]] = field(default_factory=list)
     dtypes: list[dict[str, Any]] = field(default_factory=list)
+    mesh: dict[str, Any] | None = None
     steps: dict[str, list[float | None]] = field(default_factory=dict)
     memory: list[int] = field(default_factory=list)
     tensor_bytes: dict[str, list[int]] = field(default_factory=dict)

@@ -169,6 +169,7 @@
     verdicts(key, result);
     if (row) {
       stories(row);
+      mesh(row);
       dtypes(row);
       names(row);
       const others = siblings(row);
@@ -242,6 +243,53 @@
     const head = put(put(made, "thead"), "tr");
     for (const text of heads) put(head, "th", text, { scope: "col" });
     return put(made, "tbody");
+  };
+
+  // Who holds what: each rank at its place on the mesh, with a picture of the tensor and its part of it. The last dimension runs across.
+  const mesh = ({ mesh: found }) => {
+    if (!found) return;
+    const section = put(dialog, "section", null, { id: "mesh" });
+    put(section, "h3", "Mesh: who holds what");
+    const label = put(section, "label", "Parameter ");
+    const select = put(label, "select");
+    found.layouts.forEach((layout, at) => layout.names.forEach((name) => put(select, "option", name, { value: at })));
+    const box = put(section, "div");
+    const draw = () => {
+      const { shape, placement, parts } = found.layouts[select.value];
+      const regions = [...new Set(parts)], across = found.dims[found.dims.length - 1], down = found.dims.slice(0, -1);
+      const held = regions.length > 1 ? "ranks of one colour hold the same part" : "all ranks hold the same";
+      box.replaceChildren();
+      put(box, "p", `${shape.join(" x ") || "a number"}; ${placement || "no mesh"}; ${held}`, { class: "hint" });
+      const body = table(["", ...Array.from({ length: across.size }, (_, at) => `${across.name} ${at}`)], box);
+      const lines = new Map();
+      for (const [index, { rank, at }] of found.ranks.entries()) {
+        const key = at.slice(0, -1).join(", ");
+        if (!lines.has(key)) {
+          lines.set(key, put(body, "tr"));
+          put(lines.get(key), "th", down.map(({ name }, place) => `${name} ${at[place]}`).join(", "), { scope: "row" });
+          for (let place = 0; place < across.size; place += 1) put(lines.get(key), "td");
+        }
+        const cell = lines.get(key).cells[at[at.length - 1] + 1];
+        put(cell, "strong", `rank ${rank}`);
+        tensor(cell, shape, parts[index], colour(regions.indexOf(parts[index])));
+        put(cell, "span", parts[index]);
+      }
+    };
+    select.addEventListener("change", draw);
+    draw();
+  };
+  // A tensor of one dimension is a column; of more than two the first two are drawn. A flat piece has no place in it.
+  const tensor = (parent, shape, part, tone) => {
+    const svg = put(parent, "svg", null, { viewBox: "0 0 60 40", "aria-hidden": "true" });
+    const cuts = part.includes("flat") || part === "none" ? [] : [0, 1].map((dim) => {
+      const text = part === "all" ? ":" : part.split(", ")[dim] || ":";
+      return text === ":" ? [[0, 1]] : text.split(" + ").map((one) => one.split(":").map((value) => value / shape[dim]));
+    });
+    const [width, height] = [shape.length > 1 ? 60 : 16, 40];
+    put(svg, "rect", null, { class: "whole", width, height });
+    for (const [top, bottom] of cuts[0] || []) {
+      for (const [left, right] of cuts[1]) put(svg, "rect", null, { x: left * width, y: top * height, width: (right - left) * width, height: (bottom - top) * height }).style.fill = tone;
+    }
   };
 
   const dtypes = (row) => {
