@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import _fsdp
 
 from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, Accelerate, Torch, twin
 
@@ -103,7 +104,7 @@ class LastLayerInFloat32(Upcasts):
 
         head = model.float().get_submodule("lm_head")
         head.register_forward_pre_hook(lambda module, inputs: tuple(x.float() for x in inputs))
-        fully_shard(head)
+        fully_shard(head, mesh=_fsdp.mesh(cell, device))
         return super().wrap(model, precision, cell, device)
 
 

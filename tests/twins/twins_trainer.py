@@ -30,7 +30,7 @@ class Trainers(TrainerDriver):
 
 
 _STALE = r"^rank 0: 12 of 12 tensors in the optimizer are no parameters of the live model \(stale\)"
-_NO_GRADIENTS = {"dtypes": r"AdamW is given gradients in nothing; expected float32", **MEMORY}
+_NO_GRADIENTS = {**GRADIENTS, "dtypes": r"AdamW is given gradients in nothing; expected float32", **MEMORY}
 
 
 @twin(
