@@ -128,7 +128,8 @@ def test_commands_that_time_the_examples_exist(monkeypatch: pytest.MonkeyPatch, 
 
 def test_pictures_are_small_and_each_is_shown() -> None:
     pictures = sorted((DOCS / "images").glob("*.png"))
-    assert sorted(re.findall(r"\(images/([\w-]+\.png)\)", page("reports"))) == [path.name for path in pictures]
+    shown = re.findall(r"\(images/([\w-]+\.png)\)", page("reports") + page("parallel"))
+    assert sorted(shown) == [path.name for path in pictures]
     assert all(path.stat().st_size < 200_000 for path in pictures)
 
 

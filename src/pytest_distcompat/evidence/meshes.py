@@ -13,7 +13,7 @@ from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import FLAT, MeshDim, ParameterInfo, RunTrace
 
 #: A placement that cuts one dimension of the tensor: its number, and into how many pieces it was cut before.
-_SHARD = re.compile(r"(?:Strided)?Shard\((\d+)(?:, (\d+))?\)")
+_SHARD = re.compile(r"(?:Strided)?Shard\((-?\d+)(?:, (\d+))?\)")
 
 
 def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
