@@ -26,20 +26,19 @@ APART = r"gradients were reduced in nothing"
 NO_ROOT = {"units": r"FSDP's units are 'blocks\.0', 'blocks\.1'; expected 'blocks\.0', 'blocks\.1', the root"}
 
 
+_REPLICAS = r"DistributedDataParallel runs as DDP x 1; expected FSDP\d for fsdp\d"
+_PREFIXED = r"'module\.(\S+)' maps to 'module\.\1', which is no"
 _BARE = r"runs as a bare model; expected FSDP(?s:.*)the trainer believes in 1 ranks; expected 2"
 
 
 @twin(
     "active",
     "fsdp1-fp32-w2-model_mlp",
-    "fsdp2-fp32-w2-model_mlp",
-    match=r"DistributedDataParallel runs as DDP x 1; expected FSDP\d for fsdp\d",
-    also={
-        **MEMORY,
-        **UNCUT,
-        "names": r"'module\.(\S+)' maps to 'module\.\1', which is no",
-    },
+    match=_REPLICAS,
+    # Its export asks for what the plugin would have said.
+    also={**MEMORY, **UNCUT, "names": _PREFIXED, "observers": "raised AttributeError"},
 )
+@twin("active", "fsdp2-fp32-w2-model_mlp", match=_REPLICAS, also={**MEMORY, **UNCUT, "names": _PREFIXED})
 @twin(
     "active",
     "zero2-fp32-w2-model_mlp",
@@ -59,7 +58,6 @@ class CpuFlag(Accelerate):
     "active",
     "fsdp1-fp32-w2-model_mlp",
     match=_BARE,
-    # Its export asks for what the plugin would have said.
     also={**PARITY, **CLIPPING, **MEMORY, **UNCUT, "dtypes": APART, **GRADIENTS, "observers": "raised AttributeError"},
 )
 @twin(

@@ -45,7 +45,7 @@ _NO_GRADIENTS = {**GRADIENTS, "dtypes": r"AdamW is given gradients in nothing; e
     "fsdp1-fp32-w2-model_mlp",
     match=_STALE,
     # It saves no state of a parameter that it does not know.
-    also={**dict.fromkeys(("names", "parity", "clipping"), r"raised KeyError: tensor"), **_NO_GRADIENTS},
+    also={**dict.fromkeys(("names", "parity", "clipping", "observers"), r"raised KeyError: tensor"), **_NO_GRADIENTS},
 )
 class OptimizerOfAnotherModel(Trainers):
     """The optimizer was made from what the parameters were before something replaced them; nobody notices."""
@@ -63,7 +63,7 @@ class OptimizerOfAnotherModel(Trainers):
     "optimizer",
     "fsdp2-fp32-w2-model_mlp",
     match=_STALE,
-    also={**dict.fromkeys(("names", "parity", "clipping"), r"raised"), **_NO_GRADIENTS},
+    also={**dict.fromkeys(("names", "parity", "clipping", "observers"), r"raised"), **_NO_GRADIENTS},
 )
 class OptimizerOfBeforeTheSharding(Trainers):
     """accelerate gives the shards to the optimizer that it prepares; it did not get this one."""
