@@ -202,3 +202,16 @@ def test_state_that_an_optimizer_makes_of_local_parts() -> None:
         found += read_optimizer(model, optimizer).states
     assert [state.layout.holders for state in found] == [(0, 1), (0, 1)]
     assert combine(state.digest for state in found) == digest(whole)
+
+
+def test_a_step_count_is_the_same_on_ranks_that_hold_one_element_each() -> None:
+    """A shard of one element has as many as the count, which says nothing of where it is."""
+    counts = []
+    for _ in ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        model = torch.nn.Linear(3, 2)
+        model.bias = torch.nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)], src_data_rank=None))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.state[model.bias] = {"step": torch.tensor(3.0)}
+        counts += [state.digest for state in read_optimizer(model, optimizer).states]
+    assert counts == [digest(torch.tensor(3.0))] * 2

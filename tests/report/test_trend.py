@@ -213,6 +213,8 @@ def test_no_text_of_a_report_is_markup() -> None:
 
 @NO_BROWSER
 def test_the_browser_runs_its_filters_and_nothing_else(browser: Any, tmp_path: Path) -> None:
+    from playwright.sync_api import expect
+
     path = tmp_path / "trend.html"
     path.write_text(trend_html(hostile()), encoding="utf-8")
     page = browser.new_page()
@@ -223,12 +225,12 @@ def test_the_browser_runs_its_filters_and_nothing_else(browser: Any, tmp_path: P
     shown = page.locator("tr[data-kind]:not([hidden])")
     assert shown.count() == 2
     page.select_option("[name=kind]", "flaky")
-    page.wait_for_function("document.querySelectorAll('tr[data-kind]:not([hidden])').length == 1")
+    expect(shown).to_have_count(1)
     assert shown.all_text_contents()[0].strip().startswith("ddp-fp32-w2:units")
     page.fill("[name=text]", "NAMES")
-    page.wait_for_function("document.querySelectorAll('tr[data-kind]:not([hidden])').length == 0")
+    expect(shown).to_have_count(0)
     page.click("[type=reset]")
-    page.wait_for_function("document.querySelectorAll('tr[data-kind]:not([hidden])').length == 2")
+    expect(shown).to_have_count(2)
     page.close()
 
 

@@ -150,10 +150,11 @@ def _state(owner: str, key: str, value: Any, layout: Layout, parameter: Any = No
     """Return one entry of the state; ``layout`` is that of its owner, and of the entry unless it is a step count or a DTensor."""
     if not isinstance(value, torch.Tensor):
         return StateInfo(owner, key, type(value).__name__, 1, digest(value))
-    layout, numel, starts = layout_of(value, WHOLE if key == "step" else layout), local_of(value).numel(), None
-    if hasattr(parameter, "placements") and not hasattr(value, "placements") and numel == local_of(parameter).numel():
-        # The optimizer made it of the local part, without saying where in the whole that is.
-        starts = starts_of(parameter)
+    layout = layout_of(value, WHOLE if key == "step" else layout)
+    plain = hasattr(parameter, "placements") and not hasattr(value, "placements")
+    # The optimizer made it of the local part, without saying where in the whole that is. A step count has no dimension.
+    starts = starts_of(parameter) if plain and value.shape == local_of(parameter).shape else None
+    numel = local_of(value).numel()
     return StateInfo(owner, key, dtype_name(value.dtype), numel, digest(value, starts), layout)
 
 
