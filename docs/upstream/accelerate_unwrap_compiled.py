@@ -3,6 +3,7 @@
 With ``keep_torch_compile=True``, the default, ``extract_model_from_parallel`` returns the compiled model itself after it has put
 the bare module into its ``_orig_mod``. ``save_model`` and ``get_state_dict`` do it too. Afterwards the prepared model has no
 ``no_sync``, other parameter names, and under FSDP1 no ``clip_grad_norm_`` of its own. Expected: the prepared model is left alone.
+Seen: after ``save_model`` it has neither ``no_sync`` nor the names that it had.
 """
 
 import os
