@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ def trainer_rows(
         yield from ((epoch, list(map(int, batch))) for batch in batches)
 
 
-def trainer_metrics(count: int, directory: Path) -> dict[str, float]:
+def trainer_metrics(count: int) -> dict[str, float]:
     """Return what ``Trainer.evaluate`` finds: the loss, how many rows ``compute_metrics`` gets, and the mean of their squares."""
     found: dict[str, float] = {}
 
@@ -203,10 +204,12 @@ def trainer_metrics(count: int, directory: Path) -> dict[str, float]:
             "mean": float((predictions.predictions.astype("float64") ** 2).mean()),
         }
 
-    for name in ("shuffle", "dispatch_batches", "iterable", "iterable, dispatch_batches=False"):
-        trainer = _trainer(count, directory / "metrics", _TRAINER[name], compute_metrics=compute)
-        metrics = trainer.evaluate()
-        found |= {f"{name}: {key}": float(metrics[f"eval_{key}"]) for key in ("loss", "rows", "mean")}
+    # Trainer makes its output directory, although it saves nothing.
+    with tempfile.TemporaryDirectory() as directory:
+        for name in ("shuffle", "dispatch_batches", "iterable", "iterable, dispatch_batches=False"):
+            trainer = _trainer(count, Path(directory), _TRAINER[name], compute_metrics=compute)
+            metrics = trainer.evaluate()
+            found |= {f"{name}: {key}": float(metrics[f"eval_{key}"]) for key in ("loss", "rows", "mean")}
     return found
 
 

@@ -302,7 +302,7 @@ class TrainerDriver(TinyDriver):
 
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate by ``Trainer.evaluate``."""
-        return _rows.trainer_metrics(count, Path.cwd())
+        return _rows.trainer_metrics(count)
 
     def read_trainer(self) -> None:
         """Set the model, optimizer, scheduler and scaler that the Trainer has now."""
