@@ -109,21 +109,29 @@ def left_out(
     ``zoo`` runs ``ZOO_CHECKS`` only. ``smoke`` runs ``costly`` checks, which have runs of their own, in the last cell
     only, which is sharded the most.
     """
-    pairs = [(cell, check) for cell, checks in applicable.items() for check in checks]
     found: dict[tuple[Cell, str], str] = {}
     if profile == "zoo":
-        reason = f"the zoo profile runs {', '.join(ZOO_CHECKS)} only"
-        return {(cell, check): reason for cell, check in pairs if check not in ZOO_CHECKS}
-    for cell, check in pairs:
+        others = ((cell, check) for cell, checks in applicable.items() for check in checks if check not in ZOO_CHECKS)
+        return dict.fromkeys(others, f"the zoo profile runs {', '.join(ZOO_CHECKS)} only")
+    for cell, checks in applicable.items():
         if profile == "sweep" or cell.id in _SLICED:
-            asked = [rules.rule_of(one.partition("=")[0]) for one in cell.set]
-            if meant := [rule for one, rule in zip(cell.set, asked, strict=True) if check in rules.meant_to_fail(one)]:
-                found[cell, check] = meant[0]["reason"]
-            elif not any(check in (*SWEEP_CHECKS, *rule.get("checks", ())) for rule in asked):
-                found[cell, check] = f"of this setting only {', '.join(SWEEP_CHECKS)} are run"
+            found |= _left_out_of_sweep(cell, checks)
     for check in costly if profile == "smoke" else ():
         cells = [cell for cell, checks in applicable.items() if check in checks]
         found |= {(cell, check): f"the smoke profile runs it in {cells[-1]} only" for cell in cells[:-1]}
+    return found
+
+
+def _left_out_of_sweep(cell: Cell, checks: Collection[str]) -> dict[tuple[Cell, str], str]:
+    """Return the checks that are not run for the settings of a cell: those meant to fail, and those that no rule adds."""
+    asked = [(rules.rule_of(one.partition("=")[0]), rules.meant_to_fail(one)) for one in cell.set]
+    wanted = {*SWEEP_CHECKS, *(check for rule, _ in asked for check in rule.get("checks", ()))}
+    found: dict[tuple[Cell, str], str] = {}
+    for check in checks:
+        if meant := next((rule["reason"] for rule, failing in asked if check in failing), ""):
+            found[cell, check] = meant
+        elif check not in wanted:
+            found[cell, check] = f"of this setting only {', '.join(SWEEP_CHECKS)} are run"
     return found
 
 

@@ -161,11 +161,9 @@ def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[S
     fields: dict[str, Field] = {}
     for found in read(tuple(sources), shared):
         was = fields.get(found.name, found)
-        strategies, places = (
-            dict.fromkeys((*was.strategies, *found.strategies)),
-            dict.fromkeys((*was.places, *found.places)),
-        )
-        fields[found.name] = dataclasses.replace(was, strategies=tuple(strategies), places=tuple(places))
+        strategies = tuple(dict.fromkeys((*was.strategies, *found.strategies)))
+        places = tuple(dict.fromkeys((*was.places, *found.places)))
+        fields[found.name] = dataclasses.replace(was, strategies=strategies, places=places)
     return [ruled(found, fields) for found in fields.values()]
 
 
