@@ -25,8 +25,7 @@ class Run:
     ``first_step`` is the number of the first step. ``after`` names the run whose checkpoint this one finds. ``strategy``,
     ``precision``, ``world_size`` and ``tp`` say where the run's cell differs from the check's; ``only`` which options it keeps
     (None: all), ``follows`` which objects' settings (None: all). ``directory`` is the checkpoint's name, ``damage`` what is
-    done to it.
-    ``same_as`` is the name under which other checks know the very same run.
+    done to it. ``same_as`` is the name under which other checks know the very same run.
     """
 
     name: str

@@ -7,7 +7,7 @@ values, in whatever dtype (``digests``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -414,6 +414,28 @@ def shard_groups(holders: Mapping[int, tuple[int, ...]], world_size: int = 0) ->
     shared = {rank for group in found if len(group) > 1 for rank in group}
     groups = sorted(group for group in found if len(group) > 1 or group[0] not in shared)
     return tuple(groups) or ((tuple(range(world_size)),) if world_size else ())
+
+
+def held_indices(shape: Iterable[int], cuts: Iterable[tuple[int, int, int, int]]) -> list[Sequence[int]]:
+    """Return which indices of each dimension of a whole tensor a rank holds, ascending.
+
+    Args:
+        shape: That of the whole tensor.
+        cuts: For each mesh dimension that cuts it, from the outermost: the tensor's dimension, into how many pieces that was cut
+            before (``StridedShard``), the size of the mesh dimension, and the rank's coordinate.
+    """
+    held: list[Sequence[int]] = [range(size) for size in shape]
+    for dim, pieces, size, at in cuts:
+        parts = [_chunks(piece, size)[at] for piece in _chunks(held[dim], pieces)]
+        held[dim] = parts[0] if pieces == 1 else [index for part in parts for index in part]
+    return held
+
+
+def _chunks(indices: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Return the chunks that torch makes, the missing ones empty."""
+    # https://docs.pytorch.org/docs/stable/generated/torch.chunk.html
+    size = -(-len(indices) // count)
+    return [indices[nth * size : (nth + 1) * size] for nth in range(count)]
 
 
 def together(parts: Iterable[tuple[tuple[int, ...], float]]) -> tuple[tuple[int, ...], float]:

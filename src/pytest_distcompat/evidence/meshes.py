@@ -10,7 +10,7 @@ from typing import Any
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.excerpt import name_patterns
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import FLAT, MeshDim, ParameterInfo, RunTrace
+from pytest_distcompat.trace import FLAT, MeshDim, ParameterInfo, RunTrace, held_indices
 
 #: A placement that cuts one dimension of the tensor: its number, and into how many pieces it was cut before.
 _SHARD = re.compile(r"(?:Strided)?Shard\((-?\d+)(?:, (\d+))?\)")
@@ -65,23 +65,15 @@ def _coordinate(parameters: Sequence[ParameterInfo], names: Sequence[str]) -> li
 @functools.lru_cache(maxsize=1024)
 def _part(shape: tuple[int, ...], dims: tuple[MeshDim, ...]) -> str:
     """Return the held part as slices, ``0:8, :``; ``all`` of the tensor, or ``none``."""
-    held: list[Sequence[int]] = [range(size) for size in shape]
+    placed = ((dim, _SHARD.fullmatch(dim.placement)) for dim in dims)
+    held = held_indices(
+        shape, ((int(cut[1]), int(cut[2] or 1), dim.size, dim.coordinate) for dim, cut in placed if cut)
+    )
     flat = [f"flat piece {dim.coordinate + 1} of {dim.size}" for dim in dims if dim.placement == FLAT]
-    for dim in dims:
-        if cut := _SHARD.fullmatch(dim.placement):
-            # A strided shard takes its piece of each of those into which the tensor was cut before.
-            pieces, number = _chunks(held[int(cut[1])], int(cut[2] or 1)), int(cut[1])
-            held[number] = [row for piece in pieces for row in _chunks(piece, dim.size)[dim.coordinate]]
     if not all(map(len, held)):
         return "none"
     slices = [_slices(rows, size) for rows, size in zip(held, shape, strict=True)]
     return "; ".join([*([", ".join(slices)] if {*slices} - {":"} else []), *flat]) or "all"
-
-
-def _chunks(rows: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Return the chunks that ``torch.chunk`` makes, the missing ones empty."""
-    size = -(-len(rows) // count)
-    return [rows[nth * size : (nth + 1) * size] for nth in range(count)]
 
 
 def _slices(rows: Sequence[int], size: int) -> str:

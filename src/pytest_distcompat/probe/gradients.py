@@ -33,7 +33,8 @@ def read_gradients(
         single: Whether the gradients of single parameters are read too.
     """
     names = owner_names(model, optimizer) if model is not None else {}
-    layouts, partition = wrapper_layouts(model), partition_layout(model)
+    layouts = wrapper_layouts(model)
+    partition = partition_layout(model, layouts)
     found, flat, squares = [], {}, list[tuple[Layout, float]]()
     for tensor in tensors:
         if tensor.grad is None:

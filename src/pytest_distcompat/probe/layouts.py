@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.trace import FLAT, REPLICATE, Layout, MeshDim
+from pytest_distcompat.trace import FLAT, REPLICATE, Layout, MeshDim, held_indices
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -90,11 +90,12 @@ def _layout(
 def _starts(
     shape: tuple[int, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...], placements: _Placements
 ) -> torch.Tensor | None:
-    held = [torch.arange(size) for size in shape]
-    for size, at, (_, dim, factor) in zip(sizes, coordinate, placements, strict=False):
-        if dim is not None:
-            # Chunks as torch makes them: https://docs.pytorch.org/docs/stable/distributed.tensor.html (Shard).
-            held[dim] = torch.cat([_chunk(piece, size, at) for piece in torch.chunk(held[dim], factor)])
+    cuts = (
+        (dim, factor, size, at)
+        for size, at, (_, dim, factor) in zip(sizes, coordinate, placements, strict=False)
+        if dim is not None
+    )
+    held = [torch.tensor(indices, dtype=torch.int64) for indices in held_indices(shape, cuts)]
     cut = [dim for dim, size in enumerate(shape) if len(held[dim]) != size]
     if not cut or not all(map(len, held)):
         return None
@@ -106,12 +107,6 @@ def _starts(
     for offsets in reversed(leading):
         starts = (offsets[:, None] + starts).flatten()
     return starts
-
-
-def _chunk(piece: torch.Tensor, count: int, index: int) -> torch.Tensor:
-    """Return one of the chunks, empty if the piece has fewer."""
-    chunks = torch.chunk(piece, count)
-    return chunks[index] if index < len(chunks) else piece[:0]
 
 
 def flat_layout(group: Any, name: str = "dp_shard") -> Layout:
@@ -153,11 +148,16 @@ def _replicated(layout: Layout) -> Layout:
     return Layout(tuple(MeshDim(dim.name, dim.size, dim.coordinate, REPLICATE) for dim in layout.dims))
 
 
-def partition_layout(model: Module | None) -> Layout:
-    """Return the layout of flat partitions (masters, gradients, optimizer state) that ZeRO, or an optimizer of FSDP1, has."""
+def partition_layout(model: Module | None, layouts: Mapping[int, Layout]) -> Layout:
+    """Return the layout of flat partitions (masters, gradients, optimizer state) that ZeRO, or an optimizer of FSDP1, has.
+
+    Args:
+        model: The trainer's model; None if it is not known.
+        layouts: The ``wrapper_layouts`` of the model.
+    """
     # ``_dp_group`` and ``_hp_mapping`` of ZeRO-1 and 2 are private; ``tests/launch/test_private_names.py`` fails when they go.
     parameter: Any
     for parameter in model.parameters() if model is not None else ():
         if hasattr(parameter, "_hp_mapping"):
             return flat_layout(parameter._dp_group)  # noqa: SLF001 - see above
-    return next((layout for layout in wrapper_layouts(model).values() if layout.flat), WHOLE)
+    return next((layout for layout in layouts.values() if layout.flat), WHOLE)

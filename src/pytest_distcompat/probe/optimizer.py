@@ -109,7 +109,8 @@ def read_optimizer(
     live = {id(parameter) for parameter in model.parameters()}
     owners = owner_names(model, optimizer)
     held = entries(optimizer)
-    partitioned, layouts, partition = _partitioned(model), wrapper_layouts(model), partition_layout(model)
+    partitioned, layouts = _partitioned(model), wrapper_layouts(model)
+    partition = partition_layout(model, layouts)
     states: list[StateInfo] = []
     for number, (parameter, state) in enumerate(pair for one in stepping for pair in one.state.items()):
         owner = owners.get(id(parameter), f"partition {number}")
@@ -125,7 +126,7 @@ def read_optimizer(
         states=tuple(states),
         partitioned=partitioned,
         # Only DeepSpeed has masters, and its engine has one optimizer.
-        masters=tuple(info for one in stepping[:1] for info in _masters(model, one)),
+        masters=tuple(info for one in stepping[:1] for info in _masters(model, one, partition)),
         accumulates=_accumulation_dtype(optimizer),
         param_groups=groups,
         without_gradient=tuple(sorted(owners[one] for one in without_gradient & owners.keys())),
@@ -185,9 +186,8 @@ def _accumulation_dtype(optimizer: Any) -> str:
     return ""
 
 
-def _masters(model: Module, inner: Any) -> Iterator[StateInfo]:
+def _masters(model: Module, inner: Any, layout: Layout) -> Iterator[StateInfo]:
     """Yield this rank's part of each parameter's flat master and moments, where DeepSpeed has them; see ``_partitioned``."""
-    layout = partition_layout(model)
     keys = sorted({key for state in inner.state.values() for key, value in state.items() if _is_flat(value)})
     for name, parameter, master in flat_masters(model):
         yield _state(name, "master", master, layout)
