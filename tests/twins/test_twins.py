@@ -42,7 +42,17 @@ def verdict(runner: Runner, driver: str, cell: Cell, name: str) -> tuple[str, st
     """Status and message."""
     check = CHECKS.get(name)
     found = judge(check, cell, run(runner, driver, cell, check.runs(cell, find_driver(driver))))
-    return found.status, found.message
+    return found.status, by_rank(found.message)
+
+
+def by_rank(message: str) -> str:
+    """Return the message with a line for each rank: what ranks have in common is one line."""
+
+    def lines(found: re.Match[str]) -> str:
+        before, ranks, after = found.groups()
+        return "\n".join(f"{before}rank {rank}{after}" for rank in ranks.split(", "))
+
+    return re.sub(r"^(.*?)ranks ([\d, ]+)(: .*)$", lines, message, flags=re.MULTILINE)
 
 
 def bystanders(twin: Twin) -> Iterable[Check]:
@@ -65,7 +75,7 @@ def bystander(runner: Runner, twin: Twin, check: Check) -> tuple[str, str]:
         scenario = Scenario(one.name, (before, one) if before else (one,))
         runs.append(run(runner, driver, twin.cell, scenario).run(one.name))
     found = judge(check, twin.cell, Trace.of(twin.driver, runs))
-    return found.status, found.message
+    return found.status, by_rank(found.message)
 
 
 def daily(twin: Twin) -> bool:

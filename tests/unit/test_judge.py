@@ -56,7 +56,7 @@ def test_a_check_without_findings_passes() -> None:
 
 def test_a_check_fails_with_all_its_findings() -> None:
     found = verdict(toy("rank 0: stale", "rank 1: stale"))
-    assert (found.status, found.message, found.ok) == ("failed", "rank 0: stale\nrank 1: stale", False)
+    assert (found.status, found.message, found.ok) == ("failed", "ranks 0, 1: stale", False)
 
 
 def test_hundreds_of_findings_are_cut() -> None:
@@ -92,7 +92,7 @@ def test_a_failure_other_than_the_known_one() -> None:
 def test_a_known_failure_hides_no_other_one() -> None:
     found = verdict(toy("bfloat16 masters", "rank 0: stale", "rank 1: stale"), MASTERS)
     assert (found.status, found.reason, found.ok) == ("failed", "org/repo#1", False)
-    assert found.message == f"rank 0: stale\nrank 1: stale\n\nfails as declared too: {MASTERS}"
+    assert found.message == f"ranks 0, 1: stale\n\nfails as declared too: {MASTERS}"
     # Nor beyond what a message shows.
     many = (*(f"rank {rank}: bfloat16 masters" for rank in range(300)), "rank 300: stale")
     assert verdict(toy(*many), MASTERS).message.startswith("rank 300: stale\n\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
 
 #: How many findings a message shows: a model that is wrong throughout has hundreds of the same kind.
 FINDINGS_SHOWN = 12
+#: A finding of one rank, such as "step 3: rank 1: the loss ...": what stands before the rank, its number, and the rest.
+_OF_RANK = re.compile(r"(?P<before>|[^:]*: )rank (?P<rank>\d+)(?P<after>: .*)", re.DOTALL)
 
 #: Collectives that sum gradients.
 REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor",
@@ -115,10 +118,18 @@ def check(
 
 
 def message(findings: list[str]) -> str:
-    """Return the first findings, one a line, and how many more there are."""
-    lines = findings[:FINDINGS_SHOWN]
-    if len(findings) > FINDINGS_SHOWN:
-        lines.append(f"... and {len(findings) - FINDINGS_SHOWN} more")
+    """Return the first findings, one a line, and how many more there are. What several ranks have in common is one line."""
+    ranks: dict[tuple[str, str], list[str]] = {}
+    for finding in findings:
+        of_rank = _OF_RANK.fullmatch(finding)
+        key = (of_rank["before"], of_rank["after"]) if of_rank else (finding, "")
+        ranks.setdefault(key, []).extend([of_rank["rank"]] if of_rank else ())
+    lines = [
+        f"{before}rank{'s' * (len(of) > 1)} {', '.join(of)}{after}" if of else before
+        for (before, after), of in ranks.items()
+    ]
+    if len(lines) > FINDINGS_SHOWN:
+        lines[FINDINGS_SHOWN:] = [f"... and {len(lines) - FINDINGS_SHOWN} more"]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.launch.hosting import Hosted
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import on_device
-from pytest_distcompat.launch.request import Request, Warmth, interpreter
+from pytest_distcompat.launch.request import Request, Warmth, unbuffered
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.launch.warm import WarmLauncher
 
@@ -31,7 +31,7 @@ class TorchrunLauncher(Launcher):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(request.world_size)]
         # By itself torchrun starts its ranks without the flags that this interpreter was given.
-        rank = ["--no-python", *interpreter(), "-u", "-m", "pytest_distcompat.launch.rank", str(path)]
+        rank = ["--no-python", *unbuffered(), "-m", "pytest_distcompat.launch.rank", str(path)]
         command += ["--log-dir", str(logs), "--redirects", "3", *rank]
         return Hosted(
             name="torchrun",

@@ -77,7 +77,7 @@ class Request:
         """Return the command line that runs this one run alone, without pytest and without a fork server."""
         rank = f"-m pytest_distcompat.launch.rank {shlex.quote(str(self.path))} --by-hand"
         # torchrun starts its ranks without the flags of its own Python.
-        python = f"--no-python {shlex.join(interpreter())} -u " if len(interpreter()) > 1 else ""
+        python = f"--no-python {shlex.join(unbuffered())} " if len(interpreter()) > 1 else ""
         return f"torchrun --standalone --nproc-per-node {self.world_size} {python}{rank}"
 
 
@@ -103,6 +103,12 @@ def interpreter() -> list[str]:
         if valued:
             command += [f"-{valued}", value or next(arguments, "")]
     return command
+
+
+def unbuffered() -> list[str]:
+    """Return the interpreter's command with the flag that torchrun itself starts ranks with."""
+    command = interpreter()
+    return command if "-u" in command else [*command, "-u"]
 
 
 @dataclass(frozen=True)
