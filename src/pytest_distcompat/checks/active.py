@@ -22,8 +22,8 @@ MIN_REDUCED_FRACTION = 0.1
 def active(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the strategy really runs.
 
-    Wrapper, kind of parameters, ZeRO stage, world size, shards and parts of tensor parallelism are its own. Gradients are
-    reduced. What several ranks hold (parameters, optimizer state, gradients) stays equal.
+    Wrapper, kind of parameters, ZeRO stage, world size, shards and tensor-parallel parts are the strategy's. Gradients
+    are reduced. Replicas of parameters, optimizer state and gradients stay equal.
 
     If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on the CPU.
     """

@@ -43,9 +43,9 @@ def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
 def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that each loader gives every row to one rank in each epoch, resumed and at another world size too.
 
-    The rows do not divide by the ranks: some may be given twice to fill the last batches. Each epoch of a shuffled loader has
-    another order. A loader that is resumed between two epochs, or in the middle of the second, goes on with the rows that
-    follow; twice as many ranks share those that are left.
+    The rows do not divide by the ranks, so some may be given twice to fill the last batches. A shuffled loader has
+    another order in each epoch. Resumed between epochs, or in the middle of the second, it goes on with the next rows;
+    twice as many ranks share those left.
 
     If it fails: with rows on several ranks nothing shards the data; with rows on none two samplers do (``DistributedSampler``
     and the trainer's). With the same order in each epoch ``set_epoch`` is not called. A resumed run needs the epoch's seed and

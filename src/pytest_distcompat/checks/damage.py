@@ -27,7 +27,7 @@ _CORRUPTIONS = {"truncate": "cut in half", "remove": "gone"}
 def damage(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that loading a checkpoint whose largest file is truncated or missing raises an error that names the file.
 
-    Training never goes on with fresh or partial weights, and it never hangs.
+    Training neither goes on with fresh or partial weights nor hangs.
 
     If it fails: missing weights were initialized anew, or a rank waits for another that failed to read its shard.
     """

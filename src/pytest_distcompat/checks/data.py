@@ -23,7 +23,7 @@ def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
 def data(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks are fed different batches, and that a resumed run continues in the middle of the epoch.
 
-    So does torch's random state. Ranks that hold the parts of one layer (tensor parallelism) are fed the same batches.
+    torch's random state continues too. Ranks of one tensor-parallel group are fed the same batches.
 
     If it fails: for equal batches check which world size the trainer assumes. If a load leads to other batches, the
     sampler probably restarts the epoch.

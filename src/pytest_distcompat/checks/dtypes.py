@@ -19,9 +19,9 @@ from pytest_distcompat.trace import ModelInfo, ParameterInfo, Snapshot, Trace, U
 def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that every tensor has the dtype that the strategy's row of the dtype table gives for the precision.
 
-    That is: stored parameters, products, gradients as reduced and as the optimizer sees them, masters, state. A frozen
-    parameter is no wider than loaded. Buffers may keep their dtype. Without ``reduce_dtype`` gradients may be reduced
-    in a wider one.
+    Tensors are stored parameters, products, gradients (as reduced, and as the optimizer sees them), masters and state.
+    A frozen parameter is no wider than loaded. Buffers may keep their dtype. Without ``reduce_dtype`` gradients may
+    travel in a wider dtype.
 
     If it fails: masters in bfloat16 make the same learning rate train another model
     (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Load in float32, or upcast before sharding.

@@ -43,7 +43,7 @@ def _no_single_gradients(cell: Cell, driver: type[Driver]) -> str | None:
 def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the optimizer gets a gradient of the reference's norm for each parameter, in the first three steps.
 
-    ``clipping`` may miss that a few are wrong.
+    ``clipping`` may miss a few wrong gradients.
 
     If it fails: all gradients off by the number of ranks or micro-batches are summed instead of averaged. A few are off
     if their module is outside the wrapped model, or its hooks do not see the call; zero or missing if a branch is

@@ -24,9 +24,9 @@ MAX_PADDING = 64
 def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the optimizer keeps one element of each kind of state for each trained element of the model.
 
-    All ranks together do, or each rank that holds the whole model; padding and ZeroRedundancyOptimizer aside. What tensor
-    parallelism leaves whole has state on each of its ranks. State that is one number per parameter, or a factor
-    (Adafactor), does not count.
+    State is counted over all ranks, or on each rank that holds the whole model (unless ZeroRedundancyOptimizer shards
+    the state). Padding, one number per parameter and factors (Adafactor) do not count. What tensor parallelism leaves
+    whole has state on each of its ranks.
 
     If it fails: with too many something is kept twice, or for frozen parameters
     (https://github.com/deepspeedai/DeepSpeed/pull/8029); with too few a part of the model is not optimized.

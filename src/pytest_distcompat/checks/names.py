@@ -18,8 +18,8 @@ from pytest_distcompat.trace import FileInfo, Snapshot, Trace, UnwrappedInfo
 def names(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that names and shapes are those of the unwrapped model, in memory and in every saved file.
 
-    So are names of optimizer state. Every parameter and persistent buffer is in a file. Building leaves buffers their
-    values. An adapter may have PEFT's names (https://huggingface.co/docs/peft/developer_guides/checkpoint).
+    Optimizer state has these names too. A file has every parameter and persistent buffer. Building keeps the values of
+    buffers. An adapter may have PEFT's names (https://huggingface.co/docs/peft/developer_guides/checkpoint).
 
     If it fails: look for an extra segment (``_orig_mod``, ``module``, ``_checkpoint_wrapped_module``) and save with
     ``get_model_state_dict``, which removes it. For a wrapper of the trainer's own set ``self.model`` to the model

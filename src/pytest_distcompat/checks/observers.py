@@ -15,7 +15,7 @@ from pytest_distcompat.trace import Trace
 def observers(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that neither saving a checkpoint nor exporting the weights changes what is trained.
 
-    Parameters, buffers, optimizer, scheduler, scaler and torch's random state are bit by bit those before.
+    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by bit.
 
     If it fails: look for a step of the optimizer that creates state to save, for weights that are cast or moved in place, and
     for what draws random numbers.

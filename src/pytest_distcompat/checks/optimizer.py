@@ -19,11 +19,11 @@ from pytest_distcompat.trace import RunTrace, Snapshot, StateInfo, Trace
 def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the optimizer updates every trainable parameter of the live model, and no other.
 
-    It has each once, as the tensor that the model holds now; under ZeRO each element is in one rank's flat master. Each
-    changes within three steps by a gradient, unless no rank gets one for it (None, not zero).
+    The optimizer holds each parameter once, as the model's current tensor; under ZeRO each element is in one rank's
+    flat master. A gradient changes each within three steps, unless it is None (not zero) on all ranks.
 
-    If it fails: the optimizer was probably made before the model was wrapped. Make it afterwards, or pass both to
-    ``prepare`` together.
+    If it fails: the optimizer was probably made before wrapping. Make it afterwards, or pass both to ``prepare``
+    together.
     """
     run = trace.run()
     built, trained = run.at("build"), run.at("step", 2)

@@ -21,7 +21,7 @@ from pytest_distcompat.trace import Trace
 def paths(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that saving to and loading from a directory with an unusual name restores everything bit by bit.
 
-    The name has spaces, parent directories, letters beyond ASCII, ``pytorch_model_fsdp`` and ``optimizer`` in it.
+    The name has spaces, parent directories, non-ASCII letters, ``pytorch_model_fsdp`` and ``optimizer``.
 
     If it fails: a file is probably found by a word anywhere in its path
     (https://github.com/huggingface/accelerate/pull/4119).

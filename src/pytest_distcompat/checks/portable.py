@@ -61,8 +61,8 @@ _UNTIL = (("train", "step", SAVED + 1), ("port", "step", 0))
 def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded under another strategy at the same world size is bit by bit what was saved.
 
-    In float32, or from flat parameters, the next two losses are those of the uninterrupted run. From ZeRO only weights
-    are moved: they equal the exported ones.
+    In float32, or from flat parameters, the next two losses equal those of the uninterrupted run. ZeRO moves weights
+    only: they equal the exported ones.
 
     If it fails: look for what is saved by position, rank or flat parameter instead of by name. State that several
     parameters share, such as the ``step`` of FSDP1's flat one, is incremented once for each.

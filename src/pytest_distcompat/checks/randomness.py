@@ -23,8 +23,8 @@ def _draws_nothing(cell: Cell, driver: type[Driver]) -> str | None:
 def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks drop different activations, and that a resumed run draws what the run that never stopped drew.
 
-    Compared are torch's random states after the steps, on ranks that draw in each of them. Ranks that hold the parts of one layer
-    (tensor parallelism) may draw alike.
+    The check compares torch's random states after each step, on ranks that draw in every step. Ranks of one
+    tensor-parallel group may draw alike.
 
     If it fails: seed each rank differently once the model is made, as by accelerate's
     ``set_seed(seed, device_specific=True)``. Save the random state of each rank, not that of rank 0 alone.

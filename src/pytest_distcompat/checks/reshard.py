@@ -52,8 +52,8 @@ _UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded at another world size, or on another mesh, is bit by bit what was saved.
 
-    That is: at twice the world size, back at the first, and in one process; one of tensor parallelism without it, and back into
-    the most parts. One more step has a finite loss.
+    The checkpoint is loaded at twice the world size, back at the first, and in one process. A tensor-parallel one is
+    also loaded without tensor parallelism, and back into the most parts. One more step has a finite loss.
 
     If it fails: what is saved by rank or padded fits no other number of ranks. Save with ``get_state_dict`` and
     torch.distributed.checkpoint (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), or convert first,

@@ -32,7 +32,7 @@ def _one_stage(cell: Cell, driver: type[Driver]) -> str | None:
 def stages(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that 8 bits alone (under FSDP2), DeepSpeed alone and both together run as asked.
 
-    One verdict: the first stage that breaks is named, by what ``float8`` and ``active`` find in it.
+    The verdict names the first stage that breaks, and what ``float8`` or ``active`` finds in it.
 
     If it fails: see ``float8`` for the first stage, ``active`` for the second. Where only both together break, the trainer
     decides about 8 bits by a precision that DeepSpeed has changed (https://github.com/huggingface/accelerate/issues/3360).

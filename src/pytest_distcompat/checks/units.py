@@ -27,8 +27,8 @@ def _no_units(cell: Cell, driver: type[Driver]) -> str | None:
 def units(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that FSDP's units, activation checkpointing and torch.compile apply to the model's blocks.
 
-    Each block and the root is a unit, no child of a block is. Whole blocks are recomputed. Blocks are the driver's, or
-    those that the model declares, as models of transformers do; unknown blocks are a finding.
+    Each block and the root is a unit; no child of a block is. Whole blocks are recomputed. The driver or the model
+    declares the blocks, as models of transformers do; unknown blocks are a finding.
 
     If it fails: compare the policy's class names with the model's. One unit for all gathers the whole model at once,
     one for each child costs a collective each.
