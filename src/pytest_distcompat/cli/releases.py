@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat.cli.bisect import bisect, releases_of
 from pytest_distcompat.cli.side_by_side import environment, file_name, install, requirements
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report import Cause, Report, causes, counts, counts_text, replace_file
@@ -25,16 +27,23 @@ MAX_HEADLINE = 160
 
 @dataclass(frozen=True)
 class Run:
-    """Session with one release: its report if there is one, and what else went wrong."""
+    """Session with one release: its report if there is one, what else went wrong, and pytest's exit code."""
 
     release: str
     report: Report | None
     problem: str = ""
+    code: int | None = None
 
     @property
     def good(self) -> bool:
         """Tell whether there is a report without red verdicts."""
         return not self.problem and self.report is not None and not counts(self.report)["red"]
+
+    @property
+    def red(self) -> bool | None:
+        """Tell whether tests failed; None if that cannot be told, as where no cell could run."""
+        nothing_ran = self.report is None or (self.report.results and not counts(self.report)["ran"])
+        return None if nothing_ran or self.code not in {0, 1} else self.code == 1
 
     @property
     def causes(self) -> dict[tuple[str, str], Cause]:
@@ -52,18 +61,25 @@ def add(commands: Any) -> None:
     releases = commands.add_parser(
         "releases",
         help="the same tests with other releases of a package, side by side",
-        usage="distcompat releases [-h] --release PACKAGE==VERSION[,...] [--into DIRECTORY] [-o FILE.md] -- PYTEST-ARGUMENT ...",
+        usage="distcompat releases [-h] (--release PACKAGE==VERSION[,...] | --bisect PACKAGE==FIRST..LAST) [--into DIRECTORY] "
+        "[-o FILE.md] -- PYTEST-ARGUMENT ...",
         description=(
             "Run pytest with each release, then with what is installed, and list red verdicts by release. "
-            "Exit code 0: nothing is red; 1: something is, or a run came to no report."
+            "Exit code 0: nothing is red; 1: something is, or a run came to no report. With --bisect: find the release that "
+            "turned the tests red, or green. Exit code 0: found."
         ),
     )
-    releases.add_argument(
+    which = releases.add_mutually_exclusive_group(required=True)
+    which.add_argument(
         "--release",
         action="append",
-        required=True,
         metavar="PACKAGE==VERSION[,...]",
         help="installed beside what is there (pip install --target); may be given several times, the oldest first",
+    )
+    which.add_argument(
+        "--bisect",
+        metavar="PACKAGE==FIRST..LAST",
+        help="halve the releases between these two; or the commits: PACKAGE @ git+URL@FIRST..LAST",
     )
     releases.add_argument(
         "--into", type=Path, metavar="DIRECTORY", help=f"keep releases, reports and logs there ({_cache()})"
@@ -74,25 +90,63 @@ def add(commands: Any) -> None:
 
 
 def _releases(options: argparse.Namespace) -> int:
-    for release in options.release:
+    for release in options.release or ():
         requirements(release)
     directory = (options.into or _cache()).resolve()
     _check_writable(directory, options.output)
     arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    if options.bisect:
+        return _bisect(options.bisect, directory, arguments, options.output)
     # Install all first: a missing release is reported before any session, which takes minutes.
     environments = {release: environment(install(release, directory)) for release in dict.fromkeys(options.release)}
     runs = []
     for release, variables in {**environments, INSTALLED: dict(os.environ)}.items():
         runs.append(_run(release, variables, directory, arguments))
         print(f"{release}: {runs[-1].summary}", flush=True)  # noqa: T201 - a command prints
-    page = "\n".join(table(runs)) + "\n"
-    print(f"\n{page}", end="")  # noqa: T201 - a command prints
-    if options.output:
-        try:
-            replace_file(options.output, page)
-        except OSError as error:
-            raise UsageProblem(f"{options.output}: {error.strerror}") from None
+    _write(runs, options.output)
     return int(not all(run.good for run in runs))
+
+
+def _bisect(releases: str, directory: Path, arguments: Sequence[str], page: Path | None) -> int:
+    ordered = releases_of(releases, directory)
+    words = {True: "red", False: "green", None: "neither red nor green"}
+
+    def run(release: str) -> Run:
+        try:
+            target = install(release, directory)
+        except UsageProblem as error:  # one release of many that has no wheel for this Python
+            return Run(release, None, str(error))
+        return _run(release, environment(target), directory, arguments)
+
+    runs = []
+    for one in bisect(ordered, run, lambda run: run.red):
+        runs.append(one)
+        print(f"{one.release}: {words[one.red]}: {one.summary}", flush=True)  # noqa: T201 - a command prints
+    runs.sort(key=lambda run: ordered.index(run.release))
+    _write(runs, page)
+    known = [run for run in runs if run.red is not None]
+    before, after = next(
+        ((one, other) for one, other in itertools.pairwise(known) if one.red != other.red), (runs[0], runs[-1])
+    )
+    if before.red == after.red or None in {before.red, after.red}:
+        text = "; ".join(f"{run.release} is {words[run.red]}" for run in (before, after))
+        print(f"\n{text}; expected one red and one green")  # noqa: T201 - a command prints
+        return 1
+    between = ordered[ordered.index(before.release) + 1 : ordered.index(after.release)]
+    text = f"the first {words[after.red]} one is {after.release}; {before.release} is {words[before.red]}"
+    print(f"\n{text}{''.join(f'; {one} could not be told' for one in between)}")  # noqa: T201 - a command prints
+    return 0
+
+
+def _write(runs: Sequence[Run], page: Path | None) -> None:
+    """Print the table of runs, and write it to the page."""
+    text = "\n".join(table(runs)) + "\n"
+    print(f"\n{text}", end="")  # noqa: T201 - a command prints
+    if page:
+        try:
+            replace_file(page, text)
+        except OSError as error:
+            raise UsageProblem(f"{page}: {error.strerror}") from None
 
 
 def _check_writable(directory: Path, page: Path | None) -> None:
@@ -143,10 +197,10 @@ def _run(release: str, variables: Mapping[str, str], directory: Path, arguments:
     try:
         report = Report.read(report_file)
     except UsageProblem:
-        return Run(release, None, f"no report, pytest ended with {code}: {log}")
+        return Run(release, None, f"no report, pytest ended with {code}: {log}", code)
     # Exit code 1 is explained by red verdicts. Without any, another test failed, or a file could not be imported.
     explained = code == 0 or (code == 1 and counts(report)["red"])
-    return Run(release, report, "" if explained else f"pytest ended with {code}: {log}")
+    return Run(release, report, "" if explained else f"pytest ended with {code}: {log}", code)
 
 
 def _cache() -> Path:

@@ -23,6 +23,8 @@ from pytest_distcompat.installed import fits, version_of
 PACKAGES_KEPT = ("torch",)
 #: How many times newly installed packages may require further ones.
 MAX_ROUNDS = 5
+#: The end of a URL that always names the same sources.
+_COMMIT = re.compile(r"@[0-9a-f]{40}$")
 
 
 def requirements(release: str) -> list[Requirement]:
@@ -49,11 +51,13 @@ def file_name(release: str) -> str:
 def install(release: str, directory: Path) -> Path:
     """Return the directory with these releases and what they require beyond the installed packages; make it if needed.
 
-    One from a URL, or that no longer meets its requirements, is installed again. Raises UsageProblem if pip fails.
+    One from a URL that names no commit, or that no longer meets its requirements, is installed again. Raises UsageProblem
+    if pip fails.
     """
     wanted = requirements(release)
     target = directory / file_name(release)
-    if any(requirement.url for requirement in wanted) or (target.is_dir() and any(unmet(target))):
+    moves = any(requirement.url and not _COMMIT.search(requirement.url) for requirement in wanted)
+    if moves or (target.is_dir() and any(unmet(target))):
         shutil.rmtree(target, ignore_errors=True)
     if not target.is_dir():
         directory.mkdir(parents=True, exist_ok=True)

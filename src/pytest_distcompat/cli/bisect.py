@@ -1,0 +1,125 @@
+"""Bisection of releases, or of commits, of a package: which one turned a session red, or green."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from packaging.version import InvalidVersion, Version
+
+from pytest_distcompat.failures import UsageProblem
+
+_RANGE = re.compile(
+    r"(?P<package>[\w.-]+)\s*(?:==|@\s*git\+(?P<url>\S+)@)(?P<first>[^\s@]+?)\.\.(?P<last>[^\s@]+)", re.ASCII
+)
+
+Outcome = TypeVar("Outcome")
+
+
+def releases_of(text: str, directory: Path) -> list[str]:
+    """Return the releases of a range, the oldest first.
+
+    Args:
+        text: ``PACKAGE==FIRST..LAST`` for releases of the package index, pre-releases left out; or
+            ``PACKAGE @ git+URL@FIRST..LAST`` for commits of the first-parent history.
+        directory: Where a clone of the repository is kept.
+
+    Raises:
+        UsageProblem: If that is no range, an end of it does not exist, or pip or git fails.
+
+    """
+    found = _RANGE.fullmatch(text.strip())
+    if found is None:
+        expected = (
+            "accelerate==1.12.0..1.13.0 or accelerate @ git+https://github.com/huggingface/accelerate@v1.12.0..main"
+        )
+        raise UsageProblem(f"{text!r} is no range of releases; expected: {expected}")
+    package, url, first, last = found.group("package", "url", "first", "last")
+    if url:
+        return [
+            f"{package} @ git+{url}@{commit}" for commit in _commits(url, first, last, directory / f"{package}.git")
+        ]
+    known = sorted(map(Version, _versions(package)))
+    ends = []
+    for end in (first, last):
+        try:
+            ends.append(known.index(Version(end)))
+        except (InvalidVersion, ValueError):
+            releases = ", ".join(map(str, known[-20:]))
+            raise UsageProblem(f"{package} has no release {end}; the newest: {releases}") from None
+    if ends[0] >= ends[1]:
+        raise UsageProblem(f"{text}: the first release is not older than the last")
+    chosen = known[ends[0] : ends[1] + 1]
+    return [f"{package}=={one}" for one in chosen if not one.is_prerelease or str(one) in {first, last}]
+
+
+def bisect(
+    releases: Sequence[str], run: Callable[[str], Outcome], red: Callable[[Outcome], bool | None]
+) -> Iterator[Outcome]:
+    """Run the first release, the last one, and those between that halve what is left; yield each outcome.
+
+    A release that is neither red nor green is left out, and the one next to it is taken.
+    """
+    yield (first := run(releases[0]))
+    yield (last := run(releases[-1]))
+    if None in {red(first), red(last)} or red(first) == red(last):
+        return
+    below, above = 0, len(releases) - 1
+    left = list(range(1, above))
+    while left:
+        middle = min(left, key=lambda number: abs(2 * number - below - above))
+        yield (outcome := run(releases[middle]))
+        if red(outcome) is None:
+            left.remove(middle)
+        elif red(outcome) == red(first):
+            below, left = middle, [number for number in left if number > middle]
+        else:
+            above, left = middle, [number for number in left if number < middle]
+
+
+def _versions(package: str) -> list[str]:
+    command = [sys.executable, "-m", "pip", "index", "versions", "--pre", "--json", package]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
+        raise UsageProblem(f"pip lists no releases of {package}: {' '.join(lines[-2:])}")
+    versions: list[str] = json.loads(done.stdout)["versions"]
+    return versions
+
+
+def _commits(url: str, first: str, last: str, clone: Path) -> list[str]:
+    """Return the commits of the first-parent history from the first revision to the last."""
+    if clone.is_dir():
+        _git("fetch", "--quiet", "--tags", "origin", clone=clone)
+    else:
+        clone.parent.mkdir(parents=True, exist_ok=True)
+        _git("clone", "--quiet", "--no-checkout", "--filter=blob:none", url, str(clone))
+    start, end = (
+        _git(
+            "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}", clone=clone, what=revision
+        )
+        for revision in (_revision(first, clone), _revision(last, clone))
+    )
+    commits = _git("rev-list", "--reverse", "--first-parent", f"{start}..{end}", clone=clone).split()
+    if not commits or commits[-1] != end:
+        raise UsageProblem(f"{url}: {first} is no ancestor of {last}")
+    return [start, *commits]
+
+
+def _revision(name: str, clone: Path) -> str:
+    """Return a branch's name as that of the fetched branch: the clone's own is as old as the clone."""
+    fetched = f"refs/remotes/origin/{name}"
+    return fetched if _git("for-each-ref", fetched, clone=clone) else name
+
+
+def _git(*arguments: str, clone: Path | None = None, what: str = "") -> str:
+    command = ["git", *(("-C", str(clone)) if clone else ()), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UsageProblem(f"git knows no revision {what}" if what else f"git: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()
