@@ -74,6 +74,8 @@ class Verdict:
     Attributes:
         reason: Why it is known, refused or skipped: ``reasons``, one of each bug, joined.
         seconds: The duration of the item, with the runs that it was the first to need.
+        began: When the item began, in seconds since the session began.
+        device_seconds: The seconds of all devices that its runs had.
         rank: The rank that failed first, or that the finding names.
         reproduce: The command that runs the item alone, empty for an item that came to no verdict.
         teardown: The error of the item's teardown, if that failed too.
@@ -90,6 +92,8 @@ class Verdict:
     driver: str = ""
     nodeid: str = ""
     seconds: float = 0.0
+    began: float = 0.0
+    device_seconds: float = 0.0
     rank: int | None = None
     reproduce: str = ""
     teardown: str = ""

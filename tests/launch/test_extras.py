@@ -22,6 +22,7 @@ EXTRAS = {
     # These two add to pytest and know no torch.
     "torch,xdist": ["--distcompat-drivers=torch", "-n2"],
     "torch,pairwise": ["--distcompat-drivers=torch"],
+    "torch,otel": ["--distcompat-drivers=torch"],
 }
 
 #: The interpreter of those environments.

@@ -7,6 +7,7 @@ from pytest_distcompat.report.document import FORMAT, Report, counts, facets
 from pytest_distcompat.report.html import trend_html
 from pytest_distcompat.report.merge import merge
 from pytest_distcompat.report.result import Change, Row
+from pytest_distcompat.report.telemetry import send, with_device_seconds
 from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, plain_text, runs_text
 from pytest_distcompat.report.trend import History, Night, Trend, trend
 from pytest_distcompat.report.write import FORMATS, append_summary, replace_file, write_report
@@ -36,8 +37,10 @@ __all__ = [
     "rank_of_cause",
     "replace_file",
     "runs_text",
+    "send",
     "trend",
     "trend_html",
     "versions",
+    "with_device_seconds",
     "write_report",
 ]

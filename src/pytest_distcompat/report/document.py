@@ -212,7 +212,7 @@ def facets(cell: str) -> dict[str, Any]:
 
 def _result(result: Verdict) -> dict[str, Any]:
     texts = {"message": excerpt(result.message, MAX_MESSAGE), "facets": facets(result.cell)}
-    return {**result.to_json(), **texts, "seconds": round(result.seconds, 3)}
+    return {**result.to_json(), **texts, "seconds": round(result.seconds, 3), "began": round(result.began, 3)}
 
 
 def _too_deep(data: Any) -> bool:

@@ -28,7 +28,9 @@ from pytest_distcompat.report import (
     compare,
     facets,
     rank_of_cause,
+    send,
     versions,
+    with_device_seconds,
     write_report,
 )
 from pytest_distcompat.status import Status, Verdict
@@ -64,9 +66,11 @@ class Results:
         #: Why nothing ran, as lines, if that fails the session.
         self._nothing_ran: list[str] = []
         self.report: Report | None = None
-        self._began = clock.wall()
+        self._began = clock.wall() - (clock.now() - session.began)
         self._ending = ""
         self._running = False
+        #: The xdist worker that ran an item, by node id.
+        self._workers: dict[str, str] = {}
         #: The number of failures that pytest counts which are red verdicts of suites.
         self._own_failures = 0
         self._versions = versions()
@@ -131,7 +135,11 @@ class Results:
     def _record_verdict(self, data: dict[str, Any], report: pytest.TestReport) -> None:
         result = decode(Verdict, data["verdict"])
         rank = rank_of_cause(result.message) if result.rank is None else result.rank
-        result = self.results[result.nodeid] = dataclasses.replace(result, rank=rank, seconds=report.duration)
+        # The item as a whole: under xdist a report comes when its worker has sent it.
+        began = report.start - self._began
+        result = dataclasses.replace(result, rank=rank, seconds=report.duration, began=began)
+        self.results[result.nodeid] = result
+        self._workers[result.nodeid] = getattr(report, "worker_id", "")
         row = self._row(result)
         row.not_applicable.update(data["not_applicable"])
         row.cost.update(data["cost"])
@@ -218,6 +226,7 @@ class Results:
                     session.exitstatus = pytest.ExitCode.TESTS_FAILED
             else:
                 self._written += [f"report: {path}"] if write is write_report else []
+        self._written += filter(None, [send(self.report)])
 
     def _report(self, exitstatus: int) -> Report:
         from pytest_distcompat.evidence import add_evidence, read_store
@@ -234,6 +243,7 @@ class Results:
         for row in self.cells.values():
             row.driver = drivers.get(row.place, "")
         results = [dataclasses.replace(result, driver=drivers.get(result.place, "")) for result in self.ordered()]
+        results = with_device_seconds(results, session_info["timeline"], self._workers)
         rows = [self.cells[key] for key in dict.fromkeys(f"{result.place}:{result.cell}" for result in results)]
         report = Report(session_info, results, rows, unreached=unreached)
         add_evidence(report, runs)
