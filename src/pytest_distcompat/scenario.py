@@ -174,8 +174,9 @@ def reshard(cell: Cell, tp: int = 0) -> Scenario:
     """
     load, world_size = (*_BUILD, "load"), cell.world_size
     mesh = {"only": without(*MESH)} if cell.tp > 1 else {"world_size": 2 * world_size}
-    up = Run("up", (*load, *("step",) * 3, "save", "step"), first_step=3, after="train", **mesh)
-    back = Run("back", (*load, "step"), first_step=6, after="up", world_size=world_size, tp=tp)
+    # One step before the save, so that what is loaded last is not what was loaded first.
+    up = Run("up", (*load, "step", "save", "step"), first_step=3, after="train", **mesh)
+    back = Run("back", (*load, "step"), first_step=4, after="up", world_size=world_size, tp=tp)
     one = Run("one", (*load, "step"), first_step=3, after="train", world_size=1, only=without(*MESH))
     return Scenario("reshard", (TRAIN_RUN, up, back, one) if world_size > 1 else (TRAIN_RUN, up, back))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_distcompat.decode import decode
+from pytest_distcompat.decode import decode, encode
 
 #: Placements of a dimension along which all ranks hold the same, and of one whose ranks hold pieces of the flattened tensor.
 REPLICATE, FLAT = "Replicate", "Flat"
@@ -344,7 +344,8 @@ class Snapshot:
 
     def to_json(self) -> dict[str, Any]:
         """Return the snapshot as plain data, which ``from_json`` reads."""
-        return dataclasses.asdict(self)
+        data: dict[str, Any] = encode(self)
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Snapshot:

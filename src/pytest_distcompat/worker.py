@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat import clock
 from pytest_distcompat.calls import CALL, REFERENCE_CALL, Call, kind_of
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.decode import decode
+from pytest_distcompat.decode import decode, prepare
 from pytest_distcompat.driver import RESUME_AT, STEP_ACTIONS, Driver, Plan
-from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.drivers import DRIVERS, find_driver
 from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.events import Action, SnapshotTaken
+from pytest_distcompat.launch.files import log_file
+from pytest_distcompat.models import MODELS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.registry import installed_entry_points
 from pytest_distcompat.run_paths import RunPaths, SuitePayload
 from pytest_distcompat.scenario import ROWS, Run
+from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RowsInfo, Snapshot
 from pytest_distcompat.world import World
 
@@ -33,8 +36,13 @@ if TYPE_CHECKING:
     from pytest_distcompat.launch import RankLog
     from pytest_distcompat.probe import Observer
 
-# Fork servers import this module: their ranks need not read the entry points again.
+# Fork servers import this module: their ranks need not look for the registered items again.
 installed_entry_points()
+prepare(SuitePayload)
+for _registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS):
+    # One that cannot be imported is left to the rank that needs it, which reports that.
+    with contextlib.suppress(Exception):
+        _registry.names()
 
 #: The actions that are methods of the trainer, which may do several of them in one call.
 TRAINING = STEP_ACTIONS | {"build", "load", "save"}
@@ -68,8 +76,6 @@ def _capture_log(level: str, log: RankLog) -> None:
     """Write log records without a handler to a file, as pytest writes them; the root logger gets no handler of its own."""
     # With one ``logging.basicConfig`` of the trainer would do nothing
     # (https://docs.python.org/3/library/logging.html#logging.lastResort).
-    from pytest_distcompat.launch.files import log_file
-
     if level:
         number = int(level) if level.isdecimal() else logging.getLevelName(level.upper())
         logging.getLogger().setLevel(min(logging.getLogger().level, number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -58,6 +59,7 @@ def report_process(payload: Mapping[str, Any], log: RankLog) -> None:
         semaphores=_shared_memory(),
         hash=hash("a name"),
         address=id(psutil),
+        collection=(gc.isenabled(), *gc.get_threshold()),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -153,6 +154,16 @@ def test_a_hash_seed_that_the_user_set_is_that_of_all(
     first, second = report_process(run("report_process", launcher=launch(Warmth())))
     assert first["hash"] == second["hash"]
     assert first["address"] != second["address"]
+
+
+@pytest.mark.parametrize("thresholds", [(), (9000, 9, 9)])
+def test_ranks_collect_garbage_as_the_libraries_have_set_it(
+    run: Run, launch: Launch, tmp_path: Path, thresholds: tuple[int, ...]
+) -> None:
+    setting = f"import gc\ngc.set_threshold(*{thresholds})\n" if thresholds else ""
+    (tmp_path / "collects.py").write_text(setting, encoding="utf-8")
+    ending = run("report_process", 1, launcher=launch(Warmth(("collects",))))
+    assert [one["collection"] for one in report_process(ending)] == [[True, *(thresholds or gc.get_threshold())]]
 
 
 @pytest.mark.nightly

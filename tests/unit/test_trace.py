@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from pytest_distcompat.trace import (
+    CallInfo,
     CollectiveInfo,
     ComputeInfo,
     FileInfo,
+    Layout,
+    Loader,
+    MeshDim,
     ModelInfo,
     OptimizerInfo,
     ParameterInfo,
+    RowsInfo,
     RunTrace,
     Snapshot,
     StateInfo,
@@ -23,7 +28,8 @@ from pytest_distcompat.trace import (
     UnwrappedInfo,
 )
 
-INFO = ParameterInfo("a.weight", (3, 2), "bfloat16", trainable=False, kind="DTensor", local_numel=3, digest="d", held=1)
+CUT = Layout((MeshDim("dp_shard", 2, 1, "Shard(0)"),))
+INFO = ParameterInfo("a.weight", (3, 2), "bfloat16", False, "DTensor", CUT, local_numel=3, digest="d", held=1)
 FULL = Snapshot(
     1,
     "train",
@@ -41,6 +47,8 @@ FULL = Snapshot(
     compute=(ComputeInfo("a", "float32", "float32", "bfloat16"),),
     collectives=(CollectiveInfo("allreduce", "float32", 2, 6),),
     files=(FileInfo("model.safetensors", "safetensors", "model", ("a.weight",)),),
+    call=CallInfo(observes=True, gradients={"a.weight": "d"}, evaluating=("a",), sums={"a.weight": (6, 1.5, 2.25)}),
+    rows=(RowsInfo("map", 1, 2, Loader(shuffled=False), (((0, 1), (2,)),)),),
 )
 
 
@@ -49,6 +57,10 @@ FULL = Snapshot(
 )
 def test_a_snapshot_comes_back_from_json(snapshot: Snapshot) -> None:
     assert Snapshot.from_json(json.loads(json.dumps(snapshot.to_json()))) == snapshot
+
+
+def test_a_snapshot_is_written_with_every_field() -> None:
+    assert FULL.to_json() == asdict(FULL)
 
 
 def test_a_loss_that_is_no_number_comes_back_too() -> None:

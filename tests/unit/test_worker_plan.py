@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,3 +238,11 @@ def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatc
     assert not compiled
     driver.evaluate(driver.build_model())
     assert len(compiled) == 1, "it is compiled where nobody says otherwise"
+
+
+def test_importing_the_worker_reads_all_registries() -> None:
+    """Ranks are forked from a process that has imported it, and would each list the packages again."""
+    read = "[name for name, one in vars(worker).items() if isinstance(one, Registry) and 'by_name' in vars(one)]"
+    code = f"from pytest_distcompat import worker\nfrom pytest_distcompat.registry import Registry\nprint(*{read})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"DRIVERS", "MODELS", "PRECISIONS", "STRATEGIES"} <= set(found)

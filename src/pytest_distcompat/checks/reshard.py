@@ -45,7 +45,7 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     return scenario.reshard(cell, max(one.tp for one in cells if one == cell or not driver.unsupported_reason(one)))
 
 
-_UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back", "step", 0), ("one", "step", 0))
+_UNTIL = (("train", "step", SAVED), ("up", "save", 0), ("up", "step", 1), ("back", "step", 0), ("one", "step", 0))
 
 
 @check(scenario=_runs, until=_UNTIL, order=11, not_applicable=_not_resharded, costly=True)

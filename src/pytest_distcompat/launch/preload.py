@@ -154,15 +154,29 @@ def _keep_operators_of_torch() -> None:
 
 def _import(names: Sequence[str], dump_at: float) -> None:
     """Import the modules. One that cannot be imported is left to the code that needs it, which reports that better."""
-    for name in names:
-        try:
-            with _stack_written(dump_at, 2):
-                importlib.import_module(name)
-        except ImportError:
-            # Not installed, or not for this torch.
-            continue
-        except Exception:
-            traceback.print_exc()
+    with _without_collection():
+        for name in names:
+            try:
+                with _stack_written(dump_at, 2):
+                    importlib.import_module(name)
+            except ImportError:
+                # Not installed, or not for this torch.
+                continue
+            except Exception:
+                traceback.print_exc()
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Let the garbage collector wait: to go through what the libraries have made again and again took a fifth of the imports."""
+    # Not ``gc.disable``: a library may do that itself, or set a threshold, and ranks then have what it set.
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        yield
+    finally:
+        if gc.get_threshold()[0] == 0:
+            gc.set_threshold(*before)
 
 
 def _restart_threads_of_numpy() -> None:
