@@ -224,6 +224,10 @@ class Cell:
         """Return which of these batches the rank is fed."""
         return rank // self.tp
 
+    def tp_peers(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the parts of each layer together with this one, itself included."""
+        return tuple(range(rank - rank % self.tp, rank - rank % self.tp + self.tp))
+
     @property
     def set(self) -> tuple[str, ...]:
         """Return the settings that option ``set`` has, one by one."""

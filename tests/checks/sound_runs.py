@@ -233,6 +233,7 @@ def _watched(cell: Cell, micros: int, rank: int) -> dict[str, Any]:
         CollectiveInfo("allreduce", "float64", 1, 1, 1),
         CollectiveInfo("allreduce", "int64", 1, 16, 16),
         CollectiveInfo("allgather_base", "float16", 1, 16, 16),
+        *_activations(cell, micros, rank),
     )
     compute = () if cell.option("compile") else (ComputeInfo("inlet", row.storage, row.compute, row.compute),)
     split = strategy.shards or strategy.flat_masters
@@ -245,6 +246,13 @@ def _watched(cell: Cell, micros: int, rank: int) -> dict[str, Any]:
     square = 1 / max(1, len(all_of_them))
     step = StepInfo("AdamW", (row.master,), (row.gradient,), (row.state,), square, tuple(gradients), all_of_them)
     return {"steps": (step,), "compute": compute, "collectives": collectives}
+
+
+def _activations(cell: Cell, micros: int, rank: int) -> tuple[CollectiveInfo, ...]:
+    """What ranks that are fed the same rows tell each other in forward and backward: four sums a micro-batch."""
+    op = "reduce_scatter_tensor" if cell.option("sp") else "all_reduce"
+    sums = CollectiveInfo(op, "float32", 4 * micros, 64, 256 * micros, cell.tp_peers(rank))
+    return (sums,) if cell.tp > 1 else ()
 
 
 def _files() -> tuple[FileInfo, ...]:

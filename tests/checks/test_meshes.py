@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +10,7 @@ from tests.checks.test_gradients import scaled
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers.torch import TorchDriver
-from pytest_distcompat.trace import Layout
+from pytest_distcompat.trace import CollectiveInfo, Layout
 
 if TYPE_CHECKING:
     from tests.checks.test_reshard import RunsOf
@@ -113,8 +112,12 @@ def test_losses_of_other_batches_are_not_compared(runs_of: RunsOf) -> None:
     ]
 
 
-def test_accumulation_is_not_judged_beside_tensor_parallelism(sound: Sound) -> None:
-    cell = replace(sound(WITH_SHARDS).cell, options=(("grad_accum", 2), ("tp", 2)))
-    reason = CHECKS.get("accumulation").not_applicable(cell, TorchDriver)
-    assert reason
-    assert reason.startswith("tensor parallelism reduces activations")
+def test_accumulation_beside_tensor_parallelism_counts_gradients_alone(sound: Sound) -> None:
+    # Activations are reduced in each micro-batch.
+    story = sound("fsdp2-fp32-w4-grad_accum_2-tp_2")
+    assert story.findings("accumulation") == []
+    gradients = CollectiveInfo("reduce_scatter_base", "float32", 2, 16, 32, (0, 2))
+    more = (*story.trace.run().at("step", 1)[0].collectives, gradients)
+    assert "elements of gradients were reduced; expected 16 with one micro-batch" in " ".join(
+        story.snapshot("step", {"collectives": more}, nth=1, rank=0).findings("accumulation")
+    )

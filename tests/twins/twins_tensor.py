@@ -40,6 +40,19 @@ class NoPlanFits(Torch):
         )
 
 
+@twin(
+    "active",
+    f"{ALONE}-sp",
+    f"{WITH_SHARDS}-sp",
+    match=r"^rank 0: no sum of ranks 0, 1 was scattered in a step \(collectives of activations: .*all_reduce.*\); expected sequence",
+)
+class SequenceStaysWhole(Torch):
+    """Sequence parallelism is asked for, and every rank of tensor parallelism computes norms on the whole sequence."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        return super().wrap(model, precision, cell.without("sp"), device)
+
+
 @twin("active", ALONE, match=DRIFT["active"], also={"resume": r"other values after the load"})
 class NormDrifts(Torch):
     """One rank changes a norm that all ranks of tensor parallelism hold, by too little for any loss."""

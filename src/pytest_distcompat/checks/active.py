@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import REDUCTIONS, check, every_rank, named_ranks, requested
+from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested
 from pytest_distcompat.checks._values import held_states, tp_sharded, unused
 from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import TRAIN
@@ -23,7 +23,8 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the strategy really runs.
 
     Wrapper, kind of parameters, ZeRO stage, world size, shards and parts of tensor parallelism are its own. Gradients are
-    reduced. What several ranks hold (parameters, optimizer state, gradients) stays equal.
+    reduced; sequence parallelism cuts what lies between layers. What several ranks hold (parameters, optimizer state,
+    gradients) stays equal.
 
     If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on the CPU.
     """
@@ -46,7 +47,10 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         trainable = trained_elements(run.unwrapped)
         trainable -= sum(math.prod(info.shape) for info in live if info.name in without)
         for snapshot in trained:
-            yield from _reduced(snapshot, trainable // cell.tp)
+            yield from _reduced(cell, snapshot, trainable // cell.tp)
+    if cell.option("sp"):
+        for snapshot in trained:
+            yield from _sequence_cut(cell, snapshot)
     yield from _same_everywhere(trained)
 
 
@@ -89,6 +93,19 @@ def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snap
         found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
         expected = f"expected {cell.tp} parts of tensor parallelism, along a mesh dimension named 'tp'"
         yield f"rank {snapshot.rank}: layers are {found}; {expected}"
+
+
+def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding unless the sums of the parts of a layer were scattered, as sequence parallelism does."""
+    # An all-gather proves nothing: the logits of a cut vocabulary are gathered too.
+    peers = cell.tp_peers(snapshot.rank)
+    ops = {info.op for info in snapshot.collectives if set(info.ranks) == {*peers} and "float" in info.dtype}
+    if not any(op.startswith("reduce_scatter") for op in ops):
+        found = ", ".join(sorted(ops)) or "none"
+        yield (
+            f"rank {snapshot.rank}: no sum of {named_ranks(peers, 0)} was scattered in a step (collectives of activations: "
+            f"{found}); expected sequence parallelism to cut what lies between layers along the sequence"
+        )
 
 
 def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
@@ -168,13 +185,13 @@ def _each_once(
             yield f"{named_ranks(ranks, cell.world_size)} together store {found}; expected each one once"
 
 
-def _reduced(snapshot: Snapshot, trainable: int) -> Iterator[str]:
-    reductions = [info for info in snapshot.collectives if info.op in REDUCTIONS and info.numel > 1]
+def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:
+    reductions = [*gradient_reductions(cell, snapshot)]
     if not reductions:
         ops = ", ".join(sorted({info.op for info in snapshot.collectives})) or "none"
         yield f"rank {snapshot.rank}: no gradient was reduced in a step (collectives: {ops}); ranks train on their own"
         return
-    most = sum(info.calls * info.numel for info in reductions if "float" in info.dtype)
+    most = sum(info.calls * info.numel for info in reductions)
     if most < MIN_REDUCED_FRACTION * trainable:
         yield (
             f"rank {snapshot.rank}: only {most} elements were reduced in a step, of {trainable} trainable ones; "
