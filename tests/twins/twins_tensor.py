@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies import _tensor
+from pytest_distcompat.strategies import _context, _tensor
 
 from .declare import GRADIENTS, PARITY, Torch, twin
 
@@ -125,3 +126,48 @@ class PeersFedOtherRows(Torch):
     def batches(self, number: int) -> Iterator[tuple[Batch, bool]]:
         for index, (_, last) in zip(self.micros(number), super().batches(number), strict=True):
             yield self.batch_of(index, self.world.rank), last
+
+
+SEQUENCE, SEQUENCE_WITH_SHARDS = "fsdp2-fp32-w2-cp_2", "fsdp2-fp32-w4-cp_2"
+
+
+@twin(
+    "active",
+    SEQUENCE_WITH_SHARDS,
+    match=r"^rank 0: ranks 0, 1 exchanged nothing among themselves in a step; expected context parallelism \(cp 2\)",
+    also={**PARITY, **GRADIENTS},
+)
+@twin("parity", SEQUENCE, match=r"^step 1: the loss is ", also=GRADIENTS)
+class AttentionStaysLocal(Torch):
+    """Context parallelism without its ring: each rank attends to its own part of the sequence alone."""
+
+    def step(self, number: int) -> float:
+        sound: Any = _context.attending
+        there: Any = _context
+        there.attending = lambda *_: contextlib.nullcontext()
+        try:
+            return super().step(number)
+        finally:
+            _context.attending = sound
+
+
+@twin("parity", SEQUENCE, SEQUENCE_WITH_SHARDS, match=r"^step 1: the loss is 9\.\d+; 4\.\d+ in the reference")
+class LossTimesCp(Torch):
+    """The loss is multiplied by the size of cp once more."""
+
+    def micro_loss(self, batch: Batch) -> torch.Tensor:
+        return super().micro_loss(batch) * self.cell.cp
+
+
+@twin(
+    "data",
+    SEQUENCE_WITH_SHARDS,
+    match=r"^ranks 0 and 1 are fed the same batch in step 1; expected another part of the sequence on each \(cp 2\)",
+    also={"active": r"^rank 0: ranks 0, 1 exchanged nothing among themselves"},
+)
+class SequenceIsNotCut(Torch):
+    """Context parallelism is asked for, and each of its ranks computes on the whole sequence."""
+
+    def build(self, model: Module) -> None:
+        super().build(model)
+        self.context = None

@@ -41,6 +41,7 @@ CHECKPOINT_OPTIONS = frozenset(
         "dp_replicate",
         "tp",
         "sp",
+        "cp",
         "optimizer",
     }
 )

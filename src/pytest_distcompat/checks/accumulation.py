@@ -20,6 +20,8 @@ FULL_STEPS = 3
 
 
 def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
+    if cell.cp > 1:
+        return "context parallelism sums the gradients of keys and values in every micro-batch, beside which others do not show"
     return None if cell.option("grad_accum") != 1 else "there is one micro-batch a step"
 
 

@@ -23,7 +23,8 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the strategy really runs.
 
     Wrapper, kind of parameters, ZeRO stage, world size, shards and parts of tensor parallelism are its own. Gradients are
-    reduced; sequence parallelism cuts what lies between layers. What several ranks hold (parameters, optimizer state,
+    reduced; sequence parallelism cuts what lies between layers, and
+    attention sees all parts of a sequence. What several ranks hold (parameters, optimizer state,
     gradients) stays equal.
 
     If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on the CPU.
@@ -42,15 +43,15 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from _shards(strategy, cell, run)
     trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
-    if cell.dp_size > 1:
+    if cell.world_size > cell.tp:
         live, without = trained[0].model.parameters if trained and trained[0].model else (), unused(run)
         trainable = trained_elements(run.unwrapped)
         trainable -= sum(math.prod(info.shape) for info in live if info.name in without)
         for snapshot in trained:
             yield from _reduced(cell, snapshot, trainable // cell.tp)
-    if cell.option("sp"):
-        for snapshot in trained:
-            yield from _sequence_cut(cell, snapshot)
+    for snapshot in trained:
+        yield from _sequence_cut(cell, snapshot)
+        yield from _attends(cell, snapshot)
     yield from _same_everywhere(trained)
 
 
@@ -97,6 +98,8 @@ def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snap
 
 def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding unless the sums of the parts of a layer were scattered, as sequence parallelism does."""
+    if not cell.option("sp"):
+        return
     # An all-gather proves nothing: the logits of a cut vocabulary are gathered too.
     peers = cell.tp_peers(snapshot.rank)
     ops = {info.op for info in snapshot.collectives if set(info.ranks) == {*peers} and "float" in info.dtype}
@@ -105,6 +108,17 @@ def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
         yield (
             f"rank {snapshot.rank}: no sum of {named_ranks(peers, 0)} was scattered in a step (collectives of activations: "
             f"{found}); expected sequence parallelism to cut what lies between layers along the sequence"
+        )
+
+
+def _attends(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding unless the ranks of a sequence told each other something that are not all ranks of the gradients."""
+    # Where the same ranks share one sequence and all shards, that of parameters proves nothing; there ``parity`` is left.
+    peers = {*cell.cp_peers(snapshot.rank)}
+    if cell.cp > 1 and not any(set(info.ranks) == peers and "float" in info.dtype for info in snapshot.collectives):
+        yield (
+            f"rank {snapshot.rank}: {named_ranks(sorted(peers), 0)} exchanged nothing among themselves in a step; expected "
+            f"context parallelism (cp {cell.cp}): attention to the keys and values of the other parts of the sequence"
         )
 
 

@@ -36,7 +36,7 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(snapshots, cell.world_size, "three steps")
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, run)
     others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
-    copies, padding = cell.dp_size, 0
+    copies, padding = cell.world_size // cell.tp, 0
     if strategy.shards or strategy.flat_masters:
         declared = requested(cell, unwrapped, "dp_replicate")
         copies, padding = int(cell.option("dp_replicate")) if declared else _copies(run.at("build"), cell), MAX_PADDING

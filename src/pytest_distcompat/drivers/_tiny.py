@@ -12,7 +12,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import _releases
 from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
-from pytest_distcompat.strategies import STRATEGIES, Strategy, WrapSpec, _tensor
+from pytest_distcompat.strategies import STRATEGIES, Strategy, WrapSpec, _context, _tensor
 from pytest_distcompat.strategies._base import MAX_NORM
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ class TinyDriver(Driver):
         if cell.option("param_groups") and not cell.option("use_orig_params"):
             return "a flat parameter cannot be split into param groups"
         if cell.tp > 1 and (problem := _tensor.unsupported_reason(cell, tiny.tp_plan)):
+            return problem
+        if cell.cp > 1 and (problem := _context.unsupported_reason(cell)):
             return problem
         if cell.option("optimizer") != "adamw":
             if cell.option("optimizer") not in cls.optimizers:
@@ -204,7 +206,7 @@ class TinyDriver(Driver):
         indices = self.micros(number)
         for index in indices:
             batch = self.batch_of(index, self.cell.dp_rank(self.world.rank))
-            self.tokens += self.tiny.count(batch)
+            self.tokens += self.tiny.count(batch) // self.cell.cp
             yield batch, index == indices[-1]
 
     def seed_rank(self) -> None:
