@@ -52,7 +52,7 @@ OPTIONS: dict[str, Option] = {
             # Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
             (
                 *(("llama", "llama_tied", "mlp") if version_of("transformers") else ("mlp", "llama", "llama_tied")),
-                *("twice", "odd", "scalar", "transposed", "dropout", "batchnorm", "moe"),
+                *("twice", "odd", "scalar", "transposed", "dropout", "batchnorm", "moe", "moe_fused"),
             ),
             "which tiny model the built-in drivers train; `hf:MODEL_TYPE` is an architecture of transformers",
             pattern=r"hf:\w+",
@@ -87,6 +87,7 @@ OPTIONS: dict[str, Option] = {
             (1, 2, 4),
             "ranks that hold the parts of each sequence: context parallelism; they shard parameters as data parallel ranks do",
         ),
+        Option("ep", (1, 2, 4), "data parallel ranks that hold the experts of a model together: expert parallelism"),
         Option("use_orig_params", (True, False), "FSDP1: parameters keep their own tensors, or live in a flat one"),
         Option("cpu_ram_efficient_loading", (False, True), "only rank 0 holds the weights before they are sharded"),
         Option("meta_init", (False, True), "the model is made without memory and filled after sharding"),
@@ -175,6 +176,8 @@ class Cell:
             "cp", self.world_size // self.tp, "ranks" if self.tp == 1 else "ranks, those of each part of tp"
         )
 
+        self._check_divides("ep", self.dp_size, "ranks" if self.dp_size == self.world_size else "data parallel ranks")
+
     def _check_divides(self, name: str, ranks: int, words: str) -> None:
         """Raise ValueError unless the value of the option divides so many ranks."""
         size = int(self.option(name))
@@ -232,6 +235,11 @@ class Cell:
     def cp(self) -> int:
         """Return how many ranks hold the parts of each sequence; on a mesh, the dimension outside that of tensor parallelism."""
         return int(self.option("cp"))
+
+    @property
+    def ep(self) -> int:
+        """Return how many data parallel ranks hold the experts together; neighbours, each fed rows of its own."""
+        return int(self.option("ep"))
 
     @property
     def dp_size(self) -> int:

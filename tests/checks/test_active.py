@@ -387,3 +387,13 @@ def test_findings_alike_are_one(sound: Sound) -> None:
 
     found = sound("ddp-fp32-w2").alter(double, action="build").findings("active")
     assert found == ["rank 1: no report after build", "rank 0: ZeRO stage 1 is running; expected None"]
+
+
+def test_experts_are_cut_along_ep(sound: Sound) -> None:
+    uncut = sound("fsdp2-fp32-w4")
+    story = replace(uncut, cell=replace(uncut.cell, options=(("ep", 2),)))
+    expected = "expected 2 parts of expert parallelism, along a mesh dimension named 'ep'"
+    assert story.findings("active") == [f"rank {rank}: experts are whole on each rank; {expected}" for rank in range(4)]
+    part = Layout((MeshDim("dp_shard", 2, 0, "Shard(0)"), MeshDim("ep", 2, 0, "Shard(0)")), (0, 1, 2, 3))
+    cut = story.parameters({"layout": part}, only="frozen.weight", action="build")
+    assert cut.findings("active") == []

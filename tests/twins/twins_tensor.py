@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies import _context, _tensor
 
-from .declare import GRADIENTS, PARITY, Torch, twin
+from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin
 
 if TYPE_CHECKING:
     import torch
@@ -171,3 +171,76 @@ class SequenceIsNotCut(Torch):
     def build(self, model: Module) -> None:
         super().build(model)
         self.context = None
+
+
+EXPERTS, EXPERTS_WITH_SHARDS = "fsdp2-fp32-w2-model_moe_fused-ep_2", "fsdp2-fp32-w4-model_moe_fused-ep_2"
+
+
+@twin(
+    "active",
+    EXPERTS_WITH_SHARDS,
+    match=r"^rank 0: experts are whole on each rank; expected 2 parts of expert parallelism, along a mesh dimension named 'ep'",
+)
+class ExpertsStayWhole(Torch):
+    """Expert parallelism is asked for, and every rank keeps a shard of all experts, as without."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        return super().wrap(model, precision, cell.without("ep"), device)
+
+
+@twin("parity", EXPERTS, EXPERTS_WITH_SHARDS, match=r"^step 1: the loss is ", also={**GRADIENTS, **CLIPPING})
+class ExpertsOfRankZero(Torch):
+    """All ranks get the experts of rank 0: https://github.com/huggingface/transformers/issues/45662."""
+
+    def build(self, model: Module) -> None:
+        from torch import distributed
+
+        super().build(model)
+        for parameter in self.model.experts.parameters():
+            distributed.broadcast(parameter.to_local().detach(), 0)
+
+
+@twin(
+    "gradients",
+    EXPERTS,
+    match=r"^step 1: (all ranks|rank 0).*: the gradient of block.* is zero or missing",
+    also={**PARITY, **CLIPPING},
+)
+class OnlyExpertsLearn(Torch):
+    """All but the experts lose their gradients: https://github.com/huggingface/transformers/issues/48205."""
+
+    def _clip(self) -> float:
+        for name, parameter in self.model.named_parameters():
+            if not name.startswith("experts"):
+                parameter.grad = None
+        return super()._clip()
+
+
+@twin(
+    "gradients",
+    EXPERTS,
+    match=r"^step 1: .*: the gradient of router\.weight is zero or missing",
+    also={**PARITY, **CLIPPING},
+)
+class RouterOutsideTheGraph(Torch):
+    """The loss is right, and the router does not learn: https://github.com/huggingface/transformers/issues/48687."""
+
+    def build(self, model: Module) -> None:
+        super().build(model)
+        self.model.router.register_forward_hook(lambda _module, _inputs, scores: scores.detach())
+
+
+@twin(
+    "gradients",
+    EXPERTS_WITH_SHARDS,
+    match=r"^step 1: .*: the gradient of experts\..* is .* times .*the size of ep",
+    also={**PARITY, **CLIPPING},
+)
+class ExpertsTimesEp(Torch):
+    """The sums over the rows of several ranks are taken for the mean of one: torchtitan sets a factor against it."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        wrapped: Any = super().wrap(model, precision, cell, device)
+        wrapped.experts.set_gradient_divide_factor(cell.dp_size / cell.ep)
+        found: Module = wrapped
+        return found

@@ -132,6 +132,14 @@ def test_parts_of_a_sequence_are_beside_those_of_a_layer() -> None:
         Cell.of("fsdp2", "fp32", 4, tp=2, cp=4)
 
 
+def test_experts_are_spread_over_data_parallel_ranks() -> None:
+    cell = Cell.of("fsdp2", "fp32", 8, ep=4)
+    assert (cell.ep, cell.dp_size) == (4, 8)
+    words = "ep 4 does not divide 2 data parallel ranks; with these ep can be 1, 2"
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        Cell.of("fsdp2", "fp32", 4, tp=2, ep=4)
+
+
 def test_an_unknown_option_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^no option named 'zap'. Known: model, "):
         Cell("ddp", "fp32").option("zap")

@@ -42,6 +42,7 @@ CHECKPOINT_OPTIONS = frozenset(
         "tp",
         "sp",
         "cp",
+        "ep",
         "optimizer",
     }
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested
-from pytest_distcompat.checks._values import held_states, tp_sharded, unused
+from pytest_distcompat.checks._values import cut_along, held_states, unused
 from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
@@ -86,14 +86,16 @@ def _wrapped(strategy: Strategy, rank: int, model: ModelInfo, left_out: Callable
 
 
 def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
-    """Yield findings unless layers are cut along a dimension ``tp`` of the size that was asked for."""
-    if not requested(cell, unwrapped, "tp"):
-        return
-    sizes = {dim.size for info in snapshot.parameters if tp_sharded(info) and (dim := info.layout.dim("tp"))}
-    if sizes - {1} != {cell.tp} - {1}:
-        found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
-        expected = f"expected {cell.tp} parts of tensor parallelism, along a mesh dimension named 'tp'"
-        yield f"rank {snapshot.rank}: layers are {found}; {expected}"
+    """Yield findings unless layers are cut along ``tp``, and experts along ``ep``, in as many parts as were asked for."""
+    for name, what, kind in (("tp", "layers", "tensor"), ("ep", "experts", "expert")):
+        if not requested(cell, unwrapped, name):
+            continue
+        dims = (info.layout.dim(name) for info in snapshot.parameters if cut_along(info, name))
+        sizes, wanted = {dim.size for dim in dims if dim}, int(cell.option(name))
+        if sizes - {1} != {wanted} - {1}:
+            found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
+            expected = f"expected {wanted} parts of {kind} parallelism, along a mesh dimension named {name!r}"
+            yield f"rank {snapshot.rank}: {what} are {found}; {expected}"
 
 
 def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
@@ -162,7 +164,7 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
 
 def _part(info: ParameterInfo, tp: int) -> float:
     """Return the elements that the rank stores, divided by how many ranks of tensor parallelism store the same."""
-    return info.local_numel / (1 if tp_sharded(info) else tp)
+    return info.local_numel / (1 if cut_along(info, "tp") else tp)
 
 
 def _groups(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, requested
-from pytest_distcompat.checks._values import FACTORS, tp_sharded, unused
+from pytest_distcompat.checks._values import FACTORS, cut_along, unused
 from pytest_distcompat.cost import state_elements, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -68,7 +68,7 @@ def _replicated_by_tp(cell: Cell, run: RunTrace) -> int:
         math.prod(info.shape)
         for snapshot in run.at("build")[:1]
         for info in snapshot.parameters
-        if info.trainable and not tp_sharded(info)
+        if info.trainable and not cut_along(info, "tp")
     )
 
 

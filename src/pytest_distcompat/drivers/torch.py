@@ -197,6 +197,7 @@ class TorchDriver(TinyDriver):
         "tp",
         "sp",
         "cp",
+        "ep",
         "use_orig_params",
         "meta_init",
         "ignored_modules",
@@ -339,7 +340,7 @@ class TorchDriver(TinyDriver):
 
         if self.strategy.wrapper == "FSDP1":
             return float(self.wrapped.clip_grad_norm_(MAX_NORM))
-        if self.cell.tp > 1:
+        if self.cell.tp * self.cell.ep > 1:
             return _options.clip_on_meshes(self.model.parameters(), MAX_NORM)
         norm: Any = clip_grad_norm_(self.model.parameters(), MAX_NORM)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
