@@ -237,7 +237,7 @@ class RouterOutsideTheGraph(Torch):
     also={**PARITY, **CLIPPING},
 )
 class ExpertsTimesEp(Torch):
-    """The sums over the rows of several ranks are taken for the mean of one: torchtitan sets a factor against it."""
+    """The sums over the rows of several ranks are taken for a mean: https://github.com/pytorch/pytorch/issues/160285."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         wrapped: Any = super().wrap(model, precision, cell, device)
