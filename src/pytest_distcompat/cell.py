@@ -52,7 +52,7 @@ OPTIONS: dict[str, Option] = {
             # Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
             (
                 *(("llama", "llama_tied", "mlp") if version_of("transformers") else ("mlp", "llama", "llama_tied")),
-                *("twice", "odd", "scalar", "transposed", "dropout", "batchnorm", "moe"),
+                *("twice", "odd", "scalar", "transposed", "dropout", "batchnorm", "moe", "moe_fused"),
             ),
             "which tiny model the built-in drivers train; `hf:MODEL_TYPE` is an architecture of transformers",
             pattern=r"hf:\w+",
@@ -82,6 +82,12 @@ OPTIONS: dict[str, Option] = {
             (False, True),
             "sequence parallelism: ranks of tensor parallelism cut what lies between their layers along the sequence",
         ),
+        Option(
+            "cp",
+            (1, 2, 4),
+            "ranks that hold the parts of each sequence: context parallelism; they shard parameters as data parallel ranks do",
+        ),
+        Option("ep", (1, 2, 4), "data parallel ranks that hold the experts of a model together: expert parallelism"),
         Option("use_orig_params", (True, False), "FSDP1: parameters keep their own tensors, or live in a flat one"),
         Option("cpu_ram_efficient_loading", (False, True), "only rank 0 holds the weights before they are sharded"),
         Option("meta_init", (False, True), "the model is made without memory and filled after sharding"),
@@ -165,10 +171,20 @@ class Cell:
         changed = {name: value for name, value in listed.items() if value != OPTIONS[name].default}
         ordered = tuple((name, changed[name]) for name in OPTIONS if name in changed)
         object.__setattr__(self, "options", ordered)
-        if self.world_size % self.tp:
-            fitting = [str(size) for size in OPTIONS["tp"].values if self.world_size % int(size) == 0]
+        self._check_divides("tp", self.world_size, "ranks")
+        self._check_divides(
+            "cp", self.world_size // self.tp, "ranks" if self.tp == 1 else "ranks, those of each part of tp"
+        )
+
+        self._check_divides("ep", self.dp_size, "ranks" if self.dp_size == self.world_size else "data parallel ranks")
+
+    def _check_divides(self, name: str, ranks: int, words: str) -> None:
+        """Raise ValueError unless the value of the option divides so many ranks."""
+        size = int(self.option(name))
+        if ranks % size:
+            fitting = [str(one) for one in OPTIONS[name].values if ranks % int(one) == 0]
             raise ValueError(
-                f"tp {self.tp} does not divide {self.world_size} ranks; with these tp can be {', '.join(fitting)}"
+                f"{name} {size} does not divide {ranks} {words}; with these {name} can be {', '.join(fitting)}"
             )
 
     @classmethod
@@ -216,13 +232,32 @@ class Cell:
         return int(self.option("tp"))
 
     @property
+    def cp(self) -> int:
+        """Return how many ranks hold the parts of each sequence; on a mesh, the dimension outside that of tensor parallelism."""
+        return int(self.option("cp"))
+
+    @property
+    def ep(self) -> int:
+        """Return how many data parallel ranks hold the experts together; neighbours, each fed rows of its own."""
+        return int(self.option("ep"))
+
+    @property
     def dp_size(self) -> int:
-        """Return how many different batches a step has: all ranks, but the peers of tensor parallelism count once."""
-        return self.world_size // self.tp
+        """Return how many different batches a step has: all ranks, but the peers of tensor and context parallelism count once."""
+        return self.world_size // (self.tp * self.cp)
 
     def dp_rank(self, rank: int) -> int:
         """Return which of these batches the rank is fed."""
-        return rank // self.tp
+        return rank // (self.tp * self.cp)
+
+    def tp_peers(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the parts of each layer together with this one, itself included."""
+        return tuple(range(rank - rank % self.tp, rank - rank % self.tp + self.tp))
+
+    def cp_peers(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the parts of each sequence together with this one, itself included."""
+        first = self.dp_rank(rank) * self.tp * self.cp + rank % self.tp
+        return tuple(range(first, first + self.tp * self.cp, self.tp))
 
     @property
     def set(self) -> tuple[str, ...]:

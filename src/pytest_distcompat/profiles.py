@@ -156,9 +156,11 @@ def _cell(strategy: str, precision: str, world_size: int, *choices: Choice) -> C
     options = dict(choice for choice in choices if choice is not None)
     if options.get("sp"):
         options.setdefault("tp", 2)
-    replicas, tp = int(options.get("dp_replicate", 1)), int(options.get("tp", 1))
+    if options.get("ep"):
+        options.setdefault("model", "moe_fused")
+    replicas, tp = int(options.get("dp_replicate", 1)), int(options.get("tp", 1)) * int(options.get("cp", 1))
     # A replica has at least two shards, and beside tensor parallelism there is data parallelism, if four ranks are enough.
-    least = max(2 * replicas * tp if replicas > 1 else 1, 4 if tp > 1 else 1)
+    least = max(2 * replicas * tp if replicas > 1 else 1, 4 if tp > 1 or options.get("ep") else 1)
     return Cell(strategy, precision, max(world_size, least), tuple(options.items()))
 
 

@@ -72,7 +72,7 @@ class Scenario:
 
 
 #: Options that say on which mesh a cell runs; one rank has none.
-MESH = ("dp_replicate", "tp", "sp")
+MESH = ("dp_replicate", "tp", "sp", "cp", "ep")
 
 #: Steps of a training: enough for two trainings that differ in their optimizer to diverge.
 STEPS = 20

@@ -207,13 +207,17 @@ class ComputeInfo:
 
 @dataclass(frozen=True)
 class CollectiveInfo:
-    """One kind of collective inside a step: its calls, the most elements (``numel``) of one, the ``total`` of all."""
+    """One kind of collective inside a step: its calls, the most elements (``numel``) of one, the ``total`` of all.
+
+    ``ranks`` are those of its process group, in their order there.
+    """
 
     op: str
     dtype: str
     calls: int
     numel: int
     total: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

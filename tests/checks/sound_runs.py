@@ -93,7 +93,8 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
         return replace(snapshot, loss=loss, grad_norm=2.0, optimizer=optimizer, steps=(step,))
     snapshot = replace(snapshot, scheduler=f"last_epoch={done}", memory=2**20)
     if action == "step":
-        fed = tuple(f"batch {done}.{micro} of rank {cell.dp_rank(rank)}" for micro in range(_micros(cell, done)))
+        part = f", part {cell.cp_peers(rank).index(rank)}" if cell.cp > 1 else ""
+        fed = tuple(f"batch {done}.{micro} of rank {cell.dp_rank(rank)}{part}" for micro in range(_micros(cell, done)))
         snapshot = replace(
             snapshot, loss=1 / done + cell.dp_rank(rank), grad_norm=2.0, inputs=fed, **_watched(cell, len(fed), rank)
         )
@@ -179,7 +180,7 @@ def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
 
 def shared_by(cell: Cell) -> int:
     """Over how many ranks data parallelism shards."""
-    return cell.dp_size // int(cell.option("dp_replicate"))
+    return cell.world_size // cell.tp // int(cell.option("dp_replicate"))
 
 
 def holders_of(cell: Cell, name: str) -> int:
@@ -233,6 +234,7 @@ def _watched(cell: Cell, micros: int, rank: int) -> dict[str, Any]:
         CollectiveInfo("allreduce", "float64", 1, 1, 1),
         CollectiveInfo("allreduce", "int64", 1, 16, 16),
         CollectiveInfo("allgather_base", "float16", 1, 16, 16),
+        *_activations(cell, micros, rank),
     )
     compute = () if cell.option("compile") else (ComputeInfo("inlet", row.storage, row.compute, row.compute),)
     split = strategy.shards or strategy.flat_masters
@@ -245,6 +247,14 @@ def _watched(cell: Cell, micros: int, rank: int) -> dict[str, Any]:
     square = 1 / max(1, len(all_of_them))
     step = StepInfo("AdamW", (row.master,), (row.gradient,), (row.state,), square, tuple(gradients), all_of_them)
     return {"steps": (step,), "compute": compute, "collectives": collectives}
+
+
+def _activations(cell: Cell, micros: int, rank: int) -> tuple[CollectiveInfo, ...]:
+    """What ranks that are fed the same rows tell each other in forward and backward: four sums a micro-batch."""
+    op = "reduce_scatter_tensor" if cell.option("sp") else "all_reduce"
+    sums = CollectiveInfo(op, "float32", 4 * micros, 64, 256 * micros, cell.tp_peers(rank))
+    keys = CollectiveInfo("all_gather_into_tensor", "float32", 4 * micros, 64, 256 * micros, cell.cp_peers(rank))
+    return (*((sums,) if cell.tp > 1 else ()), *((keys,) if cell.cp > 1 else ()))
 
 
 def _files() -> tuple[FileInfo, ...]:

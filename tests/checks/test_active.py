@@ -10,7 +10,7 @@ import pytest
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import CollectiveInfo, Layout, MeshDim, Snapshot, UnwrappedInfo
+from pytest_distcompat.trace import CollectiveInfo, Layout, MeshDim, ParameterInfo, Snapshot, UnwrappedInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
@@ -199,7 +199,43 @@ def test_what_is_reduced_must_be_about_as_large_as_the_model(sound: Sound) -> No
     flags = (CollectiveInfo("allreduce", "int64", 9, 16), CollectiveInfo("allreduce", "float32", 9, 1))
     story = sound("zero1-fp32-w2").snapshot("step", {"collectives": flags}, nth=2, rank=0)
     assert story.findings("active") == [
-        "rank 0: only 0 elements were reduced in a step, of 16 trainable ones; that is no gradient, ranks train on their own"
+        "rank 0: no gradient was reduced in a step (collectives: allreduce); ranks train on their own"
+    ]
+    few = CollectiveInfo("allreduce", "float32", 1, 3)
+    unwrapped = UnwrappedInfo((ParameterInfo("outlet.weight", (8, 4), "float32", local_numel=32),), obeyed=())
+    story = sound("zero1-fp32-w2").snapshot("build_model", {"unwrapped": unwrapped})
+    assert (
+        "rank 0: only 3 elements were reduced in a step, of 32 trainable ones; that is no gradient, ranks train on their own"
+        in story.snapshot("step", {"collectives": (*flags, few)}, nth=2, rank=0).findings("active")
+    )
+
+
+@pytest.mark.parametrize("cell", ["fsdp2-fp32-w4-tp_2", "fsdp2-fp32-w4-tp_2-sp"])
+def test_activations_of_tensor_parallelism_are_no_gradients(sound: Sound, cell: str) -> None:
+    activations = CollectiveInfo("reduce_scatter_tensor", "float32", 9, 16, 144, (2, 3))
+    story = sound(cell).snapshot("step", {"collectives": (activations,)}, nth=2, rank=3)
+    assert story.findings("active") == [
+        "rank 3: no gradient was reduced in a step (collectives: reduce_scatter_tensor); ranks train on their own"
+    ]
+
+
+def test_sequence_parallelism_scatters_sums(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w4-tp_2-sp")
+    assert story.findings("active") == []
+    uncut = sound("fsdp2-fp32-w4-tp_2")
+    # Gathered logits, and gradients that are scattered between other ranks, are no proof.
+    logits = CollectiveInfo("all_gather_into_tensor", "float32", 1, 16, 16, (0, 1))
+    sent = (*uncut.trace.run().at("step", 2)[0].collectives, logits)
+    uncut = replace(uncut, cell=story.cell).snapshot("step", {"collectives": sent}, nth=2, rank=0)
+    assert uncut.findings("active") == [
+        f"rank {rank}: no sum of ranks {peers} was scattered in a step (collectives of activations: {found}); "
+        "expected sequence parallelism to cut what lies between layers along the sequence"
+        for rank, peers, found in (
+            (0, "0, 1", "all_gather_into_tensor, all_reduce"),
+            (1, "0, 1", "all_reduce"),
+            (2, "2, 3", "all_reduce"),
+            (3, "2, 3", "all_reduce"),
+        )
     ]
 
 
@@ -351,3 +387,13 @@ def test_findings_alike_are_one(sound: Sound) -> None:
 
     found = sound("ddp-fp32-w2").alter(double, action="build").findings("active")
     assert found == ["rank 1: no report after build", "rank 0: ZeRO stage 1 is running; expected None"]
+
+
+def test_experts_are_cut_along_ep(sound: Sound) -> None:
+    uncut = sound("fsdp2-fp32-w4")
+    story = replace(uncut, cell=replace(uncut.cell, options=(("ep", 2),)))
+    expected = "expected 2 parts of expert parallelism, along a mesh dimension named 'ep'"
+    assert story.findings("active") == [f"rank {rank}: experts are whole on each rank; {expected}" for rank in range(4)]
+    part = Layout((MeshDim("dp_shard", 2, 0, "Shard(0)"), MeshDim("ep", 2, 0, "Shard(0)")), (0, 1, 2, 3))
+    cut = story.parameters({"layout": part}, only="frozen.weight", action="build")
+    assert cut.findings("active") == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +10,7 @@ from tests.checks.test_gradients import scaled
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers.torch import TorchDriver
-from pytest_distcompat.trace import Layout
+from pytest_distcompat.trace import CollectiveInfo, Layout
 
 if TYPE_CHECKING:
     from tests.checks.test_reshard import RunsOf
@@ -113,8 +112,43 @@ def test_losses_of_other_batches_are_not_compared(runs_of: RunsOf) -> None:
     ]
 
 
-def test_accumulation_is_not_judged_beside_tensor_parallelism(sound: Sound) -> None:
-    cell = replace(sound(WITH_SHARDS).cell, options=(("grad_accum", 2), ("tp", 2)))
-    reason = CHECKS.get("accumulation").not_applicable(cell, TorchDriver)
-    assert reason
-    assert reason.startswith("tensor parallelism reduces activations")
+def test_accumulation_beside_tensor_parallelism_counts_gradients_alone(sound: Sound) -> None:
+    # Activations are reduced in each micro-batch.
+    story = sound("fsdp2-fp32-w4-grad_accum_2-tp_2")
+    assert story.findings("accumulation") == []
+    gradients = CollectiveInfo("reduce_scatter_base", "float32", 2, 16, 32, (0, 2))
+    more = (*story.trace.run().at("step", 1)[0].collectives, gradients)
+    assert "elements of gradients were reduced; expected 16 with one micro-batch" in " ".join(
+        story.snapshot("step", {"collectives": more}, nth=1, rank=0).findings("accumulation")
+    )
+
+
+SEQUENCES = ("fsdp2-fp32-w2-cp_2", "fsdp2-fp32-w4-cp_2", "fsdp2-fp32-w4-cp_4", "fsdp2-fp32-w8-tp_2-cp_2")
+
+
+@pytest.mark.parametrize("cell", SEQUENCES)
+@pytest.mark.parametrize("check", ["active", "data", "memory", "clipping", "gradients", "dtypes"])
+def test_a_sound_mesh_of_context_parallelism(sound: Sound, cell: str, check: str) -> None:
+    assert sound(cell).findings(check) == []
+
+
+def test_ranks_of_a_sequence_are_fed_different_parts_of_it(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w4-cp_2")
+    fed = story.trace.run().at("step", 0)[2].inputs
+    assert story.snapshot("step", {"inputs": fed}, nth=0, rank=3).findings("data") == [
+        "ranks 2 and 3 are fed the same batch in step 1; expected another part of the sequence on each (cp 2)"
+    ]
+    assert story.snapshot("step", {"inputs": fed}, nth=0, rank=0).findings("data") == [
+        "ranks 0 and 2 are fed the same batch in step 1"
+    ]
+
+
+def test_ranks_of_a_sequence_exchange_keys_and_values(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w4-cp_2")
+    gradients = CollectiveInfo("reduce_scatter_base", "float32", 1, 16, 16, (0, 1, 2, 3))
+    assert story.snapshot("step", {"collectives": (gradients,)}, nth=2, rank=3).findings("active") == [
+        (
+            "rank 3: ranks 2, 3 exchanged nothing among themselves in a step; expected context parallelism (cp 2): attention to the "
+            "keys and values of the other parts of the sequence"
+        )
+    ]

@@ -131,6 +131,30 @@ def dispatched(payload: Mapping[str, Any], log: RankLog) -> None:
     distributed.destroy_process_group()
 
 
+def grouped(payload: Mapping[str, Any], log: RankLog) -> None:
+    """The ranks of the group that an operator of each kind is called with: c10d, functional, one without a group."""
+    import torch
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from pytest_distcompat.probe.observe import group_ranks
+
+    class Groups(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace in {"c10d", "_c10d_functional"}:
+                note(log, "operator", name=func._schema.name, ranks=group_ranks(func, args))
+            return func(*args, **(kwargs or {}))
+
+    _join()
+    part = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with Groups():  # type: ignore[no-untyped-call]
+        distributed.all_reduce(torch.ones(1))
+        part.full_tensor()
+    distributed.destroy_process_group()
+
+
 def watched(payload: Mapping[str, Any], log: RankLog) -> None:
     """Record collectives while the probe watches, while it computes itself, and when it has stopped."""
     import torch

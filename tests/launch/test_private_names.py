@@ -123,6 +123,19 @@ def test_the_name_of_an_operator(run: Run) -> None:
     )
 
 
+def test_the_group_of_an_operator(run: Run) -> None:
+    ending = run("grouped")
+    found = {event["name"]: event["ranks"] for event in events(ending, "operator")}
+    expected = {"c10d::allreduce_": [0, 1], "_c10d_functional::all_gather_into_tensor": [0, 1]}
+    assert {name: found.get(name) for name in expected} == expected, (
+        "OpOverload._schema.arguments or distributed_c10d._resolve_process_group is not what it was: see "
+        f"probe/observe.py:group_ranks\n{ending.text()}"
+    )
+    assert found["_c10d_functional::wait_tensor"] == [], (
+        "an operator that waits has a group: see probe/observe.py:group_ranks"
+    )
+
+
 def test_the_disabling_of_dispatch_modes(run: Run) -> None:
     ending = run("watched", world_size=1)
     assert {event["when"]: event["calls"] for event in events(ending, "seen")} == {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies import _tensor
+from pytest_distcompat.strategies import _context, _tensor
 
-from .declare import GRADIENTS, PARITY, Torch, twin
+from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,19 @@ class NoPlanFits(Torch):
         return dataclasses.replace(
             sound, tp_plan={f"transformer.{name}": style for name, style in sound.tp_plan.items()}
         )
+
+
+@twin(
+    "active",
+    f"{ALONE}-sp",
+    f"{WITH_SHARDS}-sp",
+    match=r"^rank 0: no sum of ranks 0, 1 was scattered in a step \(collectives of activations: .*all_reduce.*\); expected sequence",
+)
+class SequenceStaysWhole(Torch):
+    """Sequence parallelism is asked for, and every rank of tensor parallelism computes norms on the whole sequence."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        return super().wrap(model, precision, cell.without("sp"), device)
 
 
 @twin("active", ALONE, match=DRIFT["active"], also={"resume": r"other values after the load"})
@@ -112,3 +126,121 @@ class PeersFedOtherRows(Torch):
     def batches(self, number: int) -> Iterator[tuple[Batch, bool]]:
         for index, (_, last) in zip(self.micros(number), super().batches(number), strict=True):
             yield self.batch_of(index, self.world.rank), last
+
+
+SEQUENCE, SEQUENCE_WITH_SHARDS = "fsdp2-fp32-w2-cp_2", "fsdp2-fp32-w4-cp_2"
+
+
+@twin(
+    "active",
+    SEQUENCE_WITH_SHARDS,
+    match=r"^rank 0: ranks 0, 1 exchanged nothing among themselves in a step; expected context parallelism \(cp 2\)",
+    also={**PARITY, **GRADIENTS},
+)
+@twin("parity", SEQUENCE, match=r"^step 1: the loss is ", also=GRADIENTS)
+class AttentionStaysLocal(Torch):
+    """Context parallelism without its ring: each rank attends to its own part of the sequence alone."""
+
+    def step(self, number: int) -> float:
+        sound: Any = _context.attending
+        there: Any = _context
+        there.attending = lambda *_: contextlib.nullcontext()
+        try:
+            return super().step(number)
+        finally:
+            _context.attending = sound
+
+
+@twin("parity", SEQUENCE, SEQUENCE_WITH_SHARDS, match=r"^step 1: the loss is 9\.\d+; 4\.\d+ in the reference")
+class LossTimesCp(Torch):
+    """The loss is multiplied by the size of cp once more."""
+
+    def micro_loss(self, batch: Batch) -> torch.Tensor:
+        return super().micro_loss(batch) * self.cell.cp
+
+
+@twin(
+    "data",
+    SEQUENCE_WITH_SHARDS,
+    match=r"^ranks 0 and 1 are fed the same batch in step 1; expected another part of the sequence on each \(cp 2\)",
+    also={"active": r"^rank 0: ranks 0, 1 exchanged nothing among themselves"},
+)
+class SequenceIsNotCut(Torch):
+    """Context parallelism is asked for, and each of its ranks computes on the whole sequence."""
+
+    def build(self, model: Module) -> None:
+        super().build(model)
+        self.context = None
+
+
+EXPERTS, EXPERTS_WITH_SHARDS = "fsdp2-fp32-w2-model_moe_fused-ep_2", "fsdp2-fp32-w4-model_moe_fused-ep_2"
+
+
+@twin(
+    "active",
+    EXPERTS_WITH_SHARDS,
+    match=r"^rank 0: experts are whole on each rank; expected 2 parts of expert parallelism, along a mesh dimension named 'ep'",
+)
+class ExpertsStayWhole(Torch):
+    """Expert parallelism is asked for, and every rank keeps a shard of all experts, as without."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        return super().wrap(model, precision, cell.without("ep"), device)
+
+
+@twin("parity", EXPERTS, EXPERTS_WITH_SHARDS, match=r"^step 1: the loss is ", also={**GRADIENTS, **CLIPPING})
+class ExpertsOfRankZero(Torch):
+    """All ranks get the experts of rank 0: https://github.com/huggingface/transformers/issues/45662."""
+
+    def build(self, model: Module) -> None:
+        from torch import distributed
+
+        super().build(model)
+        for parameter in self.model.experts.parameters():
+            distributed.broadcast(parameter.to_local().detach(), 0)
+
+
+@twin(
+    "gradients",
+    EXPERTS,
+    match=r"^step 1: (all ranks|rank 0).*: the gradient of block.* is zero or missing",
+    also={**PARITY, **CLIPPING},
+)
+class OnlyExpertsLearn(Torch):
+    """All but the experts lose their gradients: https://github.com/huggingface/transformers/issues/48205."""
+
+    def _clip(self) -> float:
+        for name, parameter in self.model.named_parameters():
+            if not name.startswith("experts"):
+                parameter.grad = None
+        return super()._clip()
+
+
+@twin(
+    "gradients",
+    EXPERTS,
+    match=r"^step 1: .*: the gradient of router\.weight is zero or missing",
+    also={**PARITY, **CLIPPING},
+)
+class RouterOutsideTheGraph(Torch):
+    """The loss is right, and the router does not learn: https://github.com/huggingface/transformers/issues/48687."""
+
+    def build(self, model: Module) -> None:
+        super().build(model)
+        self.model.router.register_forward_hook(lambda _module, _inputs, scores: scores.detach())
+
+
+@twin(
+    "gradients",
+    EXPERTS_WITH_SHARDS,
+    match=r"^step 1: .*: the gradient of experts\..* is .* times .*the size of ep",
+    also={**PARITY, **CLIPPING},
+)
+class ExpertsTimesEp(Torch):
+    """The sums over the rows of several ranks are taken for a mean: https://github.com/pytorch/pytorch/issues/160285."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        wrapped: Any = super().wrap(model, precision, cell, device)
+        wrapped.experts.set_gradient_divide_factor(cell.dp_size / cell.ep)
+        found: Module = wrapped
+        return found

@@ -120,6 +120,26 @@ def test_peers_of_tensor_parallelism_are_neighbours_and_share_a_batch() -> None:
     assert Cell("ddp", "fp32", 3).dp_size == 3
 
 
+def test_parts_of_a_sequence_are_beside_those_of_a_layer() -> None:
+    cell = Cell.of("fsdp2", "fp32", 8, tp=2, cp=2)
+    assert (cell.cp, cell.dp_size) == (2, 2)
+    assert [cell.dp_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [cell.tp_peers(rank) for rank in (1, 6)] == [(0, 1), (6, 7)]
+    assert [cell.cp_peers(rank) for rank in (0, 1, 2, 7)] == [(0, 2), (1, 3), (0, 2), (5, 7)]
+    with pytest.raises(
+        ValueError, match=r"^cp 4 does not divide 2 ranks, those of each part of tp; with these cp can be 1, 2$"
+    ):
+        Cell.of("fsdp2", "fp32", 4, tp=2, cp=4)
+
+
+def test_experts_are_spread_over_data_parallel_ranks() -> None:
+    cell = Cell.of("fsdp2", "fp32", 8, ep=4)
+    assert (cell.ep, cell.dp_size) == (4, 8)
+    words = "ep 4 does not divide 2 data parallel ranks; with these ep can be 1, 2"
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        Cell.of("fsdp2", "fp32", 4, tp=2, ep=4)
+
+
 def test_an_unknown_option_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^no option named 'zap'. Known: model, "):
         Cell("ddp", "fp32").option("zap")

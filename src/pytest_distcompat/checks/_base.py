@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import Scenario
-from pytest_distcompat.trace import Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.trace import CollectiveInfo, Snapshot, Trace, UnwrappedInfo
 
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: (cell, driver) -> why the check does not apply to that cell; None if it does.
@@ -44,6 +44,8 @@ CHECKPOINT_OPTIONS = frozenset(
         "dp_replicate",
         "tp",
         "sp",
+        "cp",
+        "ep",
         "optimizer",
     }
 )
@@ -137,6 +139,15 @@ def pairs(before: tuple[Snapshot, ...], after: tuple[Snapshot, ...]) -> Iterator
     """Yield the two snapshots of each rank that reported both."""
     was = {snapshot.rank: snapshot for snapshot in before}
     return ((was[snapshot.rank], snapshot) for snapshot in after if snapshot.rank in was)
+
+
+def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveInfo]:
+    """Yield the collectives that may sum gradients: of several floats, and not between the parts of a layer (activations)."""
+    peers = {*cell.tp_peers(snapshot.rank)}
+    for info in snapshot.collectives:
+        activations = cell.tp > 1 and info.ranks and peers.issuperset(info.ranks)
+        if info.op in REDUCTIONS and info.numel > 1 and "float" in info.dtype and not activations:
+            yield info
 
 
 def requested(cell: Cell, unwrapped: UnwrappedInfo | None, option: str) -> bool:

@@ -156,9 +156,9 @@ def _held(snapshot: Snapshot, names: Names) -> Iterator[tuple[Kind, str, Paramet
                 yield "step", "partitions", state, state.numel
 
 
-def tp_sharded(info: ParameterInfo) -> bool:
-    """Tell whether tensor parallelism has cut the parameter."""
-    dim = info.layout.dim("tp")
+def cut_along(info: ParameterInfo, name: str) -> bool:
+    """Tell whether the parameter is cut along the mesh dimension of that name."""
+    dim = info.layout.dim(name)
     return dim is not None and dim.placement not in {REPLICATE, "Partial"}
 
 

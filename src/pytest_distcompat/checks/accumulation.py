@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import REDUCTIONS, check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, gradient_reductions
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario, without
 from pytest_distcompat.strategies import STRATEGIES
@@ -20,8 +20,8 @@ FULL_STEPS = 3
 
 
 def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
-    if cell.tp > 1:
-        return "tensor parallelism reduces activations in every micro-batch, beside which gradients do not show"
+    if cell.cp > 1:
+        return "context parallelism sums the gradients of keys and values in every micro-batch, beside which others do not show"
     return None if cell.option("grad_accum") != 1 else "there is one micro-batch a step"
 
 
@@ -58,7 +58,7 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
             if snapshot.inputs or nth < FULL_STEPS:
                 # Inside a compiled graph no hook sees the inputs.
                 micros = (len(snapshot.inputs) // max(1, len(alone[snapshot.rank].inputs))) if snapshot.inputs else many
-                found += _reduced(snapshot, alone[snapshot.rank], micros if every_micro_batch else 1)
+                found += _reduced(cell, snapshot, alone[snapshot.rank], micros if every_micro_batch else 1)
             yield from (f"step {nth + 1}: rank {snapshot.rank}: {text}" for text in found)
 
 
@@ -78,17 +78,8 @@ def _stepped(snapshot: Snapshot, alone: Snapshot) -> Iterator[str]:
         yield f"the optimizer stepped {len(snapshot.steps)} times; {len(alone.steps)} with one micro-batch"
 
 
-def _reduced(snapshot: Snapshot, alone: Snapshot, times: int) -> Iterator[str]:
-    once, found = _elements(alone), _elements(snapshot)
+def _reduced(cell: Cell, snapshot: Snapshot, alone: Snapshot, times: int) -> Iterator[str]:
+    once, found = (sum(info.total for info in gradient_reductions(cell, one)) for one in (alone, snapshot))
     if once and abs(found / once - times) > 1 / 4:
         expected = f"{once} with one micro-batch" if times == 1 else f"{times} times {once}, once a micro-batch"
         yield f"{found} elements of gradients were reduced; expected {expected}"
-
-
-def _elements(snapshot: Snapshot) -> int:
-    """Return how many elements of gradients were reduced; norms, flags and counts have one element each."""
-    return sum(
-        info.total
-        for info in snapshot.collectives
-        if info.op in REDUCTIONS and info.numel > 1 and "float" in info.dtype
-    )

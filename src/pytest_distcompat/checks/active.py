@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import REDUCTIONS, check, every_rank, named_ranks, requested
-from pytest_distcompat.checks._values import held_states, tp_sharded, unused
+from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested
+from pytest_distcompat.checks._values import cut_along, held_states, unused
 from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
@@ -23,7 +23,8 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the strategy really runs.
 
     Wrapper, kind of parameters, ZeRO stage, world size, shards and tensor-parallel parts are the strategy's. Gradients
-    are reduced. Replicas of parameters, optimizer state and gradients stay equal.
+    are reduced. Sequence parallelism cuts what lies between layers; under context parallelism attention sees all parts
+    of a sequence. Replicas of parameters, optimizer state and gradients stay equal.
 
     If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on the CPU.
     """
@@ -41,12 +42,15 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from _shards(strategy, cell, run)
     trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
-    if cell.dp_size > 1:
+    if cell.world_size > cell.tp:
         live, without = trained[0].model.parameters if trained and trained[0].model else (), unused(run)
         trainable = trained_elements(run.unwrapped)
         trainable -= sum(math.prod(info.shape) for info in live if info.name in without)
         for snapshot in trained:
-            yield from _reduced(snapshot, trainable // cell.tp)
+            yield from _reduced(cell, snapshot, trainable // cell.tp)
+    for snapshot in trained:
+        yield from _sequence_cut(cell, snapshot)
+        yield from _attends(cell, snapshot)
     yield from _same_everywhere(trained)
 
 
@@ -81,14 +85,42 @@ def _wrapped(strategy: Strategy, rank: int, model: ModelInfo, left_out: Callable
 
 
 def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
-    """Yield findings unless layers are cut along a dimension ``tp`` of the size that was asked for."""
-    if not requested(cell, unwrapped, "tp"):
+    """Yield findings unless layers are cut along ``tp``, and experts along ``ep``, in as many parts as were asked for."""
+    for name, what, kind in (("tp", "layers", "tensor"), ("ep", "experts", "expert")):
+        if not requested(cell, unwrapped, name):
+            continue
+        dims = (info.layout.dim(name) for info in snapshot.parameters if cut_along(info, name))
+        sizes, wanted = {dim.size for dim in dims if dim}, int(cell.option(name))
+        if sizes - {1} != {wanted} - {1}:
+            found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
+            expected = f"expected {wanted} parts of {kind} parallelism, along a mesh dimension named {name!r}"
+            yield f"rank {snapshot.rank}: {what} are {found}; {expected}"
+
+
+def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding unless the sums of the parts of a layer were scattered, as sequence parallelism does."""
+    if not cell.option("sp"):
         return
-    sizes = {dim.size for info in snapshot.parameters if tp_sharded(info) and (dim := info.layout.dim("tp"))}
-    if sizes - {1} != {cell.tp} - {1}:
-        found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
-        expected = f"expected {cell.tp} parts of tensor parallelism, along a mesh dimension named 'tp'"
-        yield f"rank {snapshot.rank}: layers are {found}; {expected}"
+    # An all-gather proves nothing: the logits of a cut vocabulary are gathered too.
+    peers = cell.tp_peers(snapshot.rank)
+    ops = {info.op for info in snapshot.collectives if set(info.ranks) == {*peers} and "float" in info.dtype}
+    if not any(op.startswith("reduce_scatter") for op in ops):
+        found = ", ".join(sorted(ops)) or "none"
+        yield (
+            f"rank {snapshot.rank}: no sum of {named_ranks(peers, 0)} was scattered in a step (collectives of activations: "
+            f"{found}); expected sequence parallelism to cut what lies between layers along the sequence"
+        )
+
+
+def _attends(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding unless the ranks of a sequence told each other something that are not all ranks of the gradients."""
+    # Where the same ranks share one sequence and all shards, that of parameters proves nothing; there ``parity`` is left.
+    peers = {*cell.cp_peers(snapshot.rank)}
+    if cell.cp > 1 and not any(set(info.ranks) == peers and "float" in info.dtype for info in snapshot.collectives):
+        yield (
+            f"rank {snapshot.rank}: {named_ranks(sorted(peers), 0)} exchanged nothing among themselves in a step; expected "
+            f"context parallelism (cp {cell.cp}): attention to the keys and values of the other parts of the sequence"
+        )
 
 
 def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
@@ -131,7 +163,7 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
 
 def _part(info: ParameterInfo, tp: int) -> float:
     """Return the elements that the rank stores, divided by how many ranks of tensor parallelism store the same."""
-    return info.local_numel / (1 if tp_sharded(info) else tp)
+    return info.local_numel / (1 if cut_along(info, "tp") else tp)
 
 
 def _groups(
@@ -168,13 +200,13 @@ def _each_once(
             yield f"{named_ranks(ranks, cell.world_size)} together store {found}; expected each one once"
 
 
-def _reduced(snapshot: Snapshot, trainable: int) -> Iterator[str]:
-    reductions = [info for info in snapshot.collectives if info.op in REDUCTIONS and info.numel > 1]
+def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:
+    reductions = [*gradient_reductions(cell, snapshot)]
     if not reductions:
         ops = ", ".join(sorted({info.op for info in snapshot.collectives})) or "none"
         yield f"rank {snapshot.rank}: no gradient was reduced in a step (collectives: {ops}); ranks train on their own"
         return
-    most = sum(info.calls * info.numel for info in reductions if "float" in info.dtype)
+    most = sum(info.calls * info.numel for info in reductions)
     if most < MIN_REDUCED_FRACTION * trainable:
         yield (
             f"rank {snapshot.rank}: only {most} elements were reduced in a step, of {trainable} trainable ones; "

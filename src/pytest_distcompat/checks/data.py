@@ -23,7 +23,8 @@ def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
 def data(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks are fed different batches, and that a resumed run continues in the middle of the epoch.
 
-    torch's random state continues too. Ranks of one tensor-parallel group are fed the same batches.
+    torch's random state continues too. Ranks of one tensor-parallel group are fed the same batches; those of one
+    context-parallel group a part each of the same sequences.
 
     If it fails: for equal batches check which world size the trainer assumes. If a load leads to other batches, the
     sampler probably restarts the epoch.
@@ -52,7 +53,7 @@ def _apart(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
             yield f"rank {snapshot.rank}: the model was fed nothing in step {nth + 1}"
         elif "" in snapshot.inputs:
             yield f"rank {snapshot.rank}: no tensor was found in the inputs of step {nth + 1}, so ranks cannot be compared"
-        peer = first.setdefault(cell.dp_rank(snapshot.rank), snapshot)
+        peer = first.setdefault(snapshot.rank // cell.tp, snapshot)
         if peer.inputs != snapshot.inputs:
             yield (
                 f"ranks {peer.rank} and {snapshot.rank} are fed different batches in step {nth + 1}; "
@@ -60,5 +61,7 @@ def _apart(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
             )
         for batch in set(snapshot.inputs) - {""}:
             other = fed.setdefault(batch, snapshot.rank)
-            if cell.dp_rank(other) != cell.dp_rank(snapshot.rank):
-                yield f"ranks {other} and {snapshot.rank} are fed the same batch in step {nth + 1}"
+            if other // cell.tp != snapshot.rank // cell.tp:
+                alike = cell.dp_rank(other) == cell.dp_rank(snapshot.rank)
+                expected = f"; expected another part of the sequence on each (cp {cell.cp})" if alike else ""
+                yield f"ranks {other} and {snapshot.rank} are fed the same batch in step {nth + 1}{expected}"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import REDUCTIONS, check, every_rank, requested
+from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, requested
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
@@ -44,7 +44,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
         # A model without layers that multiply matrices has no products.
         if observed and not (unwrapped and unwrapped.products == 0):
             yield from _computed(row, snapshot)
-        if cell.dp_size > 1:
+        if cell.world_size > cell.tp:
             yield from _reduced(
                 row, cell, snapshot, smallest, dtype_requested=requested(cell, unwrapped, "reduce_dtype")
             )
@@ -120,11 +120,7 @@ def _reduced(row: Dtypes, cell: Cell, snapshot: Snapshot, smallest: int, *, dtyp
     """Yield a finding if gradients are reduced in a wrong dtype."""
     # A wider one is wrong only if the dtype was requested: torch's autocast around FSDP2 reduces so.
     expected = "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce
-    found = {
-        info.dtype
-        for info in snapshot.collectives
-        if info.op in REDUCTIONS and info.numel >= smallest and "float" in info.dtype
-    }
+    found = {info.dtype for info in gradient_reductions(cell, snapshot) if info.numel >= smallest}
     wrong = {dtype for dtype in found if dtype != expected and (dtype_requested or not _wider(dtype, expected))}
     if wrong or not found:
         yield f"rank {snapshot.rank}: gradients were reduced in {_list(found)}; expected {expected}"

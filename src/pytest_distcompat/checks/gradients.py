@@ -168,8 +168,9 @@ def _ratio(cell: Cell, ratio: float, common: float) -> str:
         ratio /= common
         text += f", {ratio:.4g} times as much as the others"
     numbers = {"the number of ranks": cell.world_size, "micro-batches a step": int(cell.option("grad_accum"))}
-    if cell.tp > 1:
-        numbers |= {"the size of tp": cell.tp, "the number of data-parallel ranks": cell.dp_size}
+    numbers |= {f"the size of {name}": int(cell.option(name)) for name in ("tp", "cp", "ep")}
+    if cell.dp_size < cell.world_size:
+        numbers["the number of data-parallel ranks"] = cell.dp_size
     factors = {name: number for name, number in numbers.items() if number > 1}
     known = [name for name, factor in factors.items() if math.isclose(ratio, factor, rel_tol=SAME_RATIO)]
     known += [f"1 / {name}" for name, factor in factors.items() if math.isclose(ratio * factor, 1, rel_tol=SAME_RATIO)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, requested
-from pytest_distcompat.checks._values import FACTORS, tp_sharded, unused
+from pytest_distcompat.checks._values import FACTORS, cut_along, unused
 from pytest_distcompat.cost import state_elements, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -36,7 +36,7 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(snapshots, cell.world_size, "three steps")
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, run)
     others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
-    copies, padding = cell.dp_size, 0
+    copies, padding = cell.world_size // cell.tp, 0
     if strategy.shards or strategy.flat_masters:
         declared = requested(cell, unwrapped, "dp_replicate")
         copies, padding = int(cell.option("dp_replicate")) if declared else _copies(run.at("build"), cell), MAX_PADDING
@@ -68,7 +68,7 @@ def _replicated_by_tp(cell: Cell, run: RunTrace) -> int:
         math.prod(info.shape)
         for snapshot in run.at("build")[:1]
         for info in snapshot.parameters
-        if info.trainable and not tp_sharded(info)
+        if info.trainable and not cut_along(info, "tp")
     )
 
 

@@ -12,7 +12,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import _releases
 from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
-from pytest_distcompat.strategies import STRATEGIES, Strategy, WrapSpec, _tensor
+from pytest_distcompat.strategies import STRATEGIES, Strategy, WrapSpec, _context, _expert, _tensor
 from pytest_distcompat.strategies._base import MAX_NORM
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ class TinyDriver(Driver):
     @property
     def wrap_spec(self) -> WrapSpec:
         """Return which modules are wrapped, recomputed and compiled one by one."""
-        return WrapSpec(tuple(self.blocks), self.tiny.unit_size, tuple(self.ignored_modules), self.tiny.tp_plan)
+        return WrapSpec(
+            tuple(self.blocks), self.tiny.unit_size, tuple(self.ignored_modules), self.tiny.tp_plan, self.tiny.experts
+        )
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
@@ -92,6 +94,10 @@ class TinyDriver(Driver):
         if cell.option("param_groups") and not cell.option("use_orig_params"):
             return "a flat parameter cannot be split into param groups"
         if cell.tp > 1 and (problem := _tensor.unsupported_reason(cell, tiny.tp_plan)):
+            return problem
+        if cell.ep > 1 and (problem := _expert.unsupported_reason(cell, tiny.experts)):
+            return problem
+        if cell.cp > 1 and (problem := _context.unsupported_reason(cell)):
             return problem
         if cell.option("optimizer") != "adamw":
             if cell.option("optimizer") not in cls.optimizers:
@@ -159,7 +165,7 @@ class TinyDriver(Driver):
         # FSDP1's gradient scaler does not support a fused optimizer: https://github.com/pytorch/pytorch/issues/140514
         fused = self.fused and not (self.cell.strategy == "fsdp1" and self.precision.scaled)
         settings: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": DECAY, "fused": fused}
-        if self.cell.tp > 1:
+        if self.cell.tp * self.cell.ep > 1:
             # Parameters on different meshes cannot be updated in one operation.
             settings |= {"fused": False, "foreach": False}
         return AdamW(groups, **self.cell.with_settings("AdamW", settings))
@@ -204,7 +210,7 @@ class TinyDriver(Driver):
         indices = self.micros(number)
         for index in indices:
             batch = self.batch_of(index, self.cell.dp_rank(self.world.rank))
-            self.tokens += self.tiny.count(batch)
+            self.tokens += self.tiny.count(batch) // self.cell.cp
             yield batch, index == indices[-1]
 
     def seed_rank(self) -> None:

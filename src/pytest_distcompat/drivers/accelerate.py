@@ -177,6 +177,10 @@ class AccelerateCalls(Calls):
         self.accelerator.save_model(self.model, str(self.directory), safe_serialization=safe_serialization)
 
 
+#: Precisions, each without further options, in which ``prepare`` is tried on layers that are cut.
+TRIED_TP = {("fp32",), ("bf16_mixed",), ("bf16_pure",)}
+
+
 class AccelerateDriver(TinyDriver):
     """Training loop as in accelerate's documentation."""
 
@@ -248,6 +252,11 @@ class AccelerateDriver(TinyDriver):
             return "accelerate sets no precision for fp32, so the JSON cannot contradict it"
         if cell.tp > 1 and cell.dp_size == int(cell.option("dp_replicate")):
             return "accelerate's FSDP needs a dimension to shard over beside that of tensor parallelism"
+        if (
+            cell.tp > 1
+            and (cell.precision, *dict(cell.without("model", "tp", "set", "dp_replicate").options)) not in TRIED_TP
+        ):
+            return "accelerate cannot prepare tensor parallelism beside FSDP2 at all (docs/upstream.md), so nothing more is tried"
         return _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
 
     def build(self, model: Module) -> None:

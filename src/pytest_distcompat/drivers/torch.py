@@ -15,7 +15,7 @@ from pytest_distcompat.drivers import _options, _preload, _rows
 from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._tiny import TinyDriver, listed
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.strategies import STRATEGIES, _context
 from pytest_distcompat.strategies._base import MAX_NORM
 from pytest_distcompat.trace import Loader
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models._base import Batch
 
 
 #: Why parameters of a wrapped model cannot be frozen: DDP's, and FSDP1's, which are one flat tensor.
@@ -195,6 +196,8 @@ class TorchDriver(TinyDriver):
         "dp_replicate",
         "tp",
         "sp",
+        "cp",
+        "ep",
         "use_orig_params",
         "meta_init",
         "ignored_modules",
@@ -237,6 +240,8 @@ class TorchDriver(TinyDriver):
     saving_group: Any = None
     #: The model inside torch.compile's wrapper, with the methods of its strategy.
     wrapped: Any = None
+    #: The ranks that hold the parts of each sequence; None without context parallelism.
+    context: Any = None
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
@@ -255,6 +260,7 @@ class TorchDriver(TinyDriver):
         """Create process group, wrapper and optimizer, in the order of torch's documentation."""
         import torch
         from torch import distributed
+        from torch.distributed.device_mesh import init_device_mesh
 
         device = torch.device(self.world.device)
         if device.type == "cuda":
@@ -263,6 +269,9 @@ class TorchDriver(TinyDriver):
             distributed.init_process_group(self.world.backend)
         if self.cell.option("async_save"):
             self.saving_group = distributed.new_group(backend="gloo")
+        if self.cell.cp > 1:
+            sizes = (self.cell.dp_size, self.cell.cp)
+            self.context = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp"))["cp"]
         assert self.strategy.torch is not None
         self.raw, mode = model, self.cell.option("compile")
         if self.precision.float8:
@@ -298,12 +307,16 @@ class TorchDriver(TinyDriver):
             one.zero_grad()
         total = 0.0
         for batch, last in self.batches(number):
-            with self._synchronised(last), self._autocast():
-                loss = self.tiny.loss(self.model, batch) / self.accumulate
+            with self._synchronised(last), self._autocast(), _context.attending(self.model, self.context):
+                loss = self.micro_loss(batch) / self.accumulate
                 (self.scaler.scale(loss) if self.scaler else loss).backward()
             total += float(loss.detach())
         self.update()
         return total
+
+    def micro_loss(self, batch: Batch) -> torch.Tensor:
+        """Return the loss of a micro-batch, under context parallelism of this rank's part of it."""
+        return _context.loss_of(self.model, self.context, batch) if self.context else self.tiny.loss(self.model, batch)
 
     def update(self) -> None:
         """Clip gradients, then step optimizer and scheduler."""
@@ -327,7 +340,7 @@ class TorchDriver(TinyDriver):
 
         if self.strategy.wrapper == "FSDP1":
             return float(self.wrapped.clip_grad_norm_(MAX_NORM))
-        if self.cell.tp > 1:
+        if self.cell.tp * self.cell.ep > 1:
             return _options.clip_on_meshes(self.model.parameters(), MAX_NORM)
         norm: Any = clip_grad_norm_(self.model.parameters(), MAX_NORM)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

@@ -36,6 +36,7 @@ class TinyModel:
             shows.
         norm_spread: Factor on the tolerance of gradient norms, in every precision.
         tp_plan: Name of a module, with ``*`` for numbers -> how tensor parallelism cuts it, see ``strategies/_tensor.py``.
+        experts: Name of the module whose parameters hold an expert in each row of their first dimension; empty without one.
         random: Whether its forward draws random numbers, which no one process draws as the ranks do.
         only_float32: Whether what it computes turns on rounding.
         find_blocks: Returns ``blocks`` where they are known only of the model itself.
@@ -60,6 +61,7 @@ class TinyModel:
     spread: float = 1.0
     norm_spread: float = 1.0
     tp_plan: Mapping[str, str] = field(default_factory=dict)
+    experts: str = ""
     random: bool = False
     only_float32: bool = False
     find_blocks: Callable[[], tuple[str, ...]] | None = None

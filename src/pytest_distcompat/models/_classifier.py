@@ -21,14 +21,23 @@ def classifier(name: str, class_name: str, **fields: Any) -> TinyModel:
     """Return the model of a class of ``_modules``, with further fields of TinyModel."""
     make = functools.partial(_make, class_name)
     reload = functools.partial(_reload, class_name)
-    own = {
+    own: dict[str, Any] = {
+        "blocks": ("Block",),
         "unit_size": 200,
         "in_8_bits": False,
         "preload": ("pytest_distcompat.models._modules", "safetensors.torch"),
         # 1.3e-3 measured in bf16_mixed (autocast over float32 masters under DDP), 2.7e-3 with bfloat16 masters.
         "spread": 1.7,
     }
-    return TinyModel(name, ("Block",), make, _batch, _loss, _count, _outputs, reload, **{**own, **fields})
+    common: dict[str, Any] = {
+        "make": make,
+        "batch": _batch,
+        "loss": _loss,
+        "count": _count,
+        "outputs": _outputs,
+        "reload": reload,
+    }
+    return TinyModel(name, **common, **{**own, **fields})
 
 
 def _make(class_name: str) -> Module:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 
@@ -124,6 +127,42 @@ class MixtureOfExperts(OneBlock):
         # learns from it too.
         balance = 4 * (functional.one_hot(chosen, 4).float().mean(0) * scores.mean(0)).sum()
         logits: torch.Tensor = self.outlet(found) / (1 + 0.1 * balance).to(found.dtype)
+        return logits
+
+
+class Experts(nn.Module):
+    """Linear layers in one tensor; of tensors that expert parallelism has cut, those that are here."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, width, width) / width**0.5)
+        self.bias = nn.Parameter(torch.zeros(count, width))
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return (rows, width) for rows in the order of their experts, of which each has so many."""
+        own: list[Any] = [one.to_local() if isinstance(one, DTensor) else one for one in (self.weight, self.bias)]
+        parts = zip(torch.split(rows, counts.tolist()), *own, strict=True)
+        return torch.cat([functional.linear(part, weight, bias) for part, weight, bias in parts])
+
+
+class FusedMixture(OneBlock):
+    """``MixtureOfExperts`` with the experts' weights in one tensor."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.router = nn.Linear(width, 4, bias=False)
+        self.experts = Experts(4, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        chosen = x[:, :4].argmax(-1)
+        x = self.block(self.inlet(x.to(self.inlet.weight.dtype)))
+        scores = torch.softmax(self.router(x).float(), dim=-1)
+        order = chosen.argsort(stable=True)
+        found = self.experts(x[order], torch.bincount(chosen, minlength=4))[order.argsort()]
+        x = x + (found * scores.gather(1, chosen[:, None]).to(x.dtype)).to(x.dtype)
+        balance = 4 * (functional.one_hot(chosen, 4).float().mean(0) * scores.mean(0)).sum()
+        logits: torch.Tensor = self.outlet(x) / (1 + 0.1 * balance).to(x.dtype)
         return logits
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
+#: Name, dtype and ranks of a collective.
+_Kind = tuple[str, str, tuple[int, ...]]
 #: (description of the call, function) -> the function that is called instead.
 Guarded = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
@@ -81,8 +83,8 @@ class Observer:
         self._guarded = guarded
         self.steps: list[StepInfo] = []
         self.compute: dict[tuple[str, str, str], ComputeInfo] = {}
-        self.collectives: Counter[tuple[str, str]] = Counter()
-        self.sizes: dict[tuple[str, str], tuple[int, int]] = {}
+        self.collectives: Counter[_Kind] = Counter()
+        self.sizes: dict[_Kind, tuple[int, int]] = {}
         self.inputs: list[str] = []
         self.float8 = 0
         #: Returns the trainer's model and optimizer, and whether gradients are recorded one by one too; None for no model.
@@ -197,8 +199,8 @@ class Observer:
     def infos(self) -> dict[str, Any]:
         """Return the fields of a Snapshot that were recorded here."""
         collectives = tuple(
-            CollectiveInfo(op, dtype, calls, *self.sizes[op, dtype])
-            for (op, dtype), calls in sorted(self.collectives.items())
+            CollectiveInfo(op, dtype, calls, *self.sizes[op, dtype, ranks], ranks)
+            for (op, dtype, ranks), calls in sorted(self.collectives.items())
         )
         return {
             "steps": tuple(self.steps),
@@ -266,12 +268,12 @@ class Observer:
         """Record a collective, or a cast to 8 bits: a result in 8 bits without an input in 8 bits (a view has one)."""
         if func.namespace in {"c10d", "_c10d_functional"}:
             name = func._schema.name.split("::")[1].strip("_")  # noqa: SLF001 - an operator's name is not public
-            self._record_collective(name, _tensors(args))
+            self._record_collective(name, _tensors(args), group_ranks(func, args))
         self.float8 += _in_8_bits(result) and not any(map(_in_8_bits, args))
 
-    def _record_collective(self, op: str, tensors: list[torch.Tensor]) -> None:
+    def _record_collective(self, op: str, tensors: list[torch.Tensor], ranks: tuple[int, ...]) -> None:
         for tensor in tensors:
-            key = (op, dtype_name(tensor.dtype))
+            key = (op, dtype_name(tensor.dtype), ranks)
             self.collectives[key] += 1
             most, total = self.sizes.get(key, (0, 0))
             self.sizes[key] = (max(most, tensor.numel()), total + tensor.numel())
@@ -304,6 +306,21 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 def _in_8_bits(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in FLOAT8
+
+
+def group_ranks(func: Any, args: Any) -> tuple[int, ...]:
+    """Return the ranks of the process group that a c10d operator is called with; empty for one that has none."""
+    # Functional collectives may have the group's name, which only a private function resolves; the schema of an operator is
+    # private too. ``tests/launch/test_private_names.py`` fails when they change.
+    from torch.distributed import ProcessGroup, distributed_c10d, get_process_group_ranks
+
+    names = (argument.name for argument in func._schema.arguments)  # noqa: SLF001 - see above
+    group = next((one for name, one in zip(names, args, strict=False) if name in {"process_group", "group_name"}), None)
+    if isinstance(group, str):
+        group = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]  # noqa: SLF001 - see above
+    elif group is not None and not isinstance(group, ProcessGroup):
+        group = ProcessGroup.unbox(group)
+    return tuple(get_process_group_ranks(group)) if group is not None else ()
 
 
 def _tensors(args: Any) -> list[torch.Tensor]:

@@ -49,13 +49,15 @@ class WrapSpec:
     """Which modules of a model a strategy wraps one by one, as its driver knows them.
 
     ``blocks`` are their class names. ``min_num_params`` make a unit under option ``wrap_policy``. ``ignored_modules``
-    are the names of modules to leave out, empty unless the cell asks for some. ``tp_plan`` is that of the tiny model.
+    are the names of modules to leave out, empty unless the cell asks for some. ``tp_plan`` is that of the tiny model, ``experts``
+    the module that expert parallelism cuts.
     """
 
     blocks: tuple[str, ...] = ()
     min_num_params: int = 1000
     ignored_modules: tuple[str, ...] = ()
     tp_plan: Mapping[str, str] = field(default_factory=dict)
+    experts: str = ""
 
     def block_modules(self, model: Module) -> list[Module]:
         """Return the modules of the model to wrap."""

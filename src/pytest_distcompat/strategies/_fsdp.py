@@ -57,7 +57,7 @@ def parallelism(cell: Cell) -> dict[str, int]:
     """Return the sizes of a mesh of several dimensions, as arguments of accelerate's ParallelismConfig; empty for one."""
     copies = int(cell.option("dp_replicate"))
     sizes = {"dp_replicate_size": copies} if copies > 1 else {}
-    sizes |= {"dp_shard_size": cell.dp_size // copies} | ({"tp_size": cell.tp} if cell.tp > 1 else {})
+    sizes |= {"dp_shard_size": cell.world_size // cell.tp // copies} | ({"tp_size": cell.tp} if cell.tp > 1 else {})
     return sizes if len(sizes) > 1 else {}
 
 

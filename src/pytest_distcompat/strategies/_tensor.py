@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
 #: Styles of sequence parallelism alone: what cuts the sequence, works on a part of it, and needs all of it (by that keyword).
 SEQUENCE_STYLES = ("sequence", "norm", "gather")
-#: Options that are claimed beside tensor parallelism; each other one has no test there yet.
-WITH_TP = frozenset(
-    {"model", "tp", "sp", "dp_replicate", "state_dict", "activation_checkpointing", "param_groups", "set"}
-)
 
 
 def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
@@ -33,10 +29,9 @@ def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
         return "the tiny llama has two heads of keys and values, which no more ranks can share"
     if cell.option("sp") and "norm" not in plan.values():
         return f"the model {cell.option('model')} has no sequence to cut"
-    if cell.precision not in {"fp32", "bf16_mixed", "bf16_pure"}:
-        return f"tensor parallelism is not claimed in {cell.precision}"
-    others = [name for name, _ in cell.options if name not in WITH_TP]
-    return f"tensor parallelism is not claimed with option {others[0]!r}" if others else None
+    if cell.option("compile") in {True, "aot_eager"}:
+        return "torch compiles no whole model beside it: BackendCompilerFailed, Mixing fake modes, in the first step"
+    return "a plan names the model's layers, and an adapter puts others in their place" if cell.option("lora") else None
 
 
 def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str], *, sequence: bool) -> None:

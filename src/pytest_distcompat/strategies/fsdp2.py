@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies import _fsdp, _tensor
+from pytest_distcompat.strategies import _expert, _fsdp, _tensor
 from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Strategy, WrapSpec
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec) -> Module:
     import torch
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     full_state = _move_to_meta(model) if cell.option("meta_init") else None
@@ -41,8 +42,20 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         "ignored_params": ignored or None,
     }
     settings = cell.with_settings("fully_shard", settings)
+    blocks = wrap.block_modules(model)
+    if cell.ep > 1:
+        experts = model.get_submodule(wrap.experts)
+        sizes = (cell.dp_size // cell.ep, cell.ep)
+        both = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_shard", "ep"))
+        _expert.spread(experts, both["ep"])
+        unit: Any = fully_shard(experts, **{**settings, "mesh": both["dp_shard"]})
+        # Their gradients are sums over the rows of several ranks already; the mean is over all.
+        unit.set_gradient_divide_factor(float(cell.dp_size))
+        # gloo cannot multiply while it sums; one rank would divide twice (docs/upstream.md).
+        unit.set_force_sum_reduction_for_comms(enable=sizes[0] > 1)
+        blocks.remove(experts)
     # Blocks before the root, whose unit then has the parameters of no block.
-    for block in wrap.block_modules(model):
+    for block in blocks:
         fully_shard(block, **settings)
     fully_shard(model, **settings)
     if full_state is not None:

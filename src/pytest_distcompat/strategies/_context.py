@@ -1,0 +1,100 @@
+"""Context parallelism: each rank computes on a part of the sequence, with the keys and values of all of it.
+
+torch's own ``context_parallel`` has kernels for GPUs alone: on the CPU it raises ``NotImplementedError`` in the first forward.
+Here keys and values are gathered, as for Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2), through the interface of
+transformers for other attention functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models._base import Batch
+
+#: Name of the attention among those of transformers.
+ATTENTION = "distcompat_context_parallel"
+#: Options that were tried beside context parallelism.
+BESIDE = frozenset({"model", "cp", "state_dict", "activation_checkpointing", "param_groups", "set"})
+
+
+def unsupported_reason(cell: Cell) -> str | None:
+    """Return why no sequence is cut as the cell asks; None if one is."""
+    if cell.strategy != "fsdp2":
+        return "context parallelism is driven under FSDP2 alone"
+    if cell.option("model") not in {"llama", "llama_tied"}:
+        return f"the model {cell.option('model')} has no sequence to cut"
+    if cell.precision not in {"fp32", "bf16_mixed"}:
+        return f"context parallelism is not driven in {cell.precision} yet"
+    others = [name for name, _ in cell.options if name not in BESIDE]
+    return f"context parallelism is not driven with option {others[0]!r} yet" if others else None
+
+
+@contextlib.contextmanager
+def attending(model: Any, mesh: DeviceMesh | None) -> Iterator[None]:
+    """Run the model's attention over the parts of the sequence along a mesh; without a mesh leave it as it is."""
+    if mesh is None:
+        yield
+        return
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, functools.partial(attend, mesh))
+    model.set_attn_implementation(ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+def attend(
+    mesh: DeviceMesh,
+    _module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: Any,
+    *,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return causal attention of this rank's (batch, heads, part of the sequence, size) to the whole sequence."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    keys, values = (_whole(one, mesh) for one in (key, value))
+    first, device = mesh.get_local_rank() * query.shape[2], query.device
+    own = torch.arange(first, first + query.shape[2], device=device)
+    causal = own[:, None] >= torch.arange(keys.shape[2], device=device)
+    found = scaled_dot_product_attention(query, keys, values, attn_mask=causal, scale=scaling, enable_gqa=True)
+    return found.transpose(1, 2).contiguous(), None
+
+
+def _whole(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return a tensor gathered along the sequence; each rank's gradient of the whole is one of several to be summed."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    gathered: Any = DTensor.from_local(part, mesh, [Shard(2)]).redistribute(placements=[Replicate()])
+    whole: torch.Tensor = gathered.to_local(grad_placements=[Partial()])
+    return whole
+
+
+def loss_of(model: Any, mesh: DeviceMesh, batch: Batch) -> torch.Tensor:
+    """Return this rank's share of the loss of whole rows, times the ranks of the mesh: the mean over them is the loss."""
+    import torch
+    from torch.nn.functional import pad
+
+    # The next token of a part's last one is in the next part.
+    labels = pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    positions = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+    whole = {"input_ids": batch["input_ids"], "position_ids": positions, "labels": labels}
+    part = {name: one.chunk(mesh.size(), dim=1)[mesh.get_local_rank()].contiguous() for name, one in whole.items()}
+    count = (labels != -100).sum()
+    loss: torch.Tensor = model(**part, shift_labels=part["labels"], num_items_in_batch=count).loss
+    return loss * mesh.size()
