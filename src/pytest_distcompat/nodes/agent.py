@@ -167,6 +167,9 @@ class _Agent:
                         self._launcher.watch.stopped = message["why"]
                 elif message["do"] != "pong":
                     self._messages.put(message)
+                    if message["do"] == "close":
+                        # The session closes the channel next, which is no loss then.
+                        return
         except (OSError, NotProvedError):
             # Without pytest's process nothing may go on here. The main thread ends what it has started.
             os.kill(os.getpid(), signal.SIGTERM)
