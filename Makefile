@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test nightly check docs install clean
+.PHONY: demo test nightly machines check docs install clean
 
 # The main job on CPU: real tiny models, seven strategies, four drivers, 2-rank gloo groups, each once. Without the
 # profile it is the whole default matrix, some minutes.
@@ -18,6 +18,11 @@ test: install check
 # Those too that show with another strategy, or another upstream bug, what a test of every day shows with one.
 nightly: install check
 	HF_HUB_OFFLINE=1 $(BIN)/pytest tests -n 2 --dist loadscope --no-loadscope-reorder
+
+# Tests that need a Slurm, as root on Debian.
+machines: install
+	apt-get install -y slurm-wlm munge
+	HF_HUB_OFFLINE=1 $(BIN)/pytest tests/machines tests/nodes
 
 check: install
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ class World:
         if device != "cuda":
             return cls(rank, size, local_rank, device)
         visible = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
-        shared = "CUDA_VISIBLE_DEVICES" in os.environ and visible < size
+        shared = "CUDA_VISIBLE_DEVICES" in os.environ and visible < int(os.environ.get("LOCAL_WORLD_SIZE", size))
         if shared:
             local_rank %= visible
             os.environ["LOCAL_RANK"] = str(local_rank)

@@ -165,6 +165,10 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-report",
         "--distcompat-baseline",
         "--distcompat-launcher",
+        "--distcompat-nodes",
+        "--distcompat-executor",
+        "--distcompat-listen",
+        "--distcompat-token-file",
         "--distcompat-verify",
         "--distcompat-nothing-ran",
     ]
@@ -206,7 +210,7 @@ def test_the_fixtures_and_the_mark_are_frozen() -> None:
     ]
     of_ranks = ["cell", "world", "rank", "world_size", "device", "shared_dir", "process_group", "distcompat_case"]
     assert names == [*of_ranks, "distcompat"]
-    assert marker.ARGUMENTS == ("world_size", "strategies", "precisions", "options", "timeout", "reuse")
+    assert marker.ARGUMENTS == ("world_size", "nodes", "strategies", "precisions", "options", "timeout", "reuse")
 
 
 def test_actions_are_pinned_by_commit() -> None:

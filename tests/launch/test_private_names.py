@@ -337,3 +337,15 @@ def test_the_buffers_that_a_state_dict_leaves_out() -> None:
     module.register_buffer("kept", torch.ones(2))
     assert set(_not_saved(module)) == {"table"}
     assert set(module.state_dict()) == {"kept"}
+
+
+def test_the_rendezvous_and_the_exit_barrier_of_several_nodes() -> None:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    private = {
+        LocalElasticAgent: ["_exit_barrier"],
+        DynamicRendezvousHandler: ["_get_world", "_create_tcp_store_server"],
+    }
+    missing = [name for kind, names in private.items() for name in names if not callable(getattr(kind, name, None))]
+    assert not missing, f"gone from torch: {missing}; launch/agent.py overrides them"

@@ -14,7 +14,7 @@ from pytest_distcompat.strategies import STRATEGIES
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks
 
-ARGUMENTS = "world_size, strategies, precisions, options, timeout, reuse"
+ARGUMENTS = "world_size, nodes, strategies, precisions, options, timeout, reuse"
 MARKED = "import pytest\n@pytest.mark.distcompat({})\ndef test(): pass"
 
 

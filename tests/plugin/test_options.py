@@ -23,6 +23,9 @@ SHIPPED = Path(known.__file__).with_name("issues.toml")
 #: An earlier report.
 LAST = Path(__file__).parents[1] / "report" / "real.json"
 
+#: A file long enough to be a token.
+TOKEN_FILE = str(SHIPPED)
+
 #: Option to a right value for the ini file, one for the command line, and what the latter means.
 RIGHT: dict[str, tuple[str, str, Any]] = {
     "distcompat_gpus": ("auto", "0", 0),
@@ -44,6 +47,10 @@ RIGHT: dict[str, tuple[str, str, Any]] = {
     "distcompat_baseline": (str(LAST), str(LAST), Report.read(LAST)),
     "distcompat_nothing_ran": ("fail", "pass", "pass"),
     "distcompat_launcher": ("warm", "torchrun", "torchrun"),
+    "distcompat_nodes": ("2", "3", 3),
+    "distcompat_executor": ("slurm", "join", "join"),
+    "distcompat_listen": ("10.0.0.1", "10.0.0.2:29500", ("10.0.0.2", 29500)),
+    "distcompat_token_file": (TOKEN_FILE, TOKEN_FILE, Path(TOKEN_FILE).read_text(encoding="utf-8").strip()),
     "distcompat_verify": ("5", "12.5", 12.5),
 }
 
@@ -83,6 +90,10 @@ WRONG: list[tuple[str, str, str]] = [
     ("distcompat_baseline", "none.json", "*none.json: *No such file*"),
     ("distcompat_nothing_ran", "skip", "no such value: 'skip'. Known: fail, pass."),
     ("distcompat_launcher", "mpirun", "no such value: 'mpirun'. Known: warm, torchrun."),
+    ("distcompat_nodes", "0", "'0' is not right: expected a whole number of at least 1."),
+    ("distcompat_executor", "pbs", "no executor named 'pbs'. Known: join, local, slurm."),
+    ("distcompat_listen", "host:http", "'host:http' is not right: expected HOST or HOST:PORT."),
+    ("distcompat_token_file", "nowhere", "'nowhere': No such file or directory."),
     ("distcompat_verify", "101", "'101' is not right: expected a number from 0 to 100."),
 ]
 

@@ -119,7 +119,7 @@ def says(place: str) -> str:
 
 def verdict(directory: str | Path, code: int) -> Verdict:
     """That on a run of one rank, which ended with that code."""
-    ending = conclude(LogReader(directory, [0]).read(), [RankProcess(code)])
+    ending = conclude(LogReader(directory, [0]).read(), {0: RankProcess(code)})
     (found,) = ScriptRun(ending, Cell("ddp", "fp32", 1), Path(directory), "cpu").verdicts("active")
     return found
 

@@ -48,10 +48,10 @@ class Ranks:
         self, *codes: int | None, ended_by_us: Collection[int] = (), ended_at: Collection[float | None] = (), **how: Any
     ) -> Ending:
         times = [*ended_at, *[None] * (len(codes) - len(ended_at))]
-        processes = [
-            dataclasses.replace(self.left[rank], code=code, ended_by_us=rank in ended_by_us, ended_at=times[rank])
+        processes = {
+            rank: dataclasses.replace(self.left[rank], code=code, ended_by_us=rank in ended_by_us, ended_at=times[rank])
             for rank, code in enumerate(codes)
-        ]
+        }
         return conclude({rank: self.events[rank] for rank in range(len(codes))}, processes, **how)
 
     @staticmethod

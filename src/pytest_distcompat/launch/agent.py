@@ -8,6 +8,7 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.process import sweep_shared_memory
-from pytest_distcompat.launch.request import Request
+from pytest_distcompat.launch.request import Place, Request
 
 # To format the traceback of a failed run torch imports torch._dynamo, which takes more than a second. That traceback is
 # of no use: the ranks themselves report what they did.
@@ -45,6 +48,7 @@ class OneNode(RendezvousHandler):
     def __init__(self) -> None:
         self._run_id = str(uuid.uuid4())
         self.store = _store_on(loopback.listen())
+        self.port = self.store.port
 
     @property
     def use_agent_store(self) -> bool:
@@ -57,7 +61,7 @@ class OneNode(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the rendezvous at once: the only node is here."""
-        store_info = RendezvousStoreInfo(loopback.HOST, self.store.port)
+        store_info = RendezvousStoreInfo(loopback.HOST, self.port)
         return RendezvousInfo(PrefixStore(self._run_id, self.store), 0, 1, store_info)
 
     def is_closed(self) -> bool:
@@ -80,16 +84,60 @@ class OneNode(RendezvousHandler):
         return True
 
 
-def _store_on(listening: socket.socket) -> Any:
+class SeveralNodes(DynamicRendezvousHandler):
+    """torchrun's c10d rendezvous of the agents of several nodes.
+
+    torch lets the store of the ranks listen on all interfaces; this one listens on the node's own address. torch numbers nodes by
+    address and process number; here pytest's process has numbered them. Both methods are private;
+    ``tests/launch/test_private_names.py`` fails when they go away.
+    """
+
+    port = number = 0
+
+    @classmethod
+    def at(cls, place: Place, store: Any, timeout: float) -> SeveralNodes:
+        """Return the rendezvous of one node, on the store that all of them share."""
+        backend = C10dRendezvousBackend(store, place.run_id)
+        limits = RendezvousTimeout(join=timedelta(seconds=timeout))
+        made = cls.from_backend(
+            place.run_id, store, backend, place.nodes, place.nodes, local_addr=place.address, timeout=limits
+        )
+        assert isinstance(made, cls)
+        made.number = place.number
+        return made
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other agents, and note the port of the ranks' store."""
+        info = super().next_rendezvous()
+        assert info.bootstrap_store_info is not None
+        self.port = info.bootstrap_store_info.master_port
+        return info
+
+    def _get_world(self) -> tuple[int, int]:
+        return self.number, super()._get_world()[1]
+
+    def _create_tcp_store_server(self, master_addr: str, server_port: int) -> Any:  # noqa: ARG002 - torch's signature
+        return _store_on(loopback.listen(master_addr), master_addr)
+
+
+def meeting_store(place: Place, timeout: float) -> Any:
+    """Return the store on which the agents of several nodes meet: node 0 opens it, the others connect to it."""
+    host, port = place.store
+    if place.number == 0:
+        return _store_on(loopback.listen(host), host)
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+def _store_on(listening: socket.socket, host: str = loopback.HOST) -> Any:
     """Return a store that listens on that socket, and owns it from then on."""
     port = listening.getsockname()[1]
     file = listening.detach()
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": file}
     try:
-        return TCPStore(loopback.HOST, port, **options)
+        return TCPStore(host, port, **options)
     except NotImplementedError:
         # Some releases of torch take such a socket only without libuv, which is their default.
-        return TCPStore(loopback.HOST, port, use_libuv=False, **options)
+        return TCPStore(host, port, use_libuv=False, **options)
 
 
 class WaitingAgent(LocalElasticAgent):
@@ -116,19 +164,56 @@ class WaitingAgent(LocalElasticAgent):
                 self.ended_at.setdefault(rank, clock.now())
         return super()._monitor_workers(worker_group)
 
+    def _exit_barrier(self) -> None:
+        """Wait for the other nodes' agents, whose ranks may still use the store of this one.
 
-def run(request: Request, entrypoint: Callable[[str], None], start_method: str) -> dict[str, Any]:
+        torch waits in C++, where no signal ends it. The method is private, as above.
+        """
+        nodes = int(self._worker_group.group_world_size or 1)
+        if nodes == 1:
+            return
+        try:
+            store: Any = self._store
+            left = store.add(_LEFT, 1)
+            while left < nodes:
+                clock.sleep(0.01)
+                left = store.add(_LEFT, 0)
+        except RuntimeError:
+            # The store is gone with the agent that had it, which has left.
+            return
+
+
+#: The key that counts the agents whose ranks have ended.
+_LEFT = "distcompat/left"
+
+
+def run(
+    request: Request, entrypoint: Callable[[str], None], start_method: str, listens: Callable[[int], None]
+) -> dict[str, Any]:
     """Run one request under torchrun's agent.
+
+    Args:
+        request: What the ranks do.
+        entrypoint: The function that a rank calls.
+        start_method: How multiprocessing starts a rank.
+        listens: Called with the port on which the nodes of the run can meet, on the node that opens it.
 
     Returns:
         The ranks' ``exit_codes`` (None: still alive), the rank that the agent saw fail ``first``, the names of the shared memory
         that was ``swept``, and by rank when the agent saw its process gone (``ended_at``).
     """
-    rendezvous = OneNode()
-    port = rendezvous.store.port
+    rendezvous: OneNode | SeveralNodes
+    if request.place:
+        place = Place(**request.place)
+        store = meeting_store(place, request.timeout)
+        if place.number == 0:
+            listens(store.port)
+        rendezvous = SeveralNodes.at(place, store, request.timeout)
+    else:
+        rendezvous = OneNode()
     spec = WorkerSpec(
         role="default",
-        local_world_size=request.world_size,
+        local_world_size=len(request.here),
         entrypoint=entrypoint,
         args=(str(request.path),),
         rdzv_handler=rendezvous,
@@ -153,8 +238,11 @@ def run(request: Request, entrypoint: Callable[[str], None], start_method: str) 
             raise
     finally:
         tempfile.tempdir = None
+        if isinstance(rendezvous, SeveralNodes):
+            # Ends its thread, which tells the others that this node is there.
+            rendezvous.shutdown()
     codes = _exit_codes(agent)
-    swept = sweep_shared_memory(range(request.world_size), port)
+    swept = sweep_shared_memory(request.here, rendezvous.port)
     return {
         "exit_codes": codes,
         "first": first,
@@ -170,5 +258,8 @@ def _exit_codes(agent: LocalElasticAgent) -> list[int | None]:
     themselves are private to the agent; ``tests/launch/test_private_names.py`` fails when they move.
     """
     context: Any = agent._pcontext  # noqa: SLF001 - see the docstring
+    if context is None:
+        # A signal ended the agent before it had started ranks.
+        return []
     processes: list[multiprocessing.Process] = context._pc.processes  # noqa: SLF001
     return [process.exitcode for process in processes]

@@ -56,6 +56,12 @@ class RankEnd:
     output: str = ""
     lost: bool = False
     last: Event | None = None
+    node: str = ""
+
+    @property
+    def who(self) -> str:
+        """The rank, and its node in a run of several: ``rank 3 on n2``."""
+        return f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,8 @@ class Ending:
     @classmethod
     def not_launched(cls, world_size: int, problem: str) -> Ending:
         """Return the ending of a run whose launcher failed before any rank started."""
-        return conclude(dict.fromkeys(range(world_size), ()), [RankProcess()] * world_size, launch_error=problem)
+        ranks = range(world_size)
+        return conclude(dict.fromkeys(ranks, ()), dict.fromkeys(ranks, RankProcess()), launch_error=problem)
 
     @property
     def failed(self) -> bool:
@@ -141,7 +148,7 @@ class Ending:
             message, _ = first_mismatch(self._wait_states)
             parts = (f"time limit of {self.timeout:g} s", message, describe_wait_states(self._wait_states), self.builds)
             return ": ".join(filter(None, parts))
-        return f"rank {cause.rank} {cause.message}"
+        return f"{cause.who} {cause.message}"
 
     @property
     def _wait_states(self) -> dict[int, WaitState | None]:
@@ -157,18 +164,18 @@ class Ending:
             parts.append(self.launch_error)
         ordered = self.in_order()
         folded = [end for end in ordered if end.status in {"lost peer", "stopped"}]
-        sections: dict[tuple[str, str], list[int]] = {}
+        sections: dict[tuple[str, str], list[RankEnd]] = {}
         for end in ordered:
             if end not in folded:
-                sections.setdefault((_first_line(end.message), _section(end)), []).append(end.rank)
+                sections.setdefault((_first_line(end.message), _section(end)), []).append(end)
         # Ranks with the same story share a section.
-        for (message, body), ranks in sections.items():
-            parts.append("\n".join(filter(None, (f"--- {name_ranks(ranks)}: {message} ---", body))))
+        for (message, body), ends in sections.items():
+            parts.append("\n".join(filter(None, (f"--- {_name_ends(ends)}: {message} ---", body))))
         if folded:
-            lines = (f"  rank {end.rank} {_first_line(end.message)}" for end in folded)
+            lines = (f"  {end.who} {_first_line(end.message)}" for end in folded)
             parts.append("\n".join(["consequences:", *lines]))
             parts += [
-                f"where rank {end.rank} was when another one gave up waiting (most recent call first):\n{shown}"
+                f"where {end.who} was when another one gave up waiting (most recent call first):\n{shown}"
                 for end in folded
                 if (shown := without_launcher(end.stack))
             ]
@@ -185,6 +192,14 @@ def name_ranks(ranks: Sequence[int]) -> str:
     """Return the ranks as a text: ``rank 1``, or ``ranks 0, 1 and 3``."""
     *most, last = map(str, sorted(ranks))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _name_ends(ends: Sequence[RankEnd]) -> str:
+    """Return the ranks as a text, by node in a run of several: ``ranks 0 and 1 on n1, rank 2 on n2``."""
+    by_node: dict[str, list[int]] = {}
+    for end in ends:
+        by_node.setdefault(end.node, []).append(end.rank)
+    return ", ".join(name_ranks(ranks) + (f" on {node}" if node else "") for node, ranks in by_node.items())
 
 
 def _section(end: RankEnd) -> str:
@@ -211,6 +226,7 @@ class RankProcess:
         output: The last lines of its output.
         stack: The stacks that it wrote when it was asked to.
         record: What torch's flight recorder held, as the rank wrote it.
+        node: The name of its node in a run of several.
     """
 
     code: int | None = None
@@ -219,11 +235,12 @@ class RankProcess:
     output: str = ""
     stack: str = ""
     record: str = ""
+    node: str = ""
 
 
 def conclude(
     events: Mapping[int, Sequence[Event]],
-    processes: Sequence[RankProcess],
+    processes: Mapping[int, RankProcess],
     *,
     timed_out: bool = False,
     ended_since: float = math.inf,
@@ -235,7 +252,7 @@ def conclude(
 
     Args:
         events: What each rank logged.
-        processes: How each rank's process ended.
+        processes: How each rank's process ended, by rank.
         timed_out: Whether the time limit ended the run.
         ended_since: When the first rank was killed by us.
         first: The rank that the agent saw fail first.
@@ -254,9 +271,9 @@ def conclude(
             followed=first not in {None, rank},
             oom_kills=oom_kills,
         )
-        for rank, process in enumerate(processes)
+        for rank, process in processes.items()
     ]
-    died = {rank: process.ended_at for rank, process in enumerate(processes) if process.ended_at is not None}
+    died = {rank: process.ended_at for rank, process in processes.items() if process.ended_at is not None}
     # The agent stops looking once it has seen a rank gone: a rank that died unseen did so at that time or later.
     last = max(died.values(), default=0.0)
     ends = [
@@ -285,7 +302,8 @@ def _rank_end(
     """Return how one rank ended; ``followed`` means that the agent had seen another rank fail before it ended this one."""
     last = events[-1] if events else None
     done, errors, code = bool(of_kind(Done, events)), of_kind(Error, events), process.code
-    known: dict[str, Any] = {"rank": rank, "time": last.time if last else 0.0, "last": last, "output": process.output}
+    known: dict[str, Any] = {"rank": rank, "time": last.time if last else 0.0, "last": last}
+    known |= {"output": process.output, "node": process.node}
     # A rank that waited for the others was ended with them: by us, or by the agent, which may come when it is through itself.
     waits = isinstance(last, Excused) and (ended or code in {None, -signal.SIGTERM})
     excused = of_kind(Excused, events) if waits or (done and followed and code == -signal.SIGTERM) else ()

@@ -16,12 +16,12 @@ OF_THE_AGENT = re.compile(
 )
 
 
-def of_ranks(now: Mapping[str, str], device: str, world_size: int) -> dict[str, str]:
+def of_ranks(now: Mapping[str, str], device: str, local_world_size: int) -> dict[str, str]:
     """Return what ranks inherit from the torchrun command, and it from ``now`` (torch/distributed/run.py)."""
     environment = on_device(now, device)
     environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if world_size > 1:
+    if local_world_size > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
 

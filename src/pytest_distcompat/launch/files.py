@@ -23,11 +23,12 @@ class Files:
     """The files of the ranks that do a request.
 
     Reused ranks write to the files of the ``run`` that they were started with; ``since`` says how long its logs were when the
-    request began.
+    request began. The agent counts the ranks of its own node: ``first`` is the first rank here.
     """
 
     run: Path
     since: Mapping[Path, int] = field(default_factory=dict)
+    first: int = 0
 
     def output(self, rank: int) -> str:
         """Return the last lines of each file that the rank wrote to.
@@ -35,7 +36,7 @@ class Files:
         Of each: a crash's stack in one file must not hide the last lines of another.
         """
         lines: list[str] = []
-        for path in (*captured_files(self.run, rank), *_logs(self.run, rank), log_file(self.run, rank)):
+        for path in (*captured_files(self.run, rank), *_logs(self.run, rank - self.first), log_file(self.run, rank)):
             found = read_end(path, BYTES_READ, self.since.get(path, 0)).splitlines()
             # Of a crash the first lines are shown, with the innermost frames, where it happened.
             begins = next((number for number, line in enumerate(found) if line.startswith(CRASH)), len(found))
@@ -64,9 +65,12 @@ def log_file(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.log"
 
 
-def written(run: Path, rank: int) -> Iterator[tuple[str, str]]:
-    """Yield the end of what a rank of a suite wrote: ``stdout``, ``stderr`` or ``log``, and the text, if there is any."""
-    for path in (*_logs(run, rank), log_file(run, rank)):
+def written(run: Path, rank: int, first: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield the end of what a rank of a suite wrote: ``stdout``, ``stderr`` or ``log``, and the text, if there is any.
+
+    ``first`` is the first rank of the node.
+    """
+    for path in (*_logs(run, rank - first), log_file(run, rank)):
         text = read_end(path, BYTES_READ)
         if text.strip():
             yield ("log" if path.suffix == ".log" and path.parent == run else path.stem), text

@@ -35,26 +35,28 @@ def problem() -> str:
     return f"no loopback interface: ranks cannot meet at {HOST}; `ip link set lo up`"
 
 
-def listen() -> socket.socket:
-    """Listen where only this machine can connect, on a port that the kernel chooses.
+def listen(host: str = HOST, port: int = 0) -> socket.socket:
+    """Listen on one interface, by default where only this machine can connect; on port 0, on one that the kernel chooses.
 
     Raises:
-        OSError: No loopback interface, or no free port.
+        OSError: No such interface, or no free port.
     """
-    for family, address in _addresses():
+    for family, address in _addresses(host):
         made = socket.socket(family, socket.SOCK_STREAM)
         try:
-            made.bind((address, 0))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
+            made.bind((address, port))
             made.listen()
         except OSError:
             # IPv6 may be turned off, and still be in /etc/hosts.
             made.close()
             continue
         return made
-    raise OSError(problem() or f"no port of {HOST} is free")
+    wanted = f"port {port} of {host} is not free, or {host} is no address of this machine"
+    raise OSError(wanted if port or host != HOST else problem() or f"no port of {HOST} is free")
 
 
-def _addresses() -> list[tuple[int, str]]:
-    """Return family and address of localhost, IPv6 first, as torch has it when it connects."""
-    found = {(family, str(address[0])) for family, _, _, _, address in _resolve(HOST, 0, type=socket.SOCK_STREAM)}
+def _addresses(host: str = HOST) -> list[tuple[int, str]]:
+    """Return families and addresses of a host, IPv6 first, as torch has it when it connects."""
+    found = {(family, str(address[0])) for family, _, _, _, address in _resolve(host, 0, type=socket.SOCK_STREAM)}
     return sorted(found, key=lambda one: one[0] != socket.AF_INET6)

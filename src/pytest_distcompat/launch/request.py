@@ -15,6 +15,24 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Place:
+    """The part of a run of several nodes that one node runs.
+
+    Attributes:
+        number: Which of the run's ``nodes`` it is, from 0: torchrun's group rank.
+        address: The node's own address, by which the ranks of other nodes reach it.
+        store: Address and port of the store on which the nodes meet; the port is 0 for node 0, which opens the store.
+        run_id: The run's id, which all nodes have from pytest's process.
+    """
+
+    number: int
+    nodes: int
+    address: str
+    store: tuple[str, int]
+    run_id: str
+
+
+@dataclass(frozen=True)
 class Request:
     """One run: what to call on every rank, and where its files go.
 
@@ -26,6 +44,8 @@ class Request:
         unset: Environment variables that it needs unset for that.
         collected: The test module, collected beforehand, whose tests the ranks run: ``ANY_MODULE`` for several, empty for none.
         turn: Says by its parity from which of the warm interpreters rank 0 comes; runs that follow each other count it up.
+        nodes: On how many nodes the ranks are spread evenly.
+        place: On a node agent, the fields of this node's ``Place``; empty where all ranks are here.
     """
 
     target: str
@@ -40,6 +60,15 @@ class Request:
     import_path: Sequence[str] = ()
     collected: str = ""
     turn: int | None = None
+    nodes: int = 1
+    place: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def here(self) -> range:
+        """The ranks that are started on this machine."""
+        each = self.world_size // self.nodes
+        first = self.place["number"] * each if self.place else 0
+        return range(first, first + each) if self.place else range(self.world_size)
 
     def from_here(self) -> Request:
         """Return the request with this process's command line, ``sys.path`` and, if it has none, working directory."""
@@ -78,6 +107,9 @@ class Request:
         rank = f"-m pytest_distcompat.launch.rank {shlex.quote(str(self.path))} --by-hand"
         # torchrun starts its ranks without the flags of its own Python.
         python = f"--no-python {shlex.join(unbuffered())} " if len(interpreter()) > 1 else ""
+        if self.nodes > 1:
+            where = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+            return f"torchrun {where} --nproc-per-node {self.world_size // self.nodes} {python}{rank}  # on each node"
         return f"torchrun --standalone --nproc-per-node {self.world_size} {python}{rank}"
 
 

@@ -52,11 +52,15 @@ def main(descriptor: int, warmth: str) -> None:
         try:
             message = json.loads(line)
             request = Request.read(message["request"])
+
+            def listens(port: int) -> None:
+                channel.sendall(f"{json.dumps({'listens': port})}\n".encode())
+
             if message["start"] == "spawn":
-                outcome: dict[str, Any] = agent.run(request, rank.main, "spawn")
+                outcome: dict[str, Any] = agent.run(request, rank.main, "spawn", listens)
             else:
-                servers.choose(message["start"], request.turn, request.world_size)
-                outcome = agent.run(request, rank.forked, "forkserver")
+                servers.choose(message["start"], request.turn, len(request.here))
+                outcome = agent.run(request, rank.forked, "forkserver", listens)
         except Exception:
             outcome = {"exit_codes": None, "launch_error": traceback.format_exc()}
         channel.sendall(f"{json.dumps(outcome)}\n".encode())

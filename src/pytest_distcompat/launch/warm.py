@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pytest_distcompat import clock
@@ -30,6 +30,14 @@ class WarmLauncher:
         self._process: LauncherProcess | None = None
         self._reused: ReusedRanks | None = None
         self._notice_given = False
+        #: The watchdog of the run that goes on, or of the last one.
+        self.watch: Watchdog | None = None
+        #: Called with the port on which the nodes of a run meet, on the node that opens it.
+        self.listens: Callable[[int], None] = lambda _: None
+
+    def forget(self) -> None:
+        """Forget the watchdog of the last run."""
+        self.watch = None
 
     def warm_up(self) -> None:
         """Start the launcher process, without waiting until it is ready."""
@@ -60,7 +68,7 @@ class WarmLauncher:
                 return self._run_reused(self._process, request, reuse)
             self.retire()
             request = self._adapted(request, self._process.base)
-            watch = Watchdog(request)
+            watch = self.watch = Watchdog(request)
             self._process.send(request)
             return self._conclude(self._process, request, watch, self._wait(self._process, watch))
         except BaseException:
@@ -131,7 +139,7 @@ class WarmLauncher:
 
     def _adapted(self, request: Request, base: Mapping[str, str]) -> Request:
         """Return the request with the changes that ranks with the environment ``base`` need."""
-        wanted = environment.of_ranks(os.environ, self._device, request.world_size)
+        wanted = environment.of_ranks(os.environ, self._device, len(request.here))
         return environment.adapted(wanted, request.from_here(), base)
 
     def _wait(
@@ -144,7 +152,9 @@ class WarmLauncher:
         acted: float | None = None
         agent_notified = False
         sockets = reused.sockets if reused is not None else []
-        while (answer := process.receive(clock.now() + 0.1, sockets)) is None:
+        while (answer := process.receive(clock.now() + 0.1, sockets)) is None or "listens" in answer:
+            if answer is not None:
+                self.listens(answer["listens"])
             if reused is not None:
                 sockets = reused.receive()
                 if reused.replied:

@@ -47,10 +47,15 @@ class Watchdog:
 
     def __init__(self, request: Request, files: Files | None = None) -> None:
         self.request = request
-        self.files = files or Files(Path(request.directory))
+        self.files = files or Files(Path(request.directory), first=request.here.start)
         self.logs = LogReader(request.directory, range(request.world_size))
         self.began = clock.now()
         self.acted = False
+        #: Why the parent of all nodes ends the run; empty while it does not.
+        self.stopped = ""
+        #: What ``conclude`` knew of the ranks here besides their logs.
+        self.processes: dict[int, RankProcess] = {}
+        self.known: dict[str, Any] = {}
         self.timed_out = False
         self.ended_by_us: list[int] = []
         self.ended_since = math.inf
@@ -66,6 +71,9 @@ class Watchdog:
             return
         self._next_check = now + 0.2
         events = self.logs.read()
+        if self.stopped:
+            self._end(events, timed_out=False)
+            return
         if now - self.began > self.request.timeout:
             # Ranks that have done their work get a moment to end, and the agent one to notice.
             all_done = all(of_kind(Done, logged) for logged in events.values())
@@ -100,14 +108,14 @@ class Watchdog:
         """Return how the run ended, from the logs and files of its ranks. Locks of builds that they left are removed.
 
         Args:
-            codes: The exit codes by rank.
+            codes: The exit codes, in the order of the ranks that were started here.
             also_ended: Ranks that were killed besides those that the watchdog killed.
-            ended_at: By rank, when it was seen gone.
+            ended_at: In the same order, when each was seen gone.
             environment: The environment that the ranks had.
             **more: Further arguments of ``ending.conclude``.
         """
-        events, ended, ranks = self.logs.read(), {*self.ended_by_us, *also_ended}, range(self.request.world_size)
-        processes = []
+        events, ended, ranks = self.logs.read(), {*self.ended_by_us, *also_ended}, self.request.here
+        processes = {}
         for rank, code, time in zip(
             ranks, codes or [None for _ in ranks], ended_at or [None for _ in ranks], strict=True
         ):
@@ -115,11 +123,12 @@ class Watchdog:
             if rank in ended or code or not of_kind(Done, events[rank]):
                 stack, record = stack_file(self.files.run, rank), record_file(self.files.run, rank)
                 left = replace(left, stack=read_file(stack), record=read_file(record))
-            processes.append(left)
+            processes[rank] = left
         killed = any(code is not None and code < 0 for code in codes or ())
         known = {"seconds": clock.now() - self.began, "timeout": self.request.timeout, "ended_since": self.ended_since}
         known |= {"timed_out": self.timed_out, "oom_kills": out_of_memory_kills() if killed else 0}
-        ending = conclude(events, processes, **{**known, **more})
+        self.processes, self.known = processes, {**known, **more}
+        ending = conclude(events, processes, **self.known)
         if not ending.failed:
             return ending
         builds.remove_abandoned(ending.seconds, environment)

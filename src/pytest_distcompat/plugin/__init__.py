@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     config.addinivalue_line(
         "markers",
-        "distcompat(world_size=N, strategies=[...], precisions=[...], options=[{...}], timeout=SECONDS, "
+        "distcompat(world_size=N, nodes=N, strategies=[...], precisions=[...], options=[{...}], timeout=SECONDS, "
         "reuse='never'|'module'|'session'): run the test on every rank of a torchrun process group; with strategies, "
         "precisions or options once for each cell.",
     )
@@ -182,6 +182,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_distcompat.plugin.marked import marker
 
         marker.check_items(marked_items)
+        if not _on_rank(config):
+            session = session_of(config)
+            session.nodes = max(
+                marker.nodes_of(item, mark, session) for item in marked_items if (mark := marker.mark_of(item))
+            )
     distributed = marked_items or [item for item in items if "distcompat_case" in getattr(item, "fixturenames", ())]
     if not distributed or _on_rank(config):
         return
@@ -232,6 +237,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     will_run = _IN_USE in config.stash and not config.option.collectonly and not session.testsfailed
     if will_run and (hasattr(config, "workerinput") or not _is_controller(config)):
         session_of(config).launcher.warm_up()
+        problem = session_of(config).nodes > 1 and session_of(config).nodes_problem()
+        if problem:
+            raise pytest.UsageError(problem)
         if config.getoption("usepdb", False):
             from pytest_distcompat.plugin import debugging
 

@@ -104,6 +104,34 @@ def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
     return read
 
 
+def _executor(text: str) -> str:
+    from pytest_distcompat.executors import EXECUTORS
+
+    EXECUTORS.get(text)
+    return text
+
+
+def _address(text: str) -> tuple[str, int] | None:
+    """Return host and port; None for an empty text."""
+    host, colon, port = text.partition(":")
+    if colon and not (host and port.isdecimal()):
+        raise UsageProblem(f"{text!r} is not right: expected HOST or HOST:PORT.")
+    return (host, int(port or 0)) if text else None
+
+
+def _token(text: str, base: Path) -> str:
+    """Return the token in a file; empty for an empty text."""
+    if not text:
+        return ""
+    try:
+        token = (base / text).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UsageProblem(f"{text!r}: {error.strerror}.") from None
+    if len(token) < 16:
+        raise UsageProblem(f"{text!r}: expected a token of at least 16 characters, as `openssl rand -hex 32` makes it.")
+    return token
+
+
 def _profile(text: str) -> str:
     from pytest_distcompat.profiles import PROFILES
 
@@ -281,6 +309,35 @@ OPTIONS: dict[str, Option] = {
             "warm",
             "Start ranks by torchrun's agent on a warm fork server, or by the cold torchrun command (default: warm).",
             _choice("warm", "torchrun"),
+        ),
+        Option(
+            "distcompat_nodes",
+            "N",
+            "1",
+            "Spread the ranks of a test that does not say over how many over N nodes, if they can be spread evenly (default: 1).",
+            _count(least=1),
+        ),
+        Option(
+            "distcompat_executor",
+            "NAME",
+            "local",
+            "Start the agents of several nodes on this machine (local), by `distcompat join` on each (join), or by srun in an "
+            "allocation (slurm) (default: local).",
+            _executor,
+        ),
+        Option(
+            "distcompat_listen",
+            "HOST[:PORT]",
+            "",
+            "Have nodes join at this address of this machine (default: 127.0.0.1 for local, the host's for slurm).",
+            _address,
+        ),
+        Option(
+            "distcompat_token_file",
+            "FILE",
+            "",
+            "Let only nodes join that know the token in this file; --distcompat-executor join needs it (default: a new token).",
+            _token,
         ),
         Option(
             "distcompat_verify",

@@ -25,8 +25,9 @@ from pytest_distcompat.plugin.reporting import reproduce
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.known import KnownIssue
-    from pytest_distcompat.launch import Launcher
+    from pytest_distcompat.launch import Launcher, Warmth
     from pytest_distcompat.lease import Inventory, Pool
+    from pytest_distcompat.nodes.launcher import NodesLauncher
     from pytest_distcompat.report import Report
     from pytest_distcompat.runner import Runner
 
@@ -54,6 +55,8 @@ class DistcompatSession:
         #: more than a second on every rank that has to do it itself.
         self.modules: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo")
         self.collects = False
+        #: The most nodes that a test of this session spans.
+        self.nodes = 1
         self._launcher: Launcher | None = None
         self._started: set[tuple[str, Cell]] = set()
         self._process = os.getpid()
@@ -197,8 +200,38 @@ class DistcompatSession:
             warmth = Warmth(modules, call, payload, path=import_path(), own=own, timeout=limit)
             kind: Any = LAUNCHERS[self.setting("launcher").value]
             self._launcher = LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
+            if self.nodes > 1:
+                self._launcher = self._over_nodes(self._launcher, warmth)
         assert self._launcher is not None
         return self._launcher
+
+    def nodes_problem(self) -> str:
+        """Wait until all nodes have joined; return what is wrong with them, empty if nothing is."""
+        from pytest_distcompat.nodes.launcher import NodesLauncher
+
+        return self.launcher.ready() if isinstance(self.launcher, NodesLauncher) else ""
+
+    def _over_nodes(self, one: Launcher, warmth: Warmth) -> NodesLauncher:
+        """Return a launcher for runs of several nodes too. Raises pytest.UsageError if an option does not fit."""
+        from pytest_distcompat.executors import EXECUTORS
+        from pytest_distcompat.nodes.launcher import NodesLauncher, Settings
+
+        name, token = self.setting("executor").value, self.setting("token_file").value
+        executor = EXECUTORS.get(name)()
+        reason = executor.unsupported_reason()
+        if not reason and self.setting("launcher").value != "warm":
+            reason = "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes"
+        if not reason and name == "local" and self.gpus:
+            reason = "its nodes would share GPUs, which NCCL refuses; expected --distcompat-gpus 0, or another executor"
+        if not reason and executor.hint and not token:
+            reason = "expected --distcompat-token-file FILE, with the token that nodes join with"
+        if not reason and executor.hint and self.worker:
+            reason = "each worker of xdist would need nodes of its own; expected no -n"
+        if reason:
+            raise pytest.UsageError(f"--distcompat-executor {name}: {reason}")
+        limit, listen = float(self.setting("warm_timeout").value), self.setting("listen").value or executor.listen
+        settings = Settings(self.nodes, str(self.config.rootpath), self.device, listen, token, limit)
+        return NodesLauncher(one, executor, settings, warmth, self.description_file.read_text(encoding="utf-8"))
 
     @functools.cached_property
     def cold_launcher(self) -> Launcher:

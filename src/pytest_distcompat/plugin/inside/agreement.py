@@ -66,7 +66,7 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
         return Outcome("failed" if unexpected else SAME, unexpected, properties=properties)
     all_skip = len(phases) == len(pids) and all(phase.outcome == "skipped" for phase in phases.values())
     events: dict[int, list[Event]] = {rank: [Start(pid, rank=rank)] for rank, pid in pids.items()}
-    processes = [RankProcess()] * len(pids)
+    processes = dict.fromkeys(pids, RankProcess())
     for rank, report in reports.items():
         if report.phase is None:
             processes[rank] = RankProcess(ended_by_us=True, stack=report.stack)

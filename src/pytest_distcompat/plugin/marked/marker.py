@@ -28,7 +28,7 @@ OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
 TIME_LIMIT: pytest.StashKey[float] = pytest.StashKey()
 #: The item that pytest runs next.
 NEXT_ITEM: pytest.StashKey[pytest.Item | None] = pytest.StashKey()
-ARGUMENTS = ("world_size", "strategies", "precisions", "options", "timeout", "reuse")
+ARGUMENTS = ("world_size", "nodes", "strategies", "precisions", "options", "timeout", "reuse")
 #: The failure of a test that passed although no rank ran it.
 NOT_RUN = "no rank ran this test: somebody else's pytest_runtest_call, or pytest_runtest_protocol, took its call over"
 #: Values of the argument ``reuse``: which tests share ranks.
@@ -40,6 +40,7 @@ class Mark:
     """The checked arguments of ``@pytest.mark.distcompat(...)``."""
 
     world_size: int | None = None
+    nodes: int | None = None
     strategies: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     options: tuple[Mapping[str, OptionValue], ...] = ()
@@ -71,9 +72,15 @@ def read_mark(mark: pytest.Mark) -> Mark:
         if isinstance(arguments.get(name, ()), (str, Mapping)) or not isinstance(arguments.get(name, ()), Iterable):
             raise ValueError(f"@pytest.mark.{MARK}({name}=...) takes a list, got {arguments[name]!r}")
         arguments[name] = tuple(arguments.get(name, ()))
-    world_size = arguments.get("world_size")
-    if world_size is not None and (type(world_size) is not int or world_size < 1):
-        raise ValueError(f"@pytest.mark.{MARK}(world_size={world_size!r}): expected a whole number of at least 1")
+    for name in ("world_size", "nodes"):
+        count = arguments.get(name)
+        if count is not None and (type(count) is not int or count < 1):
+            raise ValueError(f"@pytest.mark.{MARK}({name}={count!r}): expected a whole number of at least 1")
+    size, nodes = arguments.get("world_size"), arguments.get("nodes")
+    if size and nodes and size % nodes:
+        raise ValueError(
+            f"@pytest.mark.{MARK}(world_size={size}, nodes={nodes}): expected a world size that nodes divides"
+        )
     timeout = arguments.get("timeout")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise ValueError(f"@pytest.mark.{MARK}(timeout={timeout!r}): expected a number of seconds above 0")
@@ -157,6 +164,21 @@ def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> 
     return cell.world_size if cell else mark.world_size or session.world_size
 
 
+def nodes_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> int:
+    """Return the number of nodes that the item's ranks are spread over.
+
+    Raises:
+        pytest.UsageError: The mark says a number that does not divide the ranks.
+    """
+    size = world_size_of(item, mark, session)
+    nodes = mark.nodes or int(session.setting("nodes").value)
+    if size % nodes == 0:
+        return nodes
+    if mark.nodes is None:
+        return 1
+    raise pytest.UsageError(f"{item.nodeid}: {size} ranks cannot be spread evenly over {nodes} nodes")
+
+
 def take_over(item: pytest.Function) -> None:
     """Have the ranks run the item: in this process no fixture is set up, and its function is never called."""
     item.fixturenames = []
@@ -206,7 +228,8 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
 
     session = item.config.stash[SESSION]
     world_size = world_size_of(item, mark, session)
-    problem = session.too_large(world_size)
+    nodes = nodes_of(item, mark, session)
+    problem = session.too_large(world_size // nodes)
     if problem:
         pytest.skip(problem)
     keep, next_item = _keeping(item, mark, session)
@@ -227,10 +250,12 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
         # Ranks that several modules share must suit each of them.
         collected=ANY_MODULE if keep is not None and keep.scope.startswith("session") else os.path.realpath(item.path),
         timeout=min(mark.timeout or session.timeout, item.stash.get(TIME_LIMIT, math.inf)),
+        nodes=nodes,
     )
     ending = session.launcher.run(request, keep)
     outcome = merge(ending)
-    if session.verifies(strip_group(item.config, item.nodeid)):
+    # Cold torchrun starts all ranks on this machine.
+    if nodes == 1 and session.verifies(strip_group(item.config, item.nodeid)):
         outcome = _verify(outcome, request, session, item)
     if item.config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(item.config, "workerinput"):
         outcome = _print_uncaptured(outcome)
@@ -282,7 +307,7 @@ def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
     """Return a key that all items have that share ranks with this one; None if it has ranks of its own."""
     mark = mark_of(item)
     reuse = mark and (mark.reuse or session.setting("reuse").value)
-    if not mark or reuse == "never":
+    if not mark or reuse == "never" or nodes_of(item, mark, session) > 1:
         return None
     module = item.nodeid.partition("::")[0] if reuse == "module" else ""
     return f"{reuse} {module} {world_size_of(item, mark, session)}"

@@ -1,0 +1,34 @@
+"""What an executor is."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class Executor:
+    """A way to start node agents: the command ``join``, which gets the token on its standard input, on each node."""
+
+    name: ClassVar[str] = ""
+    #: Where pytest listens by default: host and port, 0 for any.
+    listen: ClassVar[tuple[str, int]] = ("127.0.0.1", 0)
+    #: How users start agents that this executor does not start itself; empty if it starts all of them.
+    hint: ClassVar[str] = ""
+
+    def unsupported_reason(self) -> str | None:
+        """Return why it cannot start agents here; None if it can."""
+        return None
+
+    def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
+        """Start the agents of so many nodes."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _popen(command: Sequence[str], token: str) -> subprocess.Popen[str]:
+        """Start one command that reads the token from its standard input, where no other process can see it."""
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        assert process.stdin is not None
+        process.stdin.write(f"{token}\n")
+        process.stdin.close()
+        return process

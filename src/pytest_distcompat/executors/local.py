@@ -1,0 +1,18 @@
+"""Executor ``local``: all nodes are on this machine, for trying out."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from pytest_distcompat.executors._base import Executor
+
+
+class Local(Executor):
+    """Several node agents on this machine, named n1, n2 and so on."""
+
+    name = "local"
+
+    def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
+        """Start all agents."""
+        return [self._popen([*join, "--name", f"n{number}"], token) for number in range(1, nodes + 1)]

@@ -1,0 +1,193 @@
+"""The node agent: joins pytest's process, keeps a warm launcher process, and runs its node's part of each run.
+
+The ranks' logs are written below a directory of this node, and streamed to pytest's process. What ranks of other nodes log that
+ranks here or the watchdog must know comes back the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import shutil
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat import clock
+from pytest_distcompat.decode import decode
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.launch import Request, WarmLauncher, Warmth
+from pytest_distcompat.launch.files import written
+from pytest_distcompat.launch.process import die_with_parent
+from pytest_distcompat.launch.request import Place
+from pytest_distcompat.launch.temporary import OwnedDirectory
+from pytest_distcompat.nodes.channel import Channel, NotProvedError
+from pytest_distcompat.nodes.facts import facts
+
+#: How often a node says that it is there, and how often logs are streamed, in seconds.
+HEARTBEAT_S, STREAM_S = 1.0, 0.02
+
+
+def join(host: str, port: int, token: bytes, name: str, wait: float, *, with_parent: bool = False) -> int:
+    """Join the pytest session that listens there, and serve it to its end. Return the exit code.
+
+    Raises:
+        UsageProblem: The session cannot be joined; the message says why.
+    """
+    if with_parent:
+        die_with_parent()
+    channel = _connect(host, port, token, wait)
+    channel.send({"name": name, "pid": os.getpid(), "boot": boot_id()})
+    welcome = channel.receive()
+    if "refused" in welcome:
+        raise UsageProblem(f"{name}: {welcome['refused']}")
+    agent = _Agent(channel, name, welcome)
+    try:
+        return agent.serve()
+    finally:
+        agent.close()
+
+
+def _connect(host: str, port: int, token: bytes, wait: float) -> Channel:
+    """Connect, perhaps before pytest listens."""
+    deadline = clock.now() + wait
+    while True:
+        try:
+            return Channel(socket.create_connection((host, port), timeout=5), token, serves=False)
+        except NotProvedError as error:
+            raise UsageProblem(f"{host}:{port}: {error}") from None
+        except OSError as error:
+            if clock.now() > deadline:
+                raise UsageProblem(f"{host}:{port}: no session to join in {wait:g} s ({error})") from None
+            clock.sleep(0.2)
+
+
+def boot_id() -> str:
+    """Return the id of this boot, which tells whether two processes share CLOCK_MONOTONIC; empty where unknown."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+class _Agent:
+    def __init__(self, channel: Channel, name: str, welcome: dict[str, Any]) -> None:
+        self._channel, self._name = channel, name
+        self._environment = dict(os.environ)
+        os.chdir(welcome["cwd"])
+        self._facts = facts(welcome["root"], welcome["warmth"]["own"], welcome["device"])
+        self._launcher = WarmLauncher(decode(Warmth, welcome["warmth"]), device=welcome["device"])
+        self._owned = OwnedDirectory()
+        self._session = self._owned.path / "session.json"
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._run = Path()
+        self._stopped = threading.Event()
+
+    def serve(self) -> int:
+        """Do what pytest's process sends, until it closes the channel."""
+        signal.signal(signal.SIGTERM, _exit)
+        threading.Thread(target=self._receive, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+        self._channel.send({"is": "facts", "facts": self._facts})
+        while True:
+            message = self._messages.get()
+            if message["do"] == "warm":
+                self._session.write_text(message["session"], encoding="utf-8")
+                self._launcher.warm_up()
+            elif message["do"] == "run":
+                self._channel.send(self._part(message))
+            elif message["do"] == "close":
+                return 0
+
+    def _part(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Run this node's part of a run, and return how it ended."""
+        os.environ.clear()
+        os.environ.update({**self._environment, **message["set"]})
+        for variable in message["unset"]:
+            os.environ.pop(variable, None)
+        self._run = self._owned.path / message["id"]
+        self._run.mkdir()
+        fields = {**message["request"], "directory": str(self._run), "place": message["place"]}
+        fields["payload"] = dict(fields["payload"])
+        if "session" in fields["payload"]:
+            fields["payload"] |= {"session": str(self._session), "directory": str(self._run)}
+        request = Request(**fields)
+        place = Place(**message["place"])
+        self._launcher.forget()
+        self._launcher.listens = lambda port: self._channel.send({"is": "listens", "store": [place.address, port]})
+        streaming = threading.Thread(target=self._stream, args=(request,), daemon=True)
+        self._stopped.clear()
+        streaming.start()
+        try:
+            ending = self._launcher.run(request)
+        finally:
+            self._stopped.set()
+            streaming.join()
+        watch = self._launcher.watch
+        part: dict[str, Any] = {"is": "ended", "processes": {}, "known": {"launch_error": ending.launch_error}}
+        if watch is not None:
+            processes = {rank: dataclasses.asdict(process) for rank, process in watch.processes.items()}
+            part |= {"processes": processes, "known": watch.known}
+        part["output"] = {rank: dict(written(self._run, rank, request.here.start)) for rank in request.here}
+        shutil.rmtree(self._run, ignore_errors=True)
+        return part
+
+    def _stream(self, request: Request) -> None:
+        """Send whole lines of the ranks' logs as they are written."""
+        sent = dict.fromkeys(request.here, 0)
+        last = False
+        while not last:
+            last = self._stopped.wait(STREAM_S)
+            for rank, offset in sent.items():
+                with contextlib.suppress(FileNotFoundError), (self._run / f"rank-{rank}.jsonl").open("rb") as file:
+                    file.seek(offset)
+                    raw = file.read()
+                    lines = raw[: raw.rfind(b"\n") + 1]
+                    if lines:
+                        sent[rank] += len(lines)
+                        self._channel.send({"is": "log", "rank": rank, "lines": lines.decode("utf-8", "replace")})
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive()
+                if message["do"] == "time":
+                    self._channel.send({"is": "time", "now": clock.now()})
+                elif message["do"] == "log":
+                    with (
+                        contextlib.suppress(OSError),
+                        (self._run / f"rank-{message['rank']}.jsonl").open("a", encoding="utf-8") as file,
+                    ):
+                        file.write(message["lines"])
+                elif message["do"] == "stop":
+                    if self._launcher.watch is not None:
+                        self._launcher.watch.stopped = message["why"]
+                elif message["do"] != "pong":
+                    self._messages.put(message)
+                    if message["do"] == "close":
+                        # The session closes the channel next, which is no loss then.
+                        return
+        except (OSError, NotProvedError):
+            # Without pytest's process nothing may go on here. The main thread ends what it has started.
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._channel.send({"is": "ping"})
+                clock.sleep(HEARTBEAT_S)
+
+    def close(self) -> None:
+        """End the launcher process and all below it."""
+        self._launcher.close()
+        self._channel.close()
+        self._owned.remove()
+
+
+def _exit(number: int, frame: object) -> None:  # noqa: ARG001 - the signature of handlers
+    # Once: a second signal must not interrupt what ends the processes.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit(1)

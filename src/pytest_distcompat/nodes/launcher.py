@@ -1,0 +1,396 @@
+"""The launcher of runs that span nodes: pytest's side of the node agents. Runs on one node go to another launcher."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import queue
+import re
+import secrets
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat import clock
+from pytest_distcompat.executors import Executor
+from pytest_distcompat.launch import Ending, Launcher, Request, Reuse, Warmth
+from pytest_distcompat.launch.ending import RankProcess, conclude
+from pytest_distcompat.launch.process import await_exit, kill_and_wait
+from pytest_distcompat.launch.rank_log import LogReader
+from pytest_distcompat.launch.request import Place
+from pytest_distcompat.nodes.agent import boot_id
+from pytest_distcompat.nodes.channel import Channel, Listener, NotProvedError
+from pytest_distcompat.nodes.facts import differences
+
+#: How long the other nodes may go on after one has ended badly, in seconds; how long a node may take after the time limit.
+AFTER_FAILURE_S, AFTER_LIMIT_S = 2.0, 8.0
+#: Events that the other nodes need: all but the large ones, and those with process numbers of this node.
+_NOT_FORWARDED = re.compile(r'\{"event": "(start|action|snapshot)"')
+_TIME = re.compile(r'"time": (\d+\.\d+)')
+
+
+class Node:
+    """A node that has joined, as pytest's process sees it."""
+
+    def __init__(self, channel: Channel, hello: Mapping[str, Any]) -> None:
+        self.channel, self.name, self.boot = channel, str(hello["name"]), str(hello["boot"])
+        #: Why it is gone; empty while it is there.
+        self.lost = ""
+        self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.facts: dict[str, Any] = {}
+        #: By how much its CLOCK_MONOTONIC is ahead of ours.
+        self.ahead = 0.0
+
+    @property
+    def address(self) -> str:
+        """The address by which other nodes reach it."""
+        return self.channel.peer
+
+    def measure_clock(self) -> None:
+        """Find out how far ahead its clock is, from the fastest of several answers."""
+        fastest = math.inf
+        for _ in range(5):
+            asked = clock.now()
+            self.channel.send({"do": "time"})
+            while (answer := self.channel.receive())["is"] != "time":
+                pass
+            took = clock.now() - asked
+            if took < fastest:
+                fastest, self.ahead = took, answer["now"] - asked - took / 2
+
+    def listen(self) -> None:
+        """Receive until the node is gone."""
+        try:
+            while True:
+                message = self.channel.receive()
+                if message["is"] == "ping":
+                    self.channel.send({"do": "pong"})
+                else:
+                    self.messages.put(message)
+        except TimeoutError:
+            self.lose("sent nothing for some seconds: the link is cut, or the node is down")
+        except (OSError, NotProvedError) as error:
+            self.lose(f"its agent is gone ({error})")
+
+    def lose(self, why: str) -> None:
+        """Note that it is gone, and why."""
+        self.lost = self.lost or why
+        self.channel.close()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message, unless the node is gone."""
+        try:
+            self.channel.send(message)
+        except OSError as error:
+            self.lose(f"its agent is gone ({error})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a session says about its nodes.
+
+    ``listen`` is where node agents join, host and port; ``token`` what they must know; ``wait`` how long they may take.
+    """
+
+    nodes: int
+    root: str
+    device: str
+    listen: tuple[str, int]
+    token: str
+    wait: float
+
+
+class NodesLauncher(Launcher):
+    """Launcher that runs requests of several nodes on node agents, and others by ``one``."""
+
+    def __init__(self, one: Launcher, executor: Executor, settings: Settings, warmth: Warmth, session: str) -> None:
+        self._one, self._executor, self._settings = one, executor, settings
+        self._warmth, self._session = warmth, session
+        self._nodes: dict[str, Node] = {}
+        self._changed = threading.Condition()
+        self._listener: Listener | None = None
+        self._processes: list[subprocess.Popen[str]] = []
+        self._environment = dict(os.environ)
+        self._token = settings.token or secrets.token_hex(32)
+        self._problem = ""
+
+    def warm_up(self) -> None:
+        """Start the agents that the executor starts, and what runs on one node."""
+        self._one.warm_up()
+        self._start()
+
+    def _start(self) -> None:
+        if self._listener is None:
+            host, port = self._settings.listen
+            self._listener = Listener(host, port, self._token.encode(), self._admit)
+            join = [sys.executable, "-m", "pytest_distcompat.cli", "join", f"{host}:{self._listener.port}"]
+            join += ["--token-file", "-", "--with-parent"]
+            self._processes = self._executor.start(join, self._settings.nodes, self._token)
+
+    def _admit(self, channel: Channel) -> None:
+        """Take in a peer that knows the token, or tell it why not. Runs in a thread of its own."""
+        node: Node | None = None
+        try:
+            node = Node(channel, channel.receive())
+            with self._changed:
+                refused = self._refused(node)
+                if not refused:
+                    self._nodes[node.name] = node
+            if refused:
+                channel.send({"refused": refused})
+                channel.close()
+                return
+            warmth = dataclasses.asdict(self._warmth)
+            settings = self._settings
+            channel.send({"warmth": warmth, "device": settings.device, "root": settings.root, "cwd": str(Path.cwd())})
+            while (message := channel.receive())["is"] != "facts":
+                pass
+            if node.boot != boot_id():
+                node.measure_clock()
+            node.send({"do": "warm", "session": self._session})
+            with self._changed:
+                node.facts = message["facts"]
+                self._changed.notify_all()
+            node.listen()
+        except (OSError, NotProvedError, KeyError, ValueError) as error:
+            if node is None:
+                channel.close()
+            else:
+                # It has joined: its name must be free for the next agent.
+                node.lose(f"its agent went away while it joined ({error})")
+
+    def _refused(self, node: Node) -> str:
+        known = self._nodes.get(node.name)
+        if known is not None and not known.lost:
+            return f"a node of that name has joined from {known.address} already; expected another --name"
+        present = [one.name for one in self._nodes.values() if not one.lost]
+        full = len(present) >= self._settings.nodes
+        return f"all {len(present)} nodes have joined: {', '.join(present)}" if full else ""
+
+    def ready(self) -> str:
+        """Wait until all nodes have joined and are alike; return what is wrong, empty if nothing is."""
+        self._start()
+
+        def joined() -> list[Node]:
+            return [node for node in self._nodes.values() if node.facts and not node.lost]
+
+        def decided() -> bool:
+            return len(joined()) >= self._settings.nodes or self._failed_start() or bool(self._lost())
+
+        with self._changed:
+            deadline = clock.now() + self._settings.wait
+            while not decided() and clock.now() < deadline:
+                self._changed.wait(0.1)
+            present = joined()
+        if len(present) < self._settings.nodes:
+            names = ", ".join(node.name for node in present) or "none"
+            gone = "".join(f"; {node.name}: {node.lost}" for node in self._lost())
+            assert self._listener is not None
+            where = f"{self._settings.listen[0]}:{self._listener.port}"
+            hint = f"; {self._executor.hint.replace('HOST:PORT', where)}" if self._executor.hint else ""
+            return f"{len(present)} of {self._settings.nodes} nodes are there ({names}){gone}{hint}"
+        first, *others = sorted(present, key=lambda node: node.name)
+        found = [text for node in others for text in differences(node.name, node.facts, first.name, first.facts)]
+        return "; ".join(found)
+
+    def _lost(self) -> list[Node]:
+        return [node for node in self._nodes.values() if node.lost]
+
+    def _failed_start(self) -> bool:
+        return bool(self._processes) and all(process.poll() is not None for process in self._processes)
+
+    def get_warm(self) -> str:
+        """Wait until what runs on one node is ready; return what is wrong with it."""
+        return self._one.get_warm()
+
+    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+        """Run the request on its nodes."""
+        if request.nodes == 1:
+            return self._one.run(request, reuse)
+        self._one.retire()
+        problem = self.ready()
+        if problem:
+            return Ending.not_launched(request.world_size, problem)
+        nodes = sorted((node for node in self._nodes.values() if not node.lost), key=lambda node: node.name)
+        return _Run(nodes[: request.nodes], request.from_here(), self._environment).run()
+
+    @property
+    def reuse_scope(self) -> str:
+        """The scope of the ranks that wait for a request; ranks of several nodes never do."""
+        return self._one.reuse_scope
+
+    def retire(self) -> str:
+        """End the ranks that wait for a request."""
+        return self._one.retire()
+
+    def close(self) -> None:
+        """End all node agents that were started, and let the others go."""
+        for node in list(self._nodes.values()):
+            node.send({"do": "close"})
+        for process in self._processes:
+            await_exit(process, 5.0)
+            kill_and_wait(process)
+        if self._listener is not None:
+            self._listener.close()
+        for node in list(self._nodes.values()):
+            node.channel.close()
+        self._one.close()
+
+
+class _Run:
+    """One run on several nodes."""
+
+    def __init__(self, nodes: list[Node], request: Request, environment: Mapping[str, str]) -> None:
+        self._nodes, self._request = nodes, request
+        self._directory = Path(request.directory)
+        self._each = request.world_size // len(nodes)
+        self._parts: dict[str, dict[str, Any]] = {}
+        self._stopped_at: float | None = None
+        now = {**os.environ}
+        self._set = {name: value for name, value in now.items() if environment.get(name) != value}
+        self._unset = [name for name in environment if name not in now]
+        self._set.pop("PYTEST_CURRENT_TEST", None)
+
+    def run(self) -> Ending:
+        """Start the parts, follow them to their ends, and conclude."""
+        self._request.write()
+        began = clock.now()
+        deadline = began + self._request.timeout + AFTER_LIMIT_S
+        run_id = uuid.uuid4().hex
+        store: list[Any] = [self._nodes[0].address, 0]
+        failed_at: float | None = None
+        waiting = list(enumerate(self._nodes))
+        self._send(*waiting.pop(0), run_id, store)
+        while len(self._parts) < len(self._nodes):
+            heard = [message for node in self._nodes for message in self._heard(node)]
+            for message in heard:
+                if message["is"] == "listens":
+                    store = message["store"]
+                    while waiting:
+                        self._send(*waiting.pop(0), run_id, store)
+            for node in self._nodes:
+                if node.lost:
+                    self._parts.setdefault(node.name, {"processes": {}, "known": {}, "lost": node.lost, "output": {}})
+            if waiting and self._parts:
+                # Nobody opened the store.
+                self._parts |= {node.name: _NOT_STARTED for _, node in waiting}
+            if failed_at is None and any(map(_bad, self._parts.values())):
+                failed_at = clock.now()
+            self._stop(failed_at, deadline)
+            if not heard:
+                clock.sleep(0.005)
+        return self._conclude(began)
+
+    def _send(self, number: int, node: Node, run_id: str, store: list[Any]) -> None:
+        place = Place(number, len(self._nodes), node.address, (store[0], store[1]), run_id)
+        request = dataclasses.asdict(self._request)
+        changes = {"set": self._set, "unset": self._unset, "id": run_id[:8]}
+        node.send({"do": "run", "request": request, "place": dataclasses.asdict(place), **changes})
+
+    def _heard(self, node: Node) -> list[dict[str, Any]]:
+        """Return the messages of a node that have arrived, once its logs are written and forwarded."""
+        found = []
+        while not node.messages.empty():
+            message = node.messages.get()
+            found.append(message)
+            if message["is"] == "log":
+                self._log(node, message["rank"], message["lines"])
+            elif message["is"] == "ended":
+                self._parts[node.name] = message
+        return found
+
+    def _log(self, node: Node, rank: int, lines: str) -> None:
+        found = [_shifted(line, -node.ahead) for line in lines.splitlines()]
+        with (self._directory / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in found)
+        forwarded = [_without_pid(line) for line in found if not _NOT_FORWARDED.match(line)]
+        for other in self._nodes if forwarded else ():
+            if other is not node:
+                text = "".join(f"{_shifted(line, other.ahead)}\n" for line in forwarded)
+                other.send({"do": "log", "rank": rank, "lines": text})
+
+    def _stop(self, failed_at: float | None, deadline: float) -> None:
+        """End the parts that outlive the failure of another one, or the time limit."""
+        now = clock.now()
+        running = [node for node in self._nodes if node.name not in self._parts]
+        if self._stopped_at is None and ((failed_at and now > failed_at + AFTER_FAILURE_S) or now > deadline):
+            self._stopped_at = now
+            for node in running:
+                node.send({"do": "stop", "why": "another node has ended"})
+        elif self._stopped_at is not None and now > self._stopped_at + AFTER_LIMIT_S:
+            for node in running:
+                node.lose("did not end its ranks in time")
+
+    def _conclude(self, began: float) -> Ending:
+        processes: dict[int, RankProcess] = {}
+        errors, known = [], dict[str, Any]()
+        for number, node in enumerate(self._nodes):
+            part = self._parts[node.name]
+            ranks = range(number * self._each, (number + 1) * self._each)
+            for rank in ranks:
+                fields = part["processes"].get(str(rank), {"ended_by_us": bool(part.get("lost"))})
+                process = RankProcess(**{**fields, "node": node.name})
+                if process.ended_at is not None:
+                    process = dataclasses.replace(process, ended_at=process.ended_at - node.ahead)
+                processes[rank] = process
+            if "lost" in part:
+                errors.append(f"{node.name}: {part['lost']}")
+            elif part["known"].get("launch_error"):
+                errors.append(f"{node.name}: {part['known']['launch_error']}")
+            self._merge(known, part["known"], node)
+            self._write_output(part["output"])
+        events = LogReader(self._directory, range(self._request.world_size)).read()
+        known |= {"launch_error": "\n".join(errors), "seconds": clock.now() - began, "command": self._request.command()}
+        return conclude(events, processes, **known)
+
+    @staticmethod
+    def _merge(known: dict[str, Any], part: Mapping[str, Any], node: Node) -> None:
+        """Add what a part knows to what is known of the whole run."""
+        known["timed_out"] = known.get("timed_out", False) or part.get("timed_out", False)
+        known["timeout"] = part.get("timeout", known.get("timeout", 0.0))
+        ended = part.get("ended_since", math.inf) - node.ahead
+        known["ended_since"] = min(known.get("ended_since", math.inf), ended)
+        known["oom_kills"] = max(known.get("oom_kills", 0), part.get("oom_kills", 0))
+        if known.get("first") is None:
+            known["first"] = part.get("first")
+        known["left_over"] = (
+            *known.get("left_over", ()),
+            *(f"{one} on {node.name}" for one in part.get("left_over", ())),
+        )
+        known["notice"] = known.get("notice") or part.get("notice", "")
+
+    def _write_output(self, output: Mapping[str, Mapping[str, str]]) -> None:
+        """Write what the ranks of a node wrote to where reports look for it."""
+        for rank, texts in output.items():
+            for kind, text in texts.items():
+                logs = self._directory / "logs" / "nodes" / "attempt_0" / rank
+                path = self._directory / f"rank-{rank}.log" if kind == "log" else logs / f"{kind}.log"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+
+
+_NOT_STARTED: dict[str, Any] = {"processes": {}, "known": {}, "output": {}}
+
+
+def _bad(part: Mapping[str, Any]) -> bool:
+    """Tell whether a node's part of a run ended badly."""
+    codes = [process["code"] for process in part["processes"].values()]
+    return "lost" in part or not codes or any(codes) or bool(part["known"].get("launch_error"))
+
+
+def _shifted(line: str, seconds: float) -> str:
+    """Return the line of an event with its time by another node's clock."""
+    return _TIME.sub(lambda found: f'"time": {float(found[1]) + seconds}', line, count=1) if seconds else line
+
+
+def _without_pid(line: str) -> str:
+    """Return the line without the number of its process, which means nothing on another node."""
+    if line.startswith('{"event": "done"'):
+        return json.dumps({**json.loads(line), "pid": None})
+    return line

@@ -1,0 +1,75 @@
+"""Node agents that join a session, and go away while they do."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat import clock
+from pytest_distcompat.executors import Executor
+from pytest_distcompat.launch import Launcher, Warmth
+from pytest_distcompat.nodes.channel import Channel
+from pytest_distcompat.nodes.launcher import NodesLauncher, Settings
+
+TOKEN = "a token of the session"
+
+
+class Elsewhere(Executor):
+    """All agents are started by somebody else."""
+
+    name = "elsewhere"
+    hint = "join HOST:PORT"
+
+    def start(self, join: Sequence[str], nodes: int, token: str) -> list[object]:  # type: ignore[override]
+        return []
+
+
+class NoLauncher(Launcher):
+    """Runs of one node, of which there are none."""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[NodesLauncher]:
+    settings = Settings(2, str(tmp_path), "cpu", ("127.0.0.1", 0), TOKEN, wait=0.2)
+    launcher = NodesLauncher(NoLauncher(), Elsewhere(), settings, Warmth(), "{}")
+    launcher.warm_up()
+    yield launcher
+    launcher.close()
+
+
+def join(launcher: NodesLauncher, name: str) -> tuple[Channel, str]:
+    """Join under that name; return the channel, and why the session refuses it."""
+    found = re.search(r"join 127\.0\.0\.1:(\d+)", launcher.ready())
+    assert found
+    connection = socket.create_connection(("127.0.0.1", int(found[1])), timeout=5)
+    channel = Channel(connection, TOKEN.encode(), serves=False)
+    channel.send({"name": name, "pid": 1, "boot": ""})
+    return channel, channel.receive().get("refused", "")
+
+
+def test_a_name_is_free_again_once_an_agent_went_away_while_it_joined(launcher: NodesLauncher) -> None:
+    first, refused = join(launcher, "n1")
+    assert not refused
+    second, refused = join(launcher, "n1")
+    assert refused == "a node of that name has joined from 127.0.0.1 already; expected another --name"
+    second.close()
+    first.close()
+    deadline = clock.now() + 20
+    while refused and clock.now() < deadline:
+        channel, refused = join(launcher, "n1")
+        channel.close()
+    assert not refused
+
+
+def test_an_agent_that_went_away_is_named(launcher: NodesLauncher) -> None:
+    channel, _ = join(launcher, "n1")
+    channel.close()
+    deadline = clock.now() + 20
+    text = ""
+    while "n1: its agent went away while it joined" not in text and clock.now() < deadline:
+        text = launcher.ready()
+    assert text.startswith("0 of 2 nodes are there (none); n1: its agent went away while it joined ("), text

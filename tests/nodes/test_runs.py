@@ -1,0 +1,194 @@
+"""Marked tests on two node agents of this machine: verdicts that name the node, in torchrun's environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from tests.plugin.conftest import RunPytest
+
+from pytest_distcompat import clock
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import Run
+
+pytestmark = pytest.mark.spawn
+
+HERE = Path(__file__).parent
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def session(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("nodes")
+    shutil.copy(HERE / "two_nodes.py", directory / "test_two_nodes.py")
+    return run_pytest(directory, "-p", "no:cacheprovider")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _seen(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    environment["SEEN"] = str(tmp_path_factory.mktemp("seen"))
+
+
+def first_line(run: Run, name: str) -> str:
+    return run.text(name).partition("\n")[0]
+
+
+def test_outcomes(session: Run) -> None:
+    assert session.outcomes == {
+        "test_sum": "passed",
+        "test_environment": "passed",
+        "test_assertion": "failed",
+        "test_killed": "failed",
+        "test_hang": "failed",
+        "test_skip_on_both": "skipped",
+        "test_skip_on_one": "failed",
+        "test_one_node": "passed",
+    }, session.out
+
+
+def test_failures_name_the_node(session: Run) -> None:
+    assert first_line(session, "test_assertion").startswith("rank 1 on n2 failed: AssertionError: one is wrong")
+    assert first_line(session, "test_killed").startswith("rank 1 on n2 was killed by SIGKILL")
+    assert "time limit of 4 s" in first_line(session, "test_hang")
+    assert "rank 1 on n2" in session.text("test_hang")
+    assert "rank 1 on n2" in session.text("test_skip_on_one")
+
+
+SCRIPT = """
+import json, os, pathlib
+pathlib.Path(os.environ["SEEN"], "torchrun-" + os.environ["RANK"]).write_text(json.dumps(dict(os.environ)))
+"""
+
+
+def test_the_environment_is_that_of_torchrun(session: Run, environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    line += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", str(tmp_path / "script.py")]
+    cold = [subprocess.Popen(line, env={**environment, "DS_ACCELERATOR": "cpu"}) for _ in range(2)]
+    assert [process.wait(120) for process in cold] == [0, 0]
+    seen = Path(environment["SEEN"])
+    of_the_run = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+    of_pytest = {"PYTEST_VERSION", "RECORDED_REPORTS", "PYTEST_DEBUG_TEMPROOT", "PYTEST_CURRENT_TEST", "PWD", "_"}
+    of_pytest |= {"JE_ARROW_MALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK", "OLDPWD", "SHLVL", "DISTCOMPAT_INSIDE"}
+    # The fork server has imported torch._dynamo, which sets it.
+    of_pytest |= {"TORCHINDUCTOR_CACHE_DIR"}
+    for rank in range(2):
+        ours = json.loads((seen / f"rank-{rank}").read_text())
+        theirs = json.loads((seen / f"torchrun-{rank}").read_text())
+        for name in sorted({*ours, *theirs} - of_pytest):
+            assert name in ours, f"{name}={theirs[name]} is torchrun's only"
+            assert name in theirs, f"{name}={ours[name]} is ours only"
+            assert name in of_the_run or ours[name] == theirs[name], name
+
+
+WAITS = """
+import time, pytest, pathlib, os
+@pytest.mark.distcompat(world_size=2, nodes=2)
+def test_long(process_group, rank):
+    from torch import distributed
+    pathlib.Path(os.environ["SEEN"], f"long-{rank}").touch()
+    if rank == 1:
+        time.sleep(100)
+    distributed.barrier()
+
+@pytest.mark.distcompat(world_size=2, nodes=2)
+def test_after():
+    pass
+
+@pytest.mark.distcompat(world_size=2)
+def test_one_node():
+    pass
+"""
+
+
+def joined(directory: Path, environment: dict[str, str], *names: str) -> tuple[list[subprocess.Popen[str]], list[str]]:
+    """Start node agents that join a session, and return the arguments of that session."""
+    (directory / "token").write_text(TOKEN)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [sys.executable, "-m", "pytest_distcompat.cli", "join", f"127.0.0.1:{port}"]
+    line += ["--token-file", str(directory / "token")]
+    environment = {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    agents = [
+        subprocess.Popen([*line, "--name", name], env=environment, stderr=subprocess.PIPE, text=True, cwd=directory)
+        for name in names
+    ]
+    options = ["--distcompat-executor", "join", "--distcompat-listen", f"127.0.0.1:{port}"]
+    return agents, [*options, "--distcompat-token-file", str(directory / "token")]
+
+
+@pytest.mark.nightly
+def test_an_agent_that_is_killed(run_pytest: RunPytest, environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "test_waits.py").write_text(WAITS)
+    (agent,), options = joined(tmp_path, environment, "zz")
+    started = Path(environment["SEEN"], "long-1")
+
+    def kill() -> None:
+        clock.wait_until(started.exists, 120, every=0.1)
+        time.sleep(0.5)
+        below.extend(psutil.Process(agent.pid).children(recursive=True))
+        os.kill(agent.pid, signal.SIGKILL)
+
+    below: list[psutil.Process] = []
+    thread = threading.Thread(target=kill)
+    thread.start()
+    run = run_pytest(tmp_path, "-p", "no:cacheprovider", *options)
+    thread.join()
+    assert run.outcomes == {"test_long": "failed", "test_after": "failed", "test_one_node": "passed"}, run.out
+    assert "zz: its agent is gone" in first_line(run, "test_long")
+    assert "1 of 2 nodes are there" in first_line(run, "test_after")
+    assert "zz: its agent is gone" in run.text("test_after")
+    assert clock.wait_until(lambda: not any(map(psutil.Process.is_running, below)), 10)
+
+
+@pytest.mark.nightly
+def test_a_node_that_never_comes(run_pytest: RunPytest, environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "test_waits.py").write_text(WAITS)
+    _, options = joined(tmp_path, environment)
+    run = run_pytest(tmp_path, "-p", "no:cacheprovider", "--distcompat-warm-timeout", "3", *options)
+    assert run.code == pytest.ExitCode.USAGE_ERROR
+    assert f"1 of 2 nodes are there ({socket.gethostname()}); run `distcompat join 127.0.0.1:" in run.out
+
+
+@pytest.mark.nightly
+def test_a_node_that_comes_twice(run_pytest: RunPytest, environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "test_waits.py").write_text(WAITS)
+    agents, options = joined(tmp_path, environment, socket.gethostname())
+    run = run_pytest(tmp_path, "-p", "no:cacheprovider", "--distcompat-warm-timeout", "5", *options)
+    assert run.code == pytest.ExitCode.USAGE_ERROR
+    # The agent that pytest starts has the same name: whichever came second is refused.
+    texts = run.out + agents[0].communicate(timeout=30)[1]
+    assert "a node of that name has joined from 127.0.0.1 already; expected another --name" in texts
+
+
+def test_join_without_a_token(run_pytest: RunPytest, tmp_path: Path) -> None:
+    (tmp_path / "test_waits.py").write_text(WAITS)
+    run = run_pytest(tmp_path, "-p", "no:cacheprovider", "--distcompat-executor", "join")
+    assert run.code != 0
+    assert (
+        "--distcompat-executor join: expected --distcompat-token-file FILE, with the token that nodes join with"
+        in run.out
+    )
+
+
+def test_a_world_size_that_nodes_do_not_divide(run_pytest: RunPytest, tmp_path: Path) -> None:
+    source = "import pytest\n@pytest.mark.distcompat(world_size=3, nodes=2)\ndef test(): pass\n"
+    (tmp_path / "test_three.py").write_text(source)
+    run = run_pytest(tmp_path, "-p", "no:cacheprovider")
+    assert "distcompat(world_size=3, nodes=2): expected a world size that nodes divides" in run.out
