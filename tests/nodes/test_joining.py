@@ -11,7 +11,7 @@ import pytest
 
 from pytest_distcompat import clock
 from pytest_distcompat.executors import Executor
-from pytest_distcompat.launch import Launcher, Warmth
+from pytest_distcompat.launch import Ending, Launcher, Request, Reuse, Warmth
 from pytest_distcompat.nodes.channel import Channel
 from pytest_distcompat.nodes.launcher import NodesLauncher, Settings
 
@@ -30,6 +30,9 @@ class Elsewhere(Executor):
 
 class NoLauncher(Launcher):
     """Runs of one node, of which there are none."""
+
+    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+        raise NotImplementedError
 
 
 @pytest.fixture
