@@ -75,7 +75,7 @@ def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run, concerned:
     assert run.outcomes == expected, run.out
     pytest.LineMatcher(run.text("TestForgetful::test[ddp-fp32-w2:resume]").splitlines()).fnmatch_lines(
         [
-            "rank 0: the optimizer's state is empty after the load; * tensors were saved",
+            "ranks 0, 1: the optimizer's state is empty after the load; * tensors were saved",
             "ddp-fp32-w2: resume: failed",
             "the claim: *",
             "reproduce: pytest 'test_compat.py::TestForgetful::test[[]ddp-fp32-w2:resume[]]'*",
