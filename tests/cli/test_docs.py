@@ -23,7 +23,6 @@ from pytest_distcompat import scripts
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cli.main import parser
-from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.known import read_file
 from pytest_distcompat.plugin.marked.marker import read_mark
@@ -146,10 +145,6 @@ def test_items_on_the_page_fit_the_registries(monkeypatch: pytest.MonkeyPatch) -
     assert type(getattr(torchs, "_autocast")()).__name__ == "autocast"  # noqa: B009 - it is this driver's own
     assert isinstance(space["finite"], Check)
     assert space["finite"].findings(Cell("ddp", "fp32"), Trace("toy", {"train": RunTrace("train", 2, ())})) == []
-    driver = space["LightningDriver"]
-    assert driver.unsupported_reason(Cell("ddp", "fp32")) in {None, "lightning is not installed"}
-    assert driver.unsupported_reason(Cell("zero3", "fp32")) == "Fabric does not support zero3 here"
-    assert not driver.can("export") or driver.export is not Driver.export
 
 
 def test_the_known_issue_of_the_page_is_valid(tmp_path: Path) -> None:
