@@ -173,6 +173,20 @@ class SequenceIsNotCut(Torch):
         self.context = None
 
 
+@twin(
+    "parity",
+    SEQUENCE,
+    match=r"^step 1: the loss is .* in the reference .*; with cp 2 ranks 0, 1 must be fed parts of the same rows",
+    also=GRADIENTS,
+)
+class SequencesOfItsOwn(Torch):
+    """Each rank of a sequence takes its part of rows of its own: a sampler that counts all ranks."""
+
+    def batches(self, number: int) -> Iterator[tuple[Batch, bool]]:
+        for index, (_, last) in zip(self.micros(number), super().batches(number), strict=True):
+            yield self.batch_of(index, self.world.rank), last
+
+
 EXPERTS, EXPERTS_WITH_SHARDS = "fsdp2-fp32-w2-model_moe_fused-ep_2", "fsdp2-fp32-w4-model_moe_fused-ep_2"
 
 
