@@ -177,7 +177,7 @@ class SequenceIsNotCut(Torch):
     "parity",
     SEQUENCE,
     match=r"^step 1: the loss is .* in the reference .*; with cp 2 ranks 0, 1 must be fed parts of the same rows",
-    also=GRADIENTS,
+    also={**GRADIENTS, **CLIPPING},
 )
 class SequencesOfItsOwn(Torch):
     """Each rank of a sequence takes its part of rows of its own: a sampler that counts all ranks."""
