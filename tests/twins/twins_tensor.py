@@ -137,7 +137,7 @@ SEQUENCE, SEQUENCE_WITH_SHARDS = "fsdp2-fp32-w2-cp_2", "fsdp2-fp32-w4-cp_2"
     match=r"^rank 0: ranks 0, 1 exchanged nothing among themselves in a step; expected context parallelism \(cp 2\)",
     also={**PARITY, **GRADIENTS},
 )
-@twin("parity", SEQUENCE, match=r"^step 1: the loss is ", also=GRADIENTS)
+@twin("parity", SEQUENCE, "fsdp2-fp32-w4-tp_2-cp_2", match=r"^step 1: the loss is ", also=GRADIENTS)
 class AttentionStaysLocal(Torch):
     """Context parallelism without its ring: each rank attends to its own part of the sequence alone."""
 
