@@ -157,7 +157,8 @@ def beside_tp() -> str:
     axes = [("fsdp2", name, dict[str, OptionValue]()) for name in PRECISIONS.names()]
     axes += [(name, "fp32", {}) for name in STRATEGIES.names()]
     axes += [
-        ("fsdp2", "bf16_mixed", {one.name: value})
+        # Of the built-in models one alone has experts that can be spread.
+        ("fsdp2", "bf16_mixed", {one.name: value} | ({"model": "moe_fused"} if one.name == "ep" else {}))
         for one in OPTIONS.values()
         for value in one.values[1:]
         if one.name != "model"

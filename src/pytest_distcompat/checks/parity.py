@@ -59,7 +59,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
             return
         largest_loss = max(largest_loss, abs(there[0].loss or 0.0))
         largest_norm = max(largest_norm, there[0].grad_norm or 0.0)
-        found = [*_loss(here, there[0], losses[step], largest_loss)]
+        found = [one + _same_rows(cell) for one in _loss(here, there[0], losses[step], largest_loss)]
         found += _norm(here, there[0], norms[step], largest_norm)
         found += _rates(here, there[0])
         yield from (f"step {step + 1}: {text}" for text in found)
@@ -108,6 +108,12 @@ def _loss(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest
     loss = sum(losses) / len(losses)
     if not _close(loss, there.loss, tolerance, largest):
         yield f"the loss is {loss:.6g}; {_expected(loss, there.loss, tolerance, largest)}"
+
+
+def _same_rows(cell: Cell) -> str:
+    """Return what no check can compare under context parallelism, whose ranks see only parts of rows; else nothing."""
+    ranks = ", ".join(map(str, cell.cp_peers(0)))
+    return f"; with cp {cell.cp} ranks {ranks} must be fed parts of the same rows" if cell.cp > 1 else ""
 
 
 def _norm(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float) -> Iterator[str]:

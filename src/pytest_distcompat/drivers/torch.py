@@ -270,8 +270,8 @@ class TorchDriver(TinyDriver):
         if self.cell.option("async_save"):
             self.saving_group = distributed.new_group(backend="gloo")
         if self.cell.cp > 1:
-            sizes = (self.cell.dp_size, self.cell.cp)
-            self.context = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp"))["cp"]
+            sizes = (self.cell.dp_size, self.cell.cp, self.cell.tp)
+            self.context = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))["cp"]
         assert self.strategy.torch is not None
         self.raw, mode = model, self.cell.option("compile")
         if self.precision.float8:

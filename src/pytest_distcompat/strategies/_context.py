@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Name of the attention among those of transformers.
 ATTENTION = "distcompat_context_parallel"
 #: Options that were tried beside context parallelism.
-BESIDE = frozenset({"model", "cp", "state_dict", "activation_checkpointing", "param_groups", "set"})
+BESIDE = frozenset({"model", "tp", "cp", "state_dict", "activation_checkpointing", "param_groups", "set"})
 
 
 def unsupported_reason(cell: Cell) -> str | None:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
 
 #: Options that were tried beside expert parallelism.
-BESIDE = frozenset({"model", "ep", "state_dict", "param_groups", "grad_accum", "reshard_after_forward", "set"})
+BESIDE = frozenset(
+    {"model", "ep", "state_dict", "param_groups", "grad_accum", "reshard_after_forward", "set", "compile"}
+)
 
 
 def unsupported_reason(cell: Cell, experts: str) -> str | None:

@@ -29,8 +29,6 @@ def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
         return "the tiny llama has two heads of keys and values, which no more ranks can share"
     if cell.option("sp") and "norm" not in plan.values():
         return f"the model {cell.option('model')} has no sequence to cut"
-    if cell.option("compile") in {True, "aot_eager"}:
-        return "torch compiles no whole model beside it: BackendCompilerFailed, Mixing fake modes, in the first step"
     return "a plan names the model's layers, and an adapter puts others in their place" if cell.option("lora") else None
 
 
