@@ -145,17 +145,19 @@ def test_a_missing_package_is_named(collector: Collector, monkeypatch: pytest.Mo
 def test_device_seconds_are_those_of_the_runs_that_an_item_started() -> None:
     results = [verdict("names", 0, 3), verdict("resume", 3, 2), verdict("export", 0, 6)]
     timeline = [
-        lease("0", 1, 2.5, worker="gw0"),
-        lease("1", 1, 2.5, worker="gw0"),
-        lease("0", 3.5, 4, worker="gw0"),
-        lease("2", 1, 5, worker="gw1"),
+        lease("0", 1, 2.5, who="t.py::names"),
+        lease("1", 1, 2.5, who="t.py::names"),
+        lease("0", 3.5, 4, who="t.py::resume"),
+        lease("2", 1, 5, who="t.py::export"),
     ]
-    workers = {"t.py::names": "gw0", "t.py::resume": "gw0", "t.py::export": "gw1"}
-    assert [one.device_seconds for one in with_device_seconds(results, timeline, workers)] == [3, 0.5, 4]
+    assert [one.device_seconds for one in with_device_seconds(results, timeline)] == [3, 0.5, 4]
 
 
 @pytest.mark.spawn
-def test_a_session_sends_its_spans(collector: Collector, tmp_path: Path, pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("workers", ["-n0", pytest.param("-n2", marks=pytest.mark.nightly)])
+def test_a_session_sends_its_spans(
+    collector: Collector, tmp_path: Path, pytester: pytest.Pytester, workers: str
+) -> None:
     pytester.makepyfile(
         """
         from pytest_distcompat import CompatSuite, Matrix
@@ -165,7 +167,8 @@ def test_a_session_sends_its_spans(collector: Collector, tmp_path: Path, pyteste
         """
     )
     out = tmp_path / "out.json"
-    done = pytester.runpytest_subprocess("-k", "names or memory", "--distcompat-gpus=0", f"--distcompat-report={out}")
+    options = ("-k", "names or memory", "--distcompat-gpus=0", f"--distcompat-report={out}", workers)
+    done = pytester.runpytest_subprocess(*options)
     done.stdout.fnmatch_lines(f"*spans: 4 of 4 sent to {collector.url}")
     spans = {span.name: attributes(span) for span in collector.spans}
     assert set(spans) == {"session", "run", "verdict names", "verdict memory"}

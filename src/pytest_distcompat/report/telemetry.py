@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -18,33 +19,17 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 BATCH = 512
 
 
-def with_device_seconds(
-    results: Sequence[Verdict], timeline: Sequence[Mapping[str, Any]], workers: Mapping[str, str]
-) -> list[Verdict]:
-    """Return the verdicts with the seconds of all devices that were leased while their items ran.
+def with_device_seconds(results: Sequence[Verdict], timeline: Iterable[Mapping[str, Any]]) -> list[Verdict]:
+    """Return the verdicts with the seconds of all devices that their items leased.
 
     Args:
-        results: Verdicts with ``began`` and ``seconds``.
+        results: The verdicts of a session.
         timeline: An entry for each device of each lease, as in ``report.session["timeline"]``.
-        workers: Of each node id the xdist worker that ran it; a worker runs one item at a time.
     """
-    by_worker: dict[str, list[Mapping[str, Any]]] = {}
+    seconds: Counter[str] = Counter()
     for entry in timeline:
-        by_worker.setdefault(entry["worker"], []).append(entry)
-    return [
-        dataclasses.replace(
-            one,
-            device_seconds=round(
-                sum(
-                    entry["end"] - entry["begin"]
-                    for entry in by_worker.get(workers.get(one.nodeid, ""), ())
-                    if one.began <= entry["begin"] <= one.began + one.seconds
-                ),
-                3,
-            ),
-        )
-        for one in results
-    ]
+        seconds[entry["who"]] += entry["end"] - entry["begin"]
+    return [dataclasses.replace(one, device_seconds=round(seconds[one.nodeid], 3)) for one in results]
 
 
 def send(report: Report) -> str:

@@ -69,8 +69,6 @@ class Results:
         self._began = clock.wall() - (clock.now() - session.began)
         self._ending = ""
         self._running = False
-        #: The xdist worker that ran an item, by node id.
-        self._workers: dict[str, str] = {}
         #: The number of failures that pytest counts which are red verdicts of suites.
         self._own_failures = 0
         self._versions = versions()
@@ -139,7 +137,6 @@ class Results:
         began = report.start - self._began
         result = dataclasses.replace(result, rank=rank, seconds=report.duration, began=began)
         self.results[result.nodeid] = result
-        self._workers[result.nodeid] = getattr(report, "worker_id", "")
         row = self._row(result)
         row.not_applicable.update(data["not_applicable"])
         row.cost.update(data["cost"])
@@ -243,7 +240,7 @@ class Results:
         for row in self.cells.values():
             row.driver = drivers.get(row.place, "")
         results = [dataclasses.replace(result, driver=drivers.get(result.place, "")) for result in self.ordered()]
-        results = with_device_seconds(results, session_info["timeline"], self._workers)
+        results = with_device_seconds(results, session_info["timeline"])
         rows = [self.cells[key] for key in dict.fromkeys(f"{result.place}:{result.cell}" for result in results)]
         report = Report(session_info, results, rows, unreached=unreached)
         add_evidence(report, runs)
@@ -323,7 +320,7 @@ class Results:
         timeline = entries(session.store_path, session.began)
         # A lease of a run names its directory, whose name is the run's id.
         for entry in timeline:
-            entry["who"] = entry["who"].removeprefix(f"{session.runs}{os.sep}")
+            entry["who"] = strip_group(session.config, entry["who"].removeprefix(f"{session.runs}{os.sep}"))
         return {
             "versions": self._versions,
             "device": session.device,
