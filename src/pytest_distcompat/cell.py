@@ -175,7 +175,6 @@ class Cell:
         self._check_divides(
             "cp", self.world_size // self.tp, "ranks" if self.tp == 1 else "ranks, those of each part of tp"
         )
-
         self._check_divides("ep", self.dp_size, "ranks" if self.dp_size == self.world_size else "data parallel ranks")
 
     def _check_divides(self, name: str, ranks: int, words: str) -> None:

@@ -158,9 +158,9 @@ def _cell(strategy: str, precision: str, world_size: int, *choices: Choice) -> C
         options.setdefault("tp", 2)
     if options.get("ep"):
         options.setdefault("model", "moe_fused")
-    replicas, tp = int(options.get("dp_replicate", 1)), int(options.get("tp", 1)) * int(options.get("cp", 1))
+    replicas, parts = int(options.get("dp_replicate", 1)), int(options.get("tp", 1)) * int(options.get("cp", 1))
     # A replica has at least two shards, and beside tensor parallelism there is data parallelism, if four ranks are enough.
-    least = max(2 * replicas * tp if replicas > 1 else 1, 4 if tp > 1 or options.get("ep") else 1)
+    least = max(2 * replicas * parts if replicas > 1 else 1, 4 if parts > 1 or options.get("ep") else 1)
     return Cell(strategy, precision, max(world_size, least), tuple(options.items()))
 
 

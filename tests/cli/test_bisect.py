@@ -101,7 +101,7 @@ def test_the_release_that_turned_a_test_red(wheel: Wheel, tmp_path: Path, capsys
     code = main([*command, "--", str(tmp_path / "test_mine.py"), "-p", "no:cacheprovider"])
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == (
-        "the first red one is madeup==1.4; madeup==1.2 is green; madeup==1.3 could not be told"
+        "the first red one is madeup==1.4; madeup==1.2 is green; madeup==1.3 is neither red nor green"
     ), out
     assert code == 0
     assert (

@@ -126,10 +126,7 @@ def message(findings: list[str]) -> str:
         of_rank = _OF_RANK.fullmatch(finding)
         key = (of_rank["before"], of_rank["after"]) if of_rank else (finding, "")
         ranks.setdefault(key, []).extend([of_rank["rank"]] if of_rank else ())
-    lines = [
-        f"{before}rank{'s' * (len(of) > 1)} {', '.join(of)}{after}" if of else before
-        for (before, after), of in ranks.items()
-    ]
+    lines = [f"{before}{_listed(of)}{after}" if of else before for (before, after), of in ranks.items()]
     if len(lines) > FINDINGS_SHOWN:
         lines[FINDINGS_SHOWN:] = [f"... and {len(lines) - FINDINGS_SHOWN} more"]
     return "\n".join(lines)
@@ -159,6 +156,10 @@ def named_ranks(ranks: Sequence[int], world_size: int) -> str:
     """Return the words for some ranks in a finding: "all ranks", "rank 1" or "ranks 0, 2"."""
     if len(ranks) == world_size:
         return "all ranks"
+    return _listed(ranks)
+
+
+def _listed(ranks: Sequence[int | str]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

@@ -134,7 +134,7 @@ def _bisect(releases: str, directory: Path, arguments: Sequence[str], page: Path
         return 1
     between = ordered[ordered.index(before.release) + 1 : ordered.index(after.release)]
     text = f"the first {words[after.red]} one is {after.release}; {before.release} is {words[before.red]}"
-    print(f"\n{text}{''.join(f'; {one} could not be told' for one in between)}")  # noqa: T201 - a command prints
+    print(f"\n{text}{''.join(f'; {one} is {words[None]}' for one in between)}")  # noqa: T201 - a command prints
     return 0
 
 

@@ -35,10 +35,6 @@ class WarmLauncher:
         #: Called with the port on which the nodes of a run meet, on the node that opens it.
         self.listens: Callable[[int], None] = lambda _: None
 
-    def forget(self) -> None:
-        """Forget the watchdog of the last run."""
-        self.watch = None
-
     def warm_up(self) -> None:
         """Start the launcher process, without waiting until it is ready."""
         if self._process is None or not self._process.intact:
@@ -59,6 +55,7 @@ class WarmLauncher:
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
         """Start the ranks, or reuse those of an earlier request, and wait until they ended or have done the request."""
+        self.watch = None
         try:
             problem = self.get_warm()
             if problem:

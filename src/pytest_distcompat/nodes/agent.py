@@ -116,7 +116,6 @@ class _Agent:
             fields["payload"] |= {"session": str(self._session), "directory": str(self._run)}
         request = Request(**fields)
         place = Place(**message["place"])
-        self._launcher.forget()
         self._launcher.listens = lambda port: self._channel.send({"is": "listens", "store": [place.address, port]})
         streaming = threading.Thread(target=self._stream, args=(request,), daemon=True)
         self._stopped.clear()
