@@ -43,6 +43,9 @@ CELLS = (
     "fsdp1-bf16_mixed-w2",
     "fsdp2-fp32-w2-param_groups",
     "fsdp2-fp32-w2-cpu_offload",
+    # Runs of one on a mesh that the other's ranks have no room for.
+    "fsdp2-fp32-w2-tp_2",
+    "fsdp2-fp32-w2-cp_2",
 )
 
 

@@ -107,7 +107,12 @@ def _is_for(stored: StoredRun, cell: Cell, by_id: Mapping[str, StoredRun]) -> bo
     """Tell whether checks of that cell read the run. Several cells may share one that follows no other."""
     # ``ranks`` are the data-parallel ranks of the cell whose checks need the run.
     asked = stored.asked
-    if asked.run.cell(cell).id != asked.cell or asked.ranks != cell.dp_size:
+    try:
+        own = asked.run.cell(cell)
+    except ValueError:
+        # Another cell's run, on a mesh into which this cell's ranks cannot be divided.
+        return False
+    if own.id != asked.cell or asked.ranks != cell.dp_size:
         return False
     if not asked.run.after:
         return True

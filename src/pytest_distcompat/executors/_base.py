@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 from typing import ClassVar
@@ -27,7 +28,9 @@ class Executor:
     @staticmethod
     def _popen(command: Sequence[str], token: str) -> subprocess.Popen[str]:
         """Start one command that reads the token from its standard input, where no other process can see it."""
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        # Named, or the process would also get LINES and COLUMNS, which readline sets past ``os.environ``.
+        now = dict(os.environ)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, env=now)
         assert process.stdin is not None
         process.stdin.write(f"{token}\n")
         process.stdin.close()
