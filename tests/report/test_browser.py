@@ -195,6 +195,8 @@ def test_a_button_copies_the_command(opened: Any, real: Report, permitted: bool)
     page.verdict("fsdp1-bf16_mixed-w2:parity").click()
     # By the keyboard, and inside the dialog.
     page.page.locator("#verdict .copy").press("Enter")
+    # The browser writes to the clipboard after the key press returns.
+    page.wait_for("document.querySelector('#verdict .copy').textContent === 'Copied'")
     page.page.keyboard.press("Escape")
     assert pasted() == result.reproduce
 
