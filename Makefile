@@ -19,9 +19,10 @@ test: install check
 nightly: install check
 	HF_HUB_OFFLINE=1 $(BIN)/pytest tests -n 2 --dist loadscope --no-loadscope-reorder
 
-# Tests that need a Slurm, as root on Debian.
+# Tests that need a Slurm, a Ray cluster or hosts of their own, as root on Debian.
 machines: install
 	apt-get install -y slurm-wlm munge
+	$(BIN)/pip install --quiet 'ray>=2.9' 'kubernetes-validate>=1.30'
 	HF_HUB_OFFLINE=1 $(BIN)/pytest tests/machines tests/nodes
 
 check: install

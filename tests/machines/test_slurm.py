@@ -99,3 +99,26 @@ def test_without_an_allocation(environment: dict[str, str], tmp_path: Path) -> N
     assert (
         "--distcompat-executor slurm: there is no allocation (SLURM_JOB_ID is not set)" in found.stdout + found.stderr
     )
+
+
+def test_a_job_script_that_we_wrote(slurm: dict[str, str], tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "nodes" / "two_nodes.py", tmp_path / "test_two_nodes.py")
+    write = [
+        sys.executable,
+        "-m",
+        "pytest_distcompat.cli",
+        "sbatch",
+        "--",
+        "-k",
+        "sum or one_node",
+        "-p",
+        "no:cacheprovider",
+    ]
+    script = subprocess.run(write, env=slurm, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    (tmp_path / "job.sh").write_text(script)
+    submit = ["sbatch", "--wait", "--output=out", "job.sh"]
+    found = subprocess.run(submit, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    written = (tmp_path / "out").read_text()
+    assert found.returncode == 0, written
+    assert "nodes 2 (from option), executor slurm (from option)" in written
+    assert "2 passed" in written

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from pytest_distcompat import __version__
-from pytest_distcompat.cli import doctor, init, join, releases, reports, settings, trace, walk
+from pytest_distcompat.cli import doctor, init, join, releases, reports, sbatch, settings, trace, walk
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 
@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="store_true", help="print the version")
     root.set_defaults(call=None)
     commands = root.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (doctor, init, join, trace, reports, releases, settings, walk):
+    for module in (doctor, init, join, sbatch, trace, reports, releases, settings, walk):
         module.add(commands)
     return root
 

@@ -116,6 +116,8 @@ def _address(text: str) -> tuple[str, int] | None:
     host, colon, port = text.partition(":")
     if colon and not (host and port.isdecimal()):
         raise UsageProblem(f"{text!r} is not right: expected HOST or HOST:PORT.")
+    if host == "0.0.0.0":  # noqa: S104 - it is refused
+        raise UsageProblem(f"{text!r} is no address that other nodes can reach: expected that of one interface.")
     return (host, int(port or 0)) if text else None
 
 
@@ -321,15 +323,15 @@ OPTIONS: dict[str, Option] = {
             "distcompat_executor",
             "NAME",
             "local",
-            "Start the agents of several nodes on this machine (local), by `distcompat join` on each (join), or by srun in an "
-            "allocation (slurm) (default: local).",
+            "Start the agents of several nodes on this machine (local), by `distcompat join` on each (join), by srun in an "
+            "allocation (slurm), or on a Ray cluster (ray) (default: local).",
             _executor,
         ),
         Option(
             "distcompat_listen",
             "HOST[:PORT]",
             "",
-            "Have nodes join at this address of this machine (default: 127.0.0.1 for local, the host's for slurm).",
+            "Have nodes join at this address of this machine (default: 127.0.0.1 for local, the host's for slurm and ray).",
             _address,
         ),
         Option(
