@@ -200,13 +200,6 @@ def test_the_matrix_of_the_readme_is_consistent() -> None:
     assert verdicts.split()[0] == counted.split()[0]
 
 
-def test_the_readme_has_the_number_of_mutants() -> None:
-    rows = re.findall(
-        r"^- \[(?:acc|tr|ds|pt)-", (ROOT / "docs" / "mutants.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert f"| {len(rows)} real upstream bugs of" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.nightly
 @pytest.mark.spawn
 def test_the_parallel_plan_of_the_page_is_sound_and_its_red_example_red(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ MUTANTS = (
     Mutant(
         "tr-29903-state-dict",
         (TRANSFORMERS + "issues/29903",),
-        "the state dict that save_pretrained makes is corrupt: tied weights lose all their names, not all but one",
+        "the state dict that save_pretrained makes is corrupt: tied weights lose all their names",
         (
             Edit(
                 "transformers/modeling_utils.py",
@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant(
         "tr-33455-epoch-steps",
         (TRANSFORMERS + "issues/33455",),
-        "an epoch's steps are rounded down: its incomplete last accumulation window is dropped, training ends early",
+        "an epoch's incomplete last accumulation window is dropped, training ends early",
         (
             Edit(
                 "transformers/trainer.py",
@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         "ds-1801-tp-clip",
         (DEEPSPEED + "pull/1801",),
-        "the tensor-parallel ranks but the first do not clip what all of them have: layer norms drift apart",
+        "tensor-parallel ranks but the first do not clip what all have: layer norms drift apart",
         (
             Edit(
                 BF16_OPTIMIZER,
@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         "ds-5794-moe-capacity",
         (DEEPSPEED + "issues/5794",),
-        "each rank makes room for its own tokens at an expert: tensors of different shapes are exchanged",
+        "each rank makes room for its own tokens at an expert: shapes differ in an exchange",
         (
             Edit(
                 "deepspeed/moe/sharded_moe.py",
@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         "ds-6772-module-id",
         (DEEPSPEED + "issues/6772", DEEPSPEED + "pull/6847"),
-        "ZeRO-3 numbers the modules in their attribute id, where the user has numbers of their own",
+        "ZeRO-3 overwrites the attribute `id` of the user's modules",
         (
             Edit(
                 "deepspeed/runtime/zero/parameter_offload.py",
@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         "pt-84803-lost-data",
         (TORCH + "issues/84803", TORCH + "issues/96600", "https://github.com/baichuan-inc/Baichuan2/issues/86"),
-        "data between devices arrives as zeros now and then: here rank 1's part of each eleventh all-gather",
+        "data between devices arrives as zeros now and then",
         (
             Edit(TORCH_COLLECTIVES, "\n_MPI_AVAILABLE = True\n", "\n_MPI_AVAILABLE = True\n_gathered = 0\n"),
             Edit(
@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "pt-115607-compiled-step",
         (TORCH + "issues/115607",),
-        "no guard for gradients that are None: a compiled optimizer step without them is used with them too",
+        "a compiled optimizer step is used whether gradients are None or not",
         (
             Edit(
                 "torch/_dynamo/variables/optimizer.py",
