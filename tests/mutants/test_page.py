@@ -22,4 +22,4 @@ def test_the_page_names_the_cell_and_check_of_a_mutant(name: str) -> None:
 
 def test_the_readme_has_the_number_of_mutants() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert f"| {len(BY_ID)} real upstream bugs of" in readme
+    assert f"| {len(BY_ID)} real upstream bugs" in readme
