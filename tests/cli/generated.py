@@ -151,6 +151,13 @@ def mutants() -> str:
     return "".join(map(line, MUTANTS))
 
 
+def traincheck() -> str:
+    """A list of the errors of TrainCheck's paper, and the verdict of each."""
+    from mutants.of_traincheck import VERDICTS
+
+    return "".join(f"- [{name}]({link}): {verdict}\n" for name, (link, verdict) in VERDICTS.items())
+
+
 def strategies() -> str:
     """Which drivers can do which strategy."""
 
@@ -305,7 +312,12 @@ MADE: Mapping[str, Callable[[], str]] = {
 }
 
 #: What the site alone has, by the name in the comment that it replaces.
-BUILT: Mapping[str, Callable[[], str]] = {"claims": claims, "upstream": upstream, "mutants": mutants}
+BUILT: Mapping[str, Callable[[], str]] = {
+    "claims": claims,
+    "upstream": upstream,
+    "mutants": mutants,
+    "traincheck": traincheck,
+}
 
 
 def made(name: str) -> str:
