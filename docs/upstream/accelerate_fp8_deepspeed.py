@@ -1,4 +1,4 @@
-"""accelerate 1.15.0, torchao 0.18.0, DeepSpeed 0.19.8: mixed_precision="fp8" with the default torchao recipe under DeepSpeed.
+"""accelerate 1.15.0, torchao 0.18.0, DeepSpeed 0.19.8: the default torchao recipe of mixed_precision="fp8" fails under DeepSpeed.
 
 Expected: layers in 8 bits, or a refusal. Seen: RuntimeError: _apply(): Couldn't swap Float8Linear.weight. A recipe without
 all-gather in 8 bits works.

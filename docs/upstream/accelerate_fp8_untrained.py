@@ -1,4 +1,4 @@
-"""accelerate 1.15.0, torchao 0.18.0: mixed_precision="fp8" with the default torchao recipe, without FSDP2.
+"""accelerate 1.15.0, torchao 0.18.0: without FSDP2 the default torchao recipe of mixed_precision="fp8" trains no 8-bit layer.
 
 Expected: the optimizer that is prepared with the model trains it. Seen: the recipe is for all-gather in 8 bits, which makes new
 parameters of the weights; the optimizer holds the old ones, and no layer in 8 bits ever moves. No error, and the loss falls.

@@ -1,12 +1,16 @@
-"""The tables and sections of the pages that say what the code says: made from it, and held against it by a test.
+"""The tables and sections of the pages that say what the code says.
 
-``python -m tests.cli.generated`` in the repository's root writes them anew.
+Those of ``MADE`` stand in the pages, and a test holds them against the code: ``python -m tests.cli.generated`` in the
+repository's root writes them anew. Those of ``BUILT`` are long lists of what stands elsewhere in the repository: only the
+site has them, by docs/hooks/built.py.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +20,7 @@ from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.known import KnownIssue, shipped
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES, Dtypes
 from pytest_distcompat.trace import Loader
@@ -73,7 +78,8 @@ def checks() -> str:
     def row(one: Check) -> list[str]:
         runs = [run.name for run in one.runs(CELL, TorchDriver).runs if run.name != "train"]
         claim = prose(one.text).partition("\n\n")[0].removeprefix("Check that ").removesuffix(".")
-        return [f"[`{one.name}`](#{one.name})", claim, " ".join(f"`{run}`" for run in runs)]
+        source = f"../src/{one.claim.__module__.replace('.', '/')}.py"
+        return [f"[`{one.name}`]({source})", claim, " ".join(f"`{run}`" for run in runs)]
 
     return table(("check", "checks that", "runs besides `train`"), map(row, CHECKS.by_name.values()))
 
@@ -92,6 +98,64 @@ def claims() -> str:
         return f"### {one.name}\n\n{claim.lstrip()}{shown}\n\n**Causes.** {cause}\n"
 
     return "\n".join(map(section, CHECKS.by_name.values()))
+
+
+#: An issue or a pull request on GitHub, and its number.
+THREAD = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/(\d+)")
+
+
+def upstream() -> str:
+    """A list for each library: what is known of it, with the threads and the script that shows it."""
+    declared: dict[str, list[KnownIssue]] = defaultdict(list)
+    for issue in shipped():
+        # What a library refuses, with a message, is not broken.
+        if "refuse" not in issue.kind:
+            declared[Path(issue.script).stem or f"{issue.link} {issue.reason}"].append(issue)
+    scripts = {path.stem: path for path in sorted((DOCS / "upstream").glob("*.py"))}
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in (*scripts, *(name for name in declared if name not in scripts)):
+        issues, path = declared[name], scripts.get(name)
+        if path:
+            library = name.partition("_")[0]
+            told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            # Behind the versions.
+            claim = re.sub(r"^[^:]*\d: | \(<https?://[^)]*\)", "", prose(told.partition("\n\n")[0])).removesuffix(".")
+        else:
+            library, claim = issues[0].requirements[0].name, issues[0].reason
+            told = issues[0].link
+        threads = THREAD.finditer(f"{told} {' '.join(issue.link for issue in issues)}")
+        links = dict.fromkeys(f"[#{thread[1]}]({thread[0]})" for thread in threads)
+        checks = list(dict.fromkeys(check for issue in issues for check in issue.check if check != "*"))
+        seen = f"seen by {code(checks[:3])}{' and others' * (len(checks) > 3)}"
+        parts = [*links, *([f"[script](upstream/{path.name})"] if path else []), *([seen] if checks else [])]
+        found["transformers" if library == "peft" else library].append(f"- {'; '.join([claim, *parts])}\n")
+    titles = {
+        "torch": "torch",
+        "accelerate": "accelerate",
+        "transformers": "transformers and PEFT",
+        "deepspeed": "DeepSpeed",
+    }
+    return "\n".join(f"## {title}\n\n{''.join(found.pop(library))}" for library, title in titles.items())
+
+
+def mutants() -> str:
+    """A list of the bugs that tests/mutants brings back, and where each is seen."""
+    from mutants.catalog import MUTANTS
+    from mutants.sightings import SIGHTINGS
+
+    def line(one: Any) -> str:
+        seen = ", ".join(f"{sight.driver} `{sight.cell}:{sight.check}`" for sight in SIGHTINGS[one.id])
+        fix = next((link for link in one.upstream if "/pull/" in link), one.upstream[0])
+        return f"- [{one.id}]({fix}): {one.symptom}. {seen}\n"
+
+    return "".join(map(line, MUTANTS))
+
+
+def traincheck() -> str:
+    """A list of the errors of TrainCheck's paper, and the verdict of each."""
+    from mutants.of_traincheck import VERDICTS
+
+    return "".join(f"- [{name}]({link}): {verdict}\n" for name, (link, verdict) in VERDICTS.items())
 
 
 def strategies() -> str:
@@ -238,7 +302,6 @@ def example_driver() -> str:
 #: The blocks of pages, by the name that stands in their first line.
 MADE: Mapping[str, Callable[[], str]] = {
     "checks": checks,
-    "claims": claims,
     "strategies": strategies,
     "precisions": precisions,
     "dtypes": dtypes,
@@ -246,6 +309,14 @@ MADE: Mapping[str, Callable[[], str]] = {
     "actions": actions,
     "driver": example_driver,
     "beside_tp": beside_tp,
+}
+
+#: What the site alone has, by the name in the comment that it replaces.
+BUILT: Mapping[str, Callable[[], str]] = {
+    "claims": claims,
+    "upstream": upstream,
+    "mutants": mutants,
+    "traincheck": traincheck,
 }
 
 

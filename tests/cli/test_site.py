@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.known import shipped
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report import Report
 from pytest_distcompat.status import Status
 
 from .failing import EXAMPLES
-from .generated import MADE, blocks, made
+from .generated import BUILT, MADE, blocks, made
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -50,6 +52,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         name = source.relative_to(DOCS).with_suffix("").as_posix()
         built = tmp_path / "site" / ("index.html" if name == "index" else f"{name}/index.html")
         text = built.read_text(encoding="utf-8")
+        assert "<!-- on the site" not in text, f"{name}: a list is missing"
         assert "```" not in text, f"{name}: a block that mkdocs does not take for one"
         # A page loads nothing from elsewhere, and links out of docs/ lead to files that exist there.
         assert not re.findall(r'<(?:script|img)[^>]+src="(?:https?:)?//[^"]+', text)
@@ -61,8 +64,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 
 def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    (tmp_path / "docs" / "hooks").mkdir(parents=True)
-    (tmp_path / "docs" / "hooks" / "outside.py").write_text((DOCS / "hooks" / "outside.py").read_text(encoding="utf-8"))
+    shutil.copytree(DOCS / "hooks", tmp_path / "docs" / "hooks", ignore=shutil.ignore_patterns("__pycache__"))
     settings = re.sub(r"^nav:.*", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     (tmp_path / "mkdocs.yml").write_text(settings, encoding="utf-8")
     (tmp_path / "there").mkdir()
@@ -86,6 +88,18 @@ def test_generated_blocks_are_up_to_date() -> None:
     assert set(found) == set(MADE)
     for name, text in found.items():
         assert text == made(name), f"{name}: run python -m tests.cli.generated"
+
+
+def test_each_list_of_the_site_has_its_place() -> None:
+    found = [name for path in DOCS.glob("*.md") for name in re.findall(r"<!-- on the site: (\w+) -->", page(path.stem))]
+    assert sorted(found) == sorted(BUILT)
+
+
+def test_the_list_of_upstream_bugs_has_every_script_and_thread() -> None:
+    text = BUILT["upstream"]()
+    assert set(re.findall(r"\(upstream/(\w+\.py)\)", text)) == {path.name for path in (DOCS / "upstream").glob("*.py")}
+    broken = [issue.link for issue in shipped() if "refuse" not in issue.kind]
+    assert all(link in text for link in broken if re.search(r"/(issues|pull)/\d+$", link))
 
 
 @pytest.mark.parametrize("name", CHECKS.names())

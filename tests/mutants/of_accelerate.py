@@ -28,7 +28,7 @@ MUTANTS = (
     Mutant(
         "acc-999-sched-gas",
         (PULLS + "999",),
-        "the scheduler steps on every micro-batch: the learning rate decays as many times too fast",
+        "the scheduler steps on every micro-batch: the learning rate decays too fast",
         (
             Edit(
                 SCHEDULER,
@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         "acc-1755-fsdp1-optim-args",
         (PULLS + "1755",),
-        "the arguments of optim_state_dict_to_load in their old order: an exception on resume under FSDP1",
+        "FSDP1: swapped arguments of optim_state_dict_to_load, an exception on resume",
         (
             Edit(
                 FSDP,
@@ -52,13 +52,13 @@ MUTANTS = (
     Mutant(
         "acc-2674-fsdp1-upcast",
         (PULLS + "2674", ISSUES + "2624"),
-        "a bf16-loaded model keeps bf16 masters under FSDP1 with mixed precision, unlike under DeepSpeed",
+        "a bf16-loaded model keeps bf16 masters under FSDP1, unlike DeepSpeed",
         (Edit(ACCELERATOR, 'if self.mixed_precision != "no":  # if mixed precision is set', "if False:"),),
     ),
     Mutant(
         "acc-3146-zero3-save-model",
         (PULLS + "3146",),
-        "save_model under ZeRO-3 works on None on every rank but the first: an exception there",
+        "ZeRO-3: save_model raises on every rank but the first",
         (
             Edit(
                 ACCELERATOR,
@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "acc-3361-fp8-ds",
         (ISSUES + "3360", PULLS + "3361", PULLS + "3611"),
-        "fp8 is decided from the state, which says bf16 under DeepSpeed: no layer becomes a Transformer Engine one",
+        "fp8 under DeepSpeed converts no layer to Transformer Engine",
         (
             Edit(
                 STATE,
@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         "acc-3465-clip-norm",
         (PULLS + "3465",),
-        "clip_grad_norm_ asks for an attribute that Accelerator does not have: AttributeError at the first clipping",
+        "clip_grad_norm_ raises AttributeError at the first clipping",
         (
             Edit(
                 ACCELERATOR,
@@ -113,7 +113,7 @@ MUTANTS = (
     Mutant(
         "acc-3528-no-dtype-attr",
         (PULLS + "3528",),
-        "FSDP2 reads dtype and _no_split_modules, which a plain module lacks: AttributeError in prepare",
+        "FSDP2 reads attributes that a plain module lacks: AttributeError in prepare",
         (
             Edit(
                 FSDP,
@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         "acc-3528-size-wrap",
         (PULLS + "3528",),
-        "the size-based wrap policy asks a module for numel(): AttributeError in prepare",
+        "the size-based wrap policy calls numel() of a module: AttributeError in prepare",
         (
             Edit(
                 FSDP,
@@ -138,7 +138,7 @@ MUTANTS = (
     Mutant(
         "acc-3554-compile-names",
         (ISSUES + "3554", ISSUES + "3573", PULLS + "3560"),
-        "the names of a compiled model keep _orig_mod, so none is found again: KeyError (Llama: ValueError) in prepare",
+        "names of a compiled model keep _orig_mod: KeyError (Llama: ValueError) in prepare",
         (
             Edit(
                 FSDP,
@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         "acc-3630-ds-boundary",
         (PULLS + "3630",),
-        "DeepSpeed does not get the end of the window: the incomplete last one of an epoch leaks into the next",
+        "DeepSpeed: the incomplete last accumulation window of an epoch leaks into the next",
         (
             Edit(
                 DEEPSPEED,
@@ -168,7 +168,7 @@ MUTANTS = (
     Mutant(
         "acc-3638-ds-gas-auto",
         (PULLS + "3638", PULLS + "3632"),
-        "'auto' in the DeepSpeed config replaces the number of accumulation steps: a string is computed with",
+        "'auto' replaces the number of accumulation steps: arithmetic with a string",
         (
             Edit(
                 ACCELERATOR,
@@ -183,7 +183,7 @@ MUTANTS = (
     Mutant(
         "acc-3656-ds-no-sync",
         (PULLS + "3656",),
-        "no_sync reaches DeepSpeed's own under ZeRO-2 and 3, which refuses: AssertionError",
+        "no_sync calls DeepSpeed's own under ZeRO-2 and 3: AssertionError",
         (
             Edit(
                 ACCELERATOR,
@@ -195,7 +195,7 @@ MUTANTS = (
     Mutant(
         "acc-3731-ignored-modules",
         (PULLS + "3731",),
-        "FSDP2 shards the ignored modules",
+        "FSDP2 shards ignored modules",
         (
             Edit(
                 FSDP,
@@ -207,19 +207,19 @@ MUTANTS = (
     Mutant(
         "acc-3904-dcp-optim",
         (PULLS + "3904",),
-        "DCP fills the plain state of a fresh optimizer, which is empty: the moments are lost without a word",
+        "DCP fills the empty state of a fresh optimizer: moments are lost silently",
         (Edit(FSDP, TEMPLATE, '                optim_state = {"optimizer": optimizer.state_dict()}\n'),),
     ),
     Mutant(
         "acc-3905-upcast-noop",
         (PULLS + "3905", PULLS + "3985"),
-        "the upcast of FSDP2 rebinds a local name: a bf16-loaded model trains in bf16 throughout",
+        "the upcast of FSDP2 rebinds a local name: training in bf16 throughout",
         (Edit(FSDP, "param.data = param.data.to(torch.float32)", "param = param.to(torch.float32)"),),
     ),
     Mutant(
         "acc-3971-planner",
         (ISSUES + "3971", PULLS + "3972"),
-        "the sharded optimizer is asked for by number where it was saved by name: RuntimeError: Missing key",
+        "sharded optimizer state is saved by name, loaded by number: Missing key",
         (
             Edit(
                 FSDP,
@@ -232,7 +232,7 @@ MUTANTS = (
     Mutant(
         "acc-3982-zip-load",
         (PULLS + "3982",),
-        "full and sharded state are paired by position: wrong tensors in parameters of one shape, or a deadlock",
+        "full and sharded state are paired by position: wrong tensors, or a deadlock",
         (
             Edit(
                 FSDP,
@@ -252,7 +252,7 @@ MUTANTS = (
     Mutant(
         "acc-4119-path-marker",
         (PULLS + "4119",),
-        "a run directory whose name holds 'pytorch_model_fsdp' or 'optimizer' is taken for the checkpoint itself",
+        "a directory named with 'pytorch_model_fsdp' or 'optimizer' is taken for the checkpoint",
         (
             Edit(
                 FSDP,
@@ -269,7 +269,7 @@ MUTANTS = (
     Mutant(
         "acc-4172-ac-children",
         (PULLS + "4172", ISSUES + "3897", PULLS + "3909"),
-        "each child of a matched layer is checkpointed rather than the layer: several times the activations are kept",
+        "each child of a layer is checkpointed, not the layer: several times the activations",
         (
             Edit(
                 FSDP,

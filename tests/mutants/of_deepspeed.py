@@ -22,13 +22,13 @@ MUTANTS = (
     Mutant(
         "ds-5170-bf16-allreduce",
         (PULLS + "5170",),
-        "the bf16 gradients are reduced, the optimizer reads the fp32 ones: each rank steps its share on its own data",
+        "bf16 gradients are reduced, but the optimizer reads the fp32 ones",
         (Edit(ENGINE, 'if hasattr(self.optimizer, "get_grads_for_reduction"):', "if False:"),),
     ),
     Mutant(
         "ds-7580-overflow-z1",
         (PULLS + "7580", ISSUES + "7568"),
-        "an fp16 overflow stays on its rank under ZeRO-1: it skips the step that the others take, and wait for it in",
+        "ZeRO-1: only the overflowing rank skips the fp16 step; the others wait for it",
         (
             Edit(
                 ZERO12,
@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         "ds-7586-z0-load-path",
         (PULLS + "7586", ISSUES + "7571"),
-        "load_checkpoint takes the ZeRO path at stage 0 when bf16 is on: an exception on resume",
+        "stage 0 in bf16 loads as ZeRO: an exception on resume",
         (
             Edit(
                 ENGINE,
@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "ds-7786-z0-bf16-ckpt",
         (PULLS + "7786",),
-        "bf16 at stage 0: the optimizer is neither saved nor loaded, so Adam starts from zero",
+        "stage 0 in bf16: the optimizer is neither saved nor loaded",
         (
             Edit(
                 ENGINE,
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "ds-7839-z0-zero-grad",
         (PULLS + "7839", ISSUES + "7837"),
-        "bf16 at stage 0: gradients are not cleared after a step and pile up",
+        "stage 0 in bf16: gradients are not cleared after a step",
         (
             Edit(
                 ENGINE,
@@ -93,7 +93,7 @@ MUTANTS = (
     Mutant(
         "ds-8029-frozen-masters",
         (PULLS + "8029", PULLS + "7515"),
-        "fp32 masters of the frozen parameters too: a LoRA run holds its base twice more",
+        "fp32 masters of frozen parameters: a LoRA run holds its base twice more",
         (
             Edit(
                 UNFUSED,

@@ -10,7 +10,7 @@ MUTANTS = (
     Mutant(
         "pt-125708-init-optim-lr",
         ("https://github.com/pytorch/pytorch/issues/121186", "https://github.com/pytorch/pytorch/pull/125708"),
-        "the step that only makes the optimizer's state keeps its learning rate: weight decay moves the parameters",
+        "the step that creates optimizer state keeps its learning rate: weight decay moves parameters",
         (
             Edit(
                 STATE_DICT,

@@ -19,7 +19,7 @@ MUTANTS = (
     Mutant(
         "tr-29903-state-dict",
         (TRANSFORMERS + "issues/29903",),
-        "the state dict that save_pretrained makes is corrupt: tied weights lose all their names, not all but one",
+        "the state dict that save_pretrained makes is corrupt: tied weights lose all their names",
         (
             Edit(
                 "transformers/modeling_utils.py",
@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant(
         "tr-33455-epoch-steps",
         (TRANSFORMERS + "issues/33455",),
-        "an epoch's steps are rounded down: its incomplete last accumulation window is dropped, training ends early",
+        "an epoch's incomplete last accumulation window is dropped, training ends early",
         (
             Edit(
                 "transformers/trainer.py",
@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         "ds-1801-tp-clip",
         (DEEPSPEED + "pull/1801",),
-        "the tensor-parallel ranks but the first do not clip what all of them have: layer norms drift apart",
+        "tensor-parallel ranks but the first do not clip what all have: layer norms drift apart",
         (
             Edit(
                 BF16_OPTIMIZER,
@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         "ds-5794-moe-capacity",
         (DEEPSPEED + "issues/5794",),
-        "each rank makes room for its own tokens at an expert: tensors of different shapes are exchanged",
+        "each rank makes room for its own tokens at an expert: shapes differ in an exchange",
         (
             Edit(
                 "deepspeed/moe/sharded_moe.py",
@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         "ds-6772-module-id",
         (DEEPSPEED + "issues/6772", DEEPSPEED + "pull/6847"),
-        "ZeRO-3 numbers the modules in their attribute id, where the user has numbers of their own",
+        "ZeRO-3 overwrites the attribute `id` of the user's modules",
         (
             Edit(
                 "deepspeed/runtime/zero/parameter_offload.py",
@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         "pt-84803-lost-data",
         (TORCH + "issues/84803", TORCH + "issues/96600", "https://github.com/baichuan-inc/Baichuan2/issues/86"),
-        "data between devices arrives as zeros now and then: here rank 1's part of each eleventh all-gather",
+        "data between devices arrives as zeros now and then",
         (
             Edit(TORCH_COLLECTIVES, "\n_MPI_AVAILABLE = True\n", "\n_MPI_AVAILABLE = True\n_gathered = 0\n"),
             Edit(
@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "pt-115607-compiled-step",
         (TORCH + "issues/115607",),
-        "no guard for gradients that are None: a compiled optimizer step without them is used with them too",
+        "a compiled optimizer step is used whether gradients are None or not",
         (
             Edit(
                 "torch/_dynamo/variables/optimizer.py",
@@ -116,7 +116,7 @@ MUTANTS = (
     ),
 )
 
-#: No profile and no check sees these; docs/mutants.md says which would.
+#: No profile and no check sees these.
 UNSEEN = (
     Mutant(
         "tr-17877-init-again",
@@ -158,3 +158,81 @@ UNSEEN = (
         (Edit("torch/utils/data/_utils/worker.py", "            np.random.seed(np_seed)\n", "            pass\n"),),
     ),
 )
+
+#: The link and the verdict of each of the 26 errors: caught, missed or not expressible.
+VERDICTS: dict[str, tuple[str, str]] = {
+    "PT-84803": (
+        "https://github.com/pytorch/pytorch/issues/84803",
+        "**caught** by `pt-84803-lost-data`, which loses data of a collective, not of a copy between GPUs",
+    ),
+    "PT-96600": ("https://github.com/pytorch/pytorch/issues/96600", "**caught** by `pt-84803-lost-data`"),
+    "Baichuan2-86": ("https://github.com/baichuan-inc/Baichuan2/issues/86", "**caught** by `pt-84803-lost-data`"),
+    "DS-1801": ("https://github.com/deepspeedai/DeepSpeed/pull/1801", "**caught** by `ds-1801-tp-clip`; own driver"),
+    "DS-5794": (
+        "https://github.com/deepspeedai/DeepSpeed/issues/5794",
+        "**caught** by `ds-5794-moe-capacity`; own driver",
+    ),
+    "LT-725": (
+        "https://github.com/Lightning-AI/lightning-thunder/issues/725",
+        "**not expressible**: lightning-thunder's own compiler",
+    ),
+    "MM-702": (
+        "https://github.com/open-mmlab/mmpretrain/issues/702",
+        "**caught** by torch `fsdp2-fp32-w2-frozen:optimizer`",
+    ),
+    "PT-51800": ("https://github.com/pytorch/pytorch/issues/51800", "**not expressible**: no training is wrong"),
+    "PT-104336": ("https://github.com/pytorch/pytorch/issues/104336", "**caught** by torch `ddp-fp32-w2:active`"),
+    "PT-115607": (
+        "https://github.com/pytorch/pytorch/issues/115607",
+        "**caught** by `pt-115607-compiled-step`; own driver",
+    ),
+    "FORUM-84911": ("https://discuss.pytorch.org/t/84911", "**caught** by torch `ddp-fp32-w2:optimizer`"),
+    "SO-60335387": ("https://stackoverflow.com/questions/60335387", "**caught** by torch `ddp-fp32-w2:parity`"),
+    "SO-67180955": (
+        "https://stackoverflow.com/questions/67180955",
+        "**missed**: NumPy's random state in DataLoader workers; no data set draws",
+    ),
+    "TF-17877": (
+        "https://github.com/huggingface/transformers/pull/17877",
+        "**missed**: repeated initialisation; only the time is wrong",
+    ),
+    "TF-23723": (
+        "https://github.com/huggingface/transformers/issues/23723",
+        "**not expressible**: generation, not training",
+    ),
+    "TF-29903": (
+        "https://github.com/huggingface/transformers/issues/29903",
+        "**caught** by `tr-29903-state-dict`, made from the paper's description",
+    ),
+    "TF-33455": ("https://github.com/huggingface/transformers/issues/33455", "**caught** by `tr-33455-epoch-steps`"),
+    "TF-33844": (
+        "https://github.com/huggingface/transformers/pull/33844",
+        "**missed**: dropout of Bart in evaluation; the profile `zoo` sets dropout to 0",
+    ),
+    "TF-34204": (
+        "https://github.com/huggingface/transformers/issues/34204",
+        "**not expressible**: a processor, not training",
+    ),
+    "X-jxmnop": ("https://x.com/jxmnop/status/1778520637193240892", "**caught** by torch `ddp-fp32-w2:active`"),
+    "AC-2665": (
+        "https://github.com/huggingface/accelerate/issues/2665",
+        "**caught**, still there: accelerate `fsdp1-fp32-w2-no_use_orig_params:optimizer`",
+    ),
+    "DS-6770": (
+        "https://github.com/deepspeedai/DeepSpeed/issues/6770",
+        "**caught**, still there: deepspeed `zero2-fp32-w2:active`",
+    ),
+    "DS-5489": (
+        "https://github.com/deepspeedai/DeepSpeed/issues/5489",
+        "**caught**, still there: deepspeed `zero1-fp32-w2-frozen:export` (profile `full`)",
+    ),
+    "DS-6714": ("https://github.com/deepspeedai/DeepSpeed/issues/6714", "**missed**: no strategy has pipeline stages"),
+    "DS-6772": (
+        "https://github.com/deepspeedai/DeepSpeed/issues/6772",
+        "**caught** by `ds-6772-module-id`; own driver",
+    ),
+    "DS-6089": (
+        "https://github.com/deepspeedai/DeepSpeed/issues/6809",
+        "**caught**, still there: deepspeed `zero0-fp32-w2:optimizer`; own driver",
+    ),
+}

@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         "tr-25852-fsdp-optim-name",
         (ISSUES + "25849", PULLS + "25852"),
-        "resume under FSDP looks for optimizer.pt where optimizer.bin lies: optimizer and scheduler start afresh",
+        "FSDP resume looks for optimizer.pt instead of optimizer.bin: optimizer and scheduler start afresh",
         (
             Edit(
                 TRAINER,
@@ -26,13 +26,13 @@ MUTANTS = (
     Mutant(
         "tr-34191-ga-token-mean",
         (PULLS + "34191",),
-        "accumulation averages the means of the micro-batches: not the same as one batch of all their tokens",
+        "accumulation averages the means of micro-batches",
         (Edit(TRAINER, "        if count_num_items_in_batch:\n", "        if False:\n"),),
     ),
     Mutant(
         "tr-34242-ddp-token-mean",
         (ISSUES + "34242", PULLS + "34373"),
-        "tokens are not counted over devices: a rank with few of them weighs as much as one with many",
+        "tokens are not counted over devices: each rank weighs the same",
         (
             Edit(
                 TRAINER,
@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         "tr-36627-save-only",
         (ISSUES + "36626", PULLS + "36627"),
-        "save_only_model with sharded state is refused at the first checkpoint (FileNotFoundError), not at the start",
+        "save_only_model with sharded state fails at the first checkpoint (FileNotFoundError), not at the start",
         (
             Edit(
                 TRAINER,
@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant(
         "tr-37147-fsdp2-delay",
         ("https://github.com/huggingface/accelerate/issues/3476", PULLS + "37147"),
-        "the optimizer is made after the model is prepared, FSDP2 wants both at once: ValueError in train()",
+        "the optimizer is made after prepare under FSDP2: ValueError in train()",
         (
             Edit(
                 TRAINER,
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "tr-fsdp-version-ignored",
         (PULLS + "42521", "https://github.com/huggingface/transformers/blob/v4.50.3/src/transformers/training_args.py"),
-        "the version in fsdp_config is dropped: FSDP1 runs where FSDP2 was asked for, without a word",
+        "the version in fsdp_config is dropped: FSDP1 instead of FSDP2, silently",
         (
             Edit(
                 ARGUMENTS,
@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         "tr-shift-count",
         (PULLS + "46204",),
-        "the first token of each row is counted though no loss uses it: loss and gradient too small by one in a row",
+        "the first token of each row is counted, but not learned from: loss and gradient too small",
         (
             Edit(
                 TRAINER,
