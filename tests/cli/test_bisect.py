@@ -92,6 +92,7 @@ def test_commits_of_a_repository_in_order(tmp_path: Path) -> None:
             releases_of(f"madeup @ git+{url}@{ends}", tmp_path / "kept")
 
 
+@pytest.mark.nightly
 def test_the_release_that_turned_a_test_red(wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for version in ("1.1", "1.2", "1.3", "1.4", "1.5"):
         wheel("madeup", version)

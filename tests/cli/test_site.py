@@ -62,6 +62,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
             assert (ROOT / target).is_dir() if kind == "tree" else (ROOT / target).is_file(), target
 
 
+@pytest.mark.nightly
 def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     shutil.copytree(DOCS / "hooks", tmp_path / "docs" / "hooks", ignore=shutil.ignore_patterns("__pycache__"))

@@ -33,7 +33,7 @@ IN_ANY = [
 cells = functools.cache(profiled.cells)
 
 
-@pytest.mark.parametrize("profile", ["default", "pairwise"])
+@pytest.mark.parametrize("profile", ["default", pytest.param("pairwise", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("sighting", IN_ANY)
 def test_the_profile_has_the_cell_that_finds_the_bug(sighting: Sighting, profile: str) -> None:
     cell = Cell.parse(sighting.cell)
@@ -48,7 +48,7 @@ def test_the_zoo_has_the_cell_of_an_architecture() -> None:
     assert sighting.check in profiles.ZOO_CHECKS
 
 
-@pytest.mark.parametrize("profile", ["pairwise", "full"])
+@pytest.mark.parametrize("profile", [pytest.param("pairwise", marks=pytest.mark.nightly), "full"])
 def test_a_machine_with_transformer_engine_has_its_cell_too(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
 

@@ -93,7 +93,11 @@ WRONG: list[tuple[str, str, str]] = [
     ("distcompat_nodes", "0", "'0' is not right: expected a whole number of at least 1."),
     ("distcompat_executor", "pbs", "no executor named 'pbs'. Known: join, local, ray, slurm."),
     ("distcompat_listen", "host:http", "'host:http' is not right: expected HOST or HOST:PORT."),
-    ("distcompat_listen", "0.0.0.0:1", "'0.0.0.0:1' is no address that other nodes can reach: expected that of one interface."),
+    (
+        "distcompat_listen",
+        "0.0.0.0:1",
+        "'0.0.0.0:1' is no address that other nodes can reach: expected that of one interface.",
+    ),
     ("distcompat_token_file", "nowhere", "'nowhere': No such file or directory."),
     ("distcompat_verify", "101", "'101' is not right: expected a number from 0 to 100."),
 ]

@@ -144,6 +144,7 @@ def test_the_matrix_in_the_terminal(suite: pytest.Pytester) -> None:
     assert set(STATUS.values()) == set(Status) - {Status.LEAKED, Status.ERROR}
 
 
+@pytest.mark.nightly
 def test_the_matrix_is_the_same_in_any_order(suite: pytest.Pytester) -> None:
     def rows(*args: str) -> list[str]:
         lines = suite.runpytest_inprocess(*args).outlines

@@ -55,6 +55,7 @@ def test_a_model_that_is_saved_module_by_module(run: Launch, output: str) -> Non
     found.check("names", "final_model_loadable")
 
 
+@pytest.mark.nightly
 def test_a_model_of_which_a_part_is_saved(run: Launch) -> None:
     with pytest.raises(Incompatible, match=r"2 of 4 parameters are in no saved file, first 'layers\.1\.bias'"):
         saving(run, "one part").check("names")
@@ -86,6 +87,7 @@ def test_names_of_a_part_that_its_library_loads_by_itself(run: Launch) -> None:
 ADAPTER: dict[str, Any] = {"options": {"lora": True}, "output": "{output}"}
 
 
+@pytest.mark.nightly
 @needs_peft
 def test_an_adapter_and_a_layer_that_is_trained_beside_it(run: Launch) -> None:
     """PEFT saves these alone: neither under the names that they have in the model, nor with the model below them."""

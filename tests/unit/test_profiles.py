@@ -32,7 +32,11 @@ def driver(request: pytest.FixtureRequest) -> type[Driver]:
     return DRIVERS.get(request.param)
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(
+    # These two ask the libraries for all their settings and pairs.
+    "profile",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in {"sweep", "pairwise"})) for name in PROFILES],
+)
 def test_every_profile_is_the_same_each_time_and_has_no_cell_twice(profile: str, driver: type[Driver]) -> None:
     found = of(profile, driver)
     assert found == of(profile, driver)
