@@ -79,7 +79,7 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
     # A warning that the user made an error is an error in ranks only.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        preload.import_torch(dump_at)
+        preload.import_modules(preload.MODULES_OF_EVERY_RANK, dump_at)
 
     def serve_first(ends: Mapping[str, Ends]) -> NoReturn:
         os.close(descriptor)
@@ -128,7 +128,8 @@ def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: 
         with os.fdopen(read, encoding="utf-8") as file:
             libraries = file.read()
         # For ranks that collect tests themselves, and import the user's own modules themselves.
-        preload.import_more(json.loads(libraries) if libraries else (), dump_at, warmth_fields["device"])
+        preload.import_modules(json.loads(libraries) if libraries else (), dump_at)
+        preload.settle(warmth_fields["device"])
     serve(ends[LIBRARIES], status)
 
 
