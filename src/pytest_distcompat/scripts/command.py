@@ -27,9 +27,7 @@ _RANK_VARIABLES = (
 def build(
     script: str, args: Sequence[str], launcher: str, *, world_size: int, directory: Path, configuration: Path | None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the command line that runs ``script`` on ``world_size`` ranks, and the variables that it needs.
-
-    The ranks' logs go into ``directory``.
+    """Return the command line that runs ``script`` on ``world_size`` ranks with logs in ``directory``, and its variables.
 
     A ``cli`` command that ends in torchrun gets the number of ranks by torchrun's own variables (``PET_*``,
     https://docs.pytorch.org/docs/stable/elastic/run.html). Raises UsageProblem for an unknown launcher, a missing
@@ -39,7 +37,8 @@ def build(
     logs.mkdir(parents=True, exist_ok=True)
     environment = {"PET_LOG_DIR": str(logs), "PET_REDIRECTS": "3"}
     if launcher == "cli":
-        executable = shutil.which(script) or _beside_python(script)
+        # This Python's environment need not be activated.
+        executable = shutil.which(script) or shutil.which(script, path=str(Path(sys.executable).parent))
         if executable is None:
             raise UsageProblem(f"there is no command {script!r} on the PATH")
         environment |= {"PET_NPROC_PER_NODE": str(world_size), "PET_STANDALONE": "1"}
@@ -68,11 +67,6 @@ def _target(script: str, args: Sequence[str]) -> tuple[str, ...]:
     if not Path(script).is_file():
         raise UsageProblem(f"there is no script {script!r}; a module goes by '-m', 'name', a command by launcher='cli'")
     return (str(Path(script).resolve()), *args)
-
-
-def _beside_python(name: str) -> str | None:
-    """Return the path of a command in this Python's environment, which need not be activated; None if there is none."""
-    return shutil.which(name, path=str(Path(sys.executable).parent))
 
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
