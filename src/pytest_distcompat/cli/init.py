@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import __version__
-from pytest_distcompat.cli.common import named_in_errors
 from pytest_distcompat.cli.loop import Scaffold
+from pytest_distcompat.cli.output import named_in_errors
 from pytest_distcompat.cli.pytest_settings import relative
 from pytest_distcompat.cli.repository import DRIVERS, Repository, inspect_repository
 from pytest_distcompat.failures import UsageProblem

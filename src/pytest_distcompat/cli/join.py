@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.cli.common import named_in_errors
+from pytest_distcompat.cli.output import named_in_errors
 from pytest_distcompat.failures import UsageProblem
 
 

@@ -14,7 +14,7 @@ from typing import Any
 # pytest depends on it, and reads ini files with it.
 import iniconfig
 
-from pytest_distcompat.cli.common import named_in_errors
+from pytest_distcompat.cli.output import named_in_errors
 from pytest_distcompat.failures import UsageProblem
 
 if sys.version_info >= (3, 11):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cli.bisect import bisect, releases_of
-from pytest_distcompat.cli.common import named_in_errors, write
+from pytest_distcompat.cli.output import named_in_errors, write
 from pytest_distcompat.cli.side_by_side import environment, file_name, install, requirements
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report import Cause, Report, causes, counts, counts_text

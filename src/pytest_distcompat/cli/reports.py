@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.cli.common import write
+from pytest_distcompat.cli.output import write
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report import FORMATS, Report, compare, counts_text, merge, trend, trend_html

@@ -8,7 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.cli.common import named, table
+from pytest_distcompat.cli.drivers import named
+from pytest_distcompat.cli.output import table
 
 
 def add(commands: Any) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.cli.common import named, named_in_errors, table
+from pytest_distcompat.cli.drivers import named
+from pytest_distcompat.cli.output import named_in_errors, table
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 

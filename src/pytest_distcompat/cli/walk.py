@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.cli.common import named
+from pytest_distcompat.cli.drivers import named
 from pytest_distcompat.failures import UsageProblem
 
 

@@ -1,28 +1,13 @@
-"""What several subcommands need: drivers by name, tables, and messages about files."""
+"""Output of subcommands: tables, files, and errors that name the file."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report import replace_file
-
-if TYPE_CHECKING:
-    from pytest_distcompat.driver import Driver
-
-
-def named(name: str) -> type[Driver]:
-    """Return a built-in driver or ``module:attribute``; modules of the working directory are found. Raises UsageProblem."""
-    from pytest_distcompat.drivers import find_driver
-
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    return find_driver(name)
 
 
 @contextlib.contextmanager
