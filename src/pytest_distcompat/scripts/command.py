@@ -8,20 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.launch.environment import OF_THE_AGENT
 
 LAUNCHERS = ("torchrun", "accelerate", "cli")
-
-#: Variables of one rank: a launcher that inherits them would take itself for a rank.
-_RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 def build(
@@ -70,9 +59,6 @@ def _target(script: str, args: Sequence[str]) -> tuple[str, ...]:
 
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables that make a process a rank."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in _RANK_VARIABLES and not name.startswith(("TORCHELASTIC_", "PET_"))
-    }
+    """Return the environment without the variables of one rank: a launcher that inherits them would take itself for a rank."""
+    ranks = {name for name in environment if OF_THE_AGENT.fullmatch(name) or name.startswith(("TORCHELASTIC_", "PET_"))}
+    return {name: value for name, value in environment.items() if name not in ranks}
