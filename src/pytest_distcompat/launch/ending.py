@@ -250,14 +250,8 @@ def conclude(
 ) -> Ending:
     """Put together what is known of each rank: what it logged, and how its process ended. It reads and changes nothing.
 
-    Args:
-        events: What each rank logged.
-        processes: How each rank's process ended, by rank.
-        timed_out: Whether the time limit ended the run.
-        ended_since: When the first rank was killed by us.
-        first: The rank that the agent saw fail first.
-        oom_kills: What ``deaths.out_of_memory_kills`` returned after the run.
-        **more: Further fields of the ``Ending``.
+    ``ended_since`` is when the first rank was killed by us, ``first`` the rank that the agent saw fail first, ``oom_kills`` what
+    ``deaths.out_of_memory_kills`` returned after the run; ``more`` are further fields of the ``Ending``.
     """
     ended = "stuck" if timed_out else "stopped"
     waited = any(map(is_excused, events.values()))
