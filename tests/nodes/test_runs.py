@@ -33,12 +33,19 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 def session(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("nodes")
     shutil.copy(HERE / "two_nodes.py", directory / "test_two_nodes.py")
-    return run_pytest(directory, "-p", "no:cacheprovider")
+    shutil.copy(HERE / "suite_on_nodes.py", directory / "test_suite_on_nodes.py")
+    return run_pytest(directory, "-p", "no:cacheprovider", "-k", "test_two_nodes or Spread and active")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _seen(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
     environment["SEEN"] = str(tmp_path_factory.mktemp("seen"))
+
+
+def test_a_cell_that_nodes_do_not_divide_is_not_run(session: Run) -> None:
+    reason = "3 ranks cannot be spread evenly over 2 nodes"
+    assert reason in session.text("TestSpread::test[ddp-fp32-w3-n2:active]")
+    assert f"not run: {reason} [ddp-fp32-w3-n2]" in session.out
 
 
 def first_line(run: Run, name: str) -> str:
@@ -48,6 +55,7 @@ def first_line(run: Run, name: str) -> str:
 def test_outcomes(session: Run) -> None:
     assert session.outcomes == {
         "test_sum": "passed",
+        "test_shared": "passed",
         "test_environment": "passed",
         "test_assertion": "failed",
         "test_killed": "failed",
@@ -55,6 +63,8 @@ def test_outcomes(session: Run) -> None:
         "test_skip_on_both": "skipped",
         "test_skip_on_one": "failed",
         "test_one_node": "passed",
+        "TestSpread::test[ddp-fp32-w2-n2:active]": "passed",
+        "TestSpread::test[ddp-fp32-w3-n2:active]": "skipped",
     }, session.out
 
 
