@@ -90,7 +90,11 @@ class Network:
             "sh",
             *line,
         ]
-        environment = {**self._environment, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
+        environment = {
+            **self._environment,
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "RECORDED_REPORTS": str(directory / "reports.jsonl"),
+        }
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process: subprocess.Popen[str] = subprocess.Popen(line, cwd=directory, env=environment, **pipes)  # type: ignore[call-overload]
         self.started.append(process)
@@ -106,7 +110,8 @@ class Network:
         """Start a session on n1, which n2 can join."""
         line = [sys.executable, "-m", "pytest", *recorded, "-p", "no:cacheprovider", "--distcompat-executor", "join"]
         line += ["--distcompat-listen", "10.97.0.1:29500", "--distcompat-token-file", "token"]
-        return self.popen("n1", [*line, f"--basetemp={directory / 'basetemp'}", *args], directory)
+        (directory / "temporary").mkdir(exist_ok=True)
+        return self.popen("n1", [*line, f"--basetemp={directory / 'temporary' / 'base'}", *args], directory)
 
     def left(self) -> list[str]:
         """Return the commands of processes that still run on one of the nodes."""
