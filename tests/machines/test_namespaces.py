@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,6 +28,10 @@ def point(name):
     while not (HERE / f"{name}-done").exists():
         time.sleep(0.05)
 
+@pytest.mark.distcompat(world_size=2, nodes=2)
+def test_before(process_group):
+    pass
+
 @pytest.mark.distcompat(world_size=2, nodes=2, timeout=60)
 def test_collective(process_group, rank):
     from torch import distributed
@@ -47,18 +52,6 @@ def test_after(process_group):
 @pytest.mark.distcompat(world_size=2, nodes=1)
 def test_one_node():
     pass
-
-@pytest.mark.distcompat(world_size=2, nodes=2)
-def test_fills_the_disk(process_group, rank):
-    import os
-    if rank == 1:
-        with open(os.environ["SMALL"] + "/filled", "wb") as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-                    file.flush()
-            except OSError:
-                pass
 """
 #: In pytest's own process, right before the run.
 CONFTEST = """
@@ -114,6 +107,27 @@ def test_a_link_that_is_cut(place: str, network: Network, directory: Path) -> No
     assert clock.wait_until(lambda: not network.left(), 20), network.left()
 
 
+def test_a_link_that_is_cut_while_nodes_meet(network: Network, directory: Path) -> None:
+    agent = network.join(directory)
+    session = network.pytest(directory, "-k", "test_before or test_rendezvous or test_one_node", recorded=RECORDED)
+    wait_for(directory, "rendezvous")
+    launchers = psutil.Process(agent.pid).children()
+    for launcher in launchers:
+        launcher.suspend()
+    (directory / "rendezvous-done").touch()
+    # n1 opens the store, and waits for n2 there.
+    line = ["ip", "netns", "exec", network.namespaces["n1"], "ss", "-ltnH", "src 10.97.0.1 and not sport = :29500"]
+    assert clock.wait_until(lambda: bool(subprocess.run(line, check=True, capture_output=True).stdout), 30, every=0.1)
+    network.cut()
+    for launcher in launchers:
+        launcher.resume()
+    run = ended(session, directory)
+    expected = {"test_before": "passed", "test_rendezvous": "failed", "test_one_node": "passed"}
+    assert run.outcomes == expected, run.out
+    assert first_line(run, "test_rendezvous").endswith(LOST)
+    assert clock.wait_until(lambda: not network.left(), 20), network.left()
+
+
 def test_a_node_that_joins_again(network: Network, directory: Path) -> None:
     session = start(network, directory, "test_collective", "test_rendezvous", "test_after")
     wait_for(directory, "collective")
@@ -140,15 +154,19 @@ def test_a_slow_link_that_loses_packets(network: Network, directory: Path) -> No
 
 
 def test_a_disk_that_is_full_on_one_node(network: Network, directory: Path) -> None:
-    small = directory / "small"
-    small.mkdir()
-    network.join(directory, f"mount -t tmpfs -o size=512k none {small} && export TMPDIR={small} SMALL={small}")
-    names = ("test_fills_the_disk", "test_one_node", "test_after")
-    session = network.pytest(directory, "-k", " or ".join(names), recorded=RECORDED)
+    agent = network.join(directory, "mount -t tmpfs -o size=4m none /mnt && export TMPDIR=/mnt")
+    names = "test_rendezvous or test_after or test_one_node"
+    session = network.pytest(directory, "-k", names, recorded=RECORDED)
+    wait_for(directory, "rendezvous")
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{agent.pid}/root/mnt/filled").write_bytes(bytes(8 << 20))
+    (directory / "rendezvous-done").touch()
     run = ended(session, directory)
-    assert run.outcome("test_one_node") == "passed", run.out
-    assert run.outcome("test_fills_the_disk") == "failed"
-    assert "on n2" in first_line(run, "test_fills_the_disk") or "n2: " in first_line(run, "test_fills_the_disk")
+    assert run.outcomes == {"test_rendezvous": "failed", "test_after": "failed", "test_one_node": "passed"}, run.out
+    for name in ("test_rendezvous", "test_after"):
+        assert first_line(run, name).startswith(
+            "the ranks could not be started: n2: [Errno 28] No space left on device"
+        )
     assert clock.wait_until(lambda: not network.left(), 20), network.left()
 
 

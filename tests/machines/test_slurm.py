@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,39 @@ def test_two_nodes_of_an_allocation(slurm: dict[str, str], tmp_path: Path) -> No
     assert "test_assertion - rank 1 on n2 failed: AssertionError: one is wrong" in found.stdout
     assert "test_killed - rank 1 on n2 was killed by SIGKILL" in found.stdout
     assert "srun: error" not in found.stderr
+    left = subprocess.run(["squeue", "--noheader", "--states=R"], env=slurm, capture_output=True, text=True, check=True)
+    assert left.stdout == ""
+
+
+CANCELLED = """
+import pytest, subprocess, time
+
+@pytest.mark.distcompat(world_size=2, nodes=2, timeout=60)
+def test_cancelled(process_group, rank):
+    from torch import distributed
+    distributed.barrier()
+    if rank == 1:
+        steps = subprocess.run(["squeue", "--steps", "--noheader", "--format=%i"], capture_output=True, text=True, check=True)
+        # All nodes' agents are one step; the allocation itself has none.
+        for step in steps.stdout.split():
+            if step.rpartition(".")[2].isdecimal():
+                subprocess.run(["scancel", step], check=True)
+        time.sleep(600)
+    distributed.barrier()
+
+@pytest.mark.distcompat(world_size=2, nodes=2)
+def test_after(process_group, rank):
+    pass
+"""
+
+
+def test_a_step_that_is_cancelled(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "test_cancelled.py").write_text(CANCELLED)
+    line = ["salloc", "--nodes=2", "--ntasks=2", sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    line += ["-p", "no:randomly", "--distcompat-executor", "slurm"]
+    found = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert "1 failed, 1 passed" in found.stdout, found.stdout + found.stderr
+    assert re.search("test_cancelled - n[12]: its agent is gone", found.stdout), found.stdout
     left = subprocess.run(["squeue", "--noheader", "--states=R"], env=slurm, capture_output=True, text=True, check=True)
     assert left.stdout == ""
 

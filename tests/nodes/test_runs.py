@@ -168,6 +168,33 @@ def test_an_agent_that_is_killed(run_pytest: RunPytest, environment: dict[str, s
 
 
 @pytest.mark.nightly
+def test_an_agent_that_is_killed_is_started_again(
+    run_pytest: RunPytest, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "test_waits.py").write_text(WAITS)
+    started = Path(environment["SEEN"], "long-1")
+    started.unlink(missing_ok=True)
+
+    def kill() -> None:
+        clock.wait_until(started.exists, 120, every=0.1)
+        sessions = [
+            one for one in psutil.Process().children() if f"--basetemp={tmp_path / 'basetemp'}" in one.cmdline()
+        ]
+        (agent,) = (one for session in sessions for one in session.children() if one.cmdline()[-1] == "n2")
+        below.extend([agent, *agent.children(recursive=True)])
+        agent.kill()
+
+    below: list[psutil.Process] = []
+    thread = threading.Thread(target=kill)
+    thread.start()
+    run = run_pytest(tmp_path, "-p", "no:cacheprovider")
+    thread.join()
+    assert run.outcomes == {"test_long": "failed", "test_after": "passed", "test_one_node": "passed"}, run.out
+    assert "n2: its agent is gone" in first_line(run, "test_long")
+    assert clock.wait_until(lambda: not any(map(psutil.Process.is_running, below)), 10)
+
+
+@pytest.mark.nightly
 def test_a_node_that_never_comes(run_pytest: RunPytest, environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "test_waits.py").write_text(WAITS)
     _, options = joined(tmp_path, environment)

@@ -166,11 +166,11 @@ class NodesLauncher(Launcher):
             channel.send({"warmth": warmth, "device": settings.device, "root": settings.root, "cwd": str(Path.cwd())})
             while (message := channel.receive())["is"] != "facts":
                 pass
+            # Nodes may join minutes apart, so each clock is compared with the one here.
+            message["facts"]["wall"] -= clock.wall()
             if node.boot != boot_id():
                 node.measure_clock()
             node.send({"do": "warm", "session": self._session})
-            # Nodes may join minutes apart, so each clock is compared with the one here.
-            message["facts"]["wall"] -= clock.wall()
             with self._changed:
                 node.facts = message["facts"]
                 self._changed.notify_all()
