@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,9 +58,10 @@ def test_verdicts_equal_those_on_one_node(run_pytest: RunPytest, directory: Path
 def test_a_hang_names_the_node_of_each_rank(run_pytest: RunPytest, directory: Path) -> None:
     run, _ = run_on(2, run_pytest, directory, "-k", "TestHangs and active")
     first = run.text("TestHangs::test[ddp-fp32-w2-n2:active]").partition("\n")[0]
-    assert first.startswith("time limit of 20 s: rank 0 on n1 waits in broadcast (default_pg, #5) at ")
-    assert "; rank 1 on n2 is in step at test_spread.py:" in first
-    assert first.endswith(": time.sleep(600)")
+    # On a busy machine a rank may be too late with its record, which has the number of the collective.
+    waits = r"rank 0 on n1 waits in broadcast( \(default_pg, #5\))? at \S+"
+    stays = r"rank 1 on n2 is in step at test_spread\.py:\d+: time\.sleep\(600\)"
+    assert re.fullmatch(f"time limit of 20 s: {waits}; {stays}", first), first
 
 
 def test_names_of_nodes_in_a_finding() -> None:
