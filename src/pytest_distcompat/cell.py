@@ -1,8 +1,9 @@
-"""Cells of the matrix: strategy x precision x world size x options."""
+"""Cells of the matrix: strategy x precision x world size x options, and over how many nodes the ranks are spread."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import pkgutil
@@ -138,7 +139,7 @@ OPTIONS: dict[str, Option] = {
 }
 
 #: What an expectation may name besides the options.
-FACETS = ("strategy", "precision", "world_size", *OPTIONS)
+FACETS = ("strategy", "precision", "world_size", "nodes", *OPTIONS)
 
 
 def check_option(name: str, value: OptionValue) -> None:
@@ -158,10 +159,12 @@ class Cell:
     precision: str
     world_size: int = 2
     options: tuple[tuple[str, OptionValue], ...] = field(default=())
+    nodes: int = 1
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"world_size must be at least 1, got {self.world_size}")
+        for name in ("world_size", "nodes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name, value in self.options:
             check_option(name, value)
         # True equals 1: take the value that the option lists, for the id spells the two differently.
@@ -199,6 +202,7 @@ class Cell:
         world, *tokens = rest.split("-")
         if not (strategy and precision and world.startswith("w") and world[1:].isdecimal()):
             raise ValueError(f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_mixed-w2-compile'")
+        nodes = int(tokens.pop(0)[1:]) if tokens and re.fullmatch(r"n\d+", tokens[0]) else 1
         known = {option.token(value): (option.name, value) for option in OPTIONS.values() for value in option.values}
         for option in OPTIONS.values():
             values = (token.removeprefix(f"{option.name}_") for token in tokens)
@@ -206,18 +210,27 @@ class Cell:
         wrong = [token for token in tokens if token not in known]
         if wrong:
             raise ValueError(f"cell id {cell_id!r}: unknown part {wrong[0]!r}. Known: {', '.join(known)}")
-        return cls(strategy, precision, int(world[1:]), tuple(known[token] for token in tokens))
+        return cls(strategy, precision, int(world[1:]), tuple(known[token] for token in tokens), nodes)
 
     @property
     def id(self) -> str:
-        """Return the id: ``fsdp2-bf16_mixed-w2-compile``."""
-        tokens = [OPTIONS[name].token(value) for name, value in self.options]
+        """Return the id: ``fsdp2-bf16_mixed-w2-compile``, over two nodes ``fsdp2-bf16_mixed-w2-n2-compile``."""
+        tokens = [f"n{self.nodes}"] * (self.nodes > 1) + [OPTIONS[name].token(value) for name, value in self.options]
         return "-".join([self.strategy, self.precision, f"w{self.world_size}", *tokens])
+
+    @property
+    def uneven(self) -> str | None:
+        """Return why its ranks cannot be spread evenly over its nodes; None if they can."""
+        return uneven(self.world_size, self.nodes)
 
     def without(self, *names: str) -> Cell:
         """Return the same cell with these options at their defaults."""
         options = tuple((name, value) for name, value in self.options if name not in names)
-        return Cell(self.strategy, self.precision, self.world_size, options)
+        return dataclasses.replace(self, options=options)
+
+    def over(self, nodes: int) -> Cell:
+        """Return the same cell over so many nodes, unless it names a number itself."""
+        return self if self.nodes > 1 else dataclasses.replace(self, nodes=nodes)
 
     def option(self, name: str) -> OptionValue:
         """Return the value of an option. Raises ValueError for an unknown name."""
@@ -285,11 +298,19 @@ class Cell:
             "strategy": self.strategy,
             "precision": self.precision,
             "world_size": self.world_size,
+            "nodes": self.nodes,
         }
         return fixed | {name: self.option(name) for name in OPTIONS}
 
     def __str__(self) -> str:
         return self.id
+
+
+def uneven(world_size: int, nodes: int) -> str | None:
+    """Return why that many ranks cannot be spread evenly over the nodes; None if they can."""
+    if world_size % nodes == 0:
+        return None
+    return f"{'1 rank' if world_size == 1 else f'{world_size} ranks'} cannot be spread evenly over {nodes} nodes"
 
 
 def setting_value(text: str) -> Any:
@@ -311,7 +332,8 @@ class Matrix:
     """Cells that a suite covers: every strategy with every precision, world size and set of options.
 
     Without ``strategies`` or ``precisions``, all known ones are meant; without ``world_sizes``, the world size of this
-    session (``--distcompat-world-size``). ``extra`` adds single cells, or other matrices, beside the product.
+    session (``--distcompat-world-size``). ``extra`` adds single cells, or other matrices, beside the product. ``nodes`` is
+    over how many nodes the ranks of each cell are spread; without it ``--distcompat-nodes``.
     """
 
     strategies: tuple[str, ...] = ()
@@ -319,6 +341,7 @@ class Matrix:
     world_sizes: tuple[int, ...] = ()
     options: tuple[Mapping[str, OptionValue], ...] = ({},)
     extra: tuple[Cell | Matrix, ...] = ()
+    nodes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("strategies", "precisions", "world_sizes", "options", "extra"):
@@ -326,6 +349,8 @@ class Matrix:
             if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
                 raise TypeError(f"Matrix({name}=...) takes a tuple, got {value!r}")
             object.__setattr__(self, name, tuple(value))
+        if self.nodes is not None and (type(self.nodes) is not int or self.nodes < 1):
+            raise ValueError(f"Matrix(nodes={self.nodes!r}): expected a whole number of at least 1")
         if not self.options:
             # An empty product would have no cells; a matrix without sets of options means cells without options.
             object.__setattr__(self, "options", ({},))
@@ -333,16 +358,19 @@ class Matrix:
             for name, value in options.items():
                 check_option(name, value)
 
-    def cells(self, strategies: Iterable[str], precisions: Iterable[str], world_size: int) -> Iterator[Cell]:
+    def cells(
+        self, strategies: Iterable[str], precisions: Iterable[str], world_size: int, nodes: int = 1
+    ) -> Iterator[Cell]:
         """Yield the cells in a fixed order; the arguments are for a matrix that names none of that kind."""
+        nodes = self.nodes or nodes
         product = itertools.product(
             self.strategies or tuple(strategies),
             self.precisions or tuple(precisions),
             self.world_sizes or (world_size,),
             self.options,
         )
-        cells = [Cell(s, p, w, tuple(options.items())) for s, p, w, options in product]
+        cells = [Cell(s, p, w, tuple(options.items()), nodes) for s, p, w, options in product]
         names = tuple(strategies), tuple(precisions)
         for more in self.extra:
-            cells += [more] if isinstance(more, Cell) else more.cells(*names, world_size)
+            cells += [more.over(nodes)] if isinstance(more, Cell) else more.cells(*names, world_size, nodes)
         yield from dict.fromkeys(cells)

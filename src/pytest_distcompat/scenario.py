@@ -50,12 +50,10 @@ class Run:
             options = (*(one for one in options if one[0] != "set"), ("set", "+".join(kept)))
         if self.tp:
             options = (*(one for one in options if one[0] != "tp"), ("tp", self.tp))
-        return Cell(
-            self.strategy or cell.strategy,
-            self.precision or cell.precision,
-            self.world_size or cell.world_size,
-            options,
-        )
+        world_size = self.world_size or cell.world_size
+        # One rank is on one node.
+        nodes = cell.nodes if world_size > 1 else 1
+        return Cell(self.strategy or cell.strategy, self.precision or cell.precision, world_size, options, nodes)
 
 
 def without(*options: str) -> tuple[str, ...]:

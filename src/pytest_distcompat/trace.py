@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_distcompat.decode import decode, encode
+from pytest_distcompat.excerpt import name_nodes
 
 #: Placements of a dimension along which all ranks hold the same, and of one whose ranks hold pieces of the flattened tensor.
 REPLICATE, FLAT = "Replicate", "Flat"
@@ -375,13 +376,14 @@ class RunFailure:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """One run on all its ranks; ``cell`` is the id of the cell that it ran in."""
+    """One run on all its ranks; ``cell`` is the id of the cell that it ran in, ``nodes`` has each rank's node, if of several."""
 
     name: str
     world_size: int
     snapshots: tuple[Snapshot, ...]
     end: RunFailure | None = None
     cell: str = ""
+    nodes: tuple[str, ...] = ()
 
     def at(self, action: str, nth: int = 0) -> tuple[Snapshot, ...]:
         """Return the snapshots after the nth such action, one per rank in rank order; empty if no rank reached it."""
@@ -472,6 +474,18 @@ class Trace:
 
     def __iter__(self) -> Iterator[RunTrace]:
         return iter(self.runs.values())
+
+    def name_nodes(self, text: str) -> str:
+        """Return a finding with the nodes of the ranks that it names.
+
+        Runs of several world sizes spread their ranks otherwise, and a finding may be about either: then a line says how.
+        """
+        ended = [run for run in self if run.end is not None and run.end.message in text]
+        spread = {run.nodes: run for run in ended or self if run.nodes}
+        if len(spread) == 1:
+            return name_nodes(text, next(iter(spread)))
+        found = "; ".join(name_nodes(f"ranks {', '.join(map(str, range(len(one))))}", one) for one in spread)
+        return f"{text}\n\nwhere ranks are: {found}" if text and spread else text
 
     @classmethod
     def of(cls, driver: str, runs: Iterable[RunTrace]) -> Trace:

@@ -341,6 +341,7 @@ def test_the_buffers_that_a_state_dict_leaves_out() -> None:
 
 def test_the_rendezvous_and_the_exit_barrier_of_several_nodes() -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     private = {
@@ -349,3 +350,6 @@ def test_the_rendezvous_and_the_exit_barrier_of_several_nodes() -> None:
     }
     missing = [name for kind, names in private.items() for name in names if not callable(getattr(kind, name, None))]
     assert not missing, f"gone from torch: {missing}; launch/agent.py overrides them"
+    waits = ("_delay(seconds=1)", "self._state_holder = ", "self._cache_duration = ")
+    gone = [text for text in waits if text not in inspect.getsource(dynamic_rendezvous)]
+    assert not gone, f"torch waits otherwise, without {gone}: see launch/agent.py:_meeting_soon"

@@ -38,7 +38,7 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     # Back into as many parts as the driver can cut.
     rest, sizes = cell.without("tp").options, (int(size) for size in OPTIONS["tp"].values)
     cells = [
-        Cell(cell.strategy, cell.precision, cell.world_size, (*rest, ("tp", tp)))
+        Cell(cell.strategy, cell.precision, cell.world_size, (*rest, ("tp", tp)), cell.nodes)
         for tp in sizes
         if cell.world_size // cell.cp % tp == 0
     ]

@@ -16,7 +16,7 @@ from pytest_distcompat.report.result import Change
 from pytest_distcompat.status import Verdict
 
 #: The settings that select cells.
-SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "gpus", "budget", "shard")
+SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "nodes", "gpus", "budget", "shard")
 #: The counts in the last line: a suite that stops running shows in the first three.
 COUNTED = ("selected", "ran", "skipped", "unreached", "red", "known", "fixed?")
 

@@ -143,13 +143,13 @@ def counts(report: Report) -> dict[str, int]:
 
 
 def facets(cell: str) -> dict[str, Any]:
-    """Return strategy, precision, world size and options of a cell id; nothing for any other text."""
+    """Return strategy, precision, world size, nodes and options of a cell id; nothing for any other text."""
     try:
         found = Cell.parse(cell)
     except ValueError:
         return {}
     fixed = {"strategy": found.strategy, "precision": found.precision, "world_size": found.world_size}
-    return fixed | dict(found.options)
+    return fixed | ({"nodes": found.nodes} if found.nodes > 1 else {}) | dict(found.options)
 
 
 def _result(result: Verdict) -> dict[str, Any]:

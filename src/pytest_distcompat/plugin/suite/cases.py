@@ -100,6 +100,8 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
         if not suite.matrix.world_sizes:
             # An option sets the world size, and an expectation for another size covers cells of another session.
             facets = tuple((name, wanted) for name, wanted in facets if name != "world_size")
+        if not suite.matrix.nodes:
+            facets = tuple((name, wanted) for name, wanted in facets if name != "nodes")
         applicable = dataclasses.replace(expectation, facets=facets)
         if not any(applicable.covers(cell, check) for cell in cells for check in CHECKS.names()):
             raise UsageProblem(
@@ -124,7 +126,10 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     names = (STRATEGIES.names(), PRECISIONS.names())
     here: dict[str, Any] = {"world_size": session.world_size, "device": session.device}
     shared = session.store if profile == "sweep" else None
-    cells = profiles.cells(profile, suite.matrix, driver=driver, names=names, shared=shared, **here)
+    matrix = dataclasses.replace(suite.matrix, nodes=suite.matrix.nodes or int(session.setting("nodes").value))
+    cells = profiles.cells(profile, matrix, driver=driver, names=names, shared=shared, **here)
+    if profile != "default":
+        cells = list(dict.fromkeys(cell.over(matrix.nodes or 1) for cell in cells))
     if profile == "walk":
         return [Case(suite, cell, WALK) for cell in cells if not strategies or cell.strategy in strategies]
     reasons_by_cell = {
@@ -137,7 +142,9 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         if not (strategies and cell.strategy not in strategies)
         and not (precisions and cell.precision not in precisions)
     }
-    supported = {cell: not unsupported_reason(driver, cell, session.device) for cell in reasons_by_cell}
+    supported = {
+        cell: not (cell.uneven or unsupported_reason(driver, cell, session.device)) for cell in reasons_by_cell
+    }
     applicable = {
         cell: [name for name in CHECKS.names() if name not in reasons]
         for cell, reasons in reasons_by_cell.items()
@@ -180,8 +187,11 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
 def why_not_run(case: Case, session: DistcompatSession) -> str | None:
     """Return why the driver or the machine cannot run the case; None if nothing stands against it."""
     driver = find_driver(case.suite.driver)
-    largest = max(run.cell(case.cell).world_size for run in case.check.runs(case.cell, driver).runs)
-    return unsupported_reason(driver, case.cell, session.device) or session.too_large(largest) or None
+    cells = (run.cell(case.cell) for run in case.check.runs(case.cell, driver).runs)
+    # Those of one node, as far as all nodes have as many GPUs as this one.
+    largest = max(-(-cell.world_size // cell.nodes) for cell in cells)
+    unsupported = case.cell.uneven or unsupported_reason(driver, case.cell, session.device)
+    return unsupported or session.too_large(largest) or None
 
 
 def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
@@ -266,7 +276,9 @@ class BoundCase:
         if verdict.status is Status.FAILED and not verdict.reason:
             self._declaration = declaration(case.check, case.cell, trace)
         # A check with a limit measures a number, which differs from run to run.
-        if not case.check.limit and session.verifies(strip_group(self.item.config, self.item.nodeid)):
+        # Cold torchrun starts all ranks on this machine.
+        verified = not case.check.limit and case.cell.nodes == 1
+        if verified and session.verifies(strip_group(self.item.config, self.item.nodeid)):
             cold, _ = run_check(session.cold_runner, case.suite.driver, case.cell, case.check, expected)
             if cold.status != verdict.status:
                 message = disagreement(verdict.status, cold.status, cold.message or verdict.message)
@@ -280,6 +292,7 @@ class BoundCase:
         name, ended = next(((n, one) for n, one in ends if one.message and one.message in verdict.message), ("", None))
         verdict = dataclasses.replace(verdict, ended_run=name, rank=ended.rank if ended else None)
         self.item.stash[FAILED_RUN] = FailedRun(command, ended.rank if ended and ended.kind == "raised" else None)
+        verdict = dataclasses.replace(verdict, message=trace.name_nodes(verdict.message))
         self._show_output(session, session.runner.directories(case.suite.driver, case.cell, scenario), verdict)
         return verdict, command
 
