@@ -74,7 +74,8 @@ def _replicated_by_tp(cell: Cell, run: RunTrace) -> int:
 
 def _copies(built: tuple[Snapshot, ...], cell: Cell) -> int:
     """Return in how many copies the shards are."""
-    holders = (info.layout.holders for snapshot in built for info in snapshot.parameters)
+    infos = (info for one in built for info in (*one.parameters, *(one.optimizer.masters if one.optimizer else ())))
+    holders = (info.layout.holders for info in infos)
     return cell.world_size // (max(map(len, holders), default=0) or cell.world_size)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_distcompat import digests
-from pytest_distcompat.probe.layouts import starts_of
+from pytest_distcompat.probe.layouts import autotp_cut, starts_of
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -30,8 +30,18 @@ def zero3_shard(parameter: Any) -> torch.Tensor:
     from torch import distributed
 
     stored: torch.Tensor = parameter.ds_tensor
-    start = stored.numel() * distributed.get_rank()
+    start = stored.numel() * distributed.get_rank(parameter.ds_process_group)
     return stored.reshape(-1)[: max(0, int(parameter.ds_numel) - start)]
+
+
+def shard_starts(parameter: Any) -> torch.Tensor | None:
+    """Return where the runs of a ZeRO-3 shard start in the whole, where AutoTP has cut the parameter too; else None."""
+    from torch import distributed
+
+    if not (cut := autotp_cut(parameter)):
+        return None
+    start = parameter.ds_tensor.numel() * distributed.get_rank(parameter.ds_process_group)
+    return cut.starts(start, zero3_shard(parameter).numel())
 
 
 #: Words hashed at a time: the sum of so many products of 16-bit halves is below 2**53, so float64 has it exactly.
@@ -65,13 +75,13 @@ def digest(value: Any, starts: torch.Tensor | None = None) -> str:
     Args:
         value: A tensor, of a DTensor the local part; or a number.
         starts: Where in the flattened whole each run of consecutive elements starts, int64; all runs are equally long. None for
-            a DTensor's own (``layouts.starts_of``), else for a tensor that is the whole.
+            its own (``layouts.starts_of``).
     """
     if isinstance(value, (int, float)):
         value = torch.tensor(float(value))
     if not isinstance(value, torch.Tensor):
         return ""
-    if starts is None and hasattr(value, "placements"):
+    if starts is None:
         starts = starts_of(value)
     flat = local_of(value)
     try:
