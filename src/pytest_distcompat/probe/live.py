@@ -12,7 +12,7 @@ import torch
 from pytest_distcompat.probe.blocks import declared_blocks, is_a, multiplies, named_blocks
 from pytest_distcompat.probe.layouts import autotp_cut, layout_of, wrapper_layouts
 from pytest_distcompat.probe.optimizer import entries, master_copies
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, shard_starts, zero3_shard
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import Layout, ModelInfo, ParameterInfo, UnwrappedInfo
 
 if TYPE_CHECKING:
@@ -201,11 +201,10 @@ def live_parameter_info(
     """
     from torch.distributed.fsdp import FlatParameter
 
-    shape, kind, local, starts = tuple(parameter.shape), "Tensor", parameter, None
+    shape, kind, local = tuple(parameter.shape), "Tensor", parameter
     layout = layouts.get(id(parameter)) or layout_of(parameter)
     if hasattr(parameter, "ds_shape"):  # ZeRO-3: the parameter itself is empty between uses, its shard is beside it
         shape, kind, local = tuple(parameter.ds_shape), "ZeRO-3", zero3_shard(parameter)
-        starts = shard_starts(parameter)
     elif hasattr(parameter, "placements"):
         kind, local = "DTensor", local_of(parameter)
     elif isinstance(parameter, FlatParameter):  # which checks an attribute: its class is nn.Parameter
@@ -223,6 +222,6 @@ def live_parameter_info(
         kind=kind,
         layout=layout,
         local_numel=local.numel(),
-        digest=digest(parameter if kind == "DTensor" else local, starts),
+        digest=digest(parameter if kind == "DTensor" else local),
         held=held,
     )

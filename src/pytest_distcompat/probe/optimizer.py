@@ -18,7 +18,7 @@ from pytest_distcompat.probe.layouts import (
     starts_of,
     wrapper_layouts,
 )
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, shard_starts, zero3_shard
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import Layout, OptimizerInfo, StateInfo
 
 if TYPE_CHECKING:
@@ -245,8 +245,6 @@ def fragment_place(parameter: Any, layout: Layout) -> tuple[Layout, torch.Tensor
     """
     if not (cut := autotp_cut(parameter)):
         return layout, None
-    if hasattr(parameter, "ds_tensor"):
-        return cut.layout(layout), shard_starts(parameter)
     address = parameter._hp_mapping.lp_fragment_address  # noqa: SLF001 - see ``_partitioned``
     return cut.layout(layout), cut.starts(address.start, address.numel)
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_distcompat import digests
-from pytest_distcompat.probe.layouts import autotp_cut, starts_of
+from pytest_distcompat.probe.layouts import starts_of
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -32,16 +32,6 @@ def zero3_shard(parameter: Any) -> torch.Tensor:
     stored: torch.Tensor = parameter.ds_tensor
     start = stored.numel() * distributed.get_rank(parameter.ds_process_group)
     return stored.reshape(-1)[: max(0, int(parameter.ds_numel) - start)]
-
-
-def shard_starts(parameter: Any) -> torch.Tensor | None:
-    """Return where the runs of a ZeRO-3 shard start in the whole, where AutoTP has cut the parameter too; else None."""
-    from torch import distributed
-
-    if not (cut := autotp_cut(parameter)):
-        return None
-    start = parameter.ds_tensor.numel() * distributed.get_rank(parameter.ds_process_group)
-    return cut.starts(start, zero3_shard(parameter).numel())
 
 
 #: Words hashed at a time: the sum of so many products of 16-bit halves is below 2**53, so float64 has it exactly.

@@ -6,7 +6,6 @@ https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +39,8 @@ def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
 
 def _no_autotp(cell: Cell) -> str | None:
     """Return why DeepSpeed's own tensor parallelism (AutoTP) is not tried in the cell; None if it is."""
+    if cell.strategy == "zero3":
+        return "DeepSpeed's documentation of its own tensor parallelism (AutoTP) promises ZeRO-0, 1 and 2 alone"
     if cell.option("sp"):
         return "DeepSpeed's own tensor parallelism (AutoTP) cuts no sequence"
     if cell.option("model") == "llama_tied":
