@@ -16,7 +16,7 @@ from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.strategies import STRATEGIES, _context
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.driver import OnAction, Plan
+    from pytest_distcompat.models._base import Batch
 
 
 _WHOLE_PARAMETERS = {
@@ -158,6 +159,7 @@ class DeepSpeedDriver(TinyDriver):
         "grad_accum",
         "cpu_offload",
         "tp",
+        "cp",
         "meta_init",
         "frozen",
         "lora",
@@ -221,6 +223,13 @@ class DeepSpeedDriver(TinyDriver):
         optimizer = self.make_optimizer(self.raw)
         arguments = {"model": self.raw, "optimizer": optimizer, "config": config}
         arguments["lr_scheduler"] = self.make_scheduler(optimizer)
+        if self.cell.cp > 1:
+            from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+            rows = config["train_micro_batch_size_per_gpu"]
+            arguments["mpu"] = UlyssesSPAttentionHF.register_with_transformers(
+                self.raw, "sdpa", self.cell.cp, rows, disable_in_eval=True
+            )
         made = deepspeed.initialize(**self.cell.with_settings("initialize", arguments))
         self.model, self.optimizer, _, self.scheduler = made
         mode = self.cell.option("compile")
@@ -235,13 +244,23 @@ class DeepSpeedDriver(TinyDriver):
         for batch, last in self.batches(number):
             # An epoch's last step has fewer micro-batches than the JSON says.
             self.model.set_gradient_accumulation_boundary(last)
-            loss = self.tiny.loss(self.model, batch)
-            self.model.backward(loss)
+            loss = self.micro_loss(batch)
+            self.model.backward(loss / self.backward_divisor)
             total += float(loss.detach()) / self.accumulate
         self.model.step()
         norm = self.model.get_global_grad_norm()
         self.grad_norm = None if norm is None else float(norm)
         return total
+
+    def micro_loss(self, batch: Batch) -> Any:
+        """Return the loss of a micro-batch, of which Ulysses gives the ranks of a sequence parts."""
+        return _context.ulysses_loss(self.model, batch) if self.cell.cp > 1 else self.tiny.loss(self.model, batch)
+
+    @property
+    def backward_divisor(self) -> int:
+        """Return what the loss is divided by before the backward pass, so that gradients are those of the loss."""
+        # Each rank of a sequence adds the whole loss's gradients. Only ZeRO-3 divides by all ranks (docs/upstream.md).
+        return 1 if self.strategy.shards else self.cell.cp
 
     def save(self, directory: Path) -> None:
         """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""

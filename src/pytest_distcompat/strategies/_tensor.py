@@ -39,6 +39,8 @@ def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
 
 def _no_autotp(cell: Cell) -> str | None:
     """Return why DeepSpeed's own tensor parallelism (AutoTP) is not tried in the cell; None if it is."""
+    if cell.cp > 1:
+        return "DeepSpeed's AutoTP makes groups of its own, and its Ulysses brings others"
     if cell.strategy == "zero3":
         return "DeepSpeed's documentation of its own tensor parallelism (AutoTP) promises ZeRO-0, 1 and 2 alone"
     if cell.option("sp"):

@@ -55,6 +55,8 @@ def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
         settings["communication_data_type"] = cell.option("reduce_dtype")
     if cell.option("conflict"):
         settings["bf16"] = {"enabled": False}
+    if cell.cp > 1:
+        settings["sequence_parallel_size"] = cell.cp
     if cell.tp > 1:
         # https://www.deepspeed.ai/tutorials/autotp-training
         settings["tensor_parallel"] = {"autotp_size": cell.tp, **_tensor.autotp_plan(cell)}
