@@ -34,7 +34,8 @@ def unsupported_reason(cell: Cell) -> str | None:
         return "context parallelism is driven under FSDP2, and under ZeRO as DeepSpeed's Ulysses, alone"
     if cell.option("model") not in {"llama", "llama_tied"}:
         return f"the model {cell.option('model')} has no sequence to cut"
-    if cell.precision not in {"fp32", "bf16_mixed"}:
+    # Ulysses reduces gradients in float32, whatever they are in.
+    if cell.precision not in ({"fp32", "bf16_mixed"} if cell.strategy == "fsdp2" else {"fp32"}):
         return f"context parallelism is not driven in {cell.precision} yet"
     beside = BESIDE if cell.strategy == "fsdp2" else BESIDE_ULYSSES
     others = [name for name, _ in cell.options if name not in beside]
