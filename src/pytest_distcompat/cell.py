@@ -86,7 +86,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "cp",
             (1, 2, 4),
-            "ranks that hold the parts of each sequence: context parallelism; they shard parameters as data parallel ranks do",
+            "ranks that hold the parts of each sequence: context parallelism, DeepSpeed's `sequence_parallel_size`; they "
+            "shard parameters as data parallel ranks do",
         ),
         Option("ep", (1, 2, 4), "data parallel ranks that hold the experts of a model together: expert parallelism"),
         Option("use_orig_params", (True, False), "FSDP1: parameters keep their own tensors, or live in a flat one"),

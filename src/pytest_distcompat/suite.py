@@ -175,5 +175,7 @@ class TestDeepSpeed(CompatSuite):
             ),
             Matrix(("zero1",), ("bf16_mixed",), options=({"grad_accum_dtype": "fp32"}, {"reduce_dtype": "fp32"})),
             Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True}, {"grad_accum": 2})),
+            Matrix(("zero1",), ("fp32",), world_sizes=(4,), options=({"tp": 2},)),
+            Matrix(("zero2",), ("fp32",), world_sizes=(4,), options=({"cp": 2},)),
         ),
     )

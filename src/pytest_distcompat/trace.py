@@ -55,7 +55,7 @@ class Layout:
     @property
     def flat(self) -> bool:
         """Tell whether it is a piece of the flattened tensor, whose place follows from the pieces before it."""
-        return any(dim.placement == FLAT for dim in self.dims)
+        return {dim.placement for dim in self.dims} - {REPLICATE} == {FLAT}
 
     def dim(self, name: str) -> MeshDim | None:
         """Return the dimension of that name, None if the tensor's mesh has none."""

@@ -201,6 +201,22 @@ def test_the_accumulation_dtype_of_deepspeed(with_deepspeed: Ending) -> None:
 
 @pytest.mark.nightly
 @needs_deepspeed
+def test_what_deepspeed_says_of_layers_that_autotp_has_cut(warm: WarmLauncher, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        ending = warm.run(Request("bodies:autotp", {}, 2, str(tmp_path)))
+    first, second = sorted(events(ending, "cut"), key=lambda event: str(event["cuts"]))
+    assert (first["cuts"], second["cuts"]) == ([[[8, 4], 0, 0, 4], None], [[[8, 4], 0, 4, 4], None]), (
+        f"DeepSpeed's parameters say otherwise how they were cut: see probe/layouts.py:autotp_cut\n{ending.text()}"
+    )
+    assert "TensorParallel_Layer" in first["bases"], "the layers have another name: see probe/observe.py"
+    assert {"0.weight": [8, 4], "0.bias": [8], "1.running_mean": [4]}.items() <= first["shapes"].items(), (
+        "DeepSpeed's engine has no _consolidated_16bit_state_dict: see drivers/deepspeed.py:whole_weights"
+    )
+
+
+@pytest.mark.nightly
+@needs_deepspeed
 def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)

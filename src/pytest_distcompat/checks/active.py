@@ -140,15 +140,16 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
 
     if not strategy.shards:
         infos = (info for snapshot in built for info in snapshot.parameters if not left_out(info.name))
-        if abs((copies := sum(info.local_numel for info in infos) / total) - cell.world_size) > 0.01:
-            yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
+        expected, each = cell.world_size // cell.tp, f"{cell.tp} ranks of tensor parallelism" if cell.tp > 1 else "rank"
+        if abs((copies := sum(_part(info, cell.tp) for info in infos) / total) - expected) > 0.01:
+            yield f"all ranks together store {copies:.2f} copies of the parameters; expected {expected}, one a {each}"
         return
     groups = _groups(built, left_out, cell.world_size)
-    expected, alone = cell.option("dp_replicate"), len(groups) == cell.world_size > 1
-    if alone or (requested(cell, unwrapped, "dp_replicate") and len(groups) != expected):
+    wanted, alone = cell.option("dp_replicate"), len(groups) == cell.world_size > 1
+    if alone or (requested(cell, unwrapped, "dp_replicate") and len(groups) != wanted):
         found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in groups)
         more = ", of several ranks" if alone else ""
-        yield f"shards are in {len(groups)} copies ({found}); expected {expected}{more}"
+        yield f"shards are in {len(groups)} copies ({found}); expected {wanted}{more}"
     for ranks in groups if cell.world_size > 1 else ():
         held = [info for snapshot in built if snapshot.rank in ranks for info in snapshot.parameters]
         # What tensor parallelism has not cut, each of its ranks has.

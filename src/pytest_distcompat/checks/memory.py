@@ -74,8 +74,9 @@ def _replicated_by_tp(cell: Cell, run: RunTrace) -> int:
 
 def _copies(built: tuple[Snapshot, ...], cell: Cell) -> int:
     """Return in how many copies the shards are."""
-    holders = (info.layout.holders for snapshot in built for info in snapshot.parameters)
-    return cell.world_size // (max(map(len, holders), default=0) or cell.world_size)
+    layouts = [info.layout for one in built for info in one.parameters]
+    layouts += [info.layout for one in built if one.optimizer for info in one.optimizer.masters]
+    return cell.world_size // (max((len(one.holders) for one in layouts), default=0) or cell.world_size)
 
 
 def _without_state(snapshots: tuple[Snapshot, ...], key: str, unused: frozenset[str]) -> int:

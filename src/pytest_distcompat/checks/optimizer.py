@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks._values import unused
+from pytest_distcompat.checks._values import cut_along, unused
 from pytest_distcompat.digests import is_zero
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -32,7 +32,7 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     for snapshot in built:
         yield from _held(snapshot, trainable)
     if STRATEGIES.get(cell.strategy).flat_masters:
-        yield from _partitions(built, trainable)
+        yield from _partitions(cell, built, trainable)
     yield from _moves(built, trained, trainable, unused(run))
 
 
@@ -64,18 +64,21 @@ def _held(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]:
             yield f"{where}: trainable parameter {info.name!r} is {count}; expected once"
 
 
-def _partitions(built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
-    """Yield a finding unless each element of each trainable parameter is in the flat master of exactly one rank."""
+def _partitions(cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
+    """Yield a finding unless each element of each trainable parameter is in the flat master of exactly one rank.
+
+    What tensor parallelism leaves whole each of its ranks has.
+    """
     held: dict[str, int] = defaultdict(int)
     for snapshot in built:
         for name, numel in (snapshot.optimizer.partitioned if snapshot.optimizer else {}).items():
             held[name] += numel
     for info in built[0].parameters if built else ():
-        expected = math.prod(info.shape)
-        if trainable[info.name] and held[info.name] != expected:
+        expected, times = math.prod(info.shape), 1 if cut_along(info, "tp") else cell.tp
+        if trainable[info.name] and held[info.name] != expected * times:
             yield (
                 f"all ranks together: {held[info.name]} of {expected} elements of trainable parameter {info.name!r} are in "
-                "the optimizer; expected each one once"
+                f"the optimizer; expected each one {'once' if times == 1 else f'{times} times'}"
             )
 
 

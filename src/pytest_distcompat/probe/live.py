@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_distcompat.probe.blocks import declared_blocks, is_a, multiplies, named_blocks
-from pytest_distcompat.probe.layouts import layout_of, wrapper_layouts
+from pytest_distcompat.probe.layouts import autotp_cut, layout_of, wrapper_layouts
 from pytest_distcompat.probe.optimizer import entries, master_copies
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import Layout, ModelInfo, ParameterInfo, UnwrappedInfo
@@ -212,6 +212,8 @@ def live_parameter_info(
     elif layout.flat:
         # With use_orig_params each parameter is a one-dimensional view of this rank's part of the flat one (maybe empty).
         kind = "FSDP1 shard"
+    if cut := autotp_cut(parameter):
+        shape = cut.shape
     return ParameterInfo(
         name=name,
         shape=shape,

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pytest_distcompat.probe.blocks import multiplies
+from pytest_distcompat.probe.blocks import is_a, multiplies
 from pytest_distcompat.probe.gradients import read_gradients
 from pytest_distcompat.probe.inputs import tensors_fed
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
@@ -119,6 +119,12 @@ class Observer:
                 if multiplies(module)
             ),
         ]
+
+    def attach_to_cut_layers(self, model: Module) -> None:
+        """Register hooks on the layers that DeepSpeed's AutoTP has put in the place of others."""
+        for name, module in model.named_modules():
+            if is_a(module, "TensorParallel_Layer"):
+                module.register_forward_hook(Hook(self._guarded("a forward hook of a layer", self._forward_hook(name))))
 
     def _record_reached(self, parameter: torch.Tensor) -> None:
         self._reached[parameter] = True
