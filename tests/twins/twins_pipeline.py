@@ -116,8 +116,7 @@ class KeptOnTwoStages(Torch):
         if self.pipeline.last:
             whole: Any = self.build_model()
             model.set_submodule("model.embed_tokens", copy.deepcopy(whole.model.embed_tokens))
-            for parameter in model.get_submodule("model.embed_tokens").parameters():
-                parameter.requires_grad_(requires_grad=False)
+            model.get_submodule("model.embed_tokens").requires_grad_(requires_grad=False)
         return super()._wrap(model, device)
 
 
