@@ -97,7 +97,6 @@ class LossOfOtherRows(Torch):
         **CLIPPING,
         **GRADIENTS,
         "names": r"^the optimizer of no rank keeps state for 'lm_head\.weight'",
-        "memory": r"^no optimizer of rank 1 keeps anything",
         "dtypes": r"^rank 1: AdamW is given gradients in nothing",
     },
 )
