@@ -90,6 +90,16 @@ OPTIONS: dict[str, Option] = {
             "shard parameters as data parallel ranks do",
         ),
         Option("ep", (1, 2, 4), "data parallel ranks that hold the experts of a model together: expert parallelism"),
+        Option(
+            "pp",
+            (1, 2, 4),
+            "ranks that hold the stages of the model: pipeline parallelism; the ranks of each stage are data parallel",
+        ),
+        Option(
+            "pp_schedule",
+            ("1F1B", "GPipe"),
+            "the order of micro-batches in a pipeline, by torch's name",
+        ),
         Option("use_orig_params", (True, False), "FSDP1: parameters keep their own tensors, or live in a flat one"),
         Option("cpu_ram_efficient_loading", (False, True), "only rank 0 holds the weights before they are sharded"),
         Option("meta_init", (False, True), "the model is made without memory and filled after sharding"),
@@ -175,10 +185,10 @@ class Cell:
         changed = {name: value for name, value in listed.items() if value != OPTIONS[name].default}
         ordered = tuple((name, changed[name]) for name in OPTIONS if name in changed)
         object.__setattr__(self, "options", ordered)
-        self._check_divides("tp", self.world_size, "ranks")
-        self._check_divides(
-            "cp", self.world_size // self.tp, "ranks" if self.tp == 1 else "ranks, those of each part of tp"
-        )
+        self._check_divides("pp", self.world_size, "ranks")
+        ranks = self.world_size // self.pp
+        self._check_divides("tp", ranks, "ranks" if self.pp == 1 else "ranks, those of each stage of pp")
+        self._check_divides("cp", ranks // self.tp, "ranks" if self.tp == 1 else "ranks, those of each part of tp")
         self._check_divides("ep", self.dp_size, "ranks" if self.dp_size == self.world_size else "data parallel ranks")
 
     def _check_divides(self, name: str, ranks: int, words: str) -> None:
@@ -255,13 +265,18 @@ class Cell:
         return int(self.option("ep"))
 
     @property
+    def pp(self) -> int:
+        """Return how many ranks hold the stages of the model; on a mesh, the outermost dimension."""
+        return int(self.option("pp"))
+
+    @property
     def dp_size(self) -> int:
-        """Return how many different batches a step has: all ranks, but the peers of tensor and context parallelism count once."""
-        return self.world_size // (self.tp * self.cp)
+        """Return how many different batches a step has: all ranks, but those of one pipeline, layer or sequence count once."""
+        return self.world_size // (self.tp * self.cp * self.pp)
 
     def dp_rank(self, rank: int) -> int:
         """Return which of these batches the rank is fed."""
-        return rank // (self.tp * self.cp)
+        return rank // (self.tp * self.cp) % self.dp_size
 
     def tp_peers(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the parts of each layer together with this one, itself included."""
@@ -269,8 +284,13 @@ class Cell:
 
     def cp_peers(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the parts of each sequence together with this one, itself included."""
-        first = self.dp_rank(rank) * self.tp * self.cp + rank % self.tp
+        first = rank // (self.tp * self.cp) * self.tp * self.cp + rank % self.tp
         return tuple(range(first, first + self.tp * self.cp, self.tp))
+
+    def pp_peers(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the stages of one pipeline together with this one, itself included, in their order."""
+        ranks = self.world_size // self.pp
+        return tuple(range(rank % ranks, self.world_size, ranks))
 
     @property
     def set(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -156,9 +157,14 @@ def _cell(strategy: str, precision: str, world_size: int, *choices: Choice) -> C
     options = dict(choice for choice in choices if choice is not None)
     if options.get("sp"):
         options.setdefault("tp", 2)
+    if options.get("pp_schedule"):
+        options.setdefault("pp", 2)
     if options.get("ep"):
         options.setdefault("model", "moe_fused")
-    replicas, parts = int(options.get("dp_replicate", 1)), int(options.get("tp", 1)) * int(options.get("cp", 1))
+    replicas, parts = (
+        int(options.get("dp_replicate", 1)),
+        math.prod(int(options.get(name, 1)) for name in ("tp", "cp", "pp")),
+    )
     # A replica has at least two shards, and beside tensor parallelism there is data parallelism, if four ranks are enough.
     least = max(2 * replicas * parts if replicas > 1 else 1, 4 if parts > 1 or options.get("ep") else 1)
     return Cell(strategy, precision, max(world_size, least), tuple(options.items()))

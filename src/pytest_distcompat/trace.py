@@ -16,6 +16,8 @@ from pytest_distcompat.excerpt import name_nodes
 
 #: Placements of a dimension along which all ranks hold the same, and of one whose ranks hold pieces of the flattened tensor.
 REPLICATE, FLAT = "Replicate", "Flat"
+#: Placement of a dimension of which this rank's coordinate alone holds the tensor: the parameters of a stage of a pipeline.
+STAGE = "Stage"
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class MeshDim:
     """One dimension of a mesh: its name (``tp``), its size, this rank's coordinate, and how a tensor is placed along it.
 
     ``placement`` is ``Replicate``, ``Shard(0)``, ``StridedShard(0, 2)`` or ``Partial``, as torch's DTensor has them, or ``Flat``:
-    pieces of the flattened tensor in the order of the ranks, as FSDP1 and ZeRO cut it.
+    pieces of the flattened tensor in the order of the ranks, as FSDP1 and ZeRO cut it, or ``Stage``: on this coordinate alone, as
+    the dimension ``pp`` has it.
     """
 
     name: str
@@ -49,7 +52,7 @@ class Layout:
         return tuple(
             (dim.placement, dim.size, dim.coordinate)
             for dim in self.dims
-            if dim.size > 1 and dim.placement != REPLICATE
+            if dim.size > 1 and dim.placement not in {REPLICATE, STAGE}
         )
 
     @property
@@ -116,7 +119,8 @@ class ModelInfo:
     without an engine. ``world_size`` is the process group's, ``trainer_world_size`` what the trainer believes.
     ``units``, ``checkpointed`` and ``compiled`` are live names of modules that FSDP wraps, whose activations are
     recomputed, that torch.compile wraps (the root is ``""``). ``float8`` counts layers that compute in 8 bits,
-    ``graphs`` those that torch.compile has made in this process.
+    ``graphs`` those that torch.compile has made in this process. The ``pp_ranks`` hold the stages of one pipeline,
+    of which the model is one, in their order; empty for a whole model.
     """
 
     type: str
@@ -132,6 +136,7 @@ class ModelInfo:
     compiled: tuple[str, ...] = ()
     float8: int = 0
     graphs: int = 0
+    pp_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,11 @@ class _Rank:
             driver = self.driver
             infos |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
             infos |= {"tokens": int(_number(driver.tokens, "tokens") or 0), **self.observer.infos()}
+            if driver.pp_group is not None:
+                from pytest_distcompat.probe import digest_of_inputs
+
+                with self.observer.aside():
+                    infos["inputs"] = tuple(digest_of_inputs([batch]) for batch in driver.fed)
             self.number += 1
         elif action == "load":
             # A load that trains again reaches the same state: only its steps show it.
@@ -367,6 +372,7 @@ class _Rank:
             trainer_world_size=None if type(driver.walker) is Calls else driver.trainer_world_size(),
             whole=whole,
             without_gradient=self.observer.without_gradient(),
+            pp_group=driver.pp_group,
         )
 
 

@@ -46,6 +46,8 @@ CHECKPOINT_OPTIONS = frozenset(
         "sp",
         "cp",
         "ep",
+        "pp",
+        "pp_schedule",
         "optimizer",
     }
 )
@@ -139,10 +141,10 @@ def pairs(before: tuple[Snapshot, ...], after: tuple[Snapshot, ...]) -> Iterator
 
 
 def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveInfo]:
-    """Yield the collectives that may sum gradients: of several floats, and not between the parts of a layer (activations)."""
-    peers = {*cell.tp_peers(snapshot.rank)}
+    """Yield the collectives that may sum gradients: of several floats, not between parts of a layer (activations) or stages."""
+    peers = [{*ranks} for ranks in (cell.tp_peers(snapshot.rank), cell.pp_peers(snapshot.rank)) if len(ranks) > 1]
     for info in snapshot.collectives:
-        activations = cell.tp > 1 and info.ranks and peers.issuperset(info.ranks)
+        activations = info.ranks and any(ranks.issuperset(info.ranks) for ranks in peers)
         if info.op in REDUCTIONS and info.numel > 1 and "float" in info.dtype and not activations:
             yield info
 

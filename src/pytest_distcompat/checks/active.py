@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested
-from pytest_distcompat.checks._values import cut_along, held_states, unused
+from pytest_distcompat.checks._values import Names, by_stage, cut_along, held_states, stages_of, unused
 from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
@@ -39,19 +39,20 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _wrapped(strategy, snapshot.rank, snapshot.model, _left_out(strategy, cell, run))
         yield from _worlds(cell, snapshot.rank, snapshot.model)
         yield from _tensor_parallel(cell, run.unwrapped, snapshot)
-    yield from _shards(strategy, cell, run)
+        yield from _pipelined(cell, run.unwrapped, snapshot.rank, snapshot.model)
+    for here, part in by_stage(run, built):
+        yield from _shards(strategy, cell, here, part, _left_out(strategy, cell, run))
     trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
-    if cell.world_size > cell.tp:
-        live, without = trained[0].model.parameters if trained and trained[0].model else (), unused(run)
-        trainable = trained_elements(run.unwrapped)
-        trainable -= sum(math.prod(info.shape) for info in live if info.name in without)
-        for snapshot in trained:
+    for here, part in by_stage(run, trained) if cell.world_size > cell.tp * cell.pp else ():
+        live, without = here[0].parameters if here else (), unused(run)
+        trainable = trained_elements(part) - sum(math.prod(info.shape) for info in live if info.name in without)
+        for snapshot in here:
             yield from _reduced(cell, snapshot, trainable // cell.tp)
     for snapshot in trained:
         yield from _sequence_cut(cell, snapshot)
         yield from _attends(cell, snapshot)
-    yield from _same_everywhere(trained)
+    yield from _same_everywhere(run, trained)
 
 
 def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], bool]:
@@ -97,6 +98,17 @@ def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snap
             yield f"rank {snapshot.rank}: {what} are {found}; {expected}"
 
 
+def _pipelined(cell: Cell, unwrapped: UnwrappedInfo | None, rank: int, model: ModelInfo) -> Iterator[str]:
+    """Yield a finding unless the model was cut into stages for as many ranks as were asked for."""
+    if not requested(cell, unwrapped, "pp"):
+        return
+    expected = f"expected the layers of some of the stages on each of {cell.pp} ranks (pp {cell.pp})"
+    if (found := len(model.pp_ranks) or 1) != cell.pp:
+        yield f"rank {rank}: the model is on {found} rank{'s' * (found > 1)} of a pipeline; {expected}"
+    elif cell.pp > 1 and unwrapped and len(model.parameters) >= len(unwrapped.parameters):
+        yield f"rank {rank}: the model has all {len(model.parameters)} parameters; {expected}"
+
+
 def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding unless the sums of the parts of a layer were scattered, as sequence parallelism does."""
     if not cell.option("sp"):
@@ -130,9 +142,15 @@ def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
         yield f"rank {rank}: the trainer believes in {model.trainer_world_size} ranks; expected {cell.world_size}"
 
 
-def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
-    """Yield findings unless the ranks store each parameter once together if sharded, once each if replicated."""
-    built, unwrapped, left_out = run.at("build"), run.unwrapped, _left_out(strategy, cell, run)
+def _shards(
+    strategy: Strategy,
+    cell: Cell,
+    built: tuple[Snapshot, ...],
+    unwrapped: UnwrappedInfo | None,
+    left_out: Callable[[str], bool],
+) -> Iterator[str]:
+    """Yield findings unless the ranks of a stage store each parameter once together if sharded, once each if replicated."""
+    size = cell.world_size // cell.pp
     total = sum(math.prod(info.shape) for info in unwrapped.parameters if not left_out(info.name)) if unwrapped else 0
     if not total or unwrapped is None:
         yield "the unwrapped model has no parameters, or was not recorded"
@@ -140,17 +158,18 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
 
     if not strategy.shards:
         infos = (info for snapshot in built for info in snapshot.parameters if not left_out(info.name))
-        expected, each = cell.world_size // cell.tp, f"{cell.tp} ranks of tensor parallelism" if cell.tp > 1 else "rank"
+        expected, each = size // cell.tp, f"{cell.tp} ranks of tensor parallelism" if cell.tp > 1 else "rank"
         if abs((copies := sum(_part(info, cell.tp) for info in infos) / total) - expected) > 0.01:
-            yield f"all ranks together store {copies:.2f} copies of the parameters; expected {expected}, one a {each}"
+            where = "all ranks" if cell.pp == 1 else named_ranks([one.rank for one in built], cell.world_size)
+            yield f"{where} together store {copies:.2f} copies of the parameters; expected {expected}, one a {each}"
         return
     groups = _groups(built, left_out, cell.world_size)
-    wanted, alone = cell.option("dp_replicate"), len(groups) == cell.world_size > 1
+    wanted, alone = cell.option("dp_replicate"), len(groups) == size > 1
     if alone or (requested(cell, unwrapped, "dp_replicate") and len(groups) != wanted):
         found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in groups)
         more = ", of several ranks" if alone else ""
         yield f"shards are in {len(groups)} copies ({found}); expected {wanted}{more}"
-    for ranks in groups if cell.world_size > 1 else ():
+    for ranks in groups if size > 1 else ():
         held = [info for snapshot in built if snapshot.rank in ranks for info in snapshot.parameters]
         # What tensor parallelism has not cut, each of its ranks has.
         copies = sum(_part(info, cell.tp) for info in held if not left_out(info.name)) / total
@@ -215,9 +234,11 @@ def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:
         )
 
 
-def _same_everywhere(trained: tuple[Snapshot, ...]) -> Iterator[str]:
+def _same_everywhere(run: RunTrace, trained: tuple[Snapshot, ...]) -> Iterator[str]:
     """Yield a finding for each rank that holds something else than the first one with the same part of the same tensor."""
-    for what, held in _replicated(trained):
+    # Tied parameters have different names on different stages.
+    tied = Names(run, run.unwrapped) if stages_of(run) and run.unwrapped else str
+    for what, held in _replicated(trained, tied):
         first: dict[Hashable, tuple[int, Hashable]] = {}
         apart: dict[tuple[int, int], list[str]] = defaultdict(list)
         for rank, name, region, value in held:
@@ -225,18 +246,22 @@ def _same_everywhere(trained: tuple[Snapshot, ...]) -> Iterator[str]:
             if peer != rank and value != expected:
                 apart[rank, peer].append(name)
         for (rank, peer), names in sorted(apart.items()):
+            here, there = (stages_of(run).get(one) for one in (rank, peer))
+            both = f" (stages {there} and {here} have them, and train them apart)" if here != there else ""
             yield (
                 f"rank {rank}: {len(names)} {what} differ from rank {peer}'s after three steps, "
-                f"first {names[0]!r}; replicas must stay equal"
+                f"first {names[0]!r}{both}; replicas must stay equal"
             )
         if apart:
             return  # what is made from them differs too
 
 
-def _replicated(trained: tuple[Snapshot, ...]) -> Iterator[tuple[str, Iterator[tuple[int, str, Hashable, Hashable]]]]:
+def _replicated(
+    trained: tuple[Snapshot, ...], named: Callable[[str], str]
+) -> Iterator[tuple[str, Iterator[tuple[int, str, Hashable, Hashable]]]]:
     """Yield each kind of tensor, with (rank, name, region, value) of what each rank holds."""
     infos = ((one.rank, info) for one in trained for info in one.parameters)
-    yield "parameters", ((rank, info.name, info.layout.region, info.digest) for rank, info in infos)
+    yield "parameters", ((rank, named(info.name), info.layout.region, info.digest) for rank, info in infos)
     # Flat partitions have no names; ``masters`` are their parts.
     states = (
         (one.rank, state)
@@ -247,12 +272,12 @@ def _replicated(trained: tuple[Snapshot, ...]) -> Iterator[tuple[str, Iterator[t
     )
     yield (
         "tensors of the optimizer's state",
-        ((rank, f"{one.key} of {one.owner}", one.layout.region, one.digest) for rank, one in states),
+        ((rank, f"{one.key} of {named(one.owner)}", one.layout.region, one.digest) for rank, one in states),
     )
     yield (
         "gradients",
         (
-            (one.rank, info.name, (nth, info.layout.region), info.square)
+            (one.rank, named(info.name), (nth, info.layout.region), info.square)
             for one in trained
             for nth, step in enumerate(one.steps)
             for info in step.gradients

@@ -44,7 +44,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
         # A model without layers that multiply matrices has no products.
         if observed and not (unwrapped and unwrapped.products == 0):
             yield from _computed(row, snapshot)
-        if cell.world_size > cell.tp:
+        if cell.world_size > cell.tp * cell.pp:
             yield from _reduced(
                 row, cell, snapshot, smallest, dtype_requested=requested(cell, unwrapped, "reduce_dtype")
             )

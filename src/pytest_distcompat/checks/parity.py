@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
+from pytest_distcompat.checks._values import across_stages
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
@@ -170,7 +171,8 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             return
         expected = math.sqrt(_square(there[0]))
         shares = {one.rank: together((step.holders, step.square) for step in one.steps) for one in here if one.steps}
-        groups = shard_groups({rank: holders for rank, (holders, _) in shares.items()}, cell.world_size)
+        shards = shard_groups({rank: holders for rank, (holders, _) in shares.items()}, cell.world_size)
+        groups = across_stages(trace.run("train"), shards)
         norms = {
             f"{named_ranks(ranks, cell.world_size)}{' together' if len(ranks) > 1 else ''}": math.sqrt(
                 sum(shares[rank][1] for rank in ranks if rank in shares)

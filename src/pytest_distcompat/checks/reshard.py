@@ -53,7 +53,8 @@ def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded at another world size, or on another mesh, is bit by bit what was saved.
 
     The checkpoint is loaded at twice the world size, back at the first, and in one process. A tensor-parallel one is
-    also loaded without tensor parallelism, and back into the most parts. One more step has a finite loss.
+    instead loaded without tensor parallelism, and back into the most parts; that of a pipeline by ranks with the whole
+    model, and back into its stages. One more step has a finite loss.
 
     If it fails: what is saved by rank or padded fits no other number of ranks. Save with ``get_state_dict`` and
     torch.distributed.checkpoint (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), or convert first,
@@ -67,7 +68,7 @@ def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
 def _changes(source: RunTrace, run: RunTrace) -> Iterator[str]:
     """Yield findings for everything that one run did not load as the other saved it."""
     ranks, cell = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks", Cell.parse(run.cell)
-    ranks += f" with tp {cell.tp}" if cell.tp > 1 else ""
+    ranks += "".join(f" with {name} {size}" for name, size in (("tp", cell.tp), ("pp", cell.pp)) if size > 1)
     when = f"after the load at {ranks}"
     saved, loaded = source.at("save"), run.at("load")
     yield from every_rank(saved, source.world_size, "save")

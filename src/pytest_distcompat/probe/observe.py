@@ -135,8 +135,7 @@ class Observer:
             return  # a trainer may compile without being asked to
         if self._active and torch.is_grad_enabled():
             with self.aside():
-                tensors = tensors_fed((*args, *kwargs.values()))
-                self.inputs.append(" ".join(sorted(digest(tensor) for tensor in tensors)))
+                self.inputs.append(digest_of_inputs((*args, *kwargs.values())))
 
     def set_active(self, *, on: bool) -> None:
         """Turn the recording of all hooks on or off. Operators are recorded in ``recording_operators`` only."""
@@ -283,6 +282,11 @@ class Observer:
             self.collectives[key] += 1
             most, total = self.sizes.get(key, (0, 0))
             self.sizes[key] = (max(most, tensor.numel()), total + tensor.numel())
+
+
+def digest_of_inputs(values: Any) -> str:
+    """Return the digests of the tensors among some values, sorted."""
+    return " ".join(sorted(map(digest, tensors_fed(values))))
 
 
 #: The dtypes of the factors of matrix products in 8 bits.
