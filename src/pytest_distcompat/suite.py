@@ -11,7 +11,7 @@ from pytest_distcompat.settings.slice import SLICE
 
 
 class CompatSuite:
-    """Suite of compatibility tests: every check runs in every cell, as one pytest item each.
+    """Suite of compatibility tests: each check in each cell where it can say something new, as one pytest item each.
 
     Inherit it and set its three attributes::
 
