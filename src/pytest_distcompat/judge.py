@@ -11,7 +11,6 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Check
 from pytest_distcompat.checks._base import message
 from pytest_distcompat.expect import Expectation, fails, may_refuse, refuses
-from pytest_distcompat.scenario import LAST_STEP, steps
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
 
@@ -40,7 +39,7 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
         if excused is None or verdict.status is not Status.FAILED:
             return verdict
         return replace(verdict, message=f"{verdict.message}\n\nthe quarantine ended on {excused.until}: {excused}")
-    end = _broken_off(check, cell, trace)
+    end = _broken_off(check, trace)
     if end is not None and end.kind != "raised":
         return Verdict(check.name, cell.id, Status(end.kind), end.text)
     failure = end or next((run.end for run in trace if run.end is not None), None)
@@ -65,7 +64,7 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
 
 def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
     """Return the expectation that would declare this failure; None where none can, as for a crash or a hang."""
-    end = _broken_off(check, cell, trace)
+    end = _broken_off(check, trace)
     facets: dict[str, Any] = {"strategy": cell.strategy, "precision": cell.precision, **dict(cell.options)}
     # Without the rank: it is chance which rank raises first.
     found = [end.message.partition(" raised ")[2] or end.text] if end else check.findings(cell, trace)
@@ -83,16 +82,14 @@ def _constant_part(finding: str) -> str:
     return max(_VARIABLE.split(finding.strip().partition("\n")[0]), key=len).strip(" ,;:")
 
 
-def _broken_off(check: Check, cell: Cell, trace: Trace) -> RunFailure | None:
+def _broken_off(check: Check, trace: Trace) -> RunFailure | None:
     """Return the failure of a run that ended before the snapshots that the check needs, None if there is none."""
     for run in trace:
         if run.end is None:
             continue
         if run.name in check.raises and run.end.kind != "raised":
             return run.end
-        last = steps(cell) - 1
-        until = [(action, last if nth == LAST_STEP else nth) for name, action, nth in check.until if name == run.name]
-        needed = [_index(run, action, nth) for action, nth in until]
+        needed = [_index(run, action, nth) for name, action, nth in check.until if name == run.name]
         if needed and (run.end.index < 0 or any(index < 0 or run.end.index <= index for index in needed)):
             return run.end
     return None

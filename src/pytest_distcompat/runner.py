@@ -113,8 +113,7 @@ class Runner:
             shutil.copytree(load_from, save_to, dirs_exist_ok=True)
         run_cell = run.cell(cell)
         names = str(save_to), str(load_from), str(export)
-        asked = run.within(run_cell)
-        payload = SuitePayload(driver, run_cell.id, cell.dp_size, self._device, asked, *names, self._log_level)
+        payload = SuitePayload(driver, run_cell.id, cell.dp_size, self._device, run, *names, self._log_level)
         request = Request(
             target=f"{WORKER}:run",
             payload=dataclasses.asdict(payload),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -58,17 +57,6 @@ class Run:
             options,
         )
 
-    def within(self, cell: Cell) -> Run:
-        """Return the run with as many steps as a training has in its own ``cell``."""
-        numbers = itertools.count()
-        taken = (one for one in self.actions if one not in _STEP_ACTIONS or next(numbers) < steps(cell))
-        return dataclasses.replace(self, actions=tuple(taken))
-
-
-def steps(cell: Cell) -> int:
-    """Return how many steps a training in that cell has."""
-    return STEPS_IN_FLOAT32 if cell.precision == "fp32" else STEPS
-
 
 def without(*options: str) -> tuple[str, ...]:
     """Return all options but these, for ``Run.only``."""
@@ -86,15 +74,10 @@ class Scenario:
 #: Options that say on which mesh a cell runs; one rank has none.
 MESH = ("dp_replicate", "tp", "sp", "cp", "ep")
 
-#: Steps of a training: enough for two trainings that differ in their optimizer to diverge. In float32, where the tolerance
-#: is 50 times smaller, the second epoch of the built-in models is enough.
-STEPS, STEPS_IN_FLOAT32 = 20, 12
-#: The last of these steps, as a number in ``Check.until``.
-LAST_STEP = -1
+#: Steps of a training: enough for two trainings that differ in their optimizer to diverge.
+STEPS = 20
 #: How many of them come before the save.
 SAVED = 3
-#: The actions that are a step of a training, or of its reference.
-_STEP_ACTIONS = frozenset({"step", "reference", "rounded"})
 
 #: The rows of the data set that loaders are compared on: 2 and 4 ranks with batches of 2 rows leave some over.
 ROWS = 23

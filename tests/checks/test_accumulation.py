@@ -81,9 +81,9 @@ def test_an_epoch_may_end_anywhere_but_at_its_beginning(sound: Sound) -> None:
 @pytest.mark.parametrize("times", [0, 2])
 def test_the_optimizer_steps_once(sound: Sound, cell: str, times: int) -> None:
     step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",))
-    story = sound(cell).snapshot("step", {"steps": (step,) * times}, nth=10, rank=1)
+    story = sound(cell).snapshot("step", {"steps": (step,) * times}, nth=12, rank=1)
     assert story.findings("accumulation") == [
-        f"step 11: rank 1: the optimizer stepped {times} times; 1 with one micro-batch"
+        f"step 13: rank 1: the optimizer stepped {times} times; 1 with one micro-batch"
     ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import LAST_STEP, TRAIN_RUN, Scenario, steps, without
+from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario, without
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Snapshot, Trace
 
@@ -27,7 +27,7 @@ def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
 
 @check(
     scenario=_BOTH,
-    until=(("train", "step", LAST_STEP), ("single", "step", FULL_STEPS - 1)),
+    until=(("train", "step", STEPS - 1), ("single", "step", FULL_STEPS - 1)),
     order=8,
     not_applicable=_accumulates,
 )
@@ -45,7 +45,7 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
     alone = {snapshot.rank: snapshot for snapshot in single.at("step", FULL_STEPS - 1)}
     every_micro_batch = STRATEGIES.get(cell.strategy).reduces_each_micro_batch
     yield from every_rank(tuple(alone.values()), cell.world_size, "three steps of one micro-batch")
-    for nth in range(steps(cell)):
+    for nth in range(STEPS):
         snapshots = trained.at("step", nth)
         yield from every_rank(snapshots, cell.world_size, f"step {nth + 1}")
         for snapshot in snapshots:

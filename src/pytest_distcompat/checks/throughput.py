@@ -8,7 +8,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import LAST_STEP, TRAIN_RUN, Scenario
+from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Trace
 
@@ -32,7 +32,7 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
 
 @check(
     scenario=_runs,
-    until=(("train", "step", LAST_STEP), ("baseline", "step", LAST_STEP)),
+    until=(("train", "step", STEPS - 1), ("baseline", "step", STEPS - 1)),
     order=90,
     limit=LIMIT,
 )
