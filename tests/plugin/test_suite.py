@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -370,3 +371,14 @@ def test_a_missing_package_is_a_reason(
 )
 def test_cells_that_support_reduce_dtype(driver: str, cell: str, reason: str) -> None:
     assert DRIVERS.get(driver).unsupported_reason(Cell.parse(cell), "cpu") == (reason or None)
+
+
+def test_the_reproduce_command_selects_the_cells_that_decide_where_a_check_runs(
+    pytester: pytest.Pytester, ranks: FakeRanks
+) -> None:
+    pytester.makepyfile(SUITE)
+    narrowed = "--distcompat-precisions=bf16_mixed"
+    pytester.runpytest_inprocess(narrowed, "-k", "ddp and reshard", "--distcompat-report=report.json")
+    (result,) = json.loads((pytester.path / "report.json").read_text())["results"]
+    assert result["cell"] == "ddp-bf16_mixed-w2"
+    assert narrowed in result["reproduce"]

@@ -30,10 +30,9 @@ _WITH_VALUE = (
 _FLAGS = ("--noconftest",)
 #: One-letter flags that may be joined with one of those: ``-qp plugin``.
 _JOINABLE_FLAGS = ("-l", "-q", "-s", "-v", "-x")
-#: This plugin's own options that select tests or report.
-_LEFT_OUT = {
-    f"distcompat_{name}" for name in ("report", "baseline", "budget", "shard", "strategies", "precisions", "drivers")
-}
+#: This plugin's own options that select tests or report. Not those that select cells: of a check that the profile runs in one of
+#: several cells, they decide in which.
+_LEFT_OUT = {f"distcompat_{name}" for name in ("report", "baseline", "budget", "shard", "drivers")}
 
 
 def command(config: pytest.Config, item: pytest.Function) -> str:
