@@ -245,9 +245,13 @@ class Cell:
 
     def option(self, name: str) -> OptionValue:
         """Return the value of an option. Raises ValueError for an unknown name."""
+        # No dictionary of the options: it is asked for each name of each tensor.
+        for known, value in self.options:
+            if known == name:
+                return value
         if name not in OPTIONS:
             raise ValueError(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
-        return dict(self.options).get(name, OPTIONS[name].default)
+        return OPTIONS[name].default
 
     @property
     def tp(self) -> int:

@@ -79,10 +79,14 @@ class Names:
         self.sizes = {info.name: math.prod(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
         self.persistent = {info.name for info in unwrapped.buffers if info.persistent}
         self.known = {*self.sizes, *unwrapped.state_dict}
+        self._found: dict[str, str] = {}
 
     def __call__(self, live: str) -> str:
-        name = self.strategy.canonical(live, self.cell, self.known)
-        return self.tied_to.get(name, name)
+        # Stored: each rank and each key of its state has the same names.
+        if live not in self._found:
+            name = self.strategy.canonical(live, self.cell, self.known)
+            self._found[live] = self.tied_to.get(name, name)
+        return self._found[live]
 
     def numel(self, name: str) -> int | None:
         """Return the number of elements of a parameter or buffer of the unwrapped model; None for an unknown name."""

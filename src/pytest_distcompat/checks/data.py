@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, pairs
+from pytest_distcompat.checks._base import RESUMED, check, every_rank, pairs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import RESUME
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
@@ -18,7 +18,11 @@ def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=9, not_applicable=_inputs_not_observed
+    scenario=RESUME,
+    until=(("train", "step", 4), ("resume", "step", 1)),
+    order=9,
+    not_applicable=_inputs_not_observed,
+    depends_on=RESUMED,
 )
 def data(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks are fed different batches, and that a resumed run continues in the middle of the epoch.

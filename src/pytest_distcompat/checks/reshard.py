@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pytest_distcompat import scenario
 from pytest_distcompat.cell import OPTIONS, Cell
-from pytest_distcompat.checks._base import check, every_rank, finite_losses, saved_as_elsewhere
+from pytest_distcompat.checks._base import RESHARDED, check, every_rank, finite_losses, saved_as_elsewhere
 from pytest_distcompat.checks._values import differences, settings, step_counts, values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import SAVED, Scenario
@@ -48,7 +48,7 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
 _UNTIL = (("train", "step", SAVED), ("up", "save", 0), ("up", "step", 1), ("back", "step", 0), ("one", "step", 0))
 
 
-@check(scenario=_runs, until=_UNTIL, order=11, not_applicable=_not_resharded, costly=True)
+@check(scenario=_runs, until=_UNTIL, order=11, not_applicable=_not_resharded, costly=True, depends_on=RESHARDED)
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded at another world size, or on another mesh, is bit by bit what was saved.
 

@@ -63,6 +63,8 @@ class Case:
     check: Check
     #: Checks that have no item in the cell, with the reason.
     not_applicable: Mapping[str, str] = field(default_factory=dict, compare=False)
+    #: Why the driver cannot run the cell; None if it can.
+    unsupported: str | None = field(default=None, compare=False)
 
     @property
     def id(self) -> str:
@@ -131,7 +133,11 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     if profile != "default":
         cells = list(dict.fromkeys(cell.over(matrix.nodes or 1) for cell in cells))
     if profile == "walk":
-        return [Case(suite, cell, WALK) for cell in cells if not strategies or cell.strategy in strategies]
+        chosen = (cell for cell in cells if not strategies or cell.strategy in strategies)
+        return [
+            Case(suite, cell, WALK, unsupported=cell.uneven or unsupported_reason(driver, cell, session.device))
+            for cell in chosen
+        ]
     reasons_by_cell = {
         cell: {
             name: reason
@@ -142,21 +148,19 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         if not (strategies and cell.strategy not in strategies)
         and not (precisions and cell.precision not in precisions)
     }
-    supported = {
-        cell: not (cell.uneven or unsupported_reason(driver, cell, session.device)) for cell in reasons_by_cell
-    }
+    unsupported = {cell: cell.uneven or unsupported_reason(driver, cell, session.device) for cell in reasons_by_cell}
     applicable = {
         cell: [name for name in CHECKS.names() if name not in reasons]
         for cell, reasons in reasons_by_cell.items()
-        if supported[cell]
+        if not unsupported[cell]
     }
-    costly = [name for name, check in CHECKS.by_name.items() if check.costly]
-    for (cell, check), reason in profiles.left_out(profile, applicable, costly).items():
+    for (cell, check), reason in profiles.left_out(profile, applicable).items():
         reasons_by_cell[cell][check] = reason
     found: list[Case] = []
     for cell, reasons in reasons_by_cell.items():
         checks = [check for check in CHECKS.by_name.values() if check.name not in reasons]
-        found += [Case(suite, cell, check, reasons) for check in (checks if supported[cell] else checks[:1])]
+        reason = unsupported[cell]
+        found += [Case(suite, cell, check, reasons, reason) for check in (checks[:1] if reason else checks)]
     return found
 
 
@@ -190,8 +194,7 @@ def why_not_run(case: Case, session: DistcompatSession) -> str | None:
     cells = (run.cell(case.cell) for run in case.check.runs(case.cell, driver).runs)
     # Those of one node, as far as all nodes have as many GPUs as this one.
     largest = max(-(-cell.world_size // cell.nodes) for cell in cells)
-    unsupported = case.cell.uneven or unsupported_reason(driver, case.cell, session.device)
-    return unsupported or session.too_large(largest) or None
+    return case.unsupported or session.too_large(largest) or None
 
 
 def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
@@ -254,7 +257,8 @@ class BoundCase:
         if verdict.status is Status.SKIPPED:
             pytest.skip(verdict.reason)
         if verdict.status is Status.KNOWN:
-            pytest.xfail(verdict.reason)
+            # Without a traceback, whose source pytest would parse: what ``pytest.xfail`` raises.
+            raise pytest.xfail.Exception(verdict.reason, pytrace=False)
         if not verdict.ok:
             raise FAILURES.get(verdict.status, Incompatible)(self._text(verdict, command))
 
