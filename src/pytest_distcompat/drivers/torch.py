@@ -448,8 +448,9 @@ class TorchDriver(TinyDriver):
         if self.cell.option("state_dict") == "full":
             state = torch.load(directory / "checkpoint.pt", map_location="cpu", weights_only=True)
         else:
-            # What it saves keeps the form of what it loaded, so that stages can load it again.
-            self.flat |= "optimizer.param_groups" not in FileSystemReader(directory).read_metadata().state_dict_metadata
+            # What it saves keeps the form of what it loaded, so that stages can load it again. By names there are no lists.
+            keys = FileSystemReader(directory).read_metadata().state_dict_metadata
+            self.flat |= not {"optimizer.param_groups", "optimizer.param_groups.0.params"} & keys.keys()
             state = self._state()
             load(state, checkpoint_id=directory)
         if self.cell.option("save_only_model"):
