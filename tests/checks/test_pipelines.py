@@ -91,3 +91,11 @@ def test_a_stage_without_a_kind_of_state_that_others_keep(sound: Sound) -> None:
     assert story.alter(without, action="step", nth=2, rank=1).findings("memory") == [
         "rank 1 together keep 0 elements of 'exp_avg'; 8 elements are trained, expected 8"
     ]
+
+
+def test_a_stage_without_products(sound: Sound) -> None:
+    story = pipelined(sound(CELL), FIRST, LAST).snapshot("step", {"compute": ()}, nth=2, rank=0)
+    assert story.findings("dtypes") == []
+    assert story.snapshot("step", {"compute": ()}, nth=2, rank=1).findings("dtypes") == [
+        f"rank {rank}: matrix products ran in nothing; expected float32" for rank in (0, 1)
+    ]

@@ -98,6 +98,7 @@ class LossOfOtherRows(Torch):
         **GRADIENTS,
         "names": r"^the optimizer of no rank keeps state for 'lm_head\.weight'",
         "dtypes": r"^rank 1: AdamW is given gradients in nothing",
+        "memory": r"^rank 1 together keep 0 elements of 'exp_avg'; \d+ elements are trained",
         # torch makes the state when it saves it.
         "observers": r"^rank 1: optimizer state .*: new after the save",
     },
