@@ -102,6 +102,7 @@ class LossOfOtherRows(Torch):
         # torch makes the state when it saves it.
         "observers": r"^rank 1: optimizer state .*: new after the save",
     },
+    daily=True,
 )
 class LastStageDoesNotTrain(Torch):
     """The last stage loses its gradients before the optimizer steps."""
@@ -138,6 +139,7 @@ class KeptOnTwoStages(Torch):
     ALONE,
     match=r"^rank 0: parameter 'model\.norm\.weight' of the unwrapped model has no live counterpart on any stage",
     also={**PARITY, **GRADIENTS, **CLIPPING},
+    daily=True,
 )
 class NormOnNoStage(Torch):
     """No stage keeps the last norm."""
