@@ -46,9 +46,7 @@ def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped:
     built, size = tuple(one for one in run.at("build") if one.rank in ranks), cell.world_size // cell.pp
     where = "all ranks" if cell.pp == 1 else named_ranks(ranks, cell.world_size)
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, built)
-    # A stage may lack a kind of state that others keep.
-    trainers = run.at("step", 2)
-    others = {key for snapshot in trainers for key in _of_another_size(snapshot)}
+    others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
     copies, padding = size // cell.tp, 0
     if strategy.shards or strategy.flat_masters:
         declared = requested(cell, unwrapped, "dp_replicate")
@@ -60,8 +58,12 @@ def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped:
         for (key, _), numel in state_elements(snapshot).items():
             found[key] += numel
         tensors.update(state.key for state in snapshot.states)
-    kinds = {key for snapshot in trainers for key, _ in state_elements(snapshot)}
-    for key in sorted(kinds - others):
+    # What this stage lacks altogether, though others keep it for each element.
+    trainers = run.at("step", 2)
+    lacking = {key for one in trainers for key, _ in state_elements(one)}.difference(
+        found, *map(_of_another_size, trainers)
+    )
+    for key in sorted((set(found) - others) | lacking):
         # It shards the state, not the parameters.
         times = 1 if state_sharded and key != "master" else copies
         kept = trained - (0 if key == "master" else _without_state(snapshots, key, unused(run)) // copies)
