@@ -98,9 +98,11 @@ class LossOfOtherRows(Torch):
         **GRADIENTS,
         "names": r"^the optimizer of no rank keeps state for 'lm_head\.weight'",
         "dtypes": r"^rank 1: AdamW is given gradients in nothing",
+        "memory": r"^rank 1 together keep 0 elements of 'exp_avg'; \d+ elements are trained",
         # torch makes the state when it saves it.
         "observers": r"^rank 1: optimizer state .*: new after the save",
     },
+    daily=True,
 )
 class LastStageDoesNotTrain(Torch):
     """The last stage loses its gradients before the optimizer steps."""
@@ -137,6 +139,7 @@ class KeptOnTwoStages(Torch):
     ALONE,
     match=r"^rank 0: parameter 'model\.norm\.weight' of the unwrapped model has no live counterpart on any stage",
     also={**PARITY, **GRADIENTS, **CLIPPING},
+    daily=True,
 )
 class NormOnNoStage(Torch):
     """No stage keeps the last norm."""

@@ -284,7 +284,7 @@ class NoAutoTp(DeepSpeed):
         return super().settings(precision, cell.without("tp"))
 
 
-@twin("parity", AUTOTP_RECOMPUTED, match=r"^step 1: the loss is ", also={**DRIFT, **GRADIENTS, **CLIPPING})
+@twin("parity", AUTOTP_RECOMPUTED, match=r"^step 1: the loss is ", also={**DRIFT, **GRADIENTS, **CLIPPING}, daily=True)
 class CollectivesOfRecomputedLayersDropped(DeepSpeedDriver):
     """Sums of recomputed layers stay on the ranks that made them: https://github.com/deepspeedai/DeepSpeed/issues/8357."""
 
@@ -331,7 +331,9 @@ class GradientsTimesSequenceParallelSize(DeepSpeedDriver):
     backward_divisor = 1
 
 
-@twin("parity", ULYSSES, match=r"^step 1: .*the loss is .* in the reference", also={**GRADIENTS, **CLIPPING})
+@twin(
+    "parity", ULYSSES, match=r"^step 1: .*the loss is .* in the reference", also={**GRADIENTS, **CLIPPING}, daily=True
+)
 class MeansOfPartsAveraged(DeepSpeedDriver):
     """Parts of a sequence count alike, however many tokens of each are trained on."""
 

@@ -41,7 +41,8 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _tensor_parallel(cell, run.unwrapped, snapshot)
         yield from _pipelined(cell, run.unwrapped, snapshot.rank, snapshot.model)
     for here, part in by_stage(run, built):
-        yield from _shards(strategy, cell, here, part, _left_out(strategy, cell, run))
+        if part is run.unwrapped or any(one.parameters for one in here):
+            yield from _shards(strategy, cell, here, part, _left_out(strategy, cell, run))
     trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
     for here, part in by_stage(run, trained) if cell.world_size > cell.tp * cell.pp else ():
@@ -78,7 +79,7 @@ def _wrapped(strategy: Strategy, rank: int, model: ModelInfo, left_out: Callable
         for info in model.parameters
         if info.kind not in {strategy.kind, "FlatParameter"} and not left_out(info.name)
     ]
-    if wrong or not model.parameters:
+    if wrong or not (model.parameters or model.pp_ranks):
         first = wrong[0] if wrong else None
         example = f"{first.name!r} is a {first.kind}" if first else "there is none"
         total = len(model.parameters)
@@ -105,8 +106,9 @@ def _pipelined(cell: Cell, unwrapped: UnwrappedInfo | None, rank: int, model: Mo
     expected = f"expected the layers of some of the stages on each of {cell.pp} ranks (pp {cell.pp})"
     if (found := len(model.pp_ranks) or 1) != cell.pp:
         yield f"rank {rank}: the model is on {found} rank{'s' * (found > 1)} of a pipeline; {expected}"
-    elif cell.pp > 1 and unwrapped and len(model.parameters) >= len(unwrapped.parameters):
-        yield f"rank {rank}: the model has all {len(model.parameters)} parameters; {expected}"
+    elif cell.pp > 1 and unwrapped and not 0 < len(model.parameters) < len(unwrapped.parameters):
+        share = f"all {len(model.parameters)}" if model.parameters else "no"
+        yield f"rank {rank}: the model has {share} parameters; {expected}"
 
 
 def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:

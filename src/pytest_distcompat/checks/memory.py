@@ -36,6 +36,8 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(trained, cell.world_size, "three steps")
     for snapshots, part in by_stage(run, trained):
         yield from _kept(cell, run, snapshots, part)
+    if not any(map(state_elements, trained)):
+        yield "no rank's optimizer keeps anything after three steps"
 
 
 def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None) -> Iterator[str]:
@@ -56,7 +58,12 @@ def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped:
         for (key, _), numel in state_elements(snapshot).items():
             found[key] += numel
         tensors.update(state.key for state in snapshot.states)
-    for key in sorted(set(found) - others):
+    # What this stage lacks altogether, though others keep it for each element.
+    trainers = run.at("step", 2)
+    lacking = {key for one in trainers for key, _ in state_elements(one)}.difference(
+        found, *map(_of_another_size, trainers)
+    )
+    for key in sorted((set(found) - others) | lacking):
         # It shards the state, not the parameters.
         times = 1 if state_sharded and key != "master" else copies
         kept = trained - (0 if key == "master" else _without_state(snapshots, key, unused(run)) // copies)
@@ -65,9 +72,6 @@ def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped:
             spread = f"on each of {times} ranks" if times == size else f"in {times} copies"
             context = f"{kept} elements are trained{f', {spread}' if times > 1 else ''}"
             yield f"{where} together keep {found[key]} elements of {key!r}; {context}, expected {expected}"
-    if not found:
-        whose = "no rank's optimizer" if size == cell.world_size else f"no optimizer of {where}"
-        yield f"{whose} keeps anything after three steps"
 
 
 def _replicated_by_tp(cell: Cell, built: tuple[Snapshot, ...]) -> int:

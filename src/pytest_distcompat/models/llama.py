@@ -107,11 +107,9 @@ def _loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _shapes(_model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    import torch
-
-    tokens = batch["input_ids"]
-    hidden, logits = (tokens.new_empty(*tokens.shape, size, dtype=torch.float32) for size in (HIDDEN, VOCABULARY))
+def _shapes(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, dtype = batch["input_ids"], next(model.parameters()).dtype
+    hidden, logits = (tokens.new_empty(*tokens.shape, size, dtype=dtype) for size in (HIDDEN, VOCABULARY))
     return tokens, hidden.requires_grad_(), logits.requires_grad_()
 
 

@@ -47,7 +47,7 @@ class Pipeline:
         self.index: int = self.group.rank()
         self.first, self.last = self.index == 0, self.index == cell.pp - 1
         self.module: Any = None
-        self.stage: Any = None
+        self.shapes: dict[str, Any] = {}
         self.schedules: dict[int, Any] = {}
 
     def keep(self, model: Any) -> None:
@@ -61,17 +61,17 @@ class Pipeline:
         model.forward = functools.partial(self.stages.forward, model, first=self.first, last=self.last)
 
     def connect(self, module: Module, example: Batch | None) -> None:
-        """Make a stage of the module, as the strategy has wrapped it.
+        """Take the module, as the strategy has wrapped it, for the stage.
 
         With an ``example`` of one row it is told what it receives and sends, which else torch finds out.
         """
-        from torch.distributed.pipelining import PipelineStage
-
-        self.module, shapes = module, dict[str, Any]()
+        self.module = module
         if example is not None:
             tokens, hidden, logits = self.stages.shapes(module, example)
-            shapes = {"input_args": tokens if self.first else hidden, "output_args": logits if self.last else hidden}
-        self.stage = PipelineStage(module, self.index, self.cell.pp, self.device, group=self.group, **shapes)
+            self.shapes = {
+                "input_args": tokens if self.first else hidden,
+                "output_args": logits if self.last else hidden,
+            }
 
     def step(self, rows: Batch, divisor: int) -> float:
         """Run forward and backward of each row, and return the sum of their losses, which the last stage tells the others.
@@ -92,12 +92,14 @@ class Pipeline:
 
     def schedule(self, count: int, divisor: int) -> Any:
         """Return the schedule of so many micro-batches."""
+        from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         if count not in self.schedules:
             make: Any = get_schedule_class(str(self.cell.option("pp_schedule")))
             self.schedules[count] = make(
-                self.stage,
+                # Each has its own: a stage keeps the number of micro-batches of the last schedule that was made ready in it.
+                PipelineStage(self.module, self.index, self.cell.pp, self.device, group=self.group, **self.shapes),
                 n_microbatches=count,
                 loss_fn=lambda logits, labels: self.stages.loss(logits, labels) / divisor,
                 # It would divide once more in each call: https://github.com/pytorch/torchtitan/issues/1733
