@@ -31,16 +31,16 @@ _FLAGS = ("--noconftest",)
 #: One-letter flags that may be joined with one of those: ``-qp plugin``.
 _JOINABLE_FLAGS = ("-l", "-q", "-s", "-v", "-x")
 #: This plugin's own options that select tests or report.
-_LEFT_OUT = {f"distcompat_{name}" for name in ("report", "baseline", "budget", "shard", "drivers")}
-#: Those that select cells. In a suite they also decide in which of several cells the profile runs a check.
-_CELLS = {"distcompat_strategies", "distcompat_precisions"}
+_LEFT_OUT = {f"distcompat_{name}" for name in ("report", "baseline", "budget", "shard", "strategies", "drivers")}
+#: In a suite it also decides in which of several cells of a strategy the profile runs a check.
+_PRECISIONS = {"distcompat_precisions"}
 
 
 def command(config: pytest.Config, item: pytest.Function) -> str:
     """Return the command that runs that item alone again with the same options, from the same directory."""
     start = config.invocation_params.dir
     _, _, inside = strip_group(config, item.nodeid).partition("::")
-    left_out = _LEFT_OUT | _CELLS if item.get_closest_marker("distcompat") else _LEFT_OUT
+    left_out = _LEFT_OUT | _PRECISIONS if item.get_closest_marker("distcompat") else _LEFT_OUT
     flags = [
         f"{option.flag}={config.getoption(name)}"
         for name, option in OPTIONS.items()
