@@ -40,7 +40,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _worlds(cell, snapshot.rank, snapshot.model)
         yield from _tensor_parallel(cell, run.unwrapped, snapshot)
     yield from _shards(strategy, cell, run)
-    trained = run.at("step", 2)
+    trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
     if cell.world_size > cell.tp:
         live, without = trained[0].model.parameters if trained and trained[0].model else (), unused(run)
@@ -139,26 +139,28 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
         return
 
     if not strategy.shards:
-        infos = (info for snapshot in built for info in snapshot.parameters if not left_out(info.name))
-        if abs((copies := sum(info.local_numel for info in infos) / total) - cell.world_size) > 0.01:
+        held = ((info, len(one.ranks)) for one in built for info in one.parameters if not left_out(info.name))
+        if abs((copies := sum(info.local_numel * ranks for info, ranks in held) / total) - cell.world_size) > 0.01:
             yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
         return
     groups = _groups(built, left_out, cell.world_size)
-    expected, alone = cell.option("dp_replicate"), len(groups) == cell.world_size > 1
-    if alone or (requested(cell, unwrapped, "dp_replicate") and len(groups) != expected):
+    count = cell.world_size // len(groups[0]) if run.simulated else len(groups)
+    expected, alone = cell.option("dp_replicate"), count == cell.world_size > 1
+    if alone or (requested(cell, unwrapped, "dp_replicate") and count != expected):
         found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in groups)
         more = ", of several ranks" if alone else ""
-        yield f"shards are in {len(groups)} copies ({found}); expected {expected}{more}"
+        yield f"shards are in {count} copies ({found}); expected {expected}{more}"
     for ranks in groups if cell.world_size > 1 else ():
-        held = [info for snapshot in built if snapshot.rank in ranks for info in snapshot.parameters]
+        parts = [(one, own) for one in built if (own := {*one.ranks}.intersection(ranks))]
+        stored = [(info, len(own)) for one, own in parts for info in one.parameters if not left_out(info.name)]
         # What tensor parallelism has not cut, each of its ranks has.
-        copies = sum(_part(info, cell.tp) for info in held if not left_out(info.name)) / total
+        copies = sum(_part(info, cell.tp) * count for info, count in stored) / total
         # More than one copy may be padding: ZeRO-3 pads every shard, which shows on tiny parameters.
         if not 0.99 <= copies < max(1.01, (1 + len(ranks)) / 2):
             holders = named_ranks(ranks, cell.world_size)
             yield f"{holders} together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
         else:
-            yield from _each_once(strategy, cell, unwrapped, [one for one in built if one.rank in ranks], left_out)
+            yield from _each_once(strategy, cell, unwrapped, parts, left_out)
 
 
 def _part(info: ParameterInfo, tp: int) -> float:
@@ -179,19 +181,23 @@ def _groups(
 
 
 def _each_once(
-    strategy: Strategy, cell: Cell, unwrapped: UnwrappedInfo, built: list[Snapshot], left_out: Callable[[str], bool]
+    strategy: Strategy,
+    cell: Cell,
+    unwrapped: UnwrappedInfo,
+    parts: list[tuple[Snapshot, set[int]]],
+    left_out: Callable[[str], bool],
 ) -> Iterator[str]:
     """Yield a finding for each parameter that the ranks do not store once: a small one hardly shows in the sum."""
     # Flat parameters have no names to compare by. A parameter without a live counterpart is a finding of the check ``names``.
     whole = {info.name: math.prod(info.shape) for info in unwrapped.parameters}
     stored: dict[str, float] = defaultdict(float)
     flat: set[str] = set()
-    for snapshot in built:
+    ranks = tuple(sorted(rank for _, own in parts for rank in own))
+    for snapshot, own in parts:
         for info in snapshot.parameters:
             name = strategy.canonical(info.name, cell, whole)
-            stored[name] += _part(info, cell.tp)
+            stored[name] += _part(info, cell.tp) * len(own)
             flat |= {name} if info.layout.flat else set()
-    ranks = tuple(snapshot.rank for snapshot in built)
     for name, numel in whole.items():
         # Only what is cut flat is padded.
         most = max(numel + len(ranks) - 1, numel * (1 + len(ranks)) / 2) if name in flat else numel

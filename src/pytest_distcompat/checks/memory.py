@@ -32,7 +32,7 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     (https://github.com/deepspeedai/DeepSpeed/pull/8029); with too few a part of the model is not optimized.
     """
     run, strategy = trace.run(), STRATEGIES.get(cell.strategy)
-    unwrapped, snapshots = run.unwrapped, run.at("step", 2)
+    unwrapped, snapshots = run.unwrapped, run.trained
     yield from every_rank(snapshots, cell.world_size, "three steps")
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, run)
     others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
@@ -45,8 +45,9 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     tensors: Counter[str] = Counter()
     for snapshot in snapshots:
         for (key, _), numel in state_elements(snapshot).items():
-            found[key] += numel
-        tensors.update(state.key for state in snapshot.states)
+            found[key] += numel * len(snapshot.ranks)
+        for state in snapshot.states:
+            tensors[state.key] += len(snapshot.ranks)
     for key in sorted(set(found) - others):
         # It shards the state, not the parameters.
         times = 1 if state_sharded and key != "master" else copies
@@ -83,8 +84,8 @@ def _without_state(snapshots: tuple[Snapshot, ...], key: str, unused: frozenset[
     optimizers = [snapshot.optimizer for snapshot in snapshots if snapshot.optimizer]
     owners = {state.owner for optimizer in optimizers for state in optimizer.states if state.key == key}
     without = unused.difference(owners, *(optimizer.partitioned for optimizer in optimizers))
-    infos = (info for snapshot in snapshots if snapshot.model for info in snapshot.model.parameters)
-    return sum(info.local_numel for info in infos if info.name in without)
+    infos = ((info, len(snapshot.ranks)) for snapshot in snapshots for info in snapshot.parameters)
+    return sum(info.local_numel * ranks for info, ranks in infos if info.name in without)
 
 
 def _of_another_size(snapshot: Snapshot) -> set[str]:

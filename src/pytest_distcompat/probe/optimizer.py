@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_distcompat.probe.layouts import WHOLE, layout_of, partition_layout, starts_of, wrapper_layouts
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, valueless, zero3_shard
 from pytest_distcompat.trace import Layout, OptimizerInfo, StateInfo
 
 if TYPE_CHECKING:
@@ -154,7 +154,9 @@ def _state(owner: str, key: str, value: Any, layout: Layout, parameter: Any = No
     layout = layout_of(value, WHOLE if key == "step" else layout)
     plain = hasattr(parameter, "placements") and not hasattr(value, "placements")
     # The optimizer made it of the local part, without saying where in the whole that is. A step count has no dimension.
-    starts = starts_of(parameter) if plain and value.shape == local_of(parameter).shape else None
+    starts = (
+        starts_of(parameter) if plain and not valueless(value) and value.shape == local_of(parameter).shape else None
+    )
     numel = local_of(value).numel()
     return StateInfo(owner, key, dtype_name(value.dtype), numel, digest(value, starts), layout)
 

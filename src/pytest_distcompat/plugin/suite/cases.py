@@ -15,13 +15,14 @@ from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS, WALK, Check
 from pytest_distcompat.cost import cost
+from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
-from pytest_distcompat.judge import declaration, skipped
+from pytest_distcompat.judge import NO_VALUES, declaration, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.launch.ending import name_ranks
 from pytest_distcompat.launch.files import written
@@ -125,19 +126,21 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     here: dict[str, Any] = {"world_size": session.world_size, "device": session.device}
     shared = session.store if profile == "sweep" else None
     cells = profiles.cells(profile, suite.matrix, driver=driver, names=names, shared=shared, **here)
-    if profile == "walk":
+    if session.simulated:
+        cells = profiles.resized(cells, session.simulated)
+    if profile == "walk" and not session.simulated:
         return [Case(suite, cell, WALK) for cell in cells if not strategies or cell.strategy in strategies]
     reasons_by_cell = {
         cell: {
             name: reason
             for name, check in CHECKS.by_name.items()
-            if (reason := not_applicable(check, cell, driver, session.limits))
+            if (reason := why_not_checked(check, cell, driver, session))
         }
         for cell in cells
         if not (strategies and cell.strategy not in strategies)
         and not (precisions and cell.precision not in precisions)
     }
-    supported = {cell: not unsupported_reason(driver, cell, session.device) for cell in reasons_by_cell}
+    supported = {cell: not why_not_supported(driver, cell, session) for cell in reasons_by_cell}
     applicable = {
         cell: [name for name in CHECKS.names() if name not in reasons]
         for cell, reasons in reasons_by_cell.items()
@@ -181,7 +184,20 @@ def why_not_run(case: Case, session: DistcompatSession) -> str | None:
     """Return why the driver or the machine cannot run the case; None if nothing stands against it."""
     driver = find_driver(case.suite.driver)
     largest = max(run.cell(case.cell).world_size for run in case.check.runs(case.cell, driver).runs)
-    return unsupported_reason(driver, case.cell, session.device) or session.too_large(largest) or None
+    return why_not_supported(driver, case.cell, session) or session.too_large(largest) or None
+
+
+def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSession) -> str | None:
+    """Return why the driver cannot run the cell, or why the cell cannot be simulated; None if nothing stands against it."""
+    simulated = session.simulated and profiles.not_simulated(driver, cell)
+    return unsupported_reason(driver, cell, session.device) or simulated or None
+
+
+def why_not_checked(check: Check, cell: Cell, driver: type[Driver], session: DistcompatSession) -> str | None:
+    """Return why a check has no verdict in a cell; None if it has one."""
+    if session.simulated and check.name not in profiles.OF_SIMULATIONS:
+        return NO_VALUES
+    return not_applicable(check, cell, driver, session.limits)
 
 
 def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
@@ -241,7 +257,7 @@ class BoundCase:
         )
         of_cell = {"not_applicable": dict(self.case.not_applicable), "cost": self._cost}
         self.item.stash[VERDICT] = {"verdict": verdict.to_json(), **of_cell}
-        if verdict.status is Status.SKIPPED:
+        if verdict.status in {Status.SKIPPED, Status.SIMULATED}:
             pytest.skip(verdict.reason)
         if verdict.status is Status.KNOWN:
             pytest.xfail(verdict.reason)
