@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pytest_distcompat.cell import Cell
@@ -32,6 +33,7 @@ from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.probe import Observer
 from pytest_distcompat.probe.layouts import alike_ranks
+from pytest_distcompat.probe.tensors import valueless
 from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.worker import Rank
 from pytest_distcompat.world import World
@@ -112,7 +114,7 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
     utils: Any = torch.utils
     checked, utils.weakref = utils.weakref, SimpleNamespace(getweakrefs=lambda _: ())
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _WholeNumbers():
+        with FakeTensorMode(allow_non_fake_inputs=True), _WholeNumbers(), _EqualChunks():
             yield
     finally:
         utils.weakref, distributed.init_process_group = checked, begin
@@ -139,6 +141,23 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             whole = isinstance(made, torch.Tensor) and not (made.is_floating_point() or made.is_complex())
             return _really(func, args, given) if whole else made
         return func(*args, **given)
+
+
+class _EqualChunks(TorchFunctionMode):
+    """Mode in which chunks of a tensor without values that are equally large are one tensor: ``fully_shard`` makes one a rank."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.chunk and valueless(args[0]):
+            return _chunk(*args, **kwargs or {})
+        return func(*args, **kwargs or {})
+
+
+def _chunk(tensor: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    length = tensor.shape[dim]
+    size = -(-length // chunks)
+    whole, rest = divmod(length, size) if length else (0, 0)
+    first = (tensor.narrow(dim, 0, size),) * whole
+    return first + ((tensor.narrow(dim, length - rest, rest),) if rest or not length else ())
 
 
 #: The types of real tensors.
