@@ -123,7 +123,8 @@ def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
         dims = max((info.layout.dims for info in snapshot.parameters), key=len, default=())
         for info in snapshot.collectives:
             op = next((kind for kind in _KINDS if info.op.replace("_", "").startswith(kind.replace("_", ""))), info.op)
-            sent = info.total * BYTES.get(info.dtype, 4) * _KINDS.get(op, lambda _: 1.0)(len(info.ranks))
+            part = _KINDS[op](len(info.ranks)) if op in _KINDS else 1.0
+            sent = info.total * BYTES.get(info.dtype, 4) * part
             known = found.setdefault(
                 (op, _along([(dim.name, dim.size) for dim in dims], info.ranks), len(info.ranks)), [0, 0]
             )

@@ -47,6 +47,8 @@ def test_a_simulated_verdict_is_no_pass(pytester: pytest.Pytester) -> None:
 
 
 def test_ranks_that_form_no_mesh_are_a_usage_error(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_suite=SUITE.replace('"model": "mlp"', '"tp": 4'))
+    pytester.makepyfile(
+        test_suite=SUITE.replace('options=({"model": "mlp"},)', 'world_sizes=(4,), options=({"tp": 4},)')
+    )
     result = pytester.runpytest("--distcompat-simulate=6")
     result.stdout.fnmatch_lines(["*--distcompat-simulate 6: tp 4 does not divide 6 ranks; with these tp can be 1, 2*"])
