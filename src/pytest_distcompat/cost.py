@@ -121,7 +121,8 @@ def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
     found: dict[tuple[str, str, int], list[int]] = {}
     for snapshot in run.trained[:1] if run.simulated else ():
         dims = max((info.layout.dims for info in snapshot.parameters), key=len, default=())
-        for info in snapshot.collectives:
+        # An operator without ranks, such as ``wait_tensor``, sends nothing.
+        for info in (one for one in snapshot.collectives if one.ranks):
             op = next((kind for kind in _KINDS if info.op.replace("_", "").startswith(kind.replace("_", ""))), info.op)
             part = _KINDS[op](len(info.ranks)) if op in _KINDS else 1.0
             sent = info.total * BYTES.get(info.dtype, 4) * part

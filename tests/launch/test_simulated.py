@@ -40,7 +40,8 @@ def facts(built: Snapshot, trained: Snapshot) -> dict[str, Any]:
         "states": sorted((one.owner, one.key, one.dtype, one.numel, str(one.layout)) for one in trained.states),
         "steps": [(one.master, one.gradient, one.state, one.holders) for one in trained.steps],
         "compute": {(one.weight, one.input, one.output) for one in trained.compute},
-        "collectives": sorted(map(str, trained.collectives)),
+        # An operator without ranks, such as ``wait_tensor``, sends nothing.
+        "collectives": sorted(str(one) for one in trained.collectives if one.ranks),
     }
 
 
@@ -120,8 +121,8 @@ def test_a_sound_trainer_at_1024_ranks_is_simulated_and_never_passes(tmp_path: P
     sent = {(one["collective"], one["mesh"], one["ranks"]) for one in sent_bytes(trace.run())}
     assert {("all_gather", "dp_shard", 256), ("reduce_scatter", "dp_shard", 256)} <= sent
     assert {("all_reduce", "dp_replicate", 2), ("all_reduce", "tp", 2)} <= sent
-    # Few ranks differ: the last ones of each replica, whose shards are empty.
-    assert len(trace.run().at("build")) < 8
+    # Few ranks differ: each size of layer ends at another one.
+    assert len(trace.run().at("build")) < 16
 
 
 def test_an_exception_names_the_rank_and_the_action(tmp_path: Path) -> None:
