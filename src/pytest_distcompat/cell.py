@@ -1,8 +1,9 @@
-"""Cells of the matrix: strategy x precision x world size x options."""
+"""Cells of the matrix: strategy x precision x world size x options, and over how many nodes the ranks are spread."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import pkgutil
@@ -85,9 +86,20 @@ OPTIONS: dict[str, Option] = {
         Option(
             "cp",
             (1, 2, 4),
-            "ranks that hold the parts of each sequence: context parallelism; they shard parameters as data parallel ranks do",
+            "ranks that hold the parts of each sequence: context parallelism, DeepSpeed's `sequence_parallel_size`; they "
+            "shard parameters as data parallel ranks do",
         ),
         Option("ep", (1, 2, 4), "data parallel ranks that hold the experts of a model together: expert parallelism"),
+        Option(
+            "pp",
+            (1, 2, 4),
+            "ranks that hold the stages of the model: pipeline parallelism; the ranks of each stage are data parallel",
+        ),
+        Option(
+            "pp_schedule",
+            ("1F1B", "GPipe"),
+            "the order of micro-batches in a pipeline, by torch's name",
+        ),
         Option("use_orig_params", (True, False), "FSDP1: parameters keep their own tensors, or live in a flat one"),
         Option("cpu_ram_efficient_loading", (False, True), "only rank 0 holds the weights before they are sharded"),
         Option("meta_init", (False, True), "the model is made without memory and filled after sharding"),
@@ -138,7 +150,7 @@ OPTIONS: dict[str, Option] = {
 }
 
 #: What an expectation may name besides the options.
-FACETS = ("strategy", "precision", "world_size", *OPTIONS)
+FACETS = ("strategy", "precision", "world_size", "nodes", *OPTIONS)
 
 
 def check_option(name: str, value: OptionValue) -> None:
@@ -158,10 +170,12 @@ class Cell:
     precision: str
     world_size: int = 2
     options: tuple[tuple[str, OptionValue], ...] = field(default=())
+    nodes: int = 1
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"world_size must be at least 1, got {self.world_size}")
+        for name in ("world_size", "nodes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name, value in self.options:
             check_option(name, value)
         # True equals 1: take the value that the option lists, for the id spells the two differently.
@@ -171,10 +185,10 @@ class Cell:
         changed = {name: value for name, value in listed.items() if value != OPTIONS[name].default}
         ordered = tuple((name, changed[name]) for name in OPTIONS if name in changed)
         object.__setattr__(self, "options", ordered)
-        self._check_divides("tp", self.world_size, "ranks")
-        self._check_divides(
-            "cp", self.world_size // self.tp, "ranks" if self.tp == 1 else "ranks, those of each part of tp"
-        )
+        self._check_divides("pp", self.world_size, "ranks")
+        ranks = self.world_size // self.pp
+        self._check_divides("tp", ranks, "ranks" if self.pp == 1 else "ranks, those of each stage of pp")
+        self._check_divides("cp", ranks // self.tp, "ranks" if self.tp == 1 else "ranks, those of each part of tp")
         self._check_divides("ep", self.dp_size, "ranks" if self.dp_size == self.world_size else "data parallel ranks")
 
     def _check_divides(self, name: str, ranks: int, words: str) -> None:
@@ -199,6 +213,7 @@ class Cell:
         world, *tokens = rest.split("-")
         if not (strategy and precision and world.startswith("w") and world[1:].isdecimal()):
             raise ValueError(f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_mixed-w2-compile'")
+        nodes = int(tokens.pop(0)[1:]) if tokens and re.fullmatch(r"n\d+", tokens[0]) else 1
         known = {option.token(value): (option.name, value) for option in OPTIONS.values() for value in option.values}
         for option in OPTIONS.values():
             values = (token.removeprefix(f"{option.name}_") for token in tokens)
@@ -206,24 +221,37 @@ class Cell:
         wrong = [token for token in tokens if token not in known]
         if wrong:
             raise ValueError(f"cell id {cell_id!r}: unknown part {wrong[0]!r}. Known: {', '.join(known)}")
-        return cls(strategy, precision, int(world[1:]), tuple(known[token] for token in tokens))
+        return cls(strategy, precision, int(world[1:]), tuple(known[token] for token in tokens), nodes)
 
     @property
     def id(self) -> str:
-        """Return the id: ``fsdp2-bf16_mixed-w2-compile``."""
-        tokens = [OPTIONS[name].token(value) for name, value in self.options]
+        """Return the id: ``fsdp2-bf16_mixed-w2-compile``, over two nodes ``fsdp2-bf16_mixed-w2-n2-compile``."""
+        tokens = [f"n{self.nodes}"] * (self.nodes > 1) + [OPTIONS[name].token(value) for name, value in self.options]
         return "-".join([self.strategy, self.precision, f"w{self.world_size}", *tokens])
+
+    @property
+    def uneven(self) -> str | None:
+        """Return why its ranks cannot be spread evenly over its nodes; None if they can."""
+        return uneven(self.world_size, self.nodes)
 
     def without(self, *names: str) -> Cell:
         """Return the same cell with these options at their defaults."""
         options = tuple((name, value) for name, value in self.options if name not in names)
-        return Cell(self.strategy, self.precision, self.world_size, options)
+        return dataclasses.replace(self, options=options)
+
+    def over(self, nodes: int) -> Cell:
+        """Return the same cell over so many nodes, unless it names a number itself."""
+        return self if self.nodes > 1 else dataclasses.replace(self, nodes=nodes)
 
     def option(self, name: str) -> OptionValue:
         """Return the value of an option. Raises ValueError for an unknown name."""
+        # No dictionary of the options: it is asked for each name of each tensor.
+        for known, value in self.options:
+            if known == name:
+                return value
         if name not in OPTIONS:
             raise ValueError(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
-        return dict(self.options).get(name, OPTIONS[name].default)
+        return OPTIONS[name].default
 
     @property
     def tp(self) -> int:
@@ -241,13 +269,18 @@ class Cell:
         return int(self.option("ep"))
 
     @property
+    def pp(self) -> int:
+        """Return how many ranks hold the stages of the model; on a mesh, the outermost dimension."""
+        return int(self.option("pp"))
+
+    @property
     def dp_size(self) -> int:
-        """Return how many different batches a step has: all ranks, but the peers of tensor and context parallelism count once."""
-        return self.world_size // (self.tp * self.cp)
+        """Return how many different batches a step has: all ranks, but those of one pipeline, layer or sequence count once."""
+        return self.world_size // (self.tp * self.cp * self.pp)
 
     def dp_rank(self, rank: int) -> int:
         """Return which of these batches the rank is fed."""
-        return rank // (self.tp * self.cp)
+        return rank // (self.tp * self.cp) % self.dp_size
 
     def tp_peers(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the parts of each layer together with this one, itself included."""
@@ -255,8 +288,13 @@ class Cell:
 
     def cp_peers(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the parts of each sequence together with this one, itself included."""
-        first = self.dp_rank(rank) * self.tp * self.cp + rank % self.tp
+        first = rank // (self.tp * self.cp) * self.tp * self.cp + rank % self.tp
         return tuple(range(first, first + self.tp * self.cp, self.tp))
+
+    def pp_peers(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the stages of one pipeline together with this one, itself included, in their order."""
+        ranks = self.world_size // self.pp
+        return tuple(range(rank % ranks, self.world_size, ranks))
 
     @property
     def set(self) -> tuple[str, ...]:
@@ -285,11 +323,19 @@ class Cell:
             "strategy": self.strategy,
             "precision": self.precision,
             "world_size": self.world_size,
+            "nodes": self.nodes,
         }
         return fixed | {name: self.option(name) for name in OPTIONS}
 
     def __str__(self) -> str:
         return self.id
+
+
+def uneven(world_size: int, nodes: int) -> str | None:
+    """Return why that many ranks cannot be spread evenly over the nodes; None if they can."""
+    if world_size % nodes == 0:
+        return None
+    return f"{'1 rank' if world_size == 1 else f'{world_size} ranks'} cannot be spread evenly over {nodes} nodes"
 
 
 def setting_value(text: str) -> Any:
@@ -311,7 +357,8 @@ class Matrix:
     """Cells that a suite covers: every strategy with every precision, world size and set of options.
 
     Without ``strategies`` or ``precisions``, all known ones are meant; without ``world_sizes``, the world size of this
-    session (``--distcompat-world-size``). ``extra`` adds single cells, or other matrices, beside the product.
+    session (``--distcompat-world-size``). ``extra`` adds single cells, or other matrices, beside the product. ``nodes`` is
+    over how many nodes the ranks of each cell are spread; without it ``--distcompat-nodes``.
     """
 
     strategies: tuple[str, ...] = ()
@@ -319,6 +366,7 @@ class Matrix:
     world_sizes: tuple[int, ...] = ()
     options: tuple[Mapping[str, OptionValue], ...] = ({},)
     extra: tuple[Cell | Matrix, ...] = ()
+    nodes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("strategies", "precisions", "world_sizes", "options", "extra"):
@@ -326,6 +374,8 @@ class Matrix:
             if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
                 raise TypeError(f"Matrix({name}=...) takes a tuple, got {value!r}")
             object.__setattr__(self, name, tuple(value))
+        if self.nodes is not None and (type(self.nodes) is not int or self.nodes < 1):
+            raise ValueError(f"Matrix(nodes={self.nodes!r}): expected a whole number of at least 1")
         if not self.options:
             # An empty product would have no cells; a matrix without sets of options means cells without options.
             object.__setattr__(self, "options", ({},))
@@ -333,16 +383,19 @@ class Matrix:
             for name, value in options.items():
                 check_option(name, value)
 
-    def cells(self, strategies: Iterable[str], precisions: Iterable[str], world_size: int) -> Iterator[Cell]:
+    def cells(
+        self, strategies: Iterable[str], precisions: Iterable[str], world_size: int, nodes: int = 1
+    ) -> Iterator[Cell]:
         """Yield the cells in a fixed order; the arguments are for a matrix that names none of that kind."""
+        nodes = self.nodes or nodes
         product = itertools.product(
             self.strategies or tuple(strategies),
             self.precisions or tuple(precisions),
             self.world_sizes or (world_size,),
             self.options,
         )
-        cells = [Cell(s, p, w, tuple(options.items())) for s, p, w, options in product]
+        cells = [Cell(s, p, w, tuple(options.items()), nodes) for s, p, w, options in product]
         names = tuple(strategies), tuple(precisions)
         for more in self.extra:
-            cells += [more] if isinstance(more, Cell) else more.cells(*names, world_size)
+            cells += [more.over(nodes)] if isinstance(more, Cell) else more.cells(*names, world_size, nodes)
         yield from dict.fromkeys(cells)

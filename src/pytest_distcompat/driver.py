@@ -109,6 +109,10 @@ class Driver:
     grad_norm: float | None = None
     #: The norm to which the trainer clips gradients, for the derived reference; None if it does not clip.
     max_norm: float | None = None
+    #: The process group of the ranks that hold the stages of one pipeline, in their order; None if each rank has the whole model.
+    pp_group: Any = None
+    #: Under pipeline parallelism the micro-batches of the last step as this rank got them: later stages are fed activations.
+    fed: Sequence[Any] = ()
     #: How many tokens (or samples) this rank trained on in the last step.
     tokens: int = 0
     #: Class names of the modules to shard, checkpoint and compile one by one.

@@ -64,7 +64,8 @@ def check_driver(
         verdict, ``skipped``, with the reason; so has a check in ``checks`` that does not apply to a cell.
 
     Raises:
-        UsageProblem: If a name is unknown, there is no cell, or ranks could not import the driver.
+        UsageProblem: If a name is unknown, there is no cell, a cell is over several nodes, or ranks could not import the
+            driver.
 
     Example:
         >>> from pytest_distcompat import check_driver
@@ -136,8 +137,11 @@ def local_runner(
     """Yield a runner on warm ranks of this machine, on leased devices; end its processes afterwards.
 
     The fork servers import what the driver and the cells' models need. Without ``store`` the runs' directory is
-    temporary.
+    temporary. Raises UsageProblem for a cell over several nodes.
     """
+    cells = tuple(cells)
+    if spread := next((cell for cell in cells if cell.nodes > 1), None):
+        raise UsageProblem(f"cell {spread}: only pytest runs cells over several nodes (--distcompat-nodes)")
     with contextlib.ExitStack() as stack:
         if store is None:
             store = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="distcompat-")))

@@ -41,3 +41,26 @@ def explained(message: str) -> str:
     if message != "bdb.BdbQuit":
         return message
     return f"{message}: the debugger was left, or found no terminal; ranks that torchrun starts in one have it"
+
+
+#: Ranks by their numbers, as messages have them, whose node is not said yet.
+_RANKS = re.compile(r"\branks? (\d+(?:(?:, | and )\d+)*)\b(?! on | others| more)")
+
+
+def name_nodes(text: str, nodes: Sequence[str]) -> str:
+    """Return a text with the node of each rank that it names: ``ranks 0 and 1 on n1, rank 2 on n2``.
+
+    ``nodes`` has the name of each rank's node, in rank order; without nodes, and for numbers beyond, nothing changes.
+    """
+
+    def named(found: re.Match[str]) -> str:
+        by_node: dict[str, list[str]] = {}
+        for number in re.findall(r"\d+", found[1]):
+            if int(number) >= len(nodes):
+                return found[0]
+            by_node.setdefault(nodes[int(number)], []).append(number)
+        return ", ".join(
+            f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)} on {node}" for node, ranks in by_node.items()
+        )
+
+    return _RANKS.sub(named, text) if nodes else text

@@ -130,7 +130,7 @@ def _expectation(
         values = facet if isinstance(facet, tuple) else (facet,)
         if not all(isinstance(value, (str, int)) for value in values):
             raise UsageProblem(f"{kind}({check!r}): {name} takes one value or a tuple of them, got {facet!r}")
-        if name == "world_size" and not all(isinstance(value, int) for value in values):
+        if name in {"world_size", "nodes"} and not all(isinstance(value, int) for value in values):
             raise UsageProblem(f"{kind}({check!r}): {name} takes a number or a tuple of them, got {facet!r}")
         wrong = [value for value in values if name in OPTIONS and not OPTIONS[name].accepts(value)]
         if wrong:

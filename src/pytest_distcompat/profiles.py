@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pytest_distcompat.cell import OPTIONS, Cell, Matrix, OptionValue
+from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.models import architectures
@@ -18,7 +20,7 @@ from pytest_distcompat.settings.slice import SLICE
 #: Name to meaning, from the least to the most.
 PROFILES = {
     "smoke": "each strategy and each precision of the matrix once, no options; checks with runs of their own in one cell only",
-    "default": "the suite's matrix",
+    "default": "the suite's matrix; a check with runs of its own only once in cells alike in all that it depends on",
     "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
     "zoo": "every causal language model of transformers and one model of each other task, under DDP, FSDP2 and ZeRO-3",
     "sweep": "every setting of the installed libraries that the driver makes objects with, one at a time (distcompat settings)",
@@ -103,24 +105,37 @@ def cells(
 
 
 def left_out(
-    profile: str, applicable: Mapping[Cell, Collection[str]], costly: Collection[str]
+    profile: str, applicable: Mapping[Cell, Collection[str]], checks: Mapping[str, Check] = CHECKS.by_name
 ) -> dict[tuple[Cell, str], str]:
     """Return the checks that a profile leaves out, by (cell, check), each with the reason.
 
     ``zoo`` runs ``ZOO_CHECKS`` only. ``smoke`` runs ``costly`` checks, which have runs of their own, in the last cell
-    only, which is sharded the most.
+    only, which is sharded the most. ``default`` runs no check in a cell that differs from an earlier one only in what
+    the check does not depend on.
     """
     found: dict[tuple[Cell, str], str] = {}
     if profile == "zoo":
         others = ((cell, check) for cell, checks in applicable.items() for check in checks if check not in ZOO_CHECKS)
         return dict.fromkeys(others, f"the zoo profile runs {', '.join(ZOO_CHECKS)} only")
-    for cell, checks in applicable.items():
+    for cell, names in applicable.items():
         if profile == "sweep" or cell.id in _SLICED:
-            found |= _left_out_of_sweep(cell, checks)
-    for check in costly if profile == "smoke" else ():
-        cells = [cell for cell, checks in applicable.items() if check in checks]
-        found |= {(cell, check): f"the smoke profile runs it in {cells[-1]} only" for cell in cells[:-1]}
+            found |= _left_out_of_sweep(cell, names)
+    for name, check in checks.items():
+        cells = [cell for cell, names in applicable.items() if name in names]
+        if profile == "smoke" and check.costly:
+            found |= {(cell, name): f"the smoke profile runs it in {cells[-1]} only" for cell in cells[:-1]}
+        if profile == "default" and check.depends_on is not None:
+            found |= {(cell, name): reason for cell, reason in _repeated(cells, check.depends_on)}
     return found
+
+
+def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tuple[Cell, str]]:
+    """Yield the cells that are like an earlier one in these facets, each with the reason to run a check only there."""
+    first: dict[tuple[object, ...], Cell] = {}
+    for cell in cells:
+        alike = (cell.strategy, cell.set, *(cell.facets()[name] for name in sorted(depends_on)))
+        if (other := first.setdefault(alike, cell)) != cell:
+            yield cell, f"the default profile runs it in {other}, which is alike in all that it depends on"
 
 
 def _left_out_of_sweep(cell: Cell, checks: Collection[str]) -> dict[tuple[Cell, str], str]:
@@ -157,9 +172,14 @@ def _cell(strategy: str, precision: str, world_size: int, *choices: Choice) -> C
     options = dict(choice for choice in choices if choice is not None)
     if options.get("sp"):
         options.setdefault("tp", 2)
+    if options.get("pp_schedule"):
+        options.setdefault("pp", 2)
     if options.get("ep"):
         options.setdefault("model", "moe_fused")
-    replicas, parts = int(options.get("dp_replicate", 1)), int(options.get("tp", 1)) * int(options.get("cp", 1))
+    replicas, parts = (
+        int(options.get("dp_replicate", 1)),
+        math.prod(int(options.get(name, 1)) for name in ("tp", "cp", "pp")),
+    )
     # A replica has at least two shards, and beside tensor parallelism there is data parallelism, if four ranks are enough.
     least = max(2 * replicas * parts if replicas > 1 else 1, 4 if parts > 1 or options.get("ep") else 1)
     return Cell(strategy, precision, max(world_size, least), tuple(options.items()))

@@ -120,6 +120,7 @@ class Runner:
             world_size=run_cell.world_size,
             directory=str(directory),
             timeout=self._timeout,
+            nodes=run_cell.nodes,
             set=_threads(run_cell, self._device),
             # A run that loads a checkpoint uses other interpreters than the run that saved it, rank by rank.
             turn=0 if after is None else 1 if not after.after else 2,
@@ -166,7 +167,8 @@ def read_run(directory: Path) -> tuple[RunTrace, str]:
     fields = data["trace"]
     snapshots = _snapshots(LogReader(directory, range(fields["world_size"])).read())
     end = RunFailure(**fields["end"]) if fields["end"] else None
-    return RunTrace(**{**fields, "snapshots": snapshots, "end": end}), data["command"]
+    known = {"snapshots": snapshots, "end": end, "nodes": tuple(fields.get("nodes", ()))}
+    return RunTrace(**{**fields, **known}), data["command"]
 
 
 def _snapshots(events: Mapping[int, Sequence[Event]]) -> tuple[Snapshot, ...]:
@@ -182,8 +184,9 @@ def _saved_everywhere(earlier: RunTrace, run: Run) -> bool:
 
 def run_trace(name: str, ending: Ending, cell: Cell) -> RunTrace:
     """Return the trace of a run from its ending."""
-    end = _run_failure(ending) if ending.failed else None
-    return RunTrace(name, cell.world_size, _snapshots(ending.events), end, cell.id)
+    # A verdict does not depend on which nodes there are: their names are for those who read it.
+    end = _run_failure(ending.without_nodes()) if ending.failed else None
+    return RunTrace(name, cell.world_size, _snapshots(ending.events), end, cell.id, ending.nodes)
 
 
 def _run_failure(ending: Ending) -> RunFailure:

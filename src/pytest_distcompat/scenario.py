@@ -50,12 +50,10 @@ class Run:
             options = (*(one for one in options if one[0] != "set"), ("set", "+".join(kept)))
         if self.tp:
             options = (*(one for one in options if one[0] != "tp"), ("tp", self.tp))
-        return Cell(
-            self.strategy or cell.strategy,
-            self.precision or cell.precision,
-            self.world_size or cell.world_size,
-            options,
-        )
+        world_size = self.world_size or cell.world_size
+        # One rank is on one node.
+        nodes = cell.nodes if world_size > 1 else 1
+        return Cell(self.strategy or cell.strategy, self.precision or cell.precision, world_size, options, nodes)
 
 
 def without(*options: str) -> tuple[str, ...]:
@@ -72,7 +70,7 @@ class Scenario:
 
 
 #: Options that say on which mesh a cell runs; one rank has none.
-MESH = ("dp_replicate", "tp", "sp", "cp", "ep")
+MESH = ("dp_replicate", "tp", "sp", "cp", "ep", "pp", "pp_schedule")
 
 #: Steps of a training: enough for two trainings that differ in their optimizer to diverge.
 STEPS = 20
@@ -170,10 +168,11 @@ DAMAGE = Scenario("damage", (TRAIN_RUN, *DAMAGED_RUNS))
 def reshard(cell: Cell, tp: int = 0) -> Scenario:
     """Return runs that load a checkpoint at twice its world size, then back at its own; and in one process.
 
-    One of tensor parallelism is loaded without it at the same world size, and what that saves with parts of ``tp`` ranks.
+    One of tensor or pipeline parallelism is loaded without it at the same world size, and what that saves with it, in parts of
+    ``tp`` ranks.
     """
     load, world_size = (*_BUILD, "load"), cell.world_size
-    mesh = {"only": without(*MESH)} if cell.tp > 1 else {"world_size": 2 * world_size}
+    mesh = {"only": without(*MESH)} if cell.tp * cell.pp > 1 else {"world_size": 2 * world_size}
     # One step before the save, so that what is loaded last is not what was loaded first.
     up = Run("up", (*load, "step", "save", "step"), first_step=3, after="train", **mesh)
     back = Run("back", (*load, "step"), first_step=4, after="up", world_size=world_size, tp=tp)

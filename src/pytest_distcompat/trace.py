@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_distcompat.decode import decode, encode
+from pytest_distcompat.excerpt import name_nodes
 
 #: Placements of a dimension along which all ranks hold the same, and of one whose ranks hold pieces of the flattened tensor.
 REPLICATE, FLAT = "Replicate", "Flat"
+#: Placement of a dimension of which this rank's coordinate alone holds the tensor: the parameters of a stage of a pipeline.
+STAGE = "Stage"
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class MeshDim:
     """One dimension of a mesh: its name (``tp``), its size, this rank's coordinate, and how a tensor is placed along it.
 
     ``placement`` is ``Replicate``, ``Shard(0)``, ``StridedShard(0, 2)`` or ``Partial``, as torch's DTensor has them, or ``Flat``:
-    pieces of the flattened tensor in the order of the ranks, as FSDP1 and ZeRO cut it.
+    pieces of the flattened tensor in the order of the ranks, as FSDP1 and ZeRO cut it, or ``Stage``: on this coordinate alone, as
+    the dimension ``pp`` has it.
     """
 
     name: str
@@ -48,13 +52,13 @@ class Layout:
         return tuple(
             (dim.placement, dim.size, dim.coordinate)
             for dim in self.dims
-            if dim.size > 1 and dim.placement != REPLICATE
+            if dim.size > 1 and dim.placement not in {REPLICATE, STAGE}
         )
 
     @property
     def flat(self) -> bool:
         """Tell whether it is a piece of the flattened tensor, whose place follows from the pieces before it."""
-        return any(dim.placement == FLAT for dim in self.dims)
+        return {dim.placement for dim in self.dims} - {REPLICATE} == {FLAT}
 
     def dim(self, name: str) -> MeshDim | None:
         """Return the dimension of that name, None if the tensor's mesh has none."""
@@ -115,7 +119,8 @@ class ModelInfo:
     without an engine. ``world_size`` is the process group's, ``trainer_world_size`` what the trainer believes.
     ``units``, ``checkpointed`` and ``compiled`` are live names of modules that FSDP wraps, whose activations are
     recomputed, that torch.compile wraps (the root is ``""``). ``float8`` counts layers that compute in 8 bits,
-    ``graphs`` those that torch.compile has made in this process.
+    ``graphs`` those that torch.compile has made in this process. The ``pp_ranks`` hold the stages of one pipeline,
+    of which the model is one, in their order; empty for a whole model.
     """
 
     type: str
@@ -131,6 +136,7 @@ class ModelInfo:
     compiled: tuple[str, ...] = ()
     float8: int = 0
     graphs: int = 0
+    pp_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -382,13 +388,14 @@ class RunFailure:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """One run on all its ranks; ``cell`` is the id of the cell that it ran in."""
+    """One run on all its ranks; ``cell`` is the id of the cell that it ran in, ``nodes`` has each rank's node, if of several."""
 
     name: str
     world_size: int
     snapshots: tuple[Snapshot, ...]
     end: RunFailure | None = None
     cell: str = ""
+    nodes: tuple[str, ...] = ()
 
     def at(self, action: str, nth: int = 0) -> tuple[Snapshot, ...]:
         """Return the snapshots after the nth such action, one per rank in rank order; empty if no rank reached it."""
@@ -494,6 +501,18 @@ class Trace:
 
     def __iter__(self) -> Iterator[RunTrace]:
         return iter(self.runs.values())
+
+    def name_nodes(self, text: str) -> str:
+        """Return a finding with the nodes of the ranks that it names.
+
+        Runs of several world sizes spread their ranks otherwise, and a finding may be about either: then a line says how.
+        """
+        ended = [run for run in self if run.end is not None and run.end.message in text]
+        spread = {run.nodes: run for run in ended or self if run.nodes}
+        if len(spread) == 1:
+            return name_nodes(text, next(iter(spread)))
+        found = "; ".join(name_nodes(f"ranks {', '.join(map(str, range(len(one))))}", one) for one in spread)
+        return f"{text}\n\nwhere ranks are: {found}" if text and spread else text
 
     @classmethod
     def of(cls, driver: str, runs: Iterable[RunTrace]) -> Trace:

@@ -181,6 +181,8 @@ class Rank:
         if action != expected:
             state = f"the next action of the plan is {expected!r}" if expected else "the plan is done"
             raise RuntimeError(f"the driver's train() reported {action!r}; {state}")
+        if action == "build" and self.driver.model is not None and not self.driver.cell.option("compile"):
+            self.observer.attach_to_cut_layers(self.driver.model)
         with self.observer.aside():
             infos = self._snapshot(whole=action not in STEP_ACTIONS or self.number < self.run.first_step + WHOLE_STEPS)
             infos |= self._called(loss) if self.walks else {}
@@ -188,6 +190,11 @@ class Rank:
             driver = self.driver
             infos |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
             infos |= {"tokens": int(_number(driver.tokens, "tokens") or 0), **self.observer.infos()}
+            if driver.pp_group is not None:
+                from pytest_distcompat.probe import digest_of_inputs
+
+                with self.observer.aside():
+                    infos["inputs"] = tuple(digest_of_inputs([batch]) for batch in driver.fed)
             self.number += 1
         elif action == "load":
             # A load that trains again reaches the same state: only its steps show it.
@@ -365,6 +372,7 @@ class Rank:
             trainer_world_size=None if type(driver.walker) is Calls else driver.trainer_world_size(),
             whole=whole,
             without_gradient=self.observer.without_gradient(),
+            pp_group=driver.pp_group,
         )
 
 

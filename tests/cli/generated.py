@@ -225,7 +225,8 @@ def beside_tp() -> str:
         ("fsdp2", "bf16_mixed", {one.name: value} | ({"model": "moe_fused"} if one.name == "ep" else {}))
         for one in OPTIONS.values()
         for value in one.values[1:]
-        if one.name != "model"
+        # A schedule is for stages.
+        if one.name not in {"model", "pp_schedule"}
     ]
     able = [driver for driver in DRIVERS.by_name.values() if "tp" in driver.options]
     found: dict[str, list[str]] = {}
@@ -237,7 +238,6 @@ def beside_tp() -> str:
             # The name of an option stands beside its reason.
             reason = re.sub(r" with option '\w+'| in \w+$", "", str(reasons[0]))
             found.setdefault(reason, []).append(strategy if strategy != "fsdp2" else next(iter(options), precision))
-    found["no option of a cell yet"] = [name for name in ("ep", "cp", "pp") if name not in OPTIONS]
     return table(("beside `tp`", "why not"), ([code(names), reason] for reason, names in found.items() if names))
 
 

@@ -254,6 +254,35 @@ def compiled(payload: Mapping[str, Any], log: RankLog) -> None:
         model(torch.ones(2, 4)).sum().backward()
 
 
+def autotp(payload: Mapping[str, Any], log: RankLog) -> None:
+    """How DeepSpeed has cut a layer by AutoTP, what it calls the layer, and the weights that it gathers."""
+    import deepspeed
+    import torch
+
+    from pytest_distcompat.drivers.deepspeed import whole_weights
+    from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+    from pytest_distcompat.probe.layouts import autotp_cut
+
+    without_shared_memory()
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(4))
+    specs = {"use_default_specs": False, "layer_specs": [{"patterns": [r"0\.weight$"]}]}
+    tensor_parallel = {"autotp_size": 2, "partition_config": specs}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": tensor_parallel,
+    }
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    layer, norm = engine.module
+    bases, cuts = [base.__name__ for base in type(layer).__mro__], [autotp_cut(layer.weight), autotp_cut(norm.weight)]
+    shapes = {name: list(one.shape) for name, one in whole_weights(engine).items()}
+    note(
+        log, "cut", bases=bases, cuts=[cut and (cut.shape, cut.dim, cut.first, cut.size) for cut in cuts], shapes=shapes
+    )
+
+
 def zero0(payload: Mapping[str, Any], log: RankLog) -> None:
     """The copies that DeepSpeed optimizes without ZeRO."""
     import deepspeed

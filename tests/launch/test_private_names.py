@@ -201,6 +201,22 @@ def test_the_accumulation_dtype_of_deepspeed(with_deepspeed: Ending) -> None:
 
 @pytest.mark.nightly
 @needs_deepspeed
+def test_what_deepspeed_says_of_layers_that_autotp_has_cut(warm: WarmLauncher, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        ending = warm.run(Request("bodies:autotp", {}, 2, str(tmp_path)))
+    first, second = sorted(events(ending, "cut"), key=lambda event: str(event["cuts"]))
+    assert (first["cuts"], second["cuts"]) == ([[[8, 4], 0, 0, 4], None], [[[8, 4], 0, 4, 4], None]), (
+        f"DeepSpeed's parameters say otherwise how they were cut: see probe/layouts.py:autotp_cut\n{ending.text()}"
+    )
+    assert "TensorParallel_Layer" in first["bases"], "the layers have another name: see probe/observe.py"
+    assert {"0.weight": [8, 4], "0.bias": [8], "1.running_mean": [4]}.items() <= first["shapes"].items(), (
+        "DeepSpeed's engine has no _consolidated_16bit_state_dict: see drivers/deepspeed.py:whole_weights"
+    )
+
+
+@pytest.mark.nightly
+@needs_deepspeed
 def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
@@ -341,6 +357,7 @@ def test_the_buffers_that_a_state_dict_leaves_out() -> None:
 
 def test_the_rendezvous_and_the_exit_barrier_of_several_nodes() -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     private = {
@@ -349,3 +366,6 @@ def test_the_rendezvous_and_the_exit_barrier_of_several_nodes() -> None:
     }
     missing = [name for kind, names in private.items() for name in names if not callable(getattr(kind, name, None))]
     assert not missing, f"gone from torch: {missing}; launch/agent.py overrides them"
+    waits = ("_delay(seconds=1)", "self._state_holder = ", "self._cache_duration = ")
+    gone = [text for text in waits if text not in inspect.getsource(dynamic_rendezvous)]
+    assert not gone, f"torch waits otherwise, without {gone}: see launch/agent.py:_meeting_soon"

@@ -160,8 +160,10 @@ def test_memory_of_a_dead_rank_is_not_charged_to_the_next_lease(
 ) -> None:
     pytester.makeconftest(
         """
-        from pytest_distcompat.lease import Leak, pool
-        pool.Pool._leaks_of_dead_holders = lambda self, ids: (Leak(ids[0], 300 << 20, "test_killed"),)
+        from pytest_distcompat.lease import Holder, pool
+        # The stand-in has 1024 MiB in use.
+        dead = Holder("GPU-0", "test_killed", 0, 0.0, before=724 << 20)
+        pool.Pool._read_record = lambda self, name: dead if name == "GPU-0" else None
         pytest_plugins = ["pytest_distcompat.aliases"]
         """
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from pytest_distcompat import clock
+from tests.machines.cluster import cluster
 
 pytestmark = [
     pytest.mark.spawn,
@@ -22,60 +22,11 @@ pytestmark = [
     ),
 ]
 
-CONFIGURATION = """
-ClusterName=distcompat
-SlurmctldHost={host}
-SlurmctldPort=16917
-SlurmUser=root
-StateSaveLocation={directory}/state
-SlurmdSpoolDir={directory}/spool-%n
-SlurmctldPidFile={directory}/controller.pid
-SlurmdPidFile={directory}/%n.pid
-SlurmctldLogFile={directory}/controller.log
-SlurmdLogFile={directory}/%n.log
-AuthType=auth/munge
-AuthInfo=socket={directory}/munge/socket
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-ReturnToService=2
-NodeName=n1 NodeHostname={host} Port=17101 CPUs=2 State=UNKNOWN
-NodeName=n2 NodeHostname={host} Port=17102 CPUs=2 State=UNKNOWN
-PartitionName=all Nodes=n1,n2 Default=YES State=UP
-"""
-
 
 @pytest.fixture(scope="module")
 def slurm(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    directory = tmp_path_factory.mktemp("slurm")
-    for name in ("state", "spool-n1", "spool-n2", "munge"):
-        (directory / name).mkdir()
-    configuration = directory / "slurm.conf"
-    host = os.uname().nodename.partition(".")[0]
-    configuration.write_text(CONFIGURATION.format(host=host, directory=directory))
-    key = directory / "munge" / "key"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o600)
-    munge = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={directory}/munge/socket"]
-    munge += [f"--{kind}-file={directory}/munge/{kind}" for kind in ("log", "pid", "seed")]
-    environment = {**environment, "SLURM_CONF": str(configuration)}
-    lines = [munge, ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]]
-    started = []
-    for line in lines:
-        with (directory / f"{line[0]}-{line[-1]}.out".replace("/", "_")).open("wb") as out:
-            started.append(subprocess.Popen(line, env=environment, stdout=out, stderr=out))
-        clock.sleep(1)
-
-    def idle() -> bool:
-        line = ["sinfo", "--noheader", "--format=%D %t"]
-        return subprocess.run(line, env=environment, capture_output=True, text=True, check=False).stdout == "2 idle\n"
-
-    assert clock.wait_until(idle, 30, every=0.5), (directory / "controller.log").read_text()
-    yield environment
-    for process in reversed(started):
-        process.terminate()
-        process.wait(20)
+    with cluster(environment, tmp_path_factory.mktemp("slurm")) as inside:
+        yield inside
 
 
 def test_two_nodes_of_an_allocation(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -87,6 +38,39 @@ def test_two_nodes_of_an_allocation(slurm: dict[str, str], tmp_path: Path) -> No
     assert "test_assertion - rank 1 on n2 failed: AssertionError: one is wrong" in found.stdout
     assert "test_killed - rank 1 on n2 was killed by SIGKILL" in found.stdout
     assert "srun: error" not in found.stderr
+    left = subprocess.run(["squeue", "--noheader", "--states=R"], env=slurm, capture_output=True, text=True, check=True)
+    assert left.stdout == ""
+
+
+CANCELLED = """
+import pytest, subprocess, time
+
+@pytest.mark.distcompat(world_size=2, nodes=2, timeout=60)
+def test_cancelled(process_group, rank):
+    from torch import distributed
+    distributed.barrier()
+    if rank == 1:
+        steps = subprocess.run(["squeue", "--steps", "--noheader", "--format=%i"], capture_output=True, text=True, check=True)
+        # All nodes' agents are one step; the allocation itself has none.
+        for step in steps.stdout.split():
+            if step.rpartition(".")[2].isdecimal():
+                subprocess.run(["scancel", step], check=True)
+        time.sleep(600)
+    distributed.barrier()
+
+@pytest.mark.distcompat(world_size=2, nodes=2)
+def test_after(process_group, rank):
+    pass
+"""
+
+
+def test_a_step_that_is_cancelled(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "test_cancelled.py").write_text(CANCELLED)
+    line = ["salloc", "--nodes=2", "--ntasks=2", sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    line += ["-p", "no:randomly", "--distcompat-executor", "slurm"]
+    found = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert "1 failed, 1 passed" in found.stdout, found.stdout + found.stderr
+    assert re.search("test_cancelled - n[12]: its agent is gone", found.stdout), found.stdout
     left = subprocess.run(["squeue", "--noheader", "--states=R"], env=slurm, capture_output=True, text=True, check=True)
     assert left.stdout == ""
 

@@ -22,7 +22,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         Sighting("accelerate", "fsdp2-fp32-w2-wrap_policy_size", "units", "has no attribute 'numel'"),
     ),
     "acc-3554-compile-names": (
-        Sighting("accelerate", "fsdp2-fp32-w2-compile_aot_eager", "names", "KeyError|FSDP2 mapping failed"),
+        Sighting("accelerate", "fsdp2-fp32-w2-model_mlp-compile_aot_eager", "names", "KeyError|FSDP2 mapping failed"),
     ),
     "acc-3630-ds-boundary": (Sighting("accelerate", "zero2-fp32-w2-grad_accum_2", "parity", r"step \d+: "),),
     "acc-3638-ds-gas-auto": (Sighting("accelerate", "zero1-fp32-w2", "active", "TypeError"),),

@@ -30,15 +30,17 @@ IN_ANY = [
 
 
 #: Each is asked for many times.
-cells = functools.cache(profiled.cells)
+cells, left_out = functools.cache(profiled.cells), functools.cache(profiled.left_out)
 
 
 @pytest.mark.parametrize("profile", ["default", pytest.param("pairwise", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("sighting", IN_ANY)
 def test_the_profile_has_the_cell_that_finds_the_bug(sighting: Sighting, profile: str) -> None:
     cell = Cell.parse(sighting.cell)
-    # The cells of the built-in driver that it derives from: one computation for all.
-    assert cell in cells(profile, find_driver(sighting.driver).name, "cpu")
+    # Those of the built-in driver that it derives from: one computation for all.
+    driver = find_driver(sighting.driver).name
+    assert cell in cells(profile, driver, "cpu")
+    assert (cell, sighting.check) not in left_out(profile, driver)
     assert not CHECKS.get(sighting.check).not_applicable(cell, find_driver(sighting.driver))
 
 

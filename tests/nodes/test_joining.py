@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pytest_distcompat.nodes.channel import Channel
 from pytest_distcompat.nodes.launcher import NodesLauncher, Settings
 
 TOKEN = "a token of the session"
+FACTS = {"versions": {}, "sources": {}, "shm": 64, "gpus": 0}
 
 
 class Elsewhere(Executor):
@@ -28,6 +30,17 @@ class Elsewhere(Executor):
         return []
 
 
+class Starts(Elsewhere):
+    """Starts an agent again, which never joins."""
+
+    def __init__(self) -> None:
+        self.again: list[str] = []
+
+    def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
+        self.again.append(name)
+        return subprocess.Popen(["sleep", "60"], text=True)
+
+
 class NoLauncher(Launcher):
     """Runs of one node, of which there are none."""
 
@@ -36,9 +49,14 @@ class NoLauncher(Launcher):
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[NodesLauncher]:
+def executor() -> Executor:
+    return Elsewhere()
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, executor: Executor) -> Iterator[NodesLauncher]:
     settings = Settings(2, str(tmp_path), "cpu", ("127.0.0.1", 0), TOKEN, wait=0.2)
-    launcher = NodesLauncher(NoLauncher(), Elsewhere(), settings, Warmth(), "{}")
+    launcher = NodesLauncher(NoLauncher(), executor, settings, Warmth(), "{}")
     launcher.warm_up()
     yield launcher
     launcher.close()
@@ -76,3 +94,43 @@ def test_an_agent_that_went_away_is_named(launcher: NodesLauncher) -> None:
     while "n1: its agent went away while it joined" not in text and clock.now() < deadline:
         text = launcher.ready()
     assert text.startswith("0 of 2 nodes are there (none); n1: its agent went away while it joined ("), text
+
+
+def joined(launcher: NodesLauncher, name: str, wall: float) -> Channel:
+    """Join under that name, with a clock that shows that time."""
+    channel, refused = join(launcher, name)
+    assert not refused
+    channel.send({"is": "facts", "facts": {**FACTS, "wall": wall}})
+    while channel.receive()["do"] != "warm":
+        channel.send({"is": "time", "now": clock.now()})
+    return channel
+
+
+def test_a_clock_that_is_off_is_found_however_late_the_node_joins(
+    launcher: NodesLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = clock.wall()
+    monkeypatch.setattr(clock, "wall", lambda: now)
+    channels = [joined(launcher, "n1", now)]
+    now += 100
+    channels.append(joined(launcher, "n2", now))
+    assert clock.wait_until(lambda: not launcher.ready(), 10)
+    channels[1].close()
+    assert clock.wait_until(lambda: launcher.ready().startswith("1 of 2 nodes are there (n1); n2: "), 10)
+    channels[1] = joined(launcher, "n2", now + 3600)
+    wrong = "the clock of n2 is +3600 s off that of n1; expected 5 s at most"
+    assert clock.wait_until(lambda: launcher.ready() == wrong, 10)
+    for channel in channels:
+        channel.close()
+
+
+@pytest.mark.parametrize("executor", [Starts()])
+def test_an_agent_that_does_not_come_back_is_waited_for_once(executor: Starts, launcher: NodesLauncher) -> None:
+    channels = [joined(launcher, name, clock.wall()) for name in ("n1", "n2")]
+    assert clock.wait_until(lambda: not launcher.ready(), 10)
+    channels[1].close()
+    wrong = "and a new one does not join"
+    assert clock.wait_until(lambda: wrong in launcher.ready(), 10)
+    assert wrong in launcher.ready()
+    assert executor.again == ["n2"]
+    channels[0].close()

@@ -33,12 +33,19 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 def session(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("nodes")
     shutil.copy(HERE / "two_nodes.py", directory / "test_two_nodes.py")
-    return run_pytest(directory, "-p", "no:cacheprovider")
+    shutil.copy(HERE / "suite_on_nodes.py", directory / "test_suite_on_nodes.py")
+    return run_pytest(directory, "-p", "no:cacheprovider", "-k", "test_two_nodes or Spread and active")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _seen(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
     environment["SEEN"] = str(tmp_path_factory.mktemp("seen"))
+
+
+def test_a_cell_that_nodes_do_not_divide_is_not_run(session: Run) -> None:
+    reason = "3 ranks cannot be spread evenly over 2 nodes"
+    assert reason in session.text("TestSpread::test[ddp-fp32-w3-n2:active]")
+    assert f"not run: {reason} [ddp-fp32-w3-n2]" in session.out
 
 
 def first_line(run: Run, name: str) -> str:
@@ -48,6 +55,7 @@ def first_line(run: Run, name: str) -> str:
 def test_outcomes(session: Run) -> None:
     assert session.outcomes == {
         "test_sum": "passed",
+        "test_shared": "passed",
         "test_environment": "passed",
         "test_assertion": "failed",
         "test_killed": "failed",
@@ -55,6 +63,8 @@ def test_outcomes(session: Run) -> None:
         "test_skip_on_both": "skipped",
         "test_skip_on_one": "failed",
         "test_one_node": "passed",
+        "TestSpread::test[ddp-fp32-w2-n2:active]": "passed",
+        "TestSpread::test[ddp-fp32-w3-n2:active]": "skipped",
     }, session.out
 
 
@@ -154,6 +164,33 @@ def test_an_agent_that_is_killed(run_pytest: RunPytest, environment: dict[str, s
     assert "zz: its agent is gone" in first_line(run, "test_long")
     assert "1 of 2 nodes are there" in first_line(run, "test_after")
     assert "zz: its agent is gone" in run.text("test_after")
+    assert clock.wait_until(lambda: not any(map(psutil.Process.is_running, below)), 10)
+
+
+@pytest.mark.nightly
+def test_an_agent_that_is_killed_is_started_again(
+    run_pytest: RunPytest, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "test_waits.py").write_text(WAITS)
+    started = Path(environment["SEEN"], "long-1")
+    started.unlink(missing_ok=True)
+
+    def kill() -> None:
+        clock.wait_until(started.exists, 120, every=0.1)
+        sessions = [
+            one for one in psutil.Process().children() if f"--basetemp={tmp_path / 'basetemp'}" in one.cmdline()
+        ]
+        (agent,) = (one for session in sessions for one in session.children() if one.cmdline()[-1] == "n2")
+        below.extend([agent, *agent.children(recursive=True)])
+        agent.kill()
+
+    below: list[psutil.Process] = []
+    thread = threading.Thread(target=kill)
+    thread.start()
+    run = run_pytest(tmp_path, "-p", "no:cacheprovider")
+    thread.join()
+    assert run.outcomes == {"test_long": "failed", "test_after": "passed", "test_one_node": "passed"}, run.out
+    assert "n2: its agent is gone" in first_line(run, "test_long")
     assert clock.wait_until(lambda: not any(map(psutil.Process.is_running, below)), 10)
 
 

@@ -19,6 +19,13 @@ def test_sum(process_group: object, rank: int) -> None:
     assert total.item() == 1
 
 
+def test_shared(process_group: object, rank: int, shared_dir: Path) -> None:
+    if rank == 1:
+        (shared_dir / "written").touch()
+    distributed.barrier()
+    assert (shared_dir / "written").exists()
+
+
 def test_environment(process_group: object, rank: int) -> None:
     Path(os.environ["SEEN"], f"rank-{rank}").write_text(json.dumps(dict(os.environ)))
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
 
 import pexpect
 import pytest
-from tests.plugin.conftest import RunPytest
+from tests.plugin.conftest import FakeRanks, RunPytest
+
+from pytest_distcompat.launch import RankEnd
+from pytest_distcompat.plugin.marked.phase import Phase
 
 pytestmark = pytest.mark.spawn
 
@@ -185,3 +189,19 @@ def test_without_a_terminal_the_command_is_given(
     )
     _leave(command, "found", "tensor([1.])")
     command.expect(pexpect.EOF)
+
+
+def test_a_run_over_several_nodes_is_not_started_again(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.distcompat(world_size=2)\ndef test(): pass")
+    failed = FakeRanks.phases(call=Phase("call", "failed", "E   the cause"))
+    raised = (RankEnd(1, "raised", "raised ValueError: the cause"), failed)
+    ending = FakeRanks.ending((RankEnd(0, "done"), FakeRanks.phases()), raised)
+    command = "torchrun --nnodes 2 --by-hand"
+    ranks.answer = lambda _: dataclasses.replace(ending, command=f"{command}  # on each node")
+    result = pytester.runpytest_inprocess("--pdb")
+    result.stdout.fnmatch_lines(
+        [
+            "The run is over several nodes. In a terminal of its node, rank 1 stops where it failed with:",
+            f"{command} --pdb 1  # on each node",
+        ]
+    )

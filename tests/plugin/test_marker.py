@@ -152,6 +152,25 @@ def test_options_narrow_the_cells_of_a_mark(pytester: pytest.Pytester, ranks: Fa
     result.stdout.fnmatch_lines(["SKIPPED*got empty parameter set*"])
 
 
+def test_ranks_that_the_sessions_nodes_do_not_divide_are_not_run(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.distcompat(world_size=3)
+        def test_three(): pass
+
+        @pytest.mark.distcompat(world_size=3, nodes=1)
+        def test_on_one(): pass
+        """
+    )
+    result = pytester.runpytest_inprocess("-rs", "--distcompat-nodes=2")
+    result.assert_outcomes(passed=1, skipped=1)
+    assert [request.nodes for request in ranks.requests] == [1]
+    reason = "3 ranks cannot be spread evenly over 2 nodes (--distcompat-nodes, option); nodes=1 in its mark runs them on one"
+    result.stdout.fnmatch_lines([f"SKIPPED*: {reason}"])
+
+
 def test_the_request_has_the_arguments_of_the_mark(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     pytester.makepyfile(
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.launch import RankEnd
+from pytest_distcompat.profiles import left_out
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -39,12 +41,22 @@ CELLS = [f"{strategy}-{precision}-w2" for strategy in ("ddp", "fsdp2") for preci
 TORCH, ACCELERATE = DRIVERS.get("torch"), DRIVERS.get("accelerate")
 
 
+def chosen(concerned: Concerned, driver: type[Driver], cells: list[str]) -> list[str]:
+    """The items that the default profile has in these cells."""
+    applicable = {Cell.parse(cell): concerned(driver, cell) for cell in cells}
+    repeated = left_out("default", applicable)
+    return [
+        f"{cell}:{check}" for cell, checks in applicable.items() for check in checks if (cell, check) not in repeated
+    ]
+
+
 def test_one_item_for_each_check_in_each_cell_that_it_is_about(pytester: pytest.Pytester, concerned: Concerned) -> None:
     pytester.makepyfile(SUITE)
     assert "units" in set(concerned(TORCH, "fsdp2-fp32-w2")) - set(concerned(TORCH, "ddp-fp32-w2"))
-    assert collect(pytester, "--strict-markers") == [
-        f"TestX::test[{cell}:{check}]" for cell in CELLS for check in concerned(TORCH, cell)
-    ]
+    expected = chosen(concerned, TORCH, CELLS)
+    assert collect(pytester, "--strict-markers") == [f"TestX::test[{item}]" for item in expected]
+    # The default profile does not reshard once more in bfloat16.
+    assert [item for item in expected if item.endswith(":reshard")] == ["ddp-fp32-w2:reshard", "fsdp2-fp32-w2:reshard"]
 
 
 def test_a_cell_that_cannot_be_run_is_one_item(pytester: pytest.Pytester) -> None:
@@ -168,7 +180,7 @@ def test_a_misspelt_driver_is_no_base_class(pytester: pytest.Pytester) -> None:
 def test_a_suite_has_attributes_of_its_own(pytester: pytest.Pytester, concerned: Concerned) -> None:
     own = "expected = {'loss': 2.0}\n    drivers = 3\n    options = {'a': 1}\n    matrix_of = ('names',)\n    def expects(self): pass"
     pytester.makepyfile(f"{SUITE}\n    {own}")
-    assert len(collect(pytester)) == sum(len(concerned(TORCH, cell)) for cell in CELLS)
+    assert len(collect(pytester)) == len(chosen(concerned, TORCH, CELLS))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +249,7 @@ def test_options_narrow_what_runs(pytester: pytest.Pytester, concerned: Concerne
     pytester.makepyfile(SUITE + "\nclass TestY(TestX):\n    driver = 'accelerate'\n")
 
     def items_of(cells: list[str], *drivers: type[Driver]) -> int:
-        return sum(len(concerned(driver, cell)) for driver in drivers for cell in cells)
+        return sum(len(chosen(concerned, driver, cells)) for driver in drivers)
 
     ddp, fsdp2 = CELLS[:2], CELLS[2:]
     assert len(collect(pytester)) == items_of(CELLS, TORCH, ACCELERATE)
@@ -253,7 +265,7 @@ def test_options_narrow_what_runs(pytester: pytest.Pytester, concerned: Concerne
 def test_narrowing_does_not_make_an_expectation_cover_no_cell(pytester: pytest.Pytester, concerned: Concerned) -> None:
     pytester.makepyfile(SUITE + "    expect = (fails('names', strategy='fsdp2', reason='x'),)\n")
     left = collect(pytester, "--distcompat-strategies=ddp")
-    assert len(left) == sum(len(concerned(TORCH, cell)) for cell in CELLS[:2])
+    assert len(left) == len(chosen(concerned, TORCH, CELLS[:2]))
     assert len(collect(pytester, "--distcompat-drivers=accelerate")) == 1
 
 
@@ -359,3 +371,14 @@ def test_a_missing_package_is_a_reason(
 )
 def test_cells_that_support_reduce_dtype(driver: str, cell: str, reason: str) -> None:
     assert DRIVERS.get(driver).unsupported_reason(Cell.parse(cell), "cpu") == (reason or None)
+
+
+def test_the_reproduce_command_selects_the_cells_that_decide_where_a_check_runs(
+    pytester: pytest.Pytester, ranks: FakeRanks
+) -> None:
+    pytester.makepyfile(SUITE)
+    narrowed = "--distcompat-precisions=bf16_mixed"
+    pytester.runpytest_inprocess(narrowed, "-k", "ddp and reshard", "--distcompat-report=report.json")
+    (result,) = json.loads((pytester.path / "report.json").read_text())["results"]
+    assert result["cell"] == "ddp-bf16_mixed-w2"
+    assert narrowed in result["reproduce"]

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from pytest_distcompat.probe.gradients import read_gradients
-from pytest_distcompat.probe.layouts import layout_of
+from pytest_distcompat.probe.layouts import Cut, layout_of
 from pytest_distcompat.probe.live import read_model
 from pytest_distcompat.probe.optimizer import read_optimizer
 from pytest_distcompat.probe.tensors import digest, local_of
@@ -79,6 +79,20 @@ def test_the_parts_of_each_copy_add_up(shape: tuple[int, ...], sizes: tuple[int,
         assert len(group) == math.prod(
             size for size, placement in zip(sizes, placements, strict=True) if placement.is_shard()
         )
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_where_parts_of_autotp_start_in_the_whole(dim: int) -> None:
+    """Parts of unlike sizes, whole and in the pieces that ZeRO's flat partitions make of them."""
+    whole = torch.arange(4 * 5 * 6).view(4, 5, 6)
+    for coordinate, (first, size) in enumerate(((0, 3), (3, whole.shape[dim] - 3))):
+        cut, part = Cut((4, 5, 6), dim, first, size, (2, 3), coordinate), whole.narrow(dim, first, size).flatten()
+        for start, numel in ((0, None), (0, 7), (7, len(part) - 7), (len(part) - 1, 1)):
+            starts, piece = cut.starts(start, numel), part[start:][:numel]
+            assert starts is not None
+            run = len(piece) // len(starts)
+            assert (starts[:, None] + torch.arange(run)).flatten().tolist() == piece.tolist()
+        assert cut.starts(5, 0) is None
 
 
 def test_what_a_layout_says() -> None:

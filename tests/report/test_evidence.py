@@ -265,6 +265,25 @@ def test_ranks_that_the_parameters_do_not_tell_apart() -> None:
     assert mesh_of("fsdp2-fp32-w2-tp_2") is None
 
 
+def test_the_mesh_has_the_stages_of_a_pipeline() -> None:
+    """A tensor is on the ranks of its stage alone, and a tied one on those of two."""
+    held: list[dict[str, Layout]] = []
+    for rank in range(4):
+        dims = MeshDim("pp", 2, rank // 2, "Stage"), MeshDim("dp_shard", 2, rank % 2, "Shard(0)")
+        held.append({"tied": Layout(dims), f"layers.{rank // 2}.up": Layout(dims)})
+    both, first, last = (
+        ["0:4, :", "4:8, :"] * 2,
+        ["0:4, :", "4:8, :", "none", "none"],
+        ["none", "none", "0:4, :", "4:8, :"],
+    )
+    expected = [(["tied"], both), (["layers.1.up"], last), (["layers.0.up"], first)]
+    found = mesh_of("fsdp2-fp32-w4-pp_2", *held)
+    assert found["dims"] == [{"name": "pp", "size": 2}, {"name": "dp_shard", "size": 2}]
+    assert found["ranks"] == [{"rank": rank, "at": [rank // 2, rank % 2]} for rank in range(4)]
+    assert [(one["names"], one["parts"]) for one in found["layouts"]] == expected
+    assert {one["placement"] for one in found["layouts"]} == {"pp=Stage, dp_shard=Shard(0)"}
+
+
 def test_a_mesh_of_one_dimension_is_not_drawn() -> None:
     shard = [Layout((MeshDim("dp_shard", 2, rank, "Shard(0)"), MeshDim("tp", 1, 0, "Shard(0)"))) for rank in range(2)]
     assert mesh_of("fsdp2-fp32-w2", *({"a": one} for one in shard)) is None

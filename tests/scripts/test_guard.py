@@ -92,12 +92,12 @@ DOORS = {
     "observe.__call__",
     "observe.__torch_dispatch__",
     "instrumentation.init_process_group",
+    "instrumentation.on_step_begin",
+    "instrumentation.on_train_end",
     "hosted_rank.excepthook",
     "hosted_rank.exit_",
     "recorder.hook",
     "sitecustomize.find_spec",
-    "trainer_instrumentation.on_step_begin",
-    "trainer_instrumentation.on_train_end",
 }
 
 

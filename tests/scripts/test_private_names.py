@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_distcompat.scripts import trainer_instrumentation
+from pytest_distcompat.scripts import instrumentation
 
 
 def test_trainer_still_writes_its_checkpoints_in_one_method() -> None:
     transformers = pytest.importorskip("transformers")
-    assert callable(getattr(transformers.Trainer, trainer_instrumentation.SAVE, None)), (
-        "scripts/trainer_instrumentation.py: SAVE"
-    )
+    assert callable(getattr(transformers.Trainer, instrumentation.SAVE, None)), "scripts/instrumentation.py: SAVE"
 
 
 def test_accelerate_still_has_one_state_for_all() -> None:

@@ -37,7 +37,7 @@ class Twin:
 
     ``match`` is what the check must say. ``also`` names the other checks that the same defect rightly concerns, with
     what they must say; every check that is not named must stay silent. ``sound`` is the driver that passes the check
-    in the same cell.
+    in the same cell. A ``daily`` one is no nightly test though another twin of its check comes first.
     """
 
     driver: str
@@ -46,6 +46,7 @@ class Twin:
     match: str
     also: Mapping[str, str]
     sound: str
+    daily: bool = False
 
     @property
     def id(self) -> str:
@@ -58,7 +59,12 @@ TWINS: list[Twin] = []
 
 
 def twin(
-    check: str, *cells: str, match: str, also: Mapping[str, str] | None = None, sound: str = ""
+    check: str,
+    *cells: str,
+    match: str,
+    also: Mapping[str, str] | None = None,
+    sound: str = "",
+    daily: bool = False,
 ) -> Callable[[AnyDriver], AnyDriver]:
     """Declare the driver below as the wrong twin of ``sound`` (the built-in driver it derives from)."""
 
@@ -66,7 +72,7 @@ def twin(
         name = name_of(driver)
         names = [str(base.__dict__.get("name")) for base in driver.__mro__]
         base = sound or next(name for name in names if name in DRIVERS.names())
-        TWINS.extend(Twin(name, check, Cell.parse(cell), match, also or {}, base) for cell in cells)
+        TWINS.extend(Twin(name, check, Cell.parse(cell), match, also or {}, base, daily) for cell in cells)
         return driver
 
     return declare

@@ -7,11 +7,16 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.strategies import _context, _tensor
 
 from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin
+from .twins_deepspeed import DeepSpeed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     import torch
     from torch.nn import Module
 
@@ -258,3 +263,96 @@ class ExpertsTimesEp(Torch):
         wrapped.experts.set_gradient_divide_factor(cell.dp_size / cell.ep)
         found: Module = wrapped
         return found
+
+
+#: Every rank has whole gradients and state, of the rows of its peers.
+PEERS_OF_NOTHING = {
+    "observers": "consolidated_16bit_state_dict is only applicable",
+    "optimizer": r"expected each one 2 times",
+    "memory": r"^all ranks together keep",
+}
+AUTOTP, AUTOTP_RECOMPUTED = "zero1-fp32-w4-tp_2", "zero2-fp32-w2-activation_checkpointing-tp_2"
+
+
+@twin(
+    "active", AUTOTP, match=r"^rank 0: layers are whole on each rank; expected 2 parts of tensor", also=PEERS_OF_NOTHING
+)
+class NoAutoTp(DeepSpeed):
+    """``tensor_parallel`` got lost on its way into the JSON: all ranks are data parallel, and hold everything."""
+
+    def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+        return super().settings(precision, cell.without("tp"))
+
+
+@twin("parity", AUTOTP_RECOMPUTED, match=r"^step 1: the loss is ", also={**DRIFT, **GRADIENTS, **CLIPPING}, daily=True)
+class CollectivesOfRecomputedLayersDropped(DeepSpeedDriver):
+    """Sums of recomputed layers stay on the ranks that made them: https://github.com/deepspeedai/DeepSpeed/issues/8357."""
+
+    def build(self, model: Module) -> None:
+        super().build(model)
+        for module in self.wrap_spec.block_modules(self.model):
+            for layer in module.modules():
+                layer.mp_group = None  # type: ignore[assignment]
+
+
+@twin(
+    "data",
+    AUTOTP,
+    match=r"^ranks 0 and 1 are fed different batches in step 2; expected the same",
+    also={**DRIFT, **PARITY, **GRADIENTS, **CLIPPING, "resume": "loss 1 after the load is"},
+)
+class PeersFedOtherRowsLater(DeepSpeedDriver):
+    """Peers are fed the same rows in the first step of a process alone, the one in which DeepSpeed looks."""
+
+    looked = False
+
+    def batches(self, number: int) -> Iterator[tuple[Batch, bool]]:
+        for index, (batch, last) in zip(self.micros(number), super().batches(number), strict=True):
+            yield self.batch_of(index, self.world.rank) if self.looked else batch, last
+        self.looked = True
+
+
+@twin("resume", AUTOTP, match=r"^rank 1: parameter 'module\.lm_head\.weight' and \d+ others: other values after")
+class PartsOfTheFirstRankLoaded(DeepSpeedDriver):
+    """Each rank of tensor parallelism loads the parts of the first one."""
+
+    def load(self, directory: Path) -> None:
+        self.model.checkpoint_mp_rank = 0
+        super().load(directory)
+
+
+ULYSSES = "zero2-fp32-w4-cp_2"
+
+
+@twin("parity", ULYSSES, match=r"^step 1: .*the gradient norm is 2\.5\d*; 1\.2\d* in the reference")
+class GradientsTimesSequenceParallelSize(DeepSpeedDriver):
+    """The tutorial's loss, as it stands, under ZeRO-2: https://github.com/deepspeedai/DeepSpeed/issues/5248."""
+
+    backward_divisor = 1
+
+
+@twin(
+    "parity", ULYSSES, match=r"^step 1: .*the loss is .* in the reference", also={**GRADIENTS, **CLIPPING}, daily=True
+)
+class MeansOfPartsAveraged(DeepSpeedDriver):
+    """Parts of a sequence count alike, however many tokens of each are trained on."""
+
+    def micro_loss(self, batch: Batch) -> Any:
+        from deepspeed.utils import groups
+        from torch import distributed
+        from torch.nn import functional
+
+        sound = functional.cross_entropy
+
+        def mean(logits: Any, labels: Any, **_: Any) -> Any:
+            count = (labels != -100).sum()
+            whole = count.clone()
+            distributed.all_reduce(whole, group=groups._get_sequence_parallel_group())
+            return sound(logits, labels) * whole / self.cell.cp if count else logits.sum() * 0
+
+        there: Any = functional
+        there.cross_entropy = mean
+        try:
+            return super().micro_loss(batch)
+        finally:
+            there.cross_entropy = sound

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch import ask_nvml, preload
+from pytest_distcompat.launch import preload
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("torch.utils._triton")
@@ -31,16 +31,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "has_triton_package", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", touch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", torch.cuda.get_device_capability)
-    monkeypatch.setattr(ask_nvml, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(preload, "compute_capability", lambda: (9, 0))
 
 
 def test_nvml_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask_nvml.instead_of_cuda()
+    preload.ask_nvml_instead_of_cuda()
     assert torch.cuda.get_device_capability() == (9, 0)
     assert triton.has_triton() is True
-    monkeypatch.setattr(ask_nvml, "compute_capability", lambda: (6, 1))
+    monkeypatch.setattr(preload, "compute_capability", lambda: (6, 1))
     assert triton.has_triton() is False
-    monkeypatch.setattr(ask_nvml, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(preload, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(triton, "has_triton_package", lambda: False)
     assert triton.has_triton() is False
 
@@ -48,8 +48,8 @@ def test_nvml_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("question", ["a GPU that NVML does not know", "another GPU"])
 def test_torch_answers_the_rest(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if question != "another GPU":
-        monkeypatch.setattr(ask_nvml, "compute_capability", lambda: None)
-    ask_nvml.instead_of_cuda()
+        monkeypatch.setattr(preload, "compute_capability", lambda: None)
+    preload.ask_nvml_instead_of_cuda()
     with pytest.raises(AssertionError, match="initialises CUDA"):
         torch.cuda.get_device_capability(*([1] if question == "another GPU" else []))
 
@@ -57,8 +57,8 @@ def test_torch_answers_the_rest(question: str, monkeypatch: pytest.MonkeyPatch) 
 def test_torch_answers_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(ask_nvml, "compute_capability", lambda: (6, 0))
-    ask_nvml.instead_of_cuda()
+    monkeypatch.setattr(preload, "compute_capability", lambda: (6, 0))
+    preload.ask_nvml_instead_of_cuda()
     assert triton.has_triton() is True
 
 
@@ -70,8 +70,8 @@ def test_fork_servers_for_gpus_ask_nvml(
         "import torch\nfrom torch.utils._triton import has_triton\nfound = [torch.cuda.get_device_capability(), has_triton()]\n"
     )
     # Nothing else is imported here, and this process's objects are not frozen.
-    monkeypatch.setattr(preload, "_MODULES_OF_EVERY_RANK", ())
-    monkeypatch.setattr(preload, "_settle", lambda device: None)
+    monkeypatch.setattr(preload, "MODULES_OF_EVERY_RANK", ())
+    monkeypatch.setattr(preload, "settle", lambda device: None)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     warmth = {"path": list(sys.path), "modules": ["asks_at_import"], "device": device}
     try:

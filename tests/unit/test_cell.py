@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ NAMES = ", ".join(map(repr, OPTIONS["model"].values))
         (Cell("ddp", "fp32"), "ddp-fp32-w2"),
         (Cell.of("fsdp2", "bf16_mixed", compile=True), "fsdp2-bf16_mixed-w2-compile"),
         (Cell.of("zero3", "fp32", 4, model="mlp"), "zero3-fp32-w4-model_mlp"),
+        (Cell("fsdp2", "fp32", 4, (("compile", True),), nodes=2), "fsdp2-fp32-w4-n2-compile"),
         # In the order of OPTIONS, whatever the order given.
         (
             Cell.of("fsdp1", "fp32", 2, cpu_offload=True, state_dict="full", model="llama_tied"),
@@ -62,6 +64,7 @@ def test_facets_are_strategy_precision_world_size_and_options() -> None:
         ("fsdp2-fp32-2", "'fsdp2-fp32-2' is no cell id"),
         ("fsdp2-fp32-wx", "'fsdp2-fp32-wx' is no cell id"),
         ("fsdp2-fp32-w0", "world_size must be at least 1, got 0"),
+        ("fsdp2-fp32-w2-n0", "nodes must be at least 1, got 0"),
         (
             "fsdp2-fp32-w2-fast",
             "cell id 'fsdp2-fp32-w2-fast': unknown part 'fast'. Known: model_llama, model_llama_tied, model_mlp,",
@@ -171,6 +174,10 @@ def ids(matrix: Matrix) -> list[str]:
             Matrix(strategies=("ddp",), extra=(Cell("zero3", "fp32", 4), Cell("ddp", "fp32"))),
             ["ddp-fp32-w2", "zero3-fp32-w4"],
         ),
+        (
+            Matrix(("ddp",), world_sizes=(4,), nodes=2, extra=(Matrix(("fsdp2",), nodes=1), Cell("zero1", "fp32"))),
+            ["ddp-fp32-w4-n2", "fsdp2-fp32-w2", "zero1-fp32-w2-n2"],
+        ),
         # Two ways to say one cell.
         (Matrix(strategies=("ddp",), options=({}, {"model": "llama"})), ["ddp-fp32-w2"]),
     ],
@@ -198,6 +205,18 @@ def test_a_value_that_is_no_tuple_is_refused(name: str, value: Any) -> None:
     with pytest.raises(TypeError) as caught:
         Matrix(**{name: value})
     assert str(caught.value) == f"Matrix({name}=...) takes a tuple, got {value!r}"
+
+
+@pytest.mark.parametrize("nodes", [0, "2", True])
+def test_nodes_that_are_no_number_are_refused(nodes: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"Matrix(nodes={nodes!r}): expected a whole number of at least 1")):
+        Matrix(nodes=nodes)
+
+
+def test_ranks_that_nodes_do_not_divide() -> None:
+    assert Cell("ddp", "fp32", 4, nodes=2).uneven is None
+    assert Cell("ddp", "fp32", 3, nodes=2).uneven == "3 ranks cannot be spread evenly over 2 nodes"
+    assert Cell("ddp", "fp32", 1, nodes=2).uneven == "1 rank cannot be spread evenly over 2 nodes"
 
 
 def test_a_matrix_beside_the_product_takes_the_runs_world_size_too() -> None:

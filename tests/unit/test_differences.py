@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.launch.differences import described, signal_names
+from pytest_distcompat.launch.process_state import described
 
 THREAD = threading.Thread(name="poller")
 
@@ -35,5 +35,5 @@ def test_changes_between_two_states_are_named(was: Any, now: Any, message: str) 
 
 
 def test_items_that_have_names_by_their_place() -> None:
-    names = signal_names([signal.SIGUSR1, signal.SIGTERM])
+    names = [signal.SIGUSR1.name, signal.SIGTERM.name]
     assert described("signal handlers", [0, 0], [1, 0], names) == "signal handlers (SIGUSR1)"

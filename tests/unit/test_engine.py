@@ -95,3 +95,8 @@ def test_a_driver_on_real_ranks(tmp_path: Path) -> None:
     found = check_driver(TorchDriver, [cell], ["active", "names"], expect=[wrong], device="cpu", store=tmp_path)
     assert [(one.check, one.status) for one in found] == [("active", "passed"), ("names", "fixed?")]
     assert list(tmp_path.glob("*/run.json"))
+
+
+def test_a_cell_over_several_nodes_is_refused() -> None:
+    with pytest.raises(UsageProblem, match="cell ddp-fp32-w2-n2: only pytest runs cells over several nodes"):
+        check_driver("torch", "ddp-fp32-w2-n2", ["names"], device="cpu")

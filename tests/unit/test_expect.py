@@ -143,3 +143,11 @@ def test_a_declaration_holds_to_the_end_of_its_last_day(
 def test_a_wrong_day_says_what_is_right(until: str) -> None:
     with pytest.raises(UsageProblem, match=rf"refuses\('\*'\): until={until!r}; expected a day, as '2026-12-01'"):
         refuses(match="no", until=until)
+
+
+def test_an_expectation_for_cells_over_nodes() -> None:
+    bug = fails("names", nodes=2, reason="org/repo#1")
+    assert bug.covers(Cell("ddp", "fp32", 4, nodes=2), "names")
+    assert not bug.covers(Cell("ddp", "fp32", 4), "names")
+    with pytest.raises(UsageProblem, match="nodes takes a number or a tuple of them, got '2'"):
+        fails("names", nodes="2", reason="org/repo#1")

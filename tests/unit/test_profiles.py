@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from pytest_distcompat import suite
-from pytest_distcompat.cell import Cell, Matrix
+from pytest_distcompat.cell import FACETS, Cell, Matrix
+from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.precisions import PRECISIONS
@@ -66,8 +67,25 @@ def test_smoke_runs_a_costly_check_in_one_cell_with_a_reason_in_the_others() -> 
     ddp, fsdp2, zero3 = (Cell(strategy, "fp32") for strategy in ("ddp", "fsdp2", "zero3"))
     checks = {ddp: ["names", "reshard"], fsdp2: ["names", "reshard"], zero3: ["names"]}
     message = "the smoke profile runs it in fsdp2-fp32-w2 only"
-    assert left_out("smoke", checks, ["reshard", "paths"]) == {(ddp, "reshard"): message}
-    assert not left_out("default", checks, ["reshard", "paths"])
+    assert left_out("smoke", checks) == {(ddp, "reshard"): message}
+    assert not left_out("default", checks)
+
+
+def test_default_runs_a_check_once_in_cells_alike_in_all_that_it_depends_on() -> None:
+    plain, lower = Cell("fsdp2", "fp32"), Cell("fsdp2", "bf16_mixed")
+    recomputed, full = (
+        Cell.of("fsdp2", "fp32", activation_checkpointing=True),
+        Cell.of("fsdp2", "fp32", state_dict="full"),
+    )
+    larger, other = Cell("fsdp2", "fp32", 4), Cell("fsdp1", "fp32")
+    cells_of = {cell: ["names", "resume", "reshard"] for cell in (plain, lower, recomputed, full, larger, other)}
+    left = left_out("default", cells_of)
+    assert set(left) == {*((one, "reshard") for one in (lower, recomputed, larger)), (recomputed, "resume")}
+    assert left[recomputed, "resume"].startswith("the default profile runs it in fsdp2-fp32-w2, ")
+    # What a check depends on are facets, and where none stands for it, it runs.
+    assert not left_out("default", {recomputed: ["resume"]})
+    assert not left_out("full", cells_of)
+    assert all(check.depends_on <= {*FACETS} for check in CHECKS.by_name.values() if check.depends_on is not None)
 
 
 def test_full_has_every_option_by_itself(driver: type[Driver]) -> None:
@@ -137,5 +155,5 @@ def test_a_built_in_suite_has_its_slice_of_the_sweep_with_what_one_training_show
         assert tuple(found) == SLICE.get(kind.driver, ())
         assert not [reason for cell in found.values() if (reason := driver.unsupported_reason(cell, "cpu"))]
     cell = Cell.parse(SLICE["deepspeed"][0])
-    left = left_out("default", {cell: ["gradients", "resume"], Cell("zero2", "fp32"): ["resume"]}, ())
+    left = left_out("default", {cell: ["gradients", "resume"], Cell("zero2", "fp32"): ["resume"]})
     assert list(left) == [(cell, "resume")]

@@ -7,7 +7,7 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.scenario import EXPORT, PARITY, REFERENCE_RUN, RESUME, TRAIN, Run, Scenario
+from pytest_distcompat.scenario import EXPORT, PARITY, REFERENCE_RUN, RESUME, TRAIN, Run, Scenario, reshard
 
 CELL = Cell.parse("fsdp2-fp32-w2")
 
@@ -64,3 +64,9 @@ def test_a_run_runs_in_the_cell_of_its_check_where_it_says_nothing_else() -> Non
     cell = Cell.of("fsdp1", "fp32", 4, state_dict="full")
     assert Run("one", ("build_model",)).cell(cell) == cell
     assert Run("one", ("build_model",), strategy="ddp").cell(cell).id == "ddp-fp32-w4-state_dict_full"
+
+
+def test_a_run_on_one_rank_is_on_one_node() -> None:
+    cell = Cell("ddp", "fp32", 4, nodes=2)
+    nodes = [(run.name, run.cell(cell).world_size, run.cell(cell).nodes) for run in reshard(cell).runs]
+    assert nodes == [("train", 4, 2), ("up", 8, 2), ("back", 4, 2), ("one", 1, 1)]

@@ -278,7 +278,7 @@ def test_rules_add_checks_and_leave_out_those_that_a_setting_is_meant_to_fail(mo
         {"fields": ["*.flag"], "without": ["parity"], "reason": "meant to"},
     ]
     monkeypatch.setattr(rules, "rules", lambda: added)
-    left = left_out("sweep", {CELL: ["names", "resume", "parity", "export"]}, ())
+    left = left_out("sweep", {CELL: ["names", "resume", "parity", "export"]})
     assert {check: reason for (_, check), reason in left.items()}.keys() == {"parity", "export"}
     assert left[CELL, "parity"] == "meant to"
 

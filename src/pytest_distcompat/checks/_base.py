@@ -46,9 +46,19 @@ CHECKPOINT_OPTIONS = frozenset(
         "sp",
         "cp",
         "ep",
+        "pp",
+        "pp_schedule",
         "optimizer",
     }
 )
+
+#: What a load restores depends on, and an export.
+RESUMED = CHECKPOINT_OPTIONS | {
+    *("precision", "world_size", "compile", "grad_accum", "grad_accum_dtype", "async_save", "ignored_modules")
+}
+EXPORTED = CHECKPOINT_OPTIONS | {"precision", "world_size", "compile", "activation_checkpointing", "grad_accum_dtype"}
+#: What the parts of a checkpoint depend on, which another number of ranks or another strategy must find by name.
+RESHARDED = frozenset({"model", "state_dict", "use_orig_params", "tp", "sp", "cp", "ep"})
 
 
 def _applies_to_all(cell: Cell, driver: type[Driver]) -> str | None:
@@ -71,6 +81,8 @@ class Check:
         limit: Name of the limit that the user must set for anything to be asserted: ``--distcompat-<limit>``.
         raises: Runs that must end in an exception: there a crash or a hang is the verdict, whenever it came.
         costly: Whether it takes several runs that no other check reads.
+        depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the strategy; None: all. The
+            default profile runs the check in one cell of those that are alike in them.
     """
 
     name: str
@@ -82,6 +94,7 @@ class Check:
     limit: str = ""
     raises: tuple[str, ...] = ()
     costly: bool = False
+    depends_on: frozenset[str] | None = None
 
     def runs(self, cell: Cell, driver: type[Driver]) -> Scenario:
         """Return the runs that the claim reads in that cell."""
@@ -110,11 +123,23 @@ def check(
     limit: str = "",
     raises: tuple[str, ...] = (),
     costly: bool = False,
+    depends_on: frozenset[str] | None = None,
 ) -> Callable[[Claim], Check]:
     """Make a Check of a function: its name becomes the check's name, its docstring states the claim."""
 
     def make(claim: Claim) -> Check:
-        return Check(claim.__name__.rstrip("_"), scenario, until, claim, order, not_applicable, limit, raises, costly)
+        return Check(
+            claim.__name__.rstrip("_"),
+            scenario,
+            until,
+            claim,
+            order,
+            not_applicable,
+            limit,
+            raises,
+            costly,
+            depends_on,
+        )
 
     return make
 
@@ -139,10 +164,10 @@ def pairs(before: tuple[Snapshot, ...], after: tuple[Snapshot, ...]) -> Iterator
 
 
 def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveInfo]:
-    """Yield the collectives that may sum gradients: of several floats, and not between the parts of a layer (activations)."""
-    peers = {*cell.tp_peers(snapshot.rank)}
+    """Yield the collectives that may sum gradients: of several floats, not between parts of a layer (activations) or stages."""
+    peers = [{*ranks} for ranks in (cell.tp_peers(snapshot.rank), cell.pp_peers(snapshot.rank)) if len(ranks) > 1]
     for info in snapshot.collectives:
-        activations = cell.tp > 1 and info.ranks and peers.issuperset(info.ranks)
+        activations = info.ranks and any(ranks.issuperset(info.ranks) for ranks in peers)
         if info.op in REDUCTIONS and info.numel > 1 and "float" in info.dtype and not activations:
             yield info
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import named_ranks
@@ -79,10 +79,14 @@ class Names:
         self.sizes = {info.name: math.prod(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
         self.persistent = {info.name for info in unwrapped.buffers if info.persistent}
         self.known = {*self.sizes, *unwrapped.state_dict}
+        self._found: dict[str, str] = {}
 
     def __call__(self, live: str) -> str:
-        name = self.strategy.canonical(live, self.cell, self.known)
-        return self.tied_to.get(name, name)
+        # Stored: each rank and each key of its state has the same names.
+        if live not in self._found:
+            name = self.strategy.canonical(live, self.cell, self.known)
+            self._found[live] = self.tied_to.get(name, name)
+        return self._found[live]
 
     def numel(self, name: str) -> int | None:
         """Return the number of elements of a parameter or buffer of the unwrapped model; None for an unknown name."""
@@ -154,6 +158,53 @@ def _held(snapshot: Snapshot, names: Names) -> Iterator[tuple[Kind, str, Paramet
                 yield state.key, names(state.owner), state, state.numel
             elif state.key == "step":
                 yield "step", "partitions", state, state.numel
+
+
+def stages_of(run: RunTrace) -> Mapping[int, int]:
+    """Return which stage of a pipeline each rank holds, by its place along the mesh dimension ``pp``; empty for whole models."""
+    built = ((one.rank, one.model.pp_ranks) for one in run.at("build") if one.model)
+    return {rank: ranks.index(rank) for rank, ranks in built if ranks}
+
+
+def by_stage(
+    run: RunTrace, snapshots: tuple[Snapshot, ...]
+) -> Iterator[tuple[tuple[Snapshot, ...], UnwrappedInfo | None]]:
+    """Yield the snapshots of the ranks of each stage, with what these hold of the unwrapped model; once all, if that is all."""
+    stages, unwrapped = stages_of(run), run.unwrapped
+    if not stages or unwrapped is None:
+        yield snapshots, unwrapped
+        return
+    names = Names(run, unwrapped)
+    for stage in sorted({*stages.values()}):
+        held = {
+            names(info.name)
+            for one in run.at("build")
+            if stages.get(one.rank) == stage
+            for info in (*one.parameters, *(one.model.buffers if one.model else ()))
+        }
+        part = replace(
+            unwrapped,
+            parameters=tuple(info for info in unwrapped.parameters if names(info.name) in held),
+            buffers=tuple(info for info in unwrapped.buffers if names(info.name) in held),
+            blocks=tuple(one for one in unwrapped.blocks if any(name.startswith(f"{one}.") for name in held)),
+        )
+        yield tuple(one for one in snapshots if stages.get(one.rank) == stage), part
+
+
+def across_stages(run: RunTrace, groups: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each copy of a model, from the groups that hold one of a stage together."""
+    pipelines = {one.rank: one.model.pp_ranks for one in run.at("build") if one.model}
+    copies = {
+        tuple(sorted({*group, *(peer for rank in group for peer in pipelines.get(rank, ()))})) for group in groups
+    }
+    return tuple(sorted(copies))
+
+
+def named_stage(run: RunTrace, ranks: Sequence[int]) -> str:
+    """Return the words for some ranks in a finding, and which stage of a pipeline they hold if they hold one."""
+    stages = {stage for rank in ranks if (stage := stages_of(run).get(rank)) is not None}
+    words = named_ranks(ranks, run.world_size)
+    return f"{words} (stage {stages.pop()})" if len(stages) == 1 else words
 
 
 def cut_along(info: ParameterInfo, name: str) -> bool:
@@ -283,8 +334,9 @@ def flat_parameters(snapshots: tuple[Snapshot, ...]) -> bool:
 def unused(run: RunTrace) -> frozenset[str]:
     """Return the live names of parameters that nothing updates: empty ones, and those that autograd never reached."""
     # As BERT's pooler in three steps: they are trainable, an optimizer that steps holds them, and no rank has a gradient. If
-    # all are so, gradients were lost: then it is of none.
+    # all of a model, or of a stage, are so, gradients were lost: then it is of none.
     gradients: dict[str, set[bool]] = defaultdict(set)
+    stages, of_stage = stages_of(run), defaultdict[int, set[str]](set)
     empty, held = set[str](), set[str]()
     for snapshot in (one for nth in range(3) for one in run.at("step", nth)):
         if snapshot.steps and snapshot.optimizer and snapshot.model:
@@ -295,9 +347,10 @@ def unused(run: RunTrace) -> frozenset[str]:
             for info in snapshot.model.parameters:
                 # A rank that holds no element of it may have no gradient either. DeepSpeed's optimizers hold partitions (None).
                 if info.held != 0 and info.local_numel:
+                    of_stage[stages.get(snapshot.rank, 0)].add(info.name)
                     gradients[info.name].add(info.name not in without or not info.trainable)
-    found = frozenset(name for name, had in gradients.items() if had == {False})
-    return frozenset(empty - held) | (found if len(found) < len(gradients) else frozenset())
+    found = {name for name, had in gradients.items() if had == {False}}
+    return frozenset(empty - held) | frozenset(found.difference(*(all_ for all_ in of_stage.values() if all_ <= found)))
 
 
 def step_counts(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:

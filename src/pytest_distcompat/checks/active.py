@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested
-from pytest_distcompat.checks._values import cut_along, held_states, unused
+from pytest_distcompat.checks._values import Names, by_stage, cut_along, held_states, stages_of, unused
 from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
@@ -39,19 +39,21 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _wrapped(strategy, snapshot.rank, snapshot.model, _left_out(strategy, cell, run))
         yield from _worlds(cell, snapshot.rank, snapshot.model)
         yield from _tensor_parallel(cell, run.unwrapped, snapshot)
-    yield from _shards(strategy, cell, run)
+        yield from _pipelined(cell, run.unwrapped, snapshot.rank, snapshot.model)
+    for here, part in by_stage(run, built):
+        if part is run.unwrapped or any(one.parameters for one in here):
+            yield from _shards(strategy, cell, run, here, part)
     trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
-    if cell.world_size > cell.tp:
-        live, without = trained[0].model.parameters if trained and trained[0].model else (), unused(run)
-        trainable = trained_elements(run.unwrapped)
-        trainable -= sum(math.prod(info.shape) for info in live if info.name in without)
-        for snapshot in trained:
+    for here, part in by_stage(run, trained) if cell.world_size > cell.tp * cell.pp else ():
+        live, without = here[0].parameters if here else (), unused(run)
+        trainable = trained_elements(part) - sum(math.prod(info.shape) for info in live if info.name in without)
+        for snapshot in here:
             yield from _reduced(cell, snapshot, trainable // cell.tp)
     for snapshot in trained:
         yield from _sequence_cut(cell, snapshot)
         yield from _attends(cell, snapshot)
-    yield from _same_everywhere(trained)
+    yield from _same_everywhere(run, trained)
 
 
 def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], bool]:
@@ -77,7 +79,7 @@ def _wrapped(strategy: Strategy, rank: int, model: ModelInfo, left_out: Callable
         for info in model.parameters
         if info.kind not in {strategy.kind, "FlatParameter"} and not left_out(info.name)
     ]
-    if wrong or not model.parameters:
+    if wrong or not (model.parameters or model.pp_ranks):
         first = wrong[0] if wrong else None
         example = f"{first.name!r} is a {first.kind}" if first else "there is none"
         total = len(model.parameters)
@@ -95,6 +97,18 @@ def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snap
             found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
             expected = f"expected {wanted} parts of {kind} parallelism, along a mesh dimension named {name!r}"
             yield f"rank {snapshot.rank}: {what} are {found}; {expected}"
+
+
+def _pipelined(cell: Cell, unwrapped: UnwrappedInfo | None, rank: int, model: ModelInfo) -> Iterator[str]:
+    """Yield a finding unless the model was cut into stages for as many ranks as were asked for."""
+    if not requested(cell, unwrapped, "pp"):
+        return
+    expected = f"expected the layers of some of the stages on each of {cell.pp} ranks (pp {cell.pp})"
+    if (found := len(model.pp_ranks) or 1) != cell.pp:
+        yield f"rank {rank}: the model is on {found} rank{'s' * (found > 1)} of a pipeline; {expected}"
+    elif cell.pp > 1 and unwrapped and not 0 < len(model.parameters) < len(unwrapped.parameters):
+        share = f"all {len(model.parameters)}" if model.parameters else "no"
+        yield f"rank {rank}: the model has {share} parameters; {expected}"
 
 
 def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
@@ -130,9 +144,11 @@ def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
         yield f"rank {rank}: the trainer believes in {model.trainer_world_size} ranks; expected {cell.world_size}"
 
 
-def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
-    """Yield findings unless the ranks store each parameter once together if sharded, once each if replicated."""
-    built, unwrapped, left_out = run.at("build"), run.unwrapped, _left_out(strategy, cell, run)
+def _shards(
+    strategy: Strategy, cell: Cell, run: RunTrace, built: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None
+) -> Iterator[str]:
+    """Yield findings unless the ranks of a stage store each parameter once together if sharded, once each if replicated."""
+    size, left_out = cell.world_size // cell.pp, _left_out(strategy, cell, run)
     total = sum(math.prod(info.shape) for info in unwrapped.parameters if not left_out(info.name)) if unwrapped else 0
     if not total or unwrapped is None:
         yield "the unwrapped model has no parameters, or was not recorded"
@@ -140,17 +156,19 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
 
     if not strategy.shards:
         held = ((info, len(one.ranks)) for one in built for info in one.parameters if not left_out(info.name))
-        if abs((copies := sum(info.local_numel * ranks for info, ranks in held) / total) - cell.world_size) > 0.01:
-            yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
+        expected, each = size // cell.tp, f"{cell.tp} ranks of tensor parallelism" if cell.tp > 1 else "rank"
+        if abs((copies := sum(_part(info, cell.tp) * ranks for info, ranks in held) / total) - expected) > 0.01:
+            where = "all ranks" if cell.pp == 1 else named_ranks([one.rank for one in built], cell.world_size)
+            yield f"{where} together store {copies:.2f} copies of the parameters; expected {expected}, one a {each}"
         return
     groups = _groups(built, left_out, cell.world_size)
-    count = cell.world_size // len(groups[0]) if run.simulated else len(groups)
-    expected, alone = cell.option("dp_replicate"), count == cell.world_size > 1
-    if alone or (requested(cell, unwrapped, "dp_replicate") and count != expected):
+    count = size // len(groups[0]) if run.simulated else len(groups)
+    wanted, alone = cell.option("dp_replicate"), count == size > 1
+    if alone or (requested(cell, unwrapped, "dp_replicate") and count != wanted):
         found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in groups)
         more = ", of several ranks" if alone else ""
-        yield f"shards are in {count} copies ({found}); expected {expected}{more}"
-    for ranks in groups if cell.world_size > 1 else ():
+        yield f"shards are in {count} copies ({found}); expected {wanted}{more}"
+    for ranks in groups if size > 1 else ():
         parts = [(one, own) for one in built if (own := {*one.ranks}.intersection(ranks))]
         stored = [(info, len(own)) for one, own in parts for info in one.parameters if not left_out(info.name)]
         # What tensor parallelism has not cut, each of its ranks has.
@@ -220,9 +238,11 @@ def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:
         )
 
 
-def _same_everywhere(trained: tuple[Snapshot, ...]) -> Iterator[str]:
+def _same_everywhere(run: RunTrace, trained: tuple[Snapshot, ...]) -> Iterator[str]:
     """Yield a finding for each rank that holds something else than the first one with the same part of the same tensor."""
-    for what, held in _replicated(trained):
+    # Tied parameters have different names on different stages.
+    tied = Names(run, run.unwrapped) if stages_of(run) and run.unwrapped else str
+    for what, held in _replicated(trained, tied):
         first: dict[Hashable, tuple[int, Hashable]] = {}
         apart: dict[tuple[int, int], list[str]] = defaultdict(list)
         for rank, name, region, value in held:
@@ -230,18 +250,22 @@ def _same_everywhere(trained: tuple[Snapshot, ...]) -> Iterator[str]:
             if peer != rank and value != expected:
                 apart[rank, peer].append(name)
         for (rank, peer), names in sorted(apart.items()):
+            here, there = (stages_of(run).get(one) for one in (rank, peer))
+            both = f" (stages {there} and {here} have them, and train them apart)" if here != there else ""
             yield (
                 f"rank {rank}: {len(names)} {what} differ from rank {peer}'s after three steps, "
-                f"first {names[0]!r}; replicas must stay equal"
+                f"first {names[0]!r}{both}; replicas must stay equal"
             )
         if apart:
             return  # what is made from them differs too
 
 
-def _replicated(trained: tuple[Snapshot, ...]) -> Iterator[tuple[str, Iterator[tuple[int, str, Hashable, Hashable]]]]:
+def _replicated(
+    trained: tuple[Snapshot, ...], named: Callable[[str], str]
+) -> Iterator[tuple[str, Iterator[tuple[int, str, Hashable, Hashable]]]]:
     """Yield each kind of tensor, with (rank, name, region, value) of what each rank holds."""
     infos = ((one.rank, info) for one in trained for info in one.parameters)
-    yield "parameters", ((rank, info.name, info.layout.region, info.digest) for rank, info in infos)
+    yield "parameters", ((rank, named(info.name), info.layout.region, info.digest) for rank, info in infos)
     # Flat partitions have no names; ``masters`` are their parts.
     states = (
         (one.rank, state)
@@ -252,12 +276,12 @@ def _replicated(trained: tuple[Snapshot, ...]) -> Iterator[tuple[str, Iterator[t
     )
     yield (
         "tensors of the optimizer's state",
-        ((rank, f"{one.key} of {one.owner}", one.layout.region, one.digest) for rank, one in states),
+        ((rank, f"{one.key} of {named(one.owner)}", one.layout.region, one.digest) for rank, one in states),
     )
     yield (
         "gradients",
         (
-            (one.rank, info.name, (nth, info.layout.region), info.square)
+            (one.rank, named(info.name), (nth, info.layout.region), info.square)
             for one in trained
             for nth, step in enumerate(one.steps)
             for info in step.gradients

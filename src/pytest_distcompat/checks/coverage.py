@@ -20,7 +20,8 @@ Batches = Sequence[Sequence[int]]
 
 def tested_once(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why another cell tests what depends on neither strategy nor precision; None if this one does."""
-    cells = (Cell(name, precision, cell.world_size) for precision in PRECISIONS.names() for name in STRATEGIES.names())
+    names = ((name, precision) for precision in PRECISIONS.names() for name in STRATEGIES.names())
+    cells = (Cell(*pair, cell.world_size, nodes=cell.nodes) for pair in names)
     first = next((one for one in cells if not driver.unsupported_reason(one)), cell)
     if cell != first:
         return f"data are loaded alike in all cells, and that is tested in {first.strategy}-{first.precision}"

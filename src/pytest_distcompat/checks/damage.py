@@ -22,6 +22,7 @@ _CORRUPTIONS = {"truncate": "cut in half", "remove": "gone"}
     until=(("truncated", "damage", 0), ("removed", "damage", 0)),
     order=15,
     not_applicable=only_where_it_differs,
+    depends_on=frozenset({"model", "state_dict"}),
     raises=("truncated", "removed"),
 )
 def damage(cell: Cell, trace: Trace) -> Iterator[str]:

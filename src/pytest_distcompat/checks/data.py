@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, pairs
+from pytest_distcompat.checks._base import RESUMED, check, every_rank, pairs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import RESUME
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
@@ -18,13 +18,17 @@ def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=9, not_applicable=_inputs_not_observed
+    scenario=RESUME,
+    until=(("train", "step", 4), ("resume", "step", 1)),
+    order=9,
+    not_applicable=_inputs_not_observed,
+    depends_on=RESUMED,
 )
 def data(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks are fed different batches, and that a resumed run continues in the middle of the epoch.
 
-    torch's random state continues too. Ranks of one tensor-parallel group are fed the same batches; those of one
-    context-parallel group a part each of the same sequences.
+    torch's random state continues too. Ranks of one tensor-parallel group or of one pipeline are fed the same batches;
+    those of one context-parallel group a part each of the same sequences.
 
     If it fails: for equal batches check which world size the trainer assumes. If a load leads to other batches, the
     sampler probably restarts the epoch.
@@ -46,6 +50,8 @@ def data(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _apart(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
+    # The place of a rank's rows among those of all ranks.
+    places = {rank: rank % (cell.world_size // cell.pp) // cell.tp for rank in range(cell.world_size)}
     fed: dict[str, int] = {}
     first: dict[int, Snapshot] = {}
     for snapshot in run.at("step", nth):
@@ -53,15 +59,22 @@ def _apart(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
             yield f"rank {snapshot.rank}: the model was fed nothing in step {nth + 1}"
         elif "" in snapshot.inputs:
             yield f"rank {snapshot.rank}: no tensor was found in the inputs of step {nth + 1}, so ranks cannot be compared"
-        peer = first.setdefault(snapshot.rank // cell.tp, snapshot)
+        peer = first.setdefault(places[snapshot.rank], snapshot)
         if peer.inputs != snapshot.inputs:
             yield (
                 f"ranks {peer.rank} and {snapshot.rank} are fed different batches in step {nth + 1}; "
-                f"expected the same, as they hold parts of the same layers (tp {cell.tp})"
+                f"expected the same, as they hold {_peers(cell, peer.rank, snapshot.rank)}"
             )
         for batch in set(snapshot.inputs) - {""}:
             other = fed.setdefault(batch, snapshot.rank)
-            if other // cell.tp != snapshot.rank // cell.tp:
+            if places[other] != places[snapshot.rank]:
                 alike = cell.dp_rank(other) == cell.dp_rank(snapshot.rank)
                 expected = f"; expected another part of the sequence on each (cp {cell.cp})" if alike else ""
                 yield f"ranks {other} and {snapshot.rank} are fed the same batch in step {nth + 1}{expected}"
+
+
+def _peers(cell: Cell, rank: int, other: int) -> str:
+    """Return what the two ranks share, and why."""
+    if other in cell.tp_peers(rank):
+        return f"parts of the same layers (tp {cell.tp})"
+    return f"stages of the same pipeline (pp {cell.pp})"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, requested
+from pytest_distcompat.checks._values import stages_of
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
@@ -31,6 +32,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     unwrapped, trained = trace.run().unwrapped, trace.run().trained
     yield from every_rank(trained, cell.world_size, "three steps")
     smallest = _smallest_gradient(cell, unwrapped)
+    pipelined = bool(stages_of(trace.run())) and any(one.compute for one in trained)
     for snapshot in trained:
         yield from _stored(row, snapshot)
         if unwrapped and snapshot.model:
@@ -41,10 +43,11 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
             yield from (f"rank {snapshot.rank}: {text}" for text in itertools.chain(*findings))
         # No hook sees inside a compiled graph, and hooks are lost with a layer that is replaced.
         observed = not cell.option("compile") and cell.option("fp8_backend") != "te"
-        # A model without layers that multiply matrices has no products.
-        if observed and not (unwrapped and unwrapped.products == 0):
+        # A model without layers that multiply matrices has no products, nor has a stage of embeddings alone.
+        without = pipelined and not snapshot.compute
+        if observed and not without and not (unwrapped and unwrapped.products == 0):
             yield from _computed(row, snapshot)
-        if cell.world_size > cell.tp:
+        if cell.world_size > cell.tp * cell.pp:
             yield from _reduced(
                 row, cell, snapshot, smallest, dtype_requested=requested(cell, unwrapped, "reduce_dtype")
             )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import EXPORTED, check, every_rank
 from pytest_distcompat.checks._values import adapter_name, compare, exported_weights, flat_parameters, values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
@@ -22,7 +22,13 @@ def _no_export(cell: Cell, driver: type[Driver]) -> str | None:
     return f"the driver has no {missing[0]}()" if missing else None
 
 
-@check(scenario=EXPORT, until=(("train", "files", 1), ("reload", "evaluate", 0)), order=13, not_applicable=_no_export)
+@check(
+    scenario=EXPORT,
+    until=(("train", "files", 1), ("reload", "evaluate", 0)),
+    order=13,
+    not_applicable=_no_export,
+    depends_on=EXPORTED,
+)
 def export(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the exported weights are the trained ones, under the unwrapped model's names.
 

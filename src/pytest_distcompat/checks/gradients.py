@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, named_ranks
-from pytest_distcompat.checks._values import Names
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._values import Names, named_stage, stages_of
 from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs, rounding_of
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import name_patterns
@@ -54,6 +54,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     expected = [_norms_of_one(reference, reference.at("reference", step)) for step in range(COMPARED)]
     rounding = _deviations_of_rounding(trace.runs.get("rounded"), expected)
     tolerance = ROUNDING_FACTOR * max((rounding_of(cell).norm_tolerance, *rounding))
+    numbers, holders = _numbers(cell, train), _holders(train)
     for step in range(COMPARED):
         here = train.at("step", step)
         yield from every_rank(here, cell.world_size, f"step {step + 1}")
@@ -61,11 +62,11 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"step {step + 1}: no gradients to compare with"
             return
         found = [
-            f"step {step + 1}: {named_ranks(ranks, cell.world_size)}: {text}"
+            f"step {step + 1}: {named_stage(train, holders(ranks, names))}: {text}"
             for ranks, norms in _norms(train, here)
             # A live name that is none of the unwrapped model's is a finding of the check ``names``.
             if norms.keys() <= known
-            for text in _differences(cell, norms, expected[step], tolerance)
+            for names, text in _differences(numbers, norms, expected[step], tolerance)
         ]
         yield from found
         if found:
@@ -90,11 +91,34 @@ def _norms(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[tuple[tup
             for rank in set(group) & norms.keys():
                 norms[rank][name] = norm
                 views[rank].append(group)
+    # The stages of a pipeline see one training together.
+    peers = {one.rank: one.model.pp_ranks for one in run.at("build") if one.model}
     ranks: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
     for rank in sorted(norms):
-        ranks[tuple(sorted({*views[rank]})) or ((rank,),)].append(rank)
+        all_views = {view for peer in peers.get(rank) or (rank,) for view in views[peer]}
+        ranks[tuple(sorted(all_views)) or ((rank,),)].append(rank)
     for alike in ranks.values():
-        yield tuple(alike), norms[alike[0]]
+        yield tuple(alike), {name: norm for rank in reversed(alike) for name, norm in norms[rank].items()}
+
+
+def _holders(run: RunTrace) -> Callable[[Sequence[int], Sequence[str]], list[int]]:
+    """Return a function that chooses those of some ranks whose stage has any of some parameters; all of no pipeline."""
+    names = Names(run, run.unwrapped) if run.unwrapped and stages_of(run) else None
+    held = {one.rank: {names(info.name) for info in one.parameters} for one in run.at("build") if names}
+    return lambda ranks, wanted: [rank for rank in ranks if not held.get(rank) or held[rank] & {*wanted}] or [*ranks]
+
+
+def _numbers(cell: Cell, run: RunTrace) -> dict[str, int]:
+    """Return what gradients may be too large or too small by, by name."""
+    # A pipeline splits a batch into more micro-batches than accumulation asks for.
+    micros = (
+        max((len(one.inputs) for one in run.at("step")), default=1) if cell.pp > 1 else int(cell.option("grad_accum"))
+    )
+    numbers = {"the number of ranks": cell.world_size, "micro-batches a step": micros}
+    numbers |= {f"the size of {name}": int(cell.option(name)) for name in ("tp", "cp", "ep", "pp")}
+    if cell.dp_size < cell.world_size:
+        numbers["the number of data-parallel ranks"] = cell.dp_size
+    return {name: number for name, number in numbers.items() if number > 1}
 
 
 def _norms_of_one(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Norms:
@@ -118,10 +142,12 @@ def _unit(norms: Norms) -> float:
     return SMALLEST * math.hypot(*(norm or 0.0 for norm in norms.values()))
 
 
-def _differences(cell: Cell, norms: Norms, expected: Norms, tolerance: float) -> Iterator[str]:
-    """Yield a finding for the parameters that are off by the same ratio."""
+def _differences(
+    numbers: Mapping[str, int], norms: Norms, expected: Norms, tolerance: float
+) -> Iterator[tuple[list[str], str]]:
+    """Yield a finding, with their names, for the parameters that are off by the same ratio."""
     if broken := sorted(name for name, found in norms.items() if found is None):
-        yield f"the gradient of {_listed(broken)} cannot be put together from the ranks' parts"
+        yield broken, f"the gradient of {_listed(broken)} cannot be put together from the ranks' parts"
         return
     unit, ratios, sound = _unit(expected), {}, 0
     for name in expected.keys() | norms.keys():
@@ -147,7 +173,8 @@ def _differences(cell: Cell, norms: Norms, expected: Norms, tolerance: float) ->
         first_here, first_there = (one.get(first) or 0.0 for one in (norms, expected))
         values = f"{first!r} has norm {first_here:.6g}; {first_there:.6g} in the reference"
         everything = f"all {len(names)} parameters" if len(names) == len(expected) else _listed(names)
-        yield f"the gradient of {everything} {_ratio(cell, ratios[first], common)}: {values} ({tolerance:.0e} allowed)"
+        ratio = _ratio(numbers, ratios[first], common)
+        yield names, f"the gradient of {everything} {ratio}: {values} ({tolerance:.0e} allowed)"
 
 
 def _listed(names: list[str]) -> str:
@@ -157,7 +184,7 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(kinds[:LISTED])}{more}"
 
 
-def _ratio(cell: Cell, ratio: float, common: float) -> str:
+def _ratio(factors: Mapping[str, int], ratio: float, common: float) -> str:
     """Return the ratio in words, and what number it is if it is a known one."""
     if not ratio:
         return "is zero or missing"
@@ -167,11 +194,6 @@ def _ratio(cell: Cell, ratio: float, common: float) -> str:
     if common != 1.0:
         ratio /= common
         text += f", {ratio:.4g} times as much as the others"
-    numbers = {"the number of ranks": cell.world_size, "micro-batches a step": int(cell.option("grad_accum"))}
-    numbers |= {f"the size of {name}": int(cell.option(name)) for name in ("tp", "cp", "ep")}
-    if cell.dp_size < cell.world_size:
-        numbers["the number of data-parallel ranks"] = cell.dp_size
-    factors = {name: number for name, number in numbers.items() if number > 1}
     known = [name for name, factor in factors.items() if math.isclose(ratio, factor, rel_tol=SAME_RATIO)]
     known += [f"1 / {name}" for name, factor in factors.items() if math.isclose(ratio * factor, 1, rel_tol=SAME_RATIO)]
     return f"{text} (= {' or '.join(known)})" if known else text

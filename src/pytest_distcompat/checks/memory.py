@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, requested
-from pytest_distcompat.checks._values import FACTORS, cut_along, unused
+from pytest_distcompat.checks._base import check, every_rank, named_ranks, requested
+from pytest_distcompat.checks._values import FACTORS, by_stage, cut_along, unused
 from pytest_distcompat.cost import state_elements, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace, UnwrappedInfo
 
 #: torch's ZeRO-1, an optimizer for DDP: https://docs.pytorch.org/docs/stable/distributed.optim.html
 ZERO_OPTIMIZER = "ZeroRedundancyOptimizer"
@@ -31,15 +31,26 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: with too many something is kept twice, or for frozen parameters
     (https://github.com/deepspeedai/DeepSpeed/pull/8029); with too few a part of the model is not optimized.
     """
-    run, strategy = trace.run(), STRATEGIES.get(cell.strategy)
-    unwrapped, snapshots = run.unwrapped, run.trained
-    yield from every_rank(snapshots, cell.world_size, "three steps")
-    trained = trained_elements(unwrapped) + _replicated_by_tp(cell, run)
+    run = trace.run()
+    trained = run.trained
+    yield from every_rank(trained, cell.world_size, "three steps")
+    for snapshots, part in by_stage(run, trained):
+        yield from _kept(cell, run, snapshots, part)
+    if not any(map(state_elements, trained)):
+        yield "no rank's optimizer keeps anything after three steps"
+
+
+def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None) -> Iterator[str]:
+    """Yield findings about the state that the ranks of a stage keep, for what they hold of the unwrapped model."""
+    strategy, ranks = STRATEGIES.get(cell.strategy), [snapshot.rank for snapshot in snapshots]
+    built, size = tuple(one for one in run.at("build") if one.rank in ranks), cell.world_size // cell.pp
+    where = "all ranks" if cell.pp == 1 else named_ranks(ranks, cell.world_size)
+    trained = trained_elements(unwrapped) + _replicated_by_tp(cell, built)
     others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
-    copies, padding = cell.world_size // cell.tp, 0
+    copies, padding = size // cell.tp, 0
     if strategy.shards or strategy.flat_masters:
         declared = requested(cell, unwrapped, "dp_replicate")
-        copies, padding = int(cell.option("dp_replicate")) if declared else _copies(run.at("build"), cell), MAX_PADDING
+        copies, padding = int(cell.option("dp_replicate")) if declared else _copies(built, size), MAX_PADDING
     state_sharded = any(ZERO_OPTIMIZER in snapshot.optimizer.chain for snapshot in snapshots if snapshot.optimizer)
     found: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
@@ -48,35 +59,38 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
             found[key] += numel * len(snapshot.ranks)
         for state in snapshot.states:
             tensors[state.key] += len(snapshot.ranks)
-    for key in sorted(set(found) - others):
+    # What this stage lacks altogether, though others keep it for each element.
+    lacking = {key for one in run.trained for key, _ in state_elements(one)}.difference(
+        found, *map(_of_another_size, run.trained)
+    )
+    for key in sorted((set(found) - others) | lacking):
         # It shards the state, not the parameters.
         times = 1 if state_sharded and key != "master" else copies
         kept = trained - (0 if key == "master" else _without_state(snapshots, key, unused(run)) // copies)
-        expected, room = kept * times, padding * (tensors[key] or cell.world_size)
+        expected, room = kept * times, padding * (tensors[key] or size)
         if not expected <= found[key] <= expected + room:
-            where = f"on each of {times} ranks" if times == cell.world_size else f"in {times} copies"
-            context = f"{kept} elements are trained{f', {where}' if times > 1 else ''}"
-            yield f"all ranks together keep {found[key]} elements of {key!r}; {context}, expected {expected}"
-    if not found:
-        yield "no rank's optimizer keeps anything after three steps"
+            spread = f"on each of {times} ranks" if times == size else f"in {times} copies"
+            context = f"{kept} elements are trained{f', {spread}' if times > 1 else ''}"
+            yield f"{where} together keep {found[key]} elements of {key!r}; {context}, expected {expected}"
 
 
-def _replicated_by_tp(cell: Cell, run: RunTrace) -> int:
+def _replicated_by_tp(cell: Cell, built: tuple[Snapshot, ...]) -> int:
     """Return the trained elements that tensor parallelism leaves whole on each of its ranks, once for each further rank."""
     if cell.tp == 1:
         return 0
     return (cell.tp - 1) * sum(
         math.prod(info.shape)
-        for snapshot in run.at("build")[:1]
+        for snapshot in built[:1]
         for info in snapshot.parameters
         if info.trainable and not cut_along(info, "tp")
     )
 
 
-def _copies(built: tuple[Snapshot, ...], cell: Cell) -> int:
+def _copies(built: tuple[Snapshot, ...], size: int) -> int:
     """Return in how many copies the shards are."""
-    holders = (info.layout.holders for snapshot in built for info in snapshot.parameters)
-    return cell.world_size // (max(map(len, holders), default=0) or cell.world_size)
+    layouts = [info.layout for one in built for info in one.parameters]
+    layouts += [info.layout for one in built if one.optimizer for info in one.optimizer.masters]
+    return size // (max((len(one.holders) for one in layouts), default=0) or size)
 
 
 def _without_state(snapshots: tuple[Snapshot, ...], key: str, unused: frozenset[str]) -> int:

@@ -7,11 +7,18 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks._values import adapter_name, flat_parameters, unused
+from pytest_distcompat.checks._values import (
+    across_stages,
+    adapter_name,
+    flat_parameters,
+    named_stage,
+    stages_of,
+    unused,
+)
 from pytest_distcompat.digests import EMPTY
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import FileInfo, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
 
 
 @check(scenario=TRAIN, until=(("train", "files", 0),), order=1)
@@ -34,12 +41,13 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from expected.buffers(snapshot)
     for snapshot in (trained := run.trained):
         yield from expected.live(snapshot)
+    yield from expected.everywhere(run)
     yield from every_rank(trained, cell.world_size, "three steps")
     yield from expected.optimizer(trained)
     indices = run.indices("files")
     written = [tuple(file for snapshot in run.at_index(index) for file in snapshot.files) for index in indices]
     if written or (trace.saves and not run.simulated):
-        yield from expected.files(written[0] if written else ())
+        yield from expected.files(written[0] if written else (), run)
     for files in written[1:]:
         yield from expected.keys(files)
 
@@ -89,8 +97,6 @@ class _Expected:
         raw = {self.canonical(info.name): info.name for info in snapshot.model.parameters}
         for name in sorted(set(found) - self.parameters):
             yield f"{where}: live parameter {raw[name]!r} maps to {name!r}, which is no name of the unwrapped model"
-        for name in sorted(self.parameters - set(found)):
-            yield f"{where}: parameter {name!r} of the unwrapped model has no live counterpart"
         for name in sorted(name for name, count in found.items() if count > 1):
             yield f"{where}: {found[name]} live parameters map to {name!r}; expected one"
         for info in snapshot.model.parameters:
@@ -99,6 +105,25 @@ class _Expected:
             if info.kind != "FSDP1 shard" and expected not in {None, tuple(info.shape)}:
                 yield f"{where}: live parameter {info.name!r} has shape {info.shape}; {expected} in the unwrapped model"
 
+    def everywhere(self, run: RunTrace) -> Iterator[str]:
+        """Yield findings for what no rank of a copy of the model has: one rank, or those of one pipeline."""
+        snapshots = {snapshot.rank: snapshot for snapshot in run.at("step", 2) if snapshot.model}
+        built = {snapshot.rank: snapshot for snapshot in run.at("build")}
+        for ranks in across_stages(run, ((rank,) for rank in snapshots)):
+            live = [info for rank in ranks if rank in snapshots for info in snapshots[rank].parameters]
+            buffers = [
+                info for rank in ranks if rank in built and (model := built[rank].model) for info in model.buffers
+            ]
+            flat = any(flat_parameters((snapshots[rank],)) for rank in ranks if rank in snapshots)
+            where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            for kind, infos, wanted in (
+                ("parameter", live, set() if flat else self.parameters),
+                ("buffer", buffers, {self.same(info.name) for info in self.unwrapped.buffers}),
+            ):
+                for name in sorted(wanted - {self.canonical(info.name) for info in infos}):
+                    stage = " on any stage" if len(ranks) > 1 else ""
+                    yield f"{where}: {kind} {name!r} of the unwrapped model has no live counterpart{stage}"
+
     def buffers(self, snapshot: Snapshot) -> Iterator[str]:
         """Yield findings for buffers right after build; the check ``dtypes`` covers a buffer in another dtype."""
         where, live = f"rank {snapshot.rank}", snapshot.model.buffers if snapshot.model else ()
@@ -106,8 +131,8 @@ class _Expected:
         for unwrapped in self.unwrapped.buffers:
             info = found.get(self.same(unwrapped.name))
             if info is None:
-                yield f"{where}: buffer {unwrapped.name!r} of the unwrapped model has no live counterpart"
-            elif unwrapped.digest == EMPTY and 0 not in unwrapped.shape:
+                continue
+            if unwrapped.digest == EMPTY and 0 not in unwrapped.shape:
                 continue  # on the meta device it has no values
             elif info.dtype == unwrapped.dtype and info.digest != unwrapped.digest:
                 buffer = f"buffer {unwrapped.name!r} ({'' if unwrapped.persistent else 'non-'}persistent)"
@@ -134,7 +159,7 @@ class _Expected:
         for name in sorted(found - self.trainable):
             yield f"the optimizer keeps state for {name!r}, which is no trainable parameter of the unwrapped model"
 
-    def files(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
+    def files(self, files: tuple[FileInfo, ...], run: RunTrace) -> Iterator[str]:
         """Yield findings for keys, and for names that no file holds; of a model with an adapter only the adapter's."""
         yield from self.keys(files)
         covered: set[str] = set()
@@ -142,12 +167,22 @@ class _Expected:
         for file in files:
             (covered if file.holds == "model" else optimized).update(self.same(key) for key in file.keys)
         adapted = bool(self.cell.option("lora"))
-        yield from _missing("parameters", self.trainable if adapted else self.parameters, covered)
+        for text in _missing("parameters", self.trainable if adapted else self.parameters, covered):
+            ranks = self._only_holders(run, self.parameters - covered)
+            yield f"{text}; {named_stage(run, ranks)} alone hold{'s' * (len(ranks) == 1)} them" if ranks else text
         yield from _missing("persistent buffers", set() if adapted else self.persistent, covered)
         if not covered:
             yield NO_READABLE_FILE
         if optimized:  # empty where the optimizer's state is saved by number instead of by name
             yield from _missing("trainable parameters' optimizer states", self.updated, optimized)
+
+    def _only_holders(self, run: RunTrace, names: set[str]) -> list[int]:
+        """Return the ranks whose stage holds all parameters of these names, where other stages hold none of them."""
+        held = {
+            snapshot.rank: {self.canonical(info.name) for info in snapshot.parameters} for snapshot in run.at("build")
+        }
+        some = [rank for rank, live in held.items() if stages_of(run) and live & names]
+        return some if all(names <= held[rank] for rank in some) else []
 
     def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
         """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""

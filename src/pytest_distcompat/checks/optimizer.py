@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks._values import unused
+from pytest_distcompat.checks._values import cut_along, named_stage, stages_of, unused
 from pytest_distcompat.digests import is_zero
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -32,8 +32,8 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     for snapshot in built:
         yield from _held(snapshot, trainable)
     if STRATEGIES.get(cell.strategy).flat_masters:
-        yield from _partitions(built, trainable)
-    yield from _moves(built, trained, trainable, unused(run))
+        yield from _partitions(cell, built, trainable)
+    yield from _moves(run, built, trained, trainable)
 
 
 def _trainable(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Mapping[str, bool]:
@@ -64,39 +64,44 @@ def _held(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]:
             yield f"{where}: trainable parameter {info.name!r} is {count}; expected once"
 
 
-def _partitions(built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
-    """Yield a finding unless each element of each trainable parameter is in the flat master of exactly one rank."""
+def _partitions(cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
+    """Yield a finding unless each element of each trainable parameter is in the flat master of exactly one rank.
+
+    What tensor parallelism leaves whole each of its ranks has.
+    """
     held: dict[str, int] = defaultdict(int)
     for snapshot in built:
         for name, numel in (snapshot.optimizer.partitioned if snapshot.optimizer else {}).items():
             held[name] += numel
     for info in built[0].parameters if built else ():
-        expected = math.prod(info.shape)
-        if trainable[info.name] and held[info.name] != expected:
+        expected, times = math.prod(info.shape), 1 if cut_along(info, "tp") else cell.tp
+        if trainable[info.name] and held[info.name] != expected * times:
             yield (
                 f"all ranks together: {held[info.name]} of {expected} elements of trainable parameter {info.name!r} are in "
-                "the optimizer; expected each one once"
+                f"the optimizer; expected each one {'once' if times == 1 else f'{times} times'}"
             )
 
 
 def _moves(
-    built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...], trainable: Mapping[str, bool], unused: frozenset[str]
+    run: RunTrace, built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...], trainable: Mapping[str, bool]
 ) -> Iterator[str]:
     """Yield findings for trainable parameters that no rank changed, unless unused, and for frozen ones that changed."""
     # Of a master its change is enough, if any live parameter changed: a bfloat16 copy near 1 takes more than three steps
     # to change.
-    before, after = _digests(built), _digests(trained)
+    before, after, without_any = _digests(built), _digests(trained), unused(run)
     ranks = {snapshot.rank for snapshot in trained if snapshot.model} & {
         snapshot.rank for snapshot in built if snapshot.model
     }
     without_gradient, masters = _without_gradient(trained), _masters_moved(built, trained)
     live = {name for name in trainable if any(before[name].get(rank) != after[name].get(rank) for rank in ranks)}
     for name, train in trainable.items():
-        if train and name in unused:
+        if train and name in without_any:
             continue
         moved = name in live or bool(live and name in masters)
         if train and ranks and not moved:
-            yield f"trainable parameter {name!r} did not move in three steps, on any rank"
+            holders = sorted(before[name].keys() & ranks)
+            where = "on any rank" if not stages_of(run) else f"on {named_stage(run, holders)}, where it is"
+            yield f"trainable parameter {name!r} did not move in three steps, {where}"
         elif train and name in without_gradient:
             yield f"trainable parameter {name!r} had no gradient in three steps: its state in the optimizer is all zero"
         elif moved and not train:

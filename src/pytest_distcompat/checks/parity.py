@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
+from pytest_distcompat.checks._values import Names, across_stages, stages_of
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
-from pytest_distcompat.trace import Snapshot, Trace, shard_groups, together
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace, shard_groups, together
 
 #: A trainer may deviate by so many times what rounding does to the reference, or what the table allows: it rounds in other
 #: places too. ``benchmarks/rounding.py`` measures it on four small models.
@@ -170,10 +172,12 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             return
         expected = math.sqrt(_square(there[0]))
         shares = {one.rank: together((step.holders, step.square) for step in one.steps) for one in here if one.steps}
-        groups = shard_groups({rank: holders for rank, (holders, _) in shares.items()}, cell.world_size)
+        shards = shard_groups({rank: holders for rank, (holders, _) in shares.items()}, cell.world_size)
+        groups = across_stages(trace.run("train"), shards)
         norms = {
             f"{named_ranks(ranks, cell.world_size)}{' together' if len(ranks) > 1 else ''}": math.sqrt(
                 sum(shares[rank][1] for rank in ranks if rank in shares)
+                - _of_later_stages(trace.run("train"), [one for one in here if one.rank in ranks])
             )
             for ranks in groups
         }
@@ -186,6 +190,22 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"step {step + 1}: {holders}: {finding} ({tolerances[step]:.0e} allowed)"
         if wrong:
             return
+
+
+def _of_later_stages(run: RunTrace, pipeline: list[Snapshot]) -> float:
+    """Return the squares of the gradients that an earlier stage has too: those of tied parameters, trained together."""
+    stages = stages_of(run)
+    if not stages or run.unwrapped is None:
+        return 0.0
+    names, squares = Names(run, run.unwrapped), defaultdict[str, dict[int, float]](dict)
+    for one in pipeline:
+        holders, _ = together((step.holders, step.square) for step in one.steps)
+        for info in (info for step in one.steps for info in step.gradients):
+            of_stage, stage = squares[names(info.name)], stages.get(one.rank, 0)
+            # What several of the holders have is a part of the share of each, see ``together``.
+            part = info.square * max(1, len(info.layout.holders)) / max(1, len(holders))
+            of_stage[stage] = of_stage.get(stage, 0.0) + part
+    return sum(sum(of_stage.values()) - of_stage[min(of_stage)] for of_stage in squares.values())
 
 
 def _square(snapshot: Snapshot) -> float:

@@ -17,6 +17,7 @@ from pytest_distcompat.trace import Trace
     until=(("named", "step", 1), ("reopened", "step", 0)),
     order=14,
     not_applicable=only_where_it_differs,
+    depends_on=frozenset(),
 )
 def paths(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that saving to and loading from a directory with an unusual name restores everything bit by bit.

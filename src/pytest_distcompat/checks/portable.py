@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 from pytest_distcompat import scenario
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, finite_losses, saved_as_elsewhere, trained_again
+from pytest_distcompat.checks._base import (
+    RESHARDED,
+    check,
+    every_rank,
+    finite_losses,
+    saved_as_elsewhere,
+    trained_again,
+)
 from pytest_distcompat.checks._values import (
     compare,
     differences,
@@ -57,7 +64,7 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
 _UNTIL = (("train", "step", SAVED + 1), ("port", "step", 0))
 
 
-@check(scenario=_runs, until=_UNTIL, order=12, not_applicable=_not_portable, costly=True)
+@check(scenario=_runs, until=_UNTIL, order=12, not_applicable=_not_portable, costly=True, depends_on=RESHARDED)
 def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded under another strategy at the same world size is bit by bit what was saved.
 

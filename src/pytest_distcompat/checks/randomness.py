@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, named_ranks, pairs
+from pytest_distcompat.checks._base import RESUMED, check, every_rank, named_ranks, pairs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import model_of
 from pytest_distcompat.scenario import RESUME, SAVED
@@ -19,7 +19,13 @@ def _draws_nothing(cell: Cell, driver: type[Driver]) -> str | None:
     return "checkpoints hold no random state" if cell.option("save_only_model") else None
 
 
-@check(scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=9, not_applicable=_draws_nothing)
+@check(
+    scenario=RESUME,
+    until=(("train", "step", 4), ("resume", "step", 1)),
+    order=9,
+    not_applicable=_draws_nothing,
+    depends_on=RESUMED,
+)
 def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks drop different activations, and that a resumed run draws what the run that never stopped drew.
 

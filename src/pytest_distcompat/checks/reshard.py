@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pytest_distcompat import scenario
 from pytest_distcompat.cell import OPTIONS, Cell
-from pytest_distcompat.checks._base import check, every_rank, finite_losses, saved_as_elsewhere
+from pytest_distcompat.checks._base import RESHARDED, check, every_rank, finite_losses, saved_as_elsewhere
 from pytest_distcompat.checks._values import differences, settings, step_counts, values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import SAVED, Scenario
@@ -38,7 +38,7 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     # Back into as many parts as the driver can cut.
     rest, sizes = cell.without("tp").options, (int(size) for size in OPTIONS["tp"].values)
     cells = [
-        Cell(cell.strategy, cell.precision, cell.world_size, (*rest, ("tp", tp)))
+        Cell(cell.strategy, cell.precision, cell.world_size, (*rest, ("tp", tp)), cell.nodes)
         for tp in sizes
         if cell.world_size // cell.cp % tp == 0
     ]
@@ -48,12 +48,13 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
 _UNTIL = (("train", "step", SAVED), ("up", "save", 0), ("up", "step", 1), ("back", "step", 0), ("one", "step", 0))
 
 
-@check(scenario=_runs, until=_UNTIL, order=11, not_applicable=_not_resharded, costly=True)
+@check(scenario=_runs, until=_UNTIL, order=11, not_applicable=_not_resharded, costly=True, depends_on=RESHARDED)
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded at another world size, or on another mesh, is bit by bit what was saved.
 
     The checkpoint is loaded at twice the world size, back at the first, and in one process. A tensor-parallel one is
-    also loaded without tensor parallelism, and back into the most parts. One more step has a finite loss.
+    instead loaded without tensor parallelism, and back into the most parts; that of a pipeline by ranks with the whole
+    model, and back into its stages. One more step has a finite loss.
 
     If it fails: what is saved by rank or padded fits no other number of ranks. Save with ``get_state_dict`` and
     torch.distributed.checkpoint (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), or convert first,
@@ -67,7 +68,7 @@ def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
 def _changes(source: RunTrace, run: RunTrace) -> Iterator[str]:
     """Yield findings for everything that one run did not load as the other saved it."""
     ranks, cell = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks", Cell.parse(run.cell)
-    ranks += f" with tp {cell.tp}" if cell.tp > 1 else ""
+    ranks += "".join(f" with {name} {size}" for name, size in (("tp", cell.tp), ("pp", cell.pp)) if size > 1)
     when = f"after the load at {ranks}"
     saved, loaded = source.at("save"), run.at("load")
     yield from every_rank(saved, source.world_size, "save")

@@ -18,7 +18,7 @@ LIMIT = "throughput"
 
 
 def _baseline(cell: Cell, driver: type[Driver]) -> str:
-    alike = (Cell(name, cell.precision, cell.world_size) for name in BASELINES)
+    alike = (Cell(name, cell.precision, cell.world_size, nodes=cell.nodes) for name in BASELINES)
     return next((other.strategy for other in alike if not driver.unsupported_reason(other)), cell.strategy)
 
 

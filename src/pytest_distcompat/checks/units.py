@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, requested
+from pytest_distcompat.checks._values import by_stage
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -43,12 +44,13 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
         return
     trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
-    for snapshot in trained:
-        if snapshot.model is None:
-            yield f"rank {snapshot.rank}: no model to read units from"
-            continue
-        for judge in (_cut, _recomputed, _compiled, _left_out):
-            yield from (f"rank {snapshot.rank}: {text}" for text in judge(cell, unwrapped, snapshot.model))
+    for here, part in by_stage(run, trained):
+        for snapshot in here:
+            if snapshot.model is None or part is None:
+                yield f"rank {snapshot.rank}: no model to read units from"
+                continue
+            for judge in (_cut, _recomputed, _compiled, _left_out):
+                yield from (f"rank {snapshot.rank}: {text}" for text in judge(cell, part, snapshot.model))
 
 
 def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:

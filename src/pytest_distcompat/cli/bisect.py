@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from packaging.version import InvalidVersion, Version
 
+from pytest_distcompat.cli.side_by_side import pip
 from pytest_distcompat.failures import UsageProblem
 
 _RANGE = re.compile(
@@ -22,16 +22,10 @@ Outcome = TypeVar("Outcome")
 
 
 def releases_of(text: str, directory: Path) -> list[str]:
-    """Return the releases of a range, the oldest first.
+    """Return the releases of a range, the oldest first. Raises UsageProblem, also if pip or git fails.
 
-    Args:
-        text: ``PACKAGE==FIRST..LAST`` for releases of the package index, pre-releases left out; or
-            ``PACKAGE @ git+URL@FIRST..LAST`` for commits of the first-parent history.
-        directory: Where a clone of the repository is kept.
-
-    Raises:
-        UsageProblem: If that is no range, an end of it does not exist, or pip or git fails.
-
+    ``PACKAGE==FIRST..LAST``: releases of the package index, pre-releases left out. ``PACKAGE @ git+URL@FIRST..LAST``: commits of
+    the first-parent history, from a clone that is kept in the directory.
     """
     found = _RANGE.fullmatch(text.strip())
     if found is None:
@@ -44,7 +38,8 @@ def releases_of(text: str, directory: Path) -> list[str]:
         return [
             f"{package} @ git+{url}@{commit}" for commit in _commits(url, first, last, directory / f"{package}.git")
         ]
-    known = sorted(map(Version, _versions(package)))
+    listed = pip("index", "versions", "--pre", "--json", package, problem=f"pip lists no releases of {package}")
+    known = sorted(map(Version, json.loads(listed)["versions"]))
     ends = []
     for end in (first, last):
         try:
@@ -80,16 +75,6 @@ def bisect(
             below, left = middle, [number for number in left if number > middle]
         else:
             above, left = middle, [number for number in left if number < middle]
-
-
-def _versions(package: str) -> list[str]:
-    command = [sys.executable, "-m", "pip", "index", "versions", "--pre", "--json", package]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
-        raise UsageProblem(f"pip lists no releases of {package}: {' '.join(lines[-2:])}")
-    versions: list[str] = json.loads(done.stdout)["versions"]
-    return versions
 
 
 def _commits(url: str, first: str, last: str, clone: Path) -> list[str]:

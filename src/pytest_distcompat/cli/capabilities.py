@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
-from pytest_distcompat.cli.tables import table
+from pytest_distcompat.cli.output import table
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.known import KnownIssue, applying, concerned

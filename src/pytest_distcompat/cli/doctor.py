@@ -52,7 +52,7 @@ def _doctor(options: argparse.Namespace) -> int:
     cells = [capability(name, driver, here.device, size, issues) for name, driver in zip(names, drivers, strict=True)]
     findings = list(_findings(here, options.gpus, cells))
     known = issues_here(issues, drivers, here.device)
-    print("\n".join(_lines(here, size, cells, known, findings, whole=options.all)))  # noqa: T201 - a command prints
+    print("\n".join(_lines(here, size, cells, known, findings, whole=options.all)))
     failing = {"problem", "warning"} if options.strict else {"problem"}
     return int(any(finding.level in failing for finding in findings))
 

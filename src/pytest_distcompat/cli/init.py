@@ -13,6 +13,7 @@ from typing import Any
 
 from pytest_distcompat import __version__
 from pytest_distcompat.cli.loop import Scaffold
+from pytest_distcompat.cli.output import named_in_errors
 from pytest_distcompat.cli.pytest_settings import relative
 from pytest_distcompat.cli.repository import DRIVERS, Repository, inspect_repository
 from pytest_distcompat.failures import UsageProblem
@@ -90,19 +91,22 @@ def _init(options: argparse.Namespace) -> int:
     found = inspect_repository(options.directory.resolve())
     files = dict(_files(found, options.driver))
     for path, text in files.items():
-        exists = (found.root / path).exists()
-        print(f"{'kept' if exists else 'would write' if options.dry_run else 'wrote'} {path}")  # noqa: T201 - a command prints
+        target = found.root / path
+        exists = target.exists()
+        print(f"{'kept' if exists else 'would write' if options.dry_run else 'wrote'} {path}")
         if not exists and not options.dry_run:
-            _write(found.root / path, text)
+            with named_in_errors(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(text, encoding="utf-8")
     top = _missing_directory(found, options.driver)
     for line in _notes(found, top, options.driver):
-        print(line)  # noqa: T201 - a command prints
+        print(line)
     suite = found.tests / "test_distcompat.py"
     change_directory = (
         "" if options.directory.resolve() == Path.cwd() else f"cd {shlex.quote(str(options.directory))} && "
     )
-    print("a red cell prints the line that declares it: paste that into expect, or mend the trainer")  # noqa: T201 - a command prints
-    print(f"now: {change_directory}pytest {shlex.quote(str(suite))}")  # noqa: T201 - a command prints
+    print("a red cell prints the line that declares it: paste that into expect, or mend the trainer")
+    print(f"now: {change_directory}pytest {shlex.quote(str(suite))}")
     return 0
 
 
@@ -115,14 +119,6 @@ def _check_driver(driver: str) -> None:
         from pytest_distcompat.drivers import DRIVERS as BUILT_IN
 
         BUILT_IN.get(driver)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageProblem(f"{path}: {error.strerror}") from None
 
 
 def _files(found: Repository, chosen: str) -> Iterator[tuple[Path, str]]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat.cli.output import named_in_errors
 from pytest_distcompat.failures import UsageProblem
 
 
@@ -38,10 +39,8 @@ def _join(options: argparse.Namespace) -> int:
     if not colon or not port.isdecimal():
         raise UsageProblem(f"{options.session!r} is not right: expected HOST:PORT")
     from_stdin = options.token_file == "-"  # noqa: S105 - a file's name
-    try:
+    with named_in_errors(f"--token-file {options.token_file}"):
         token = sys.stdin.readline() if from_stdin else Path(options.token_file).read_text("utf-8")
-    except OSError as error:
-        raise UsageProblem(f"--token-file {options.token_file}: {error.strerror}") from None
     if not token.strip():
         raise UsageProblem(f"--token-file {options.token_file}: there is no token in it")
     return agent.join(

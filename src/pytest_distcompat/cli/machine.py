@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -117,18 +118,15 @@ def names_loopback(hosts: str) -> bool:
 
 
 def _free(directory: Path) -> int | None:
-    try:
+    with contextlib.suppress(OSError):
         return shutil.disk_usage(directory).free
-    except OSError:
-        return None
+    return None
 
 
 def _resolves(name: str) -> bool:
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError):
+        return bool(socket.getaddrinfo(name, None))
+    return False
 
 
 def findings(machine: Machine) -> Iterator[Finding]:

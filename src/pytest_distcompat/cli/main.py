@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = parser()
     options = root.parse_args(arguments)
     if options.version:
-        print(f"distcompat {__version__}")  # noqa: T201 - a command prints
+        print(f"distcompat {__version__}")
         return OK
     if options.call is None:
         root.print_help()
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.call(options))
     except UsageProblem as problem:
-        print("\n".join(map(visible, f"distcompat: {problem}".split("\n"))), file=sys.stderr)  # noqa: T201 - a command prints
+        print("\n".join(map(visible, f"distcompat: {problem}".split("\n"))), file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED

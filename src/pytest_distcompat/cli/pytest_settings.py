@@ -14,6 +14,7 @@ from typing import Any
 # pytest depends on it, and reads ini files with it.
 import iniconfig
 
+from pytest_distcompat.cli.output import named_in_errors
 from pytest_distcompat.failures import UsageProblem
 
 if sys.version_info >= (3, 11):
@@ -83,23 +84,14 @@ def _table(data: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 def _parsed(path: Path) -> dict[str, Any]:
     """Return the tables of a file. Raises UsageProblem."""
-    content = _read(path)
     try:
+        with named_in_errors(path):
+            content = path.read_text(encoding="utf-8")
         if path.suffix == ".toml":
             return tomllib.loads(content)
         return {section.name: dict(section.items()) for section in iniconfig.IniConfig(str(path), data=content)}
-    except (tomllib.TOMLDecodeError, iniconfig.ParseError) as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, iniconfig.ParseError) as error:
         raise UsageProblem(str(error) if str(path) in str(error) else f"{path}: {error}") from None
-
-
-def _read(path: Path) -> str:
-    """Return the text of a file. Raises UsageProblem."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageProblem(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageProblem(f"{path}: {error}") from None
 
 
 def relative(path: Path, root: Path) -> Path:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cli.bisect import bisect, releases_of
+from pytest_distcompat.cli.output import named_in_errors, write
 from pytest_distcompat.cli.side_by_side import environment, file_name, install, requirements
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report import Cause, Report, causes, counts, counts_text, replace_file
+from pytest_distcompat.report import Cause, Report, causes, counts, counts_text
 from pytest_distcompat.report.markdown import escape
 from pytest_distcompat.report.text import cut
 
@@ -93,7 +94,11 @@ def _releases(options: argparse.Namespace) -> int:
     for release in options.release or ():
         requirements(release)
     directory = (options.into or _cache()).resolve()
-    _check_writable(directory, options.output)
+    with named_in_errors():
+        directory.mkdir(parents=True, exist_ok=True)
+        if options.output is not None:
+            # Whether it can be written shows before the sessions. This appends nothing, so an existing page stays as it is.
+            options.output.open("ab").close()
     arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
     if options.bisect:
         return _bisect(options.bisect, directory, arguments, options.output)
@@ -102,7 +107,7 @@ def _releases(options: argparse.Namespace) -> int:
     runs = []
     for release, variables in {**environments, INSTALLED: dict(os.environ)}.items():
         runs.append(_run(release, variables, directory, arguments))
-        print(f"{release}: {runs[-1].summary}", flush=True)  # noqa: T201 - a command prints
+        print(f"{release}: {runs[-1].summary}", flush=True)
     _write(runs, options.output)
     return int(not all(run.good for run in runs))
 
@@ -121,7 +126,7 @@ def _bisect(releases: str, directory: Path, arguments: Sequence[str], page: Path
     runs = []
     for one in bisect(ordered, run, lambda run: run.red):
         runs.append(one)
-        print(f"{one.release}: {words[one.red]}: {one.summary}", flush=True)  # noqa: T201 - a command prints
+        print(f"{one.release}: {words[one.red]}: {one.summary}", flush=True)
     runs.sort(key=lambda run: ordered.index(run.release))
     _write(runs, page)
     known = [run for run in runs if run.red is not None]
@@ -130,34 +135,20 @@ def _bisect(releases: str, directory: Path, arguments: Sequence[str], page: Path
     )
     if before.red == after.red or None in {before.red, after.red}:
         text = "; ".join(f"{run.release} is {words[run.red]}" for run in (before, after))
-        print(f"\n{text}; expected one red and one green")  # noqa: T201 - a command prints
+        print(f"\n{text}; expected one red and one green")
         return 1
     between = ordered[ordered.index(before.release) + 1 : ordered.index(after.release)]
     text = f"the first {words[after.red]} one is {after.release}; {before.release} is {words[before.red]}"
-    print(f"\n{text}{''.join(f'; {one} is {words[None]}' for one in between)}")  # noqa: T201 - a command prints
+    print(f"\n{text}{''.join(f'; {one} is {words[None]}' for one in between)}")
     return 0
 
 
 def _write(runs: Sequence[Run], page: Path | None) -> None:
     """Print the table of runs, and write it to the page."""
     text = "\n".join(table(runs)) + "\n"
-    print(f"\n{text}", end="")  # noqa: T201 - a command prints
+    print(f"\n{text}", end="")
     if page:
-        try:
-            replace_file(page, text)
-        except OSError as error:
-            raise UsageProblem(f"{page}: {error.strerror}") from None
-
-
-def _check_writable(directory: Path, page: Path | None) -> None:
-    """Raise UsageProblem if the directory or the page cannot be written."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if page is not None:
-            # Appends nothing, so an existing page stays as it is.
-            page.open("ab").close()
-    except OSError as error:
-        raise UsageProblem(f"{error.filename}: {error.strerror}") from None
+        write(page, text)
 
 
 def table(runs: Sequence[Run]) -> Iterator[str]:
@@ -183,7 +174,7 @@ def _run(release: str, variables: Mapping[str, str], directory: Path, arguments:
     report_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", *arguments, f"--distcompat-report={report_file}"]
     # A session takes minutes and prints nothing here.
-    print(f"{release}: pytest writes to {log}", file=sys.stderr, flush=True)  # noqa: T201 - a command prints
+    print(f"{release}: pytest writes to {log}", file=sys.stderr, flush=True)
     with (
         log.open("wb") as out,
         subprocess.Popen(command, env=variables, stdout=out, stderr=subprocess.STDOUT) as pytest,

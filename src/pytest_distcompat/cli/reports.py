@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat.cli.output import write
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report import FORMATS, Report, compare, counts_text, merge, replace_file, trend, trend_html
+from pytest_distcompat.report import FORMATS, Report, compare, counts_text, merge, trend, trend_html
 
 
 def add(commands: Any) -> None:
@@ -65,9 +66,9 @@ def _output(text: str) -> Path:
 def _diff(options: argparse.Namespace) -> int:
     found = compare(Report.read(options.before), Report.read(options.after))
     if options.json:
-        print(json.dumps(found.to_json(str(options.before)), indent=1))  # noqa: T201 - a command prints
+        print(json.dumps(found.to_json(str(options.before)), indent=1))
     else:
-        print("\n".join(found.lines()))  # noqa: T201 - a command prints
+        print("\n".join(found.lines()))
     return int(bool(found.broken or (found.missing and not options.allow_missing)))
 
 
@@ -75,8 +76,8 @@ def _merge(options: argparse.Namespace) -> int:
     read = [Report.read(path) for path in options.reports]
     report = merge(read) if len(read) > 1 or (options.whole and "shard" in read[0].session) else read[0]
     for path in options.output:
-        _write(path, FORMATS[path.suffix](report))
-    print(visible(counts_text(report)))  # noqa: T201 - a command prints
+        write(path, FORMATS[path.suffix](report))
+    print(visible(counts_text(report)))
     return int(options.whole and bool(report.session.get("missing")))
 
 
@@ -85,8 +86,8 @@ def _trend(options: argparse.Namespace) -> int:
     found = trend(_nights(options.directory, problems))
     if problems or not found.nights:
         raise UsageProblem("\n".join(problems) or f"{options.directory}: no *.json is there")
-    _write(options.output, trend_html(found))
-    print("\n".join((*found.lines(), f"written: {options.output}")))  # noqa: T201 - a command prints
+    write(options.output, trend_html(found))
+    print("\n".join((*found.lines(), f"written: {options.output}")))
     return 0
 
 
@@ -102,10 +103,3 @@ def _nights(directory: Path, problems: list[str]) -> Iterator[Report]:
             yield report
         else:
             problems.append(f"{path}: does not say when it began")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        replace_file(path, text)
-    except OSError as error:
-        raise UsageProblem(f"{path}: {error.strerror}") from None

@@ -48,5 +48,5 @@ def _sbatch(options: argparse.Namespace) -> int:
     pytest += ["--distcompat-gpus", str(options.gpus_per_node), *options.pytest]
     lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in wanted.items() if value)]
     lines += [f"cd {shlex.quote(str(Path.cwd()))}", f"exec {shlex.join(pytest)}"]
-    print("\n".join(lines))  # noqa: T201 - a command prints
+    print("\n".join(lines))
     return 0

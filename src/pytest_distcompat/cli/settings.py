@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cli.drivers import named
-from pytest_distcompat.cli.tables import table
+from pytest_distcompat.cli.output import table
 
 
 def add(commands: Any) -> None:
@@ -45,9 +45,9 @@ def _list(driver: str) -> int:
     states = ("swept", "hinted", "excluded", "unknown")
     counts = {state: sum(one.state == state for one in found) for state in states}
     cells = sum(len(one.cells) * len(one.strategies) for one in found)
-    print("\n".join(table(("setting", "state", "values", "reason"), rows)))  # noqa: T201 - a command prints
+    print("\n".join(table(("setting", "state", "values", "reason"), rows)))
     counted = ", ".join(f"{number} {state}" for state, number in counts.items())
-    print(f"{driver}: {len(found)} settings, {counted}; {cells} cells")  # noqa: T201 - a command prints
+    print(f"{driver}: {len(found)} settings, {counted}; {cells} cells")
     return int(counts["unknown"] > 0)
 
 
@@ -77,7 +77,7 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> int:
             found = [one for one in setting.values if not report or passed.get(cell_of((f"{setting.name}={one}",)).id)]
             values |= {setting.name: found} if found else {}
     rows = covering_rows(values)
-    print(f"{driver}: {len(rows)} rows of {len(values)} settings under {strategy}")  # noqa: T201 - a command prints
+    print(f"{driver}: {len(rows)} rows of {len(values)} settings under {strategy}")
     red: set[tuple[str, ...]] = set()
     known = applying(shipped(), concerned(kind), "cpu")
     with local_runner(kind, map(cell_of, rows), device="cpu") as runner:
@@ -95,7 +95,7 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> int:
         for row in rows:
             for part, how in reduced_failures(row, outcome, tuple(red)):
                 red.add(part)
-                print(f"{' + '.join(part)}\n    {how}")  # noqa: T201 - a command prints
+                print(f"{' + '.join(part)}\n    {how}")
                 check = how.partition(":")[0]
-                print(f"    distcompat trace {driver} {shlex.quote(cell_of(part).id)} --check {check}", flush=True)  # noqa: T201
+                print(f"    distcompat trace {driver} {shlex.quote(cell_of(part).id)} --check {check}", flush=True)
     return int(any(": refused: " not in outcome(part) for part in red))

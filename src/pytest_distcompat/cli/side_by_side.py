@@ -64,12 +64,12 @@ def install(release: str, directory: Path) -> Path:
         # An incomplete installation must not be taken for a complete one the next time.
         with tempfile.TemporaryDirectory(dir=directory, prefix=".") as temporary:
             partial = Path(temporary) / "installed"
-            _pip([str(requirement) for requirement in wanted], partial)
+            _install([str(requirement) for requirement in wanted], partial)
             for _ in range(MAX_ROUNDS):
                 more = sorted(set(unmet(partial)))
                 if not more:
                     break
-                _pip(more, partial)
+                _install(more, partial)
             else:
                 raise UsageProblem(f"{release}: its requirements contradict one another: {', '.join(more)}")
             partial.rename(target)
@@ -82,11 +82,9 @@ def unmet(target: Path) -> Iterator[str]:
     for distribution in importlib.metadata.distributions(path=[str(target)]):
         for text in distribution.requires or ():
             requirement = Requirement(text)
-            if canonicalize_name(requirement.name) in PACKAGES_KEPT:
-                continue
-            if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-                continue
-            if not fits(requirement, version_of(requirement.name, path)):
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            kept = canonicalize_name(requirement.name) in PACKAGES_KEPT
+            if applies and not kept and not fits(requirement, version_of(requirement.name, path)):
                 yield f"{requirement.name}{requirement.specifier}"
 
 
@@ -96,10 +94,16 @@ def environment(target: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _pip(wanted: Sequence[str], target: Path) -> None:
-    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade")
-    command = [sys.executable, "-m", "pip", "install", *options]
-    done = subprocess.run([*command, "--target", str(target), *wanted], capture_output=True, text=True, check=False)
+def _install(wanted: Sequence[str], target: Path) -> None:
+    options = ("--quiet", "--no-deps", "--upgrade", "--target", str(target))
+    pip("install", *options, *wanted, problem=f"pip cannot install {', '.join(wanted)}")
+
+
+def pip(*arguments: str, problem: str) -> str:
+    """Run pip and return what it prints. Raises UsageProblem with that problem and the last two lines of pip's errors."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise UsageProblem(f"pip cannot install {', '.join(wanted)}: {' '.join(errors[-2:])}")
+        raise UsageProblem(f"{problem}: {' '.join(errors[-2:])}")
+    return done.stdout

@@ -25,4 +25,4 @@ def infos() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(infos()))  # noqa: T201 - the output of this process
+    print(json.dumps(infos()))

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.cli.drivers import named
-from pytest_distcompat.cli.tables import table
+from pytest_distcompat.cli.output import named_in_errors, table
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.driver import Driver
-    from pytest_distcompat.status import Verdict
     from pytest_distcompat.trace import RunTrace, Trace
 
 
@@ -50,14 +50,11 @@ def _trace(options: argparse.Namespace) -> int:
     checks = [CHECKS.get(name) for name in options.check]
     if options.timeout is not None and not 0 < options.timeout < float("inf"):
         raise UsageProblem(f"--timeout {options.timeout:g} is not right: expected a number of seconds above 0")
-    if options.keep is None:
-        with tempfile.TemporaryDirectory(prefix="distcompat-trace-") as directory:
-            return _run(options, driver, cell, checks, Path(directory))
-    try:
-        options.keep.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageProblem(f"--keep {options.keep}: {error.strerror}") from None
-    return _run(options, driver, cell, checks, options.keep.resolve())
+    with contextlib.ExitStack() as end:
+        store = options.keep or Path(end.enter_context(tempfile.TemporaryDirectory(prefix="distcompat-trace-")))
+        with named_in_errors(f"--keep {store}"):
+            store.mkdir(parents=True, exist_ok=True)
+        return _run(options, driver, cell, checks, store.resolve())
 
 
 def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path) -> int:
@@ -86,22 +83,19 @@ def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
         for scenario in scenarios:
             runner.forget(options.driver, cell, scenario)
         trace = runner.trace(options.driver, cell, TRAIN)
-        print("\n".join(map(visible, lines(cell, trace))))  # noqa: T201 - a command prints
+        print("\n".join(map(visible, lines(cell, trace))))
         known = applying(shipped(), concerned(driver), device)
         passed = []
         for check in checks:
             if reasons[check.name]:
-                print(f"\ncheck {check.name}: not applicable\n  {reasons[check.name]}")  # noqa: T201 - a command prints
-            else:
-                passed.append(_print_verdict(run_check(runner, options.driver, cell, check, known)[0]))
+                print(f"\ncheck {check.name}: not applicable\n  {reasons[check.name]}")
+                continue
+            verdict = run_check(runner, options.driver, cell, check, known)[0]
+            head = [f"\ncheck {verdict.check}: {verdict.status}", *([verdict.reason] if verdict.reason else [])]
+            print("\n  ".join([*head, *map(visible, verdict.message.splitlines())]))
+            # Whether a session would stay green with it.
+            passed.append(not verdict.status.red)
     return int(trace.run().end is not None or not all(passed))
-
-
-def _print_verdict(verdict: Verdict) -> bool:
-    """Print a verdict; return whether a session would stay green with it."""
-    head = [f"\ncheck {verdict.check}: {verdict.status}", *([verdict.reason] if verdict.reason else [])]
-    print("\n  ".join([*head, *map(visible, verdict.message.splitlines())]))  # noqa: T201 - a command prints
-    return not verdict.status.red
 
 
 def lines(cell: Cell, trace: Trace) -> Iterator[str]:

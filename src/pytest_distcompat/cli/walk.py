@@ -52,7 +52,7 @@ def _walk(options: argparse.Namespace) -> int:
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
 
     def note(walk: Walk, wrong: Sequence[str]) -> None:
-        print(f"{'FAIL' if wrong else 'ok'}: {walk}", *wrong, sep="\n     ", flush=True)  # noqa: T201 - a command speaks
+        print(f"{'FAIL' if wrong else 'ok'}: {walk}", *wrong, sep="\n     ", flush=True)
 
     with local_runner(driver, [cell], device="cpu", timeout=60) as runner:
         explorer = Explorer(runner, options.driver, cell, note)
@@ -62,18 +62,18 @@ def _walk(options: argparse.Namespace) -> int:
                 raise UsageProblem(f"--calls {options.calls}: a call may not follow those before it")
             explorer.check(calls)
         else:
-            print(f"distcompat walk --driver {options.driver} --cell {cell} --seed {seed}")  # noqa: T201
+            print(f"distcompat walk --driver {options.driver} --cell {cell} --seed {seed}")
             for call, why in refused(driver.walk_calls, cell.strategy).items():
-                print(f"refused: {call}: {why}")  # noqa: T201 - a command speaks
+                print(f"refused: {call}: {why}")
             explorer.explore(options.examples, seed, options.steps)
     if not explorer.failed:
         return 0
     replayed = {calls for calls, _ in explorer.corpus()}
     shortest = min(explorer.failed, key=lambda calls: (calls in replayed, len(calls)))
     wrong, walk = explorer.failed[shortest], Walk(shortest, driver.walk_calls)
-    print(f"\n{walk}:", *wrong, sep="\n  ")  # noqa: T201 - a command speaks
+    print(f"\n{walk}:", *wrong, sep="\n  ")
     text = script(cell, walk, "\n".join(wrong))
     if options.script and text:
         options.script.write_text(text, encoding="utf-8")
-        print(f"torchrun --nproc-per-node {cell.world_size} {options.script}")  # noqa: T201 - a command speaks
+        print(f"torchrun --nproc-per-node {cell.world_size} {options.script}")
     return 1

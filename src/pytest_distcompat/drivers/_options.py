@@ -70,8 +70,12 @@ def whole_state(model: Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def clip_on_meshes(parameters: Iterable[torch.Tensor], max_norm: float) -> float:
-    """Clip gradients of parameters on different meshes, which torch's function cannot put together; return their norm."""
+def clip_on_meshes(parameters: Iterable[torch.Tensor], max_norm: float, stages: Any = None) -> float:
+    """Clip gradients of parameters on different meshes, which torch's function cannot put together; return their norm.
+
+    With the process group of the ``stages`` of a pipeline it is the norm of all of them.
+    """
+    import torch
     from torch.nn.utils import get_total_norm
 
     meshes: dict[Any, list[Any]] = defaultdict(list)
@@ -80,6 +84,10 @@ def clip_on_meshes(parameters: Iterable[torch.Tensor], max_norm: float) -> float
             meshes[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
     norms: list[Any] = [get_total_norm(gradients) for gradients in meshes.values()]
     norm = math.hypot(*(float(one.full_tensor() if hasattr(one, "full_tensor") else one) for one in norms))
+    if stages is not None:
+        square = torch.tensor(norm**2, device=norms[0].device)
+        torch.distributed.all_reduce(square, group=stages)
+        norm = math.sqrt(square)
     for gradient in (one for gradients in meshes.values() for one in gradients):
         gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
     return norm

@@ -12,7 +12,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import _releases
 from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
-from pytest_distcompat.strategies import STRATEGIES, Strategy, WrapSpec, _context, _expert, _tensor
+from pytest_distcompat.strategies import STRATEGIES, Strategy, WrapSpec, _context, _expert, _pipeline, _tensor
 from pytest_distcompat.strategies._base import MAX_NORM
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class TinyDriver(Driver):
         if cell.tp > 1 and (problem := _tensor.unsupported_reason(cell, tiny.tp_plan)):
             return problem
         if cell.ep > 1 and (problem := _expert.unsupported_reason(cell, tiny.experts)):
+            return problem
+        if cell.pp > 1 and (problem := _pipeline.unsupported_reason(cell, tiny.stages)):
             return problem
         if cell.cp > 1 and (problem := _context.unsupported_reason(cell)):
             return problem

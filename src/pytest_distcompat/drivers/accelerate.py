@@ -250,6 +250,9 @@ class AccelerateDriver(TinyDriver):
             return f"accelerate has no {cell.strategy}"
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute == "float32":
             return "accelerate sets no precision for fp32, so the JSON cannot contradict it"
+        if cell.tp > 1 and STRATEGIES.get(cell.strategy).zero_stage is not None:
+            alone = "DeepSpeed's own tensor parallelism (AutoTP) is driven by the deepspeed driver alone"
+            return super().unsupported_reason(cell, device) or alone
         if cell.tp > 1 and cell.dp_size == int(cell.option("dp_replicate")):
             return "accelerate's FSDP needs a dimension to shard over beside that of tensor parallelism"
         if (

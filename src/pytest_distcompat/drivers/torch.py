@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers import _options, _preload, _rows
 from pytest_distcompat.drivers._calls import Calls
-from pytest_distcompat.drivers._tiny import TinyDriver, listed
+from pytest_distcompat.drivers._tiny import HELD_OUT_BATCH, TinyDriver, listed
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.strategies import STRATEGIES, _context
+from pytest_distcompat.strategies import STRATEGIES, _context, _pipeline
 from pytest_distcompat.strategies._base import MAX_NORM
 from pytest_distcompat.trace import Loader
 
@@ -198,6 +198,8 @@ class TorchDriver(TinyDriver):
         "sp",
         "cp",
         "ep",
+        "pp",
+        "pp_schedule",
         "use_orig_params",
         "meta_init",
         "ignored_modules",
@@ -242,6 +244,10 @@ class TorchDriver(TinyDriver):
     wrapped: Any = None
     #: The ranks that hold the parts of each sequence; None without context parallelism.
     context: Any = None
+    #: This rank's stage; None without pipeline parallelism.
+    pipeline: Any = None
+    #: Whether a checkpoint has the optimizer's state by the name of each parameter alone, so that each stage has its own.
+    flat: bool = False
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
@@ -272,8 +278,31 @@ class TorchDriver(TinyDriver):
         if self.cell.cp > 1:
             sizes = (self.cell.dp_size, self.cell.cp, self.cell.tp)
             self.context = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))["cp"]
+        self.raw = model
+        if self.cell.pp > 1:
+            self._build_stages(model, device)
+        else:
+            self.model = self._wrap(model, device)
+        self.optimizer = self.make_optimizer(self.model)
+        self.scheduler = self.make_scheduler(self.optimizer)
+        self.scaler = self._scaler(device.type) if self.precision.scaled else None
+        self.seed_rank()
+
+    def _build_stages(self, model: Module, device: torch.device) -> None:
+        """Keep this rank's stage of the model, wrap it and connect it to the others."""
+        assert self.tiny.stages is not None
+        self.flat, self.pipeline = True, _pipeline.Pipeline(self.tiny.stages, self.cell, device)
+        self.pp_group = self.pipeline.group
+        self.pipeline.keep(model)
+        self.model = self._wrap(model, device)
+        # DDP does not survive that torch finds out shapes by a backward pass (docs/upstream.md).
+        row = _rows_of([self.batch_of(0, 0)])[0] if self.strategy.wrapper == "DDP" else None
+        self.pipeline.connect(self.model, row)
+
+    def _wrap(self, model: Module, device: torch.device) -> Module:
+        """Return the model as the strategy and the cell's options wrap it."""
         assert self.strategy.torch is not None
-        self.raw, mode = model, self.cell.option("compile")
+        mode = self.cell.option("compile")
         if self.precision.float8:
             model = _options.in_8_bits(model, device.type)
         recompute, inside_units = self.cell.option("activation_checkpointing"), self.cell.strategy == "fsdp1"
@@ -281,17 +310,14 @@ class TorchDriver(TinyDriver):
             _options.recompute(model, self.wrap_spec.block_modules(model))
         if _options.compiles_blocks(mode):
             _options.compile_blocks(mode, self.wrap_spec.block_modules(model))
-        self.wrapped = self.model = self.strategy.torch(model, self.precision, self.cell, device, self.wrap_spec)
+        self.wrapped = self.strategy.torch(model, self.precision, self.cell, device, self.wrap_spec)
         if recompute and inside_units:
             # Inside FSDP1's units, as in its tutorial: around them units are gathered twice, and ``get_state_dict`` leaves
             # ``_fsdp_wrapped_module`` in the optimizer's names.
             _options.recompute(model, self.wrap_spec.block_modules(model))
-        if mode and not _options.compiles_blocks(mode):
-            self.model = _options.compiled(self.wrapped, self.cell)
-        self.optimizer = self.make_optimizer(self.model)
-        self.scheduler = self.make_scheduler(self.optimizer)
-        self.scaler = self._scaler(device.type) if self.precision.scaled else None
-        self.seed_rank()
+        whole = mode and not _options.compiles_blocks(mode)
+        found: Module = _options.compiled(self.wrapped, self.cell) if whole else self.wrapped
+        return found
 
     def _scaler(self, device: str) -> Any:
         import torch
@@ -305,12 +331,26 @@ class TorchDriver(TinyDriver):
         """Run each micro-batch, reduce gradients in the last one, and step optimizer and scheduler."""
         for one in listed(self.optimizer):
             one.zero_grad()
+        if self.pipeline:
+            return self._pipelined(number)
         total = 0.0
         for batch, last in self.batches(number):
             with self._synchronised(last), self._autocast(), _context.attending(self.model, self.context):
                 loss = self.micro_loss(batch) / self.accumulate
                 (self.scaler.scale(loss) if self.scaler else loss).backward()
             total += float(loss.detach())
+        self.update()
+        return total
+
+    def _pipelined(self, number: int) -> float:
+        """Take the step on the rows of all micro-batches, one after the other, through the pipeline."""
+        import torch
+
+        batches = [batch for batch, _ in self.batches(number)]
+        self.fed = _rows_of(batches)
+        rows = {name: torch.cat([row[name] for row in self.fed]) for name in self.fed[0]}
+        with self._autocast():
+            total: float = self.pipeline.step(rows, self.accumulate * len(self.fed) // len(batches))
         self.update()
         return total
 
@@ -340,8 +380,8 @@ class TorchDriver(TinyDriver):
 
         if self.strategy.wrapper == "FSDP1":
             return float(self.wrapped.clip_grad_norm_(MAX_NORM))
-        if self.cell.tp * self.cell.ep > 1:
-            return _options.clip_on_meshes(self.model.parameters(), MAX_NORM)
+        if self.cell.tp * self.cell.ep * self.cell.pp > 1:
+            return _options.clip_on_meshes(self.model.parameters(), MAX_NORM, self.pp_group)
         norm: Any = clip_grad_norm_(self.model.parameters(), MAX_NORM)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
@@ -365,7 +405,10 @@ class TorchDriver(TinyDriver):
         from torch.distributed.checkpoint.state_dict import StateDictOptions
 
         # No cpu_offload: on CPU ranks FSDP1's crashes (https://github.com/pytorch/pytorch/issues/188989).
-        settings = {"full_state_dict": self.cell.option("state_dict") == "full"}
+        settings = {
+            "full_state_dict": self.cell.option("state_dict") == "full",
+            "flatten_optimizer_state_dict": self.flat,
+        }
         return StateDictOptions(**self.cell.with_settings("StateDictOptions", settings))
 
     def _state(self) -> dict[str, Any]:
@@ -398,12 +441,16 @@ class TorchDriver(TinyDriver):
     def load(self, directory: Path) -> None:
         """Load the state, in place by DCP, then set it by ``set_state_dict``."""
         import torch
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
         if self.cell.option("state_dict") == "full":
             state = torch.load(directory / "checkpoint.pt", map_location="cpu", weights_only=True)
         else:
+            # What it saves keeps the form of what it loaded, so that stages can load it again. By names there are no lists.
+            keys = FileSystemReader(directory).read_metadata().state_dict_metadata
+            self.flat |= not {"optimizer.param_groups", "optimizer.param_groups.0.params"} & keys.keys()
             state = self._state()
             load(state, checkpoint_id=directory)
         if self.cell.option("save_only_model"):
@@ -440,8 +487,26 @@ class TorchDriver(TinyDriver):
         with self._autocast() if self.cell.option("float32_norms") else contextlib.nullcontext():
             return super().evaluate(model)
 
+    def outputs(self, model: Module) -> torch.Tensor:
+        """Return the logits on a batch that no step trains on, on all stages of a pipeline."""
+        if model is not self.model or not self.pipeline:
+            return super().outputs(model)
+        found: torch.Tensor = self.pipeline.outputs(self.batch_of(HELD_OUT_BATCH, 0)["input_ids"])
+        return found
+
     def export(self, directory: Path) -> None:
         """Write the full state dict on rank 0, in the format that the model's own library loads."""
         state = _options.whole_state(self.model)
+        if self.pipeline:
+            state = self.pipeline.gathered(state)
         if self.world.rank == 0:
             _options.write_whole(self.raw, state, directory)
+
+
+def _rows_of(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the rows of some batches, each as a batch of its own."""
+    return [
+        {name: value[row : row + 1] for name, value in batch.items()}
+        for batch in batches
+        for row in range(len(batch["labels"]))
+    ]

@@ -24,7 +24,7 @@ def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
         run: The training.
 
     Returns:
-        Plain data as the schema describes it; None for a mesh of one dimension without tensor parallelism.
+        Plain data as the schema describes it; None for a mesh of one dimension without tensor or pipeline parallelism.
     """
     snapshots, unwrapped = run.at("build"), run.unwrapped
     known = {info.name for info in unwrapped.parameters} | {*unwrapped.state_dict} if unwrapped else set()
@@ -33,7 +33,7 @@ def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
         {strategy.canonical(info.name, cell, known): info for info in snapshot.parameters} for snapshot in snapshots
     ]
     widest = max((_dims(info) for one in held for info in one.values()), key=len, default=())
-    if not held or (len(widest) < 2 and cell.tp == 1):
+    if not held or (len(widest) < 2 and cell.tp * cell.pp == 1):
         return None
     dims = [{"name": dim.name, "size": dim.size} for dim in widest]
     at = [_coordinate(list(one.values()), [dim.name for dim in widest]) for one in held]

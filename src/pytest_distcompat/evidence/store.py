@@ -11,7 +11,7 @@ from typing import Any
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.evidence.cells import add_training
-from pytest_distcompat.excerpt import excerpt
+from pytest_distcompat.excerpt import excerpt, name_nodes
 from pytest_distcompat.report import Report
 from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.runner import DONE, read_run
@@ -64,7 +64,7 @@ class StoredRun:
             "seconds": round(self.done.get("seconds", 0.0), 3),
             "ending": end["kind"] if end else "ok" if self.done else "unfinished",
             "action": end.get("action", ""),
-            "message": excerpt(first[0], 500) if first else "",
+            "message": name_nodes(excerpt(first[0], 500), self.done["trace"].get("nodes", ())) if first else "",
             "ranks": [
                 {**one, **{name: excerpt(one[name], most) for name, most in TEXT_LIMITS.items()}}
                 for one in self.done.get("ranks", ())[:MAX_RANKS]

@@ -25,6 +25,10 @@ class Executor:
         """Start the agents of so many nodes."""
         raise NotImplementedError
 
+    def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str] | None:  # noqa: ARG002
+        """Start the agent of the node with that name again, which was lost; None if a user has to."""
+        return None
+
     @staticmethod
     def _popen(command: Sequence[str], token: str) -> subprocess.Popen[str]:
         """Start one command that reads the token from its standard input, where no other process can see it."""

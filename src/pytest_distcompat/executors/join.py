@@ -18,3 +18,7 @@ class Join(Executor):
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:  # noqa: ARG002
         """Start the agent of this node."""
         return [self._popen([*join, "--name", socket.gethostname()], token)]
+
+    def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str] | None:
+        """Start the agent of this node again."""
+        return self._popen([*join, "--name", name], token) if name == socket.gethostname() else None

@@ -16,3 +16,7 @@ class Local(Executor):
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
         """Start all agents."""
         return [self._popen([*join, "--name", f"n{number}"], token) for number in range(1, nodes + 1)]
+
+    def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
+        """Start one agent again."""
+        return self._popen([*join, "--name", name], token)

@@ -25,13 +25,13 @@ class Slurm(Executor):
 
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
         """Start all agents as one job step, beside the step that pytest may run in."""
+        return [self._srun(join, token, f"--nodes={nodes}", f"--ntasks={nodes}")]
+
+    def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
+        """Start one agent again, as a job step of its own."""
+        return self._srun(join, token, "--nodes=1", "--ntasks=1", f"--nodelist={name}")
+
+    def _srun(self, join: Sequence[str], token: str, *where: str) -> subprocess.Popen[str]:
         # srun hands its standard input to all tasks: https://slurm.schedmd.com/srun.html, --input.
-        srun = [
-            "srun",
-            "--overlap",
-            f"--nodes={nodes}",
-            f"--ntasks={nodes}",
-            "--ntasks-per-node=1",
-            "--kill-on-bad-exit=0",
-        ]
-        return [self._popen([*srun, *(one for one in join if one != "--with-parent")], token)]
+        srun = ["srun", "--overlap", *where, "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+        return self._popen([*srun, *(one for one in join if one != "--with-parent")], token)

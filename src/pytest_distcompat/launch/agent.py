@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing.connection
 import socket
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,14 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    dynamic_rendezvous,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import loopback
@@ -34,54 +40,28 @@ logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logg
 MONITOR_INTERVAL_S = 0.001
 #: How long a check waits for a change, in seconds: torch has limits of its own that it tests after each check.
 LONGEST_WAIT_S = 1.0
+#: How often an agent looks whether those of the other nodes have come, in seconds.
+MEETING_INTERVAL_S = 0.02
 
 
-class OneNode(RendezvousHandler):
-    """A rendezvous of one agent with itself, on a store bound to port 0: the kernel chooses the port, without a race.
+class OneNode(StaticTCPRendezvous):
+    """torchrun's static rendezvous of one agent with itself, on a store whose port the kernel chooses, without a race.
 
-    The store answers every client that connects, so it listens on the loopback interface only. torch's own choice is all
-    interfaces. torchrun's static back end needs a port chosen beforehand, and its c10d one backs off at random (0.1 to 0.4 s).
+    torch's static rendezvous needs a port chosen beforehand, and its c10d one backs off at random (0.1 to 0.4 s). The store
+    answers every client that connects, so it listens on the loopback interface only; torch's own choice is all interfaces.
     Ranks meet on this very store, as they do under torchrun (``TORCHELASTIC_USE_AGENT_STORE``).
     https://pytorch.org/docs/stable/elastic/rendezvous.html
     """
 
     def __init__(self) -> None:
-        self._run_id = str(uuid.uuid4())
         self.store = _store_on(loopback.listen())
         self.port = self.store.port
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True: ranks connect to the agent's store."""
-        return True
-
-    def get_backend(self) -> str:
-        """Return the name that logs show."""
-        return "distcompat"
+        super().__init__(loopback.HOST, self.port, 0, 1, str(uuid.uuid4()), timeout=60)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the rendezvous at once: the only node is here."""
         store_info = RendezvousStoreInfo(loopback.HOST, self.port)
-        return RendezvousInfo(PrefixStore(self._run_id, self.store), 0, 1, store_info)
-
-    def is_closed(self) -> bool:
-        """Return False: the rendezvous lives as long as the agent."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: there is nothing to close."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: no other node ever comes."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the run's id, a new one for each run."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Return True: the store goes with the object."""
-        return True
+        return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, store_info)
 
 
 class SeveralNodes(DynamicRendezvousHandler):
@@ -108,7 +88,8 @@ class SeveralNodes(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other agents, and note the port of the ranks' store."""
-        info = super().next_rendezvous()
+        with _meeting_soon(self):
+            info = super().next_rendezvous()
         assert info.bootstrap_store_info is not None
         self.port = info.bootstrap_store_info.master_port
         return info
@@ -118,6 +99,22 @@ class SeveralNodes(DynamicRendezvousHandler):
 
     def _create_tcp_store_server(self, master_addr: str, server_port: int) -> Any:  # noqa: ARG002 - torch's signature
         return _store_on(loopback.listen(master_addr), master_addr)
+
+
+@contextlib.contextmanager
+def _meeting_soon(rendezvous: Any) -> Iterator[None]:
+    """Have torch look for the other nodes often: it does so once a second, which is most of a warm run.
+
+    Both names are private; ``tests/launch/test_private_names.py`` fails when they go away.
+    """
+    rendezvous._state_holder._cache_duration = 0  # noqa: SLF001 - see the docstring
+    module: Any = dynamic_rendezvous
+    before = module._delay  # noqa: SLF001
+    module._delay = lambda seconds: clock.sleep(MEETING_INTERVAL_S)  # noqa: ARG005, SLF001
+    try:
+        yield
+    finally:
+        module._delay = before  # noqa: SLF001
 
 
 def meeting_store(place: Place, timeout: float) -> Any:
@@ -190,13 +187,7 @@ _LEFT = "distcompat/left"
 def run(
     request: Request, entrypoint: Callable[[str], None], start_method: str, listens: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Run one request under torchrun's agent.
-
-    Args:
-        request: What the ranks do.
-        entrypoint: The function that a rank calls.
-        start_method: How multiprocessing starts a rank.
-        listens: Called with the port on which the nodes of the run can meet, on the node that opens it.
+    """Run one request under torchrun's agent; ``listens`` is called with the port of the store that this node opens for all.
 
     Returns:
         The ranks' ``exit_codes`` (None: still alive), the rank that the agent saw fail ``first``, the names of the shared memory

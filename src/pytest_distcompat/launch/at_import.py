@@ -51,11 +51,9 @@ class Findings:
     reads: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def reason(self, file: str | None, differs: Callable[[str], bool]) -> str:
-        """Return why ranks must not share what was imported, as one sentence; empty if they may.
+        """Return why ranks that run tests of that file, or None: of any, must not share what was imported; empty if they may.
 
-        Args:
-            file: The test module that the ranks run; None if they may run any.
-            differs: Whether ranks have another value of an environment variable than the process that imported.
+        ``differs`` tells whether they have another value of an environment variable than the process that imported.
         """
         read = [sentences for name, sentences in self.reads.items() if differs(name)]
         for sentences in (self.made, *read):
@@ -92,10 +90,7 @@ class Watch:
     What compiled code reads by itself is not seen.
 
     Installed libraries may read the clock and the like: they do so wherever they are imported. But a library that reads which
-    rank it is on, as Lightning does, counts.
-
-    Args:
-        own: Files that are the user's own code although they are installed.
+    rank it is on, as Lightning does, counts. ``own`` are files of the user's own code that are installed too.
     """
 
     def __init__(self, own: Sequence[str] = ()) -> None:
@@ -117,7 +112,9 @@ class Watch:
         active = self
         self._compare_state(report=False)
         self._shared = _shared_memory()
-        self._undo.enter_context(environment_read(self._variable_read, self._variable_written))
+        for environ in (os.environ, os.environb):
+            self._undo.callback(setattr, environ, "__class__", type(environ))
+            _watch_environment(environ, self._variable_read, self._variable_written)
         for module in (builtins, io, os):
             self._watch_open(module)
         self.watch_loader(importlib.machinery.SourceFileLoader)
@@ -139,9 +136,7 @@ class Watch:
     def watch_loader(self, kind: type[Any], own: Sequence[str] = ()) -> None:
         """Watch the modules that loaders of this class execute.
 
-        Args:
-            kind: The class.
-            own: Patterns of the names of files that are the user's own code wherever they lie: tests may be installed too.
+        Files whose names match a pattern in ``own`` are the user's own code wherever they lie: tests may be installed too.
         """
         execute, inherited = kind.exec_module, "exec_module" not in vars(kind)
 
@@ -335,17 +330,8 @@ class Watch:
 _OnVariable = Callable[[str, "FrameType | None"], None]
 
 
-@contextlib.contextmanager
-def environment_read(read: _OnVariable, written: _OnVariable) -> Iterator[None]:
-    """Call ``read`` for each variable of the environment that the block reads, ``written`` for each that it sets or removes."""
-    with contextlib.ExitStack() as undo:
-        for environ in (os.environ, os.environb):
-            _watch_environment(environ, read, written)
-            undo.callback(setattr, environ, "__class__", type(environ).__base__)
-        yield
-
-
 def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) -> None:
+    """Call ``read`` for each variable that is read from now on, and ``written`` for each that is set or removed."""
     ordinary = type(environ)
 
     class Watched(ordinary):  # type: ignore[misc, valid-type]  # os.environ's own class

@@ -48,7 +48,4 @@ class TorchrunLauncher(Launcher):
 
 
 #: The launchers that ``--distcompat-launcher`` names.
-LAUNCHERS: dict[str, type[WarmLauncher | TorchrunLauncher]] = {
-    "warm": WarmLauncher,
-    "torchrun": TorchrunLauncher,
-}
+LAUNCHERS: dict[str, type[WarmLauncher | TorchrunLauncher]] = {"warm": WarmLauncher, "torchrun": TorchrunLauncher}

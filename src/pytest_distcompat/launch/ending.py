@@ -24,7 +24,7 @@ from pytest_distcompat.events import (
     is_excused,
     of_kind,
 )
-from pytest_distcompat.excerpt import encodable
+from pytest_distcompat.excerpt import encodable, name_nodes
 from pytest_distcompat.launch import deaths
 from pytest_distcompat.launch.collectives import WaitState, describe_wait_states, first_mismatch, read_wait_state
 from pytest_distcompat.launch.peers import aborted_by_lost_peer
@@ -146,9 +146,20 @@ class Ending:
             return late if self.timed_out else "all ranks ended well"
         if self.timed_out and cause.status == "stuck":
             message, _ = first_mismatch(self._wait_states)
-            parts = (f"time limit of {self.timeout:g} s", message, describe_wait_states(self._wait_states), self.builds)
+            waits = name_nodes(describe_wait_states(self._wait_states), self.nodes)
+            parts = (f"time limit of {self.timeout:g} s", message, waits, self.builds)
             return ": ".join(filter(None, parts))
         return f"{cause.who} {cause.message}"
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The name of each rank's node, in a run of several; empty in any other."""
+        found = tuple(end.node for end in sorted(self.ranks, key=lambda end: end.rank))
+        return found if any(found) else ()
+
+    def without_nodes(self) -> Ending:
+        """Return the same ending without the names of nodes, as of a run on one node."""
+        return replace(self, ranks=tuple(replace(end, node="") for end in self.ranks))
 
     @property
     def _wait_states(self) -> dict[int, WaitState | None]:
@@ -159,7 +170,7 @@ class Ending:
         if self.leaks and not self._ranks_failed:
             return "\n\n".join(self.leaks)
         _, mismatch = first_mismatch(self._wait_states)
-        parts = [self.headline(), *([mismatch] if mismatch else [])]
+        parts = [self.headline(), *([name_nodes(mismatch, self.nodes)] if mismatch else [])]
         if self.launch_error:
             parts.append(self.launch_error)
         ordered = self.in_order()
@@ -250,14 +261,8 @@ def conclude(
 ) -> Ending:
     """Put together what is known of each rank: what it logged, and how its process ended. It reads and changes nothing.
 
-    Args:
-        events: What each rank logged.
-        processes: How each rank's process ended, by rank.
-        timed_out: Whether the time limit ended the run.
-        ended_since: When the first rank was killed by us.
-        first: The rank that the agent saw fail first.
-        oom_kills: What ``deaths.out_of_memory_kills`` returned after the run.
-        **more: Further fields of the ``Ending``.
+    ``ended_since`` is when the first rank was killed by us, ``first`` the rank that the agent saw fail first, ``oom_kills`` what
+    ``deaths.out_of_memory_kills`` returned after the run; ``more`` are further fields of the ``Ending``.
     """
     ended = "stuck" if timed_out else "stopped"
     waited = any(map(is_excused, events.values()))

@@ -22,7 +22,7 @@ from pytest_distcompat.events import Event, Exit, of_kind, pids_of
 from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.ending import Ending, exit_name
 from pytest_distcompat.launch.files import CRASH, read_end
-from pytest_distcompat.launch.process import alive, await_end, await_exit, descendants, kill, kill_and_wait, kill_named
+from pytest_distcompat.launch.process import alive, await_end, await_exit, descendants, kill, kill_and_wait
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.watchdog import Watchdog
 
@@ -41,11 +41,12 @@ _ENDED = re.compile(r"Sending process (\d+) closing signal SIGTERM")
 _FATAL = {"Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Floating": -8, "Illegal instruction": -4}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Hosted:
     """Command to be run on ``world_size`` ranks, for ``timeout`` seconds at most; messages call it ``name``.
 
-    ``unreported`` is the exit code of a rank of which neither its launcher nor its files say one.
+    It runs below a process that is an ancestor of the launcher and of all its ranks (``supervisor``). ``unreported`` is the
+    exit code of a rank of which neither its launcher nor its files say one.
     """
 
     name: str
@@ -63,33 +64,28 @@ class Hosted:
         # A launcher tries for minutes, and then says what it could not connect to.
         if problem := loopback.problem():
             return Ending.not_launched(self.world_size, problem)
-        run = _HostedRun(self)
+        self._start()
         try:
-            return run.watch()
+            return self._watch()
         finally:
-            run.close()
+            self._close()
 
-
-class _HostedRun:
-    """One run of the command, below a process that is an ancestor of the launcher and of all its ranks (``supervisor``)."""
-
-    def __init__(self, hosted: Hosted) -> None:
-        self._hosted, directory = hosted, hosted.directory
-        self._status, self._output = directory / "launcher.json", directory / "launcher.log"
-        self._watchdog = Watchdog(Request("", {}, hosted.world_size, str(directory), hosted.timeout))
+    def _start(self) -> None:
+        self._status, self._output = self.directory / "launcher.json", self.directory / "launcher.log"
+        self._watchdog = Watchdog(Request("", {}, self.world_size, str(self.directory), self.timeout))
         self._pids: dict[int, int] = {}
         #: When ranks were first seen gone: a rank that is killed cannot log its end.
         self._exited_at: dict[int, float] = {}
         request = {
-            "command": list(hosted.line),
-            "environment": dict(hosted.environment),
-            "cwd": str(hosted.cwd),
+            "command": list(self.line),
+            "environment": dict(self.environment),
+            "cwd": str(self.cwd),
             "output": str(self._output),
             "status": str(self._status),
         }
-        path = directory / "command.json"
+        path = self.directory / "command.json"
         path.write_text(json.dumps(request), encoding="utf-8")
-        with (directory / "supervisor.log").open("wb") as log:
+        with (self.directory / "supervisor.log").open("wb") as log:
             self._supervisor = subprocess.Popen(
                 [sys.executable, "-m", "pytest_distcompat.launch.supervisor", str(path)],
                 stdin=subprocess.PIPE,
@@ -99,9 +95,9 @@ class _HostedRun:
                 start_new_session=True,
             )
 
-    def watch(self) -> Ending:
+    def _watch(self) -> Ending:
         """Watch the launcher and the ranks that announce themselves until the launcher has ended; return how all ended."""
-        hosted, watchdog = self._hosted, self._watchdog
+        watchdog = self._watchdog
         acted: float | None = None
         while (ended := self._launcher_status()) is None:
             clock.sleep(0.02)
@@ -115,19 +111,19 @@ class _HostedRun:
         await_end(self._processes(), REMAINDER_TIMEOUT_S if not watchdog.acted else 0.0)
         self._note_exits()
         surviving = [rank for rank, pid in self._pids.items() if alive(pid) and rank not in watchdog.ended_by_us]
-        left_over = kill_named(self._processes())
+        left_over = kill(self._processes())
         self._note_exits()
         text = read_end(self._output, OUTPUT_BYTES_READ)
         first = _FAILURE.search(text, max(0, text.find("Root Cause")))
         events = watchdog.logs.read()
         ending = watchdog.conclude(
-            [self._exit_code(rank, events[rank], text) for rank in range(hosted.world_size)],
+            [self._exit_code(rank, events[rank], text) for rank in range(self.world_size)],
             also_ended=surviving,
             first=int(first.group(1)) if first else None,
-            ended_at=[self._exited_at.get(rank) for rank in range(hosted.world_size)],
-            environment=hosted.environment,
+            ended_at=[self._exited_at.get(rank) for rank in range(self.world_size)],
+            environment=self.environment,
             left_over=() if watchdog.acted else tuple(left_over),
-            command=hosted.reproduce,
+            command=self.reproduce,
         )
         return replace(ending, launch_error=self._launch_problem(ending, ended, surviving, text))
 
@@ -148,13 +144,13 @@ class _HostedRun:
 
     def _note_exits(self) -> None:
         """Read the process numbers of new ranks, and note the time for ranks that are gone."""
-        if len(self._pids) < self._hosted.world_size:
+        if len(self._pids) < self.world_size:
             self._pids = pids_of(self._watchdog.logs.read()) | self._pids
         for rank, pid in self._pids.items():
             if rank not in self._exited_at and not alive(pid):
                 self._exited_at[rank] = clock.now()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Kill all processes that still run, and the supervisor."""
         kill(self._processes())
         assert self._supervisor.stdin is not None
@@ -164,7 +160,6 @@ class _HostedRun:
 
     def _exit_code(self, rank: int, events: Sequence[Event], text: str) -> int | None:
         """Return the exit code from torchrun's report, the rank's log or its crash file; None if it is unknown."""
-        directory = self._hosted.directory
         reported = {int(failed): int(code) for failed, code in _FAILURE.findall(text)}
         if rank in reported:
             return reported[rank]
@@ -172,48 +167,43 @@ class _HostedRun:
             return -15
         for end in of_kind(Exit, events):
             return end.code
-        fault = read_end(directory / f"rank-{rank}.fault", OUTPUT_BYTES_READ)
+        fault = read_end(self.directory / f"rank-{rank}.fault", OUTPUT_BYTES_READ)
         for name, code in _FATAL.items():
             if f"{CRASH}{name}" in fault:
                 return code
-        return -15 if read_end(directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ) else self._hosted.unreported
+        return -15 if read_end(self.directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ) else self.unreported
 
     def _launch_problem(
         self, ending: Ending, ended: Mapping[str, Any] | None, surviving: Sequence[int], text: str
     ) -> str:
         """Return what went wrong apart from the ranks: in the launcher, a probe of another process, the number of ranks."""
         # The last line is the headline, and the end of the launcher's output stands before it. Empty if nothing went wrong.
-        hosted, code = self._hosted, ended["code"] if ended else None
-        headline = ""
-        failed = sorted(hosted.directory.glob("probe-*.failed"))
-        matches = (re.fullmatch(r"rank-(\d+)\.jsonl", path.name) for path in hosted.directory.glob("rank-*.jsonl"))
+        code, headline = ended["code"] if ended else None, ""
+        failed = sorted(self.directory.glob("probe-*.failed"))
+        matches = (re.fullmatch(r"rank-(\d+)\.jsonl", path.name) for path in self.directory.glob("rank-*.jsonl"))
         announced = {int(match.group(1)) for match in matches if match}
-        extra = announced - set(range(hosted.world_size))
+        extra = announced - set(range(self.world_size))
         if failed:
             text = failed[0].read_text(encoding="utf-8")
             headline = "the probe failed in a process of the run"
         elif ended and ended["problem"]:
-            headline = f"{hosted.name} could not be run: {ended['problem']}"
+            headline = f"{self.name} could not be run: {ended['problem']}"
         elif code is not None and code < 0:
-            headline = f"{hosted.name} was killed by {exit_name(code)}"
+            headline = f"{self.name} was killed by {exit_name(code)}"
         elif extra:
             ranks = f"rank {', '.join(map(str, sorted(extra)))} announced itself too"
-            headline = f"{ranks}; expected {hosted.world_size} ranks"
+            headline = f"{ranks}; expected {self.world_size} ranks"
         elif not announced:
-            end = (
-                f"time limit of {hosted.timeout:g} s"
-                if ending.timed_out
-                else f"{hosted.name} ended ({exit_name(code)})"
-            )
+            end = f"time limit of {self.timeout:g} s" if ending.timed_out else f"{self.name} ended ({exit_name(code)})"
             headline = (
                 f"{end}, and no process announced itself as a rank: none had RANK in its environment or made a process group "
                 "(is Python started with -E, -I or -S, or without its environment?)"
             )
         elif surviving and not code:
-            headline = f"{hosted.name} ended ({exit_name(code)}) while rank {', '.join(map(str, surviving))} still ran"
+            headline = f"{self.name} ended ({exit_name(code)}) while rank {', '.join(map(str, surviving))} still ran"
         elif code and not ending.failed:
-            headline = f"all ranks ended well, but {hosted.name} exited with code {code}"
+            headline = f"all ranks ended well, but {self.name} exited with code {code}"
         if not headline:
             return ""
         output = "\n".join(text.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:])
-        return f"last output of {hosted.name}:\n{output}\n\n{headline}" if output else headline
+        return f"last output of {self.name}:\n{output}\n\n{headline}" if output else headline

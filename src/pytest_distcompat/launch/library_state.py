@@ -30,32 +30,20 @@ class Registered(dict[Any, Any]):  # noqa: PLW1641 - a dict has no hash either
         return not self == before
 
 
-#: Names of torch's settings, below ``torch``; an older release may lack some. Functions are called.
+#: Names of those of torch's settings, below ``torch``, that ``_named_flags`` does not find by itself; an older release may lack
+#: some. Functions are called.
 _FLAGS = (
     "get_default_dtype",
     "is_grad_enabled",
     "is_inference_mode_enabled",
     "is_autocast_cache_enabled",
     "is_anomaly_enabled",
-    "are_deterministic_algorithms_enabled",
     "is_deterministic_algorithms_warn_only_enabled",
-    "is_warn_always_enabled",
-    "get_float32_matmul_precision",
     "get_num_threads",
     "get_num_interop_threads",
     "autograd.is_multithreading_enabled",
     "multiprocessing.get_sharing_strategy",
-    "utils.deterministic.fill_uninitialized_memory",
-    "backends.cudnn.enabled",
-    "backends.cudnn.benchmark",
-    "backends.cudnn.deterministic",
-    "backends.cudnn.allow_tf32",
-    "backends.mkldnn.enabled",
-    "backends.mkldnn.deterministic",
-    "backends.cuda.matmul.allow_tf32",
     "backends.cuda.matmul.fp32_precision",
-    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
     "backends.cuda.flash_sdp_enabled",
     "backends.cuda.mem_efficient_sdp_enabled",
     "backends.cuda.math_sdp_enabled",
@@ -230,11 +218,7 @@ SETTINGS: _Settings = {
     ),
     "how torch recomputes": (
         "torch.utils.checkpoint",
-        _values(
-            "_enable_checkpoint_early_stop",
-            "_checkpoint_debug_enabled",
-            "DefaultDeviceType._default_device_type",
-        ),
+        _values("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled", "DefaultDeviceType._default_device_type"),
     ),
     "the level of forward differentiation": ("torch.autograd.forward_ad", _values("_current_level")),
     "how distributions check their arguments": ("torch.distributions", _values("Distribution._validate_args")),

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch import ask_nvml, randomness, rank
+from pytest_distcompat.devices import compute_capability
+from pytest_distcompat.launch import randomness, rank
 from pytest_distcompat.launch.at_import import Watch
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.process import native_threads, run_exit_functions
@@ -31,7 +33,7 @@ from pytest_distcompat.launch.request import extend_import_path
 
 #: The modules that each rank imports first: a tenth of a second each, if they are not imported here. The launcher process
 #: needs them too, and a fork server is forked from it.
-_MODULES_OF_EVERY_RANK = (
+MODULES_OF_EVERY_RANK = (
     "torch",
     "torch.distributed.elastic.multiprocessing.api",
     "multiprocessing.popen_forkserver",
@@ -40,41 +42,28 @@ _MODULES_OF_EVERY_RANK = (
     "pytest_distcompat.launch.request_loop",
 )
 
+#: The first major compute capability that Triton runs on (torch/utils/_triton.py).
+_OF_TRITON = 7
 #: How long threads may take to end, in seconds.
 THREADS_END_TIMEOUT_S = 0.3
 #: The result of ``call``, which ranks inherit by fork.
 collected: Any = None
 
 
-def import_torch(dump_at: float) -> None:
-    """Import what every rank imports, in the launcher process before the fork server is forked from it."""
-    _import(_MODULES_OF_EVERY_RANK, dump_at)
-
-
 def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
-    """Import the modules that a Warmth names, in a fork server that must stay fit to fork.
+    """Import the modules that a Warmth names, and return why this process is ``unfit`` to be forked from.
 
-    Args:
-        warmth: The fields of a Warmth, and the ``device``.
-        dump_at: When the stack of an import that hangs is written, by ``clock.now``: just before the parent gives up.
-
-    Returns:
-        Why the process is ``unfit`` to be forked from.
+    ``warmth`` has the fields of a Warmth, and the ``device``. At ``dump_at``, by ``clock.now``, just before the parent gives up,
+    the stack of an import that hangs is written.
     """
     extend_import_path(warmth["path"])
     if warmth["device"] != "cpu":
-        ask_nvml.instead_of_cuda()
-    _import((*_MODULES_OF_EVERY_RANK, *warmth["modules"]), dump_at)
+        ask_nvml_instead_of_cuda()
+    import_modules((*MODULES_OF_EVERY_RANK, *warmth["modules"]), dump_at)
     _restart_threads_of_numpy()
     threads = native_threads()
-    _settle(warmth["device"])
+    settle(warmth["device"])
     return {"unfit": _unfit(threads)}
-
-
-def import_more(names: Sequence[str], dump_at: float, device: str) -> None:
-    """Import what the session turned out to need, in the fork server of ranks that collect tests themselves."""
-    _import(names, dump_at)
-    _settle(device)
 
 
 def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
@@ -100,17 +89,12 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
             traceback.print_exc(file=log)
     rank.start_method = multiprocessing.get_start_method(allow_none=True)
     randomness.remember_seeds(before)
-    _settle(warmth["device"])
+    settle(warmth["device"])
     findings, unfit = watch.findings, _unfit(threads)
     # If this process is unfit, one of these libraries may be the reason, and must not make the other server unfit too.
     libraries = watch.libraries if (findings.made or findings.reads) and not unfit else []
     leaves = finishing is not None or atexit._ncallbacks() > at_exit  # noqa: SLF001 - see process_state
-    return {
-        "unfit": unfit,
-        "findings": dataclasses.asdict(findings),
-        "libraries": libraries,
-        "leaves": leaves,
-    }
+    return {"unfit": unfit, "findings": dataclasses.asdict(findings), "libraries": libraries, "leaves": leaves}
 
 
 #: The function that ends the collected session; ``finish`` calls it first.
@@ -127,7 +111,7 @@ def finish() -> None:
     run_exit_functions()
 
 
-def _settle(device: str) -> None:
+def settle(device: str) -> None:
     """Prepare what was imported for ranks: DeepSpeed for the CPU, and all objects for the garbage collector.
 
     It does not go through those that exist now. Some libraries collect again and again, and with torch, transformers and
@@ -152,7 +136,7 @@ def _keep_operators_of_torch() -> None:
             finalizer.atexit = False
 
 
-def _import(names: Sequence[str], dump_at: float) -> None:
+def import_modules(names: Sequence[str], dump_at: float) -> None:
     """Import the modules. One that cannot be imported is left to the code that needs it, which reports that better."""
     with _without_collection():
         for name in names:
@@ -204,6 +188,33 @@ def _stack_written(dump_at: float, log: int) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def ask_nvml_instead_of_cuda() -> None:
+    """Have NVML answer two functions of torch in this process and its forks, as long as CUDA is not initialised there.
+
+    Libraries call them when they are imported, and torch creates a CUDA context to answer, which would not survive the fork of a
+    rank: transformers 5 imports torchao where it is installed, and that calls both. ``has_triton`` is private;
+    ``tests/unit/test_ask_nvml.py`` fails when it goes away.
+    """
+    cuda: Any = importlib.import_module("torch.cuda")
+    triton: Any = importlib.import_module("torch.utils._triton")
+
+    def answer(by_torch: Callable[..., Any], by_nvml: Callable[[tuple[int, int]], Any]) -> Callable[..., Any]:
+        @functools.wraps(by_torch)
+        def function(device: Any = None) -> Any:
+            # NVML does not know an AMD GPU; of others than the first nobody asks at import.
+            capability = None if device is not None or cuda.is_initialized() else compute_capability()
+            if capability is not None:
+                return by_nvml(capability)
+            return by_torch() if device is None else by_torch(device)
+
+        return function
+
+    cuda.get_device_capability = answer(cuda.get_device_capability, lambda capability: capability)
+    triton.has_triton = answer(
+        triton.has_triton, lambda capability: triton.has_triton_package() and capability[0] >= _OF_TRITON
+    )
 
 
 #: Names of threads that C libraries start, and the libraries.

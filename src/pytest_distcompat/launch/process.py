@@ -52,9 +52,8 @@ def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def reap_adopted(keep: Iterable[int]) -> None:
@@ -104,18 +103,20 @@ def descendants(pid: int) -> list[psutil.Process]:
     return found
 
 
-def kill(processes: Iterable[psutil.Process], *, wait: float = 2.0) -> list[psutil.Process]:
-    """SIGKILL the processes, wait until they are gone, and return those that were killed.
+def kill(processes: Iterable[psutil.Process]) -> list[str]:
+    """SIGKILL the processes, wait until they are gone, and return the names of those that were killed.
 
     Zombies count as gone: their parents have to reap them. Processes that tidy up after others are left alone: they end by
     themselves when the others are gone.
     """
     doomed = [process for process in processes if not tidies_up(process)]
+    names = []
     for process in doomed:
         with contextlib.suppress(psutil.Error):
+            names.append(f"{process.name()} (pid {process.pid})")
             process.kill()
-    await_end(doomed, wait)
-    return doomed
+    await_end(doomed, 2.0)
+    return names
 
 
 def let_tidy_up(processes: Iterable[psutil.Process]) -> None:
@@ -147,15 +148,6 @@ def kill_and_wait(process: subprocess.Popen[Any]) -> None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(process.pid, signal.SIGKILL)
             process.returncode = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
-
-
-def kill_named(processes: Iterable[psutil.Process]) -> list[str]:
-    """Kill the processes as ``kill`` does, and return names of those that were killed."""
-    names = {}
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            names[process] = f"{process.name()} (pid {process.pid})"
-    return [names[process] for process in kill(names)]
 
 
 def await_exit(process: subprocess.Popen[Any], seconds: float) -> bool:

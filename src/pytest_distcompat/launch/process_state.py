@@ -37,13 +37,13 @@ import threading
 import time
 import tracemalloc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
-from pytest_distcompat.launch.differences import described, signal_names
+from pytest_distcompat.excerpt import encodable
 from pytest_distcompat.launch.library_state import SETTINGS, SINGLETONS, Registered
 from pytest_distcompat.launch.process import children
 
@@ -60,9 +60,12 @@ _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _RESOURCES = tuple(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
 #: The names of the items of lists.
 _LABELS = {
-    "signal handlers": signal_names(_SIGNALS),
+    # Most real-time signals have no name, and are numbers.
+    "signal handlers": [getattr(number, "name", str(number)) for number in _SIGNALS],
     "resource limits": [name for name in vars(resource) if name.startswith("RLIMIT_")],
 }
+#: How many items are named, and how many characters of a value are shown.
+_ITEMS_NAMED, _VALUE_LENGTH = 3, 40
 #: The modules whose functions tests replace most often.
 _PATCHED = (builtins, os, time)
 _ALSO_PATCHED = (copy, json, math, pickle, random, shutil, socket, subprocess)
@@ -161,6 +164,49 @@ class ProcessState:
             for name, value in self.same.items()
             if value != expected[name]
         ]
+
+
+def described(name: str, was: Any, now: Any, labels: Sequence[str] = ()) -> str:
+    """Return ``name`` and, where possible, what of it has changed: ``the environment (FOO set to 'x')``.
+
+    ``labels`` are what the items are called where both are lists of as many items.
+    """
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        found = list(_of_mappings(was, now))
+    elif labels and len(was) == len(now) == len(labels):
+        found = [label for label, old, new in zip(labels, was, now, strict=True) if old != new]
+    elif isinstance(was, (set, frozenset, list)) and isinstance(now, (set, frozenset, list)):
+        found = [*_of_items("", now, was), *_of_items("no more ", was, now)]
+    elif all(isinstance(one, (str, int)) for one in (was, now)) and not isinstance(now, bool):
+        found = [f"{_cut(now)} instead of {_cut(was)}"]
+    else:
+        found = []
+    if not found:
+        return name
+    more = f" and {len(found) - _ITEMS_NAMED} more" if len(found) > _ITEMS_NAMED else ""
+    return encodable(f"{name} ({', '.join(found[:_ITEMS_NAMED])}{more})")
+
+
+def _of_mappings(was: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[str]:
+    # Keys of different types may have no order.
+    for key in sorted({*was, *now}, key=str):
+        name = key.__name__ if isinstance(key, type) else key
+        if key not in now:
+            yield f"{name} removed"
+        elif key not in was or was[key] != now[key]:
+            yield f"{name} set to {_cut(now[key])}"
+
+
+def _of_items(prefix: str, items: Any, others: Any) -> Iterator[str]:
+    """Yield the items that are not among the others and have a name: the address of any other object says nothing."""
+    for one in items:
+        if one not in others and isinstance(one, (str, int, threading.Thread)):
+            yield prefix + (one.name if isinstance(one, threading.Thread) else _cut(one))
+
+
+def _cut(value: object) -> str:
+    text = repr(int(value) if isinstance(value, int) else value)
+    return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
 
 
 class Sizes:

@@ -15,11 +15,8 @@ from pytest_distcompat.launch import deaths, pristine_builtins
 class RankLog:
     """The log of one rank. Each event is written at once, so that a killed rank leaves all its events.
 
-    Args:
-        directory: The directory of the request.
-        rank: The rank.
-        by_hand: Whether a user runs the run again and looks at a terminal: the log starts afresh, and errors are shown.
-        debugged: The rank in which the user wants a debugger, in a run by hand.
+    ``by_hand``: a user runs the run again and looks at a terminal: the log starts afresh, and errors are shown. ``debugged`` is
+    then the rank in which the user wants a debugger.
     """
 
     def __init__(self, directory: str | Path, rank: int, *, by_hand: bool = False, debugged: int | None = None) -> None:

@@ -79,7 +79,7 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
     # A warning that the user made an error is an error in ranks only.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        preload.import_torch(dump_at)
+        preload.import_modules(preload.MODULES_OF_EVERY_RANK, dump_at)
 
     def serve_first(ends: Mapping[str, Ends]) -> NoReturn:
         os.close(descriptor)
@@ -128,23 +128,18 @@ def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: 
         with os.fdopen(read, encoding="utf-8") as file:
             libraries = file.read()
         # For ranks that collect tests themselves, and import the user's own modules themselves.
-        preload.import_more(json.loads(libraries) if libraries else (), dump_at, warmth_fields["device"])
+        preload.import_modules(json.loads(libraries) if libraries else (), dump_at)
+        preload.settle(warmth_fields["device"])
     serve(ends[LIBRARIES], status)
 
 
 def _merged(sides: list[dict[str, dict[str, Any] | None]]) -> dict[str, Any]:
     """Return the status for the parent: of both sides the first problem of each kind, and all findings."""
-    merged: dict[str, Any] = {"unfit": "", "not_shared": "", "findings": [], "leaves": False}
-    for side in sides:
-        libraries, session = side[LIBRARIES], side.get(SESSION, {})
-        if libraries is None:
-            merged["unfit"] = merged["unfit"] or _DIED
-            continue
-        merged["unfit"] = merged["unfit"] or libraries["unfit"]
-        if session is None:
-            merged["not_shared"] = merged["not_shared"] or _DIED
-        elif session:
-            merged["not_shared"] = merged["not_shared"] or session["unfit"]
-            merged["findings"].append(session["findings"])
-            merged["leaves"] = merged["leaves"] or session["leaves"]
-    return merged
+    libraries = [side[LIBRARIES] or {"unfit": _DIED} for side in sides]
+    sessions = [side[SESSION] or {"unfit": _DIED} for side in sides if side[LIBRARIES] and SESSION in side]
+    return {
+        "unfit": next(filter(None, (one["unfit"] for one in libraries)), ""),
+        "not_shared": next(filter(None, (one["unfit"] for one in sessions)), ""),
+        "findings": [one["findings"] for one in sessions if "findings" in one],
+        "leaves": any(one.get("leaves") for one in sessions),
+    }

@@ -24,9 +24,8 @@ def main(path: str) -> None:
     adopt_orphans()
     threading.Thread(target=_kill_all_at_end_of_input, daemon=True).start()
     status: dict[str, Any] = {"code": None, "problem": ""}
-    child: subprocess.Popen[bytes] | None = None
-    with Path(request["output"]).open("wb") as output:
-        try:
+    try:
+        with Path(request["output"]).open("wb") as output:
             child = subprocess.Popen(
                 request["command"],
                 stdin=subprocess.DEVNULL,
@@ -36,14 +35,15 @@ def main(path: str) -> None:
                 cwd=request["cwd"],
                 start_new_session=True,
             )
-        except OSError as error:
-            status["problem"] = str(error)
-    while child is not None and child.poll() is None:
-        reap_adopted(keep=[child.pid])
-        clock.sleep(0.02)
-    status["code"] = child.returncode if child is not None else None
+    except OSError as error:
+        status["problem"] = str(error)
+    else:
+        while (code := child.poll()) is None:
+            reap_adopted(keep=[child.pid])
+            clock.sleep(0.02)
+        status["code"] = code
     unfinished = Path(f"{request['status']}.new")
-    unfinished.write_text(json.dumps({**status, "time": clock.now()}), encoding="utf-8")
+    unfinished.write_text(json.dumps(status), encoding="utf-8")
     unfinished.rename(request["status"])
     while True:
         reap_adopted(keep=())

@@ -10,7 +10,7 @@ from pytest_distcompat import clock
 from pytest_distcompat.launch import environment, loopback
 from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.launch.launcher_process import LauncherProcess
-from pytest_distcompat.launch.process import kill_named
+from pytest_distcompat.launch.process import kill
 from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.reused_ranks import Reuse, ReusedRanks
 from pytest_distcompat.launch.watchdog import Watchdog
@@ -67,7 +67,7 @@ class WarmLauncher:
             request = self._adapted(request, self._process.base)
             watch = self.watch = Watchdog(request)
             self._process.send(request)
-            return self._conclude(self._process, request, watch, self._wait(self._process, watch))
+            return self._conclude(self._process, watch, self._wait(self._process, watch))
         except BaseException:
             # Ctrl-C, or pytest-timeout's signal: no process of ours may live on.
             self._kill()
@@ -83,8 +83,8 @@ class WarmLauncher:
         if self._reused is None or self._process is None:
             return ""
         # The last request's fixtures are torn down now, and have the time limit that it had.
-        request = self._reused.current_request
-        ending = self._dismiss_reused(self._process, self._reused, request, Watchdog(request, self._reused.files))
+        watch = Watchdog(self._reused.current_request, self._reused.files)
+        ending = self._dismiss_reused(self._process, self._reused, watch)
         return ending.text() if ending.failed else ""
 
     def _run_reused(self, process: LauncherProcess, request: Request, reuse: Reuse) -> Ending:
@@ -105,12 +105,12 @@ class WarmLauncher:
         if answer is not None or watch.acted:
             self._reused = None
             reused.dismiss()
-            return self._conclude(process, request, watch, answer)
+            return self._conclude(process, watch, answer)
         if reuse.last or reused.end_reason:
-            return self._dismiss_reused(process, reused, request, watch)
-        ending = self._ending(process, request, watch, {}, notice=died)
+            return self._dismiss_reused(process, reused, watch)
+        ending = self._ending(process, watch, {}, notice=died)
         # A child that a rank forked may have failed where the rank went on.
-        return self._dismiss_reused(process, reused, request, watch) if ending.failed else ending
+        return self._dismiss_reused(process, reused, watch) if ending.failed else ending
 
     def _died_waiting(self, process: LauncherProcess) -> str:
         """Describe how ranks died while they waited for a request; empty if they did not.
@@ -122,17 +122,14 @@ class WarmLauncher:
         self._reused.receive()
         if not self._reused.lost:
             return ""
-        request = self._reused.start_request
-        ending = self._dismiss_reused(process, self._reused, request, Watchdog(request))
+        ending = self._dismiss_reused(process, self._reused, Watchdog(self._reused.start_request))
         return f"between two tests {ending.headline()}; new ranks were started"
 
-    def _dismiss_reused(
-        self, process: LauncherProcess, reused: ReusedRanks, request: Request, watch: Watchdog
-    ) -> Ending:
-        """End reused ranks, and return their end as that of the request."""
+    def _dismiss_reused(self, process: LauncherProcess, reused: ReusedRanks, watch: Watchdog) -> Ending:
+        """End reused ranks, and return their end as that of the watched request."""
         self._reused = None
         reused.dismiss()
-        return self._conclude(process, request, watch, self._wait(process, watch), left=reused.end_reason)
+        return self._conclude(process, watch, self._wait(process, watch), left=reused.end_reason)
 
     def _adapted(self, request: Request, base: Mapping[str, str]) -> Request:
         """Return the request with the changes that ranks with the environment ``base`` need."""
@@ -169,30 +166,23 @@ class WarmLauncher:
         return answer
 
     def _conclude(
-        self,
-        process: LauncherProcess,
-        request: Request,
-        watch: Watchdog,
-        answer: Mapping[str, Any] | None,
-        **more: Any,
+        self, process: LauncherProcess, watch: Watchdog, answer: Mapping[str, Any] | None, **more: Any
     ) -> Ending:
         """Return how the request ended, once its ranks are gone."""
-        left_over = kill_named(process.strays())
-        ending = self._ending(process, request, watch, answer or {}, left_over=tuple(left_over), **more)
+        left_over = kill(process.strays())
+        ending = self._ending(process, watch, answer or {}, left_over=tuple(left_over), **more)
         if answer is None or "launch_error" in answer:
             self._kill()
         return ending
 
-    def _ending(
-        self, process: LauncherProcess, request: Request, watch: Watchdog, answer: Mapping[str, Any], **more: Any
-    ) -> Ending:
-        more["notice"] = more.get("notice") or self._notice(process, request)
+    def _ending(self, process: LauncherProcess, watch: Watchdog, answer: Mapping[str, Any], **more: Any) -> Ending:
+        more["notice"] = more.get("notice") or self._notice(process, watch.request)
         return watch.conclude(
             answer.get("exit_codes"),
             first=answer.get("first"),
             ended_at=answer.get("ended_at"),
             launch_error=answer.get("launch_error", ""),
-            command=request.command(),
+            command=watch.request.command(),
             **more,
         )
 

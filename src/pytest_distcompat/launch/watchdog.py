@@ -107,12 +107,8 @@ class Watchdog:
     ) -> Ending:
         """Return how the run ended, from the logs and files of its ranks. Locks of builds that they left are removed.
 
-        Args:
-            codes: The exit codes, in the order of the ranks that were started here.
-            also_ended: Ranks that were killed besides those that the watchdog killed.
-            ended_at: In the same order, when each was seen gone.
-            environment: The environment that the ranks had.
-            **more: Further arguments of ``ending.conclude``.
+        ``codes`` and ``ended_at`` (when each was seen gone) are in the order of the ranks that were started here, ``also_ended``
+        are ranks that others than the watchdog killed, and ``more`` are further arguments of ``ending.conclude``.
         """
         events, ended, ranks = self.logs.read(), {*self.ended_by_us, *also_ended}, self.request.here
         processes = {}

@@ -1,15 +1,13 @@
 """Leases of GPUs, or of CPU slots, to one process group at a time. It knows neither ranks nor pytest.
 
 ``inventory`` lists the devices, ``tickets`` is the queue, ``pool`` leases devices, ``watch`` reports what a request waits for,
-``directory`` has the locks, ``memory`` checks that GPU memory is free again, ``timeline`` records leases, and ``packing`` orders
-requests.
+``directory`` has the locks, ``timeline`` records leases, and ``packing`` orders requests.
 """
 
 from pytest_distcompat.lease.inventory import Inventory, cpu_slots, gpus, here
-from pytest_distcompat.lease.memory import Leak, Memory
 from pytest_distcompat.lease.packing import Demand, pack
 from pytest_distcompat.lease.pool import Lease, LeaseTimeout, Pool, default_directory
-from pytest_distcompat.lease.timeline import Instant, Span, entries, gaps, read_timeline
+from pytest_distcompat.lease.timeline import Instant, Leak, Span, entries, gaps, read_timeline
 from pytest_distcompat.lease.watch import Holder
 
 __all__ = [
@@ -20,7 +18,6 @@ __all__ = [
     "Leak",
     "Lease",
     "LeaseTimeout",
-    "Memory",
     "Pool",
     "Span",
     "cpu_slots",

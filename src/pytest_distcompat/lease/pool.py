@@ -15,7 +15,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import quote
@@ -27,15 +27,24 @@ from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.directory import LeaseDirectory, TakenError
 from pytest_distcompat.lease.inventory import Inventory
-from pytest_distcompat.lease.memory import FREE_TIMEOUT_S, TOLERANCE, Leak, Memory, await_free
 from pytest_distcompat.lease.tickets import POLL, Queue, Ticket, ahead
-from pytest_distcompat.lease.timeline import Span, append, now
+from pytest_distcompat.lease.timeline import Leak, Span, append, now
 from pytest_distcompat.lease.watch import Blocker, GivenUpError, Holder, Watch
 
 #: Differs between machines, and between boots, because the clock of tickets restarts at boot (``man 4 random``).
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 #: How long to wait for a lease, in seconds: longer than any test should hold one.
 TIMEOUT = 3600.0
+#: How many bytes more than before a lease may stay in use after it. The driver's own use varies by a few MiB; the least that
+#: a process uses, a CUDA context, is some hundreds.
+TOLERANCE = 64 << 20
+#: How long memory may take to become free, in seconds. That of a killed process takes a moment.
+FREE_TIMEOUT_S = 10.0
+#: The interval between measurements of memory, in seconds.
+_POLL_MEMORY = 0.05
+
+#: Returns the bytes in use on each device, by all processes; devices whose use is unknown are left out.
+Memory = Callable[[Sequence[str]], Mapping[str, int]]
 
 
 class LeaseTimeout(DistcompatError, TimeoutError):
@@ -82,7 +91,6 @@ class Pool:
         directory: The directory of the locks; None for the default one.
         inventory: The devices.
         memory: Measures the memory of the devices; by default NVML does.
-        tolerance: How many bytes more than before may stay in use after a lease.
         free_timeout: How long memory may take to become free after a lease, in seconds.
         timeline: The directory for the record of leases (``lease.timeline``), None for no record.
         worker: The name of this process in that record.
@@ -98,7 +106,6 @@ class Pool:
         inventory: Inventory,
         *,
         memory: Memory | None = None,
-        tolerance: int = TOLERANCE,
         free_timeout: float = FREE_TIMEOUT_S,
         timeline: Path | None = None,
         worker: str = "",
@@ -108,7 +115,6 @@ class Pool:
         self._directory = LeaseDirectory(directory or default_directory())
         self._queue = Queue(self._directory)
         self._memory = memory or devices.used_memory
-        self._tolerance = tolerance
         self._free_timeout = free_timeout
         self._timeline = timeline
         self._worker = worker
@@ -245,9 +251,15 @@ class Pool:
         return True
 
     def _await_free(self, before: Mapping[str, int], who: Mapping[str, str]) -> tuple[Leak, ...]:
-        """Wait until the memory of these devices is free, and return what stays in use as leaks of its holders."""
-        above = await_free(self._memory, before, tolerance=self._tolerance, timeout=self._free_timeout)
-        return tuple(Leak(name, size, who[name]) for name, size in above.items())
+        """Wait until these devices use no more memory than ``before``, and return what stays in use as leaks of its holders."""
+        deadline = clock.now() + self._free_timeout
+        while True:
+            used = self._memory(list(before)) if before else {}
+            leaks = [Leak(name, used[name] - before[name], who[name]) for name in used]
+            leaks = [leak for leak in leaks if leak.bytes > TOLERANCE]
+            if not leaks or clock.now() >= deadline:
+                return tuple(leaks)
+            clock.sleep(_POLL_MEMORY)
 
     def _timeout_message(self, count: int, who: str, taken: set[str]) -> str:
         lines = [f"{who}: no {count} of {len(self.inventory.ids)} {self.inventory.words} to be had in time"]

@@ -63,24 +63,20 @@ class Queue:
             TakenError: At ``deadline``, in monotonic seconds.
         """
         joining = self._await_lock(f"{QUEUE}/joining.lock", deadline, _POLL_JOINING, lambda: poll(None))
-        with contextlib.closing(joining):
+        with contextlib.ExitStack() as own, contextlib.ExitStack() as join:
+            join.callback(joining.close)
             # All processes of a machine share this clock, so numbers grow and are never used twice, not even when a process
             # still waits for a ticket whose owner is gone.
             mine = Ticket(clock.now_ns(), ids, count, who, os.getpid())
             self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
-            try:
-                # After the lock, because a visible ticket without a lock belongs to a dead process.
-                self._directory.write(self._name(mine, "json"), json.dumps(asdict(mine)))
-            except BaseException:
-                self._own.pop(mine.number).close()
-                raise
-        try:
+            own.callback(lambda: self._own.pop(mine.number).close())
+            # Before the lock is released.
+            own.callback(self._remove, mine)
+            # After the lock, because a visible ticket without a lock belongs to a dead process.
+            self._directory.write(self._name(mine, "json"), json.dumps(asdict(mine)))
+            join.close()
             self.await_turn(mine, deadline, poll)
             yield mine
-        finally:
-            # Before the lock is released.
-            self._remove(mine)
-            self._own.pop(mine.number).close()
 
     def overtaken(self, mine: Ticket) -> bool:
         """Tell whether another ticket is to be served first."""

@@ -12,9 +12,17 @@ from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
-from pytest_distcompat.lease.memory import Leak
 
 FILE = "leases.jsonl"
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Memory that was not in use before the lease of ``who``, and still was after it: ``bytes`` on the device ``id``."""
+
+    id: str
+    bytes: int
+    who: str
 
 
 @dataclass(frozen=True, order=True)
@@ -75,13 +83,7 @@ def read_timeline(directory: Path) -> list[Span]:
 def entries(directory: Path, since: float) -> list[dict[str, Any]]:
     """Return the timeline for a report: a dict for each device of each lease, in the order in which the leases began.
 
-    Args:
-        directory: Where the timeline is.
-        since: The time that counts as 0, in seconds of CLOCK_MONOTONIC.
-
-    Returns:
-        Dicts of ``device``, ``who``, ``worker``, ``begin`` and ``end`` in seconds, and ``leak``: the bytes that stayed in use
-        on the device after the lease.
+    ``begin`` and ``end`` are in seconds after ``since`` (of CLOCK_MONOTONIC), ``leak`` in bytes.
     """
     return [
         {
@@ -103,12 +105,9 @@ SHORTEST_GAP_S = 0.05
 
 
 def gaps(spans: Sequence[Span], since: float, until: float) -> list[dict[str, Any]]:
-    """Return why devices were not leased: a dict of ``device``, ``begin``, ``end`` and ``why`` for each gap.
+    """Return why devices were not leased in a session from ``since`` to ``until``, seconds of CLOCK_MONOTONIC.
 
-    Args:
-        spans: The leases of a session.
-        since: The time that counts as 0, in seconds of CLOCK_MONOTONIC.
-        until: The end of the session, in the same clock.
+    A dict of ``device``, ``begin``, ``end`` and ``why`` for each gap; ``since`` counts as 0.
     """
     if not spans:
         return []

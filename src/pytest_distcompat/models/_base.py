@@ -5,13 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
     Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a model is cut into the stages of a pipeline.
+
+    Attributes:
+        parts: Names of modules in the order of the forward; those of one part stay together.
+        forward: ``forward(model, received, first=, last=)`` returns what a stage of it sends on, the last one the logits.
+        loss: ``loss(logits, labels)`` returns the loss of the last stage's logits.
+        shapes: ``shapes(model, batch)`` returns tensors like those that the first stage gets, stages send, and the last returns.
+    """
+
+    parts: tuple[tuple[str, ...], ...]
+    forward: Callable[..., torch.Tensor]
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    shapes: Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,7 @@ class TinyModel:
         norm_spread: Factor on the tolerance of gradient norms, in every precision.
         tp_plan: Name of a module, with ``*`` for numbers -> how tensor parallelism cuts it, see ``strategies/_tensor.py``.
         experts: Name of the module whose parameters hold an expert in each row of their first dimension; empty without one.
+        stages: How pipeline parallelism cuts it; None if it cannot.
         random: Whether its forward draws random numbers, which no one process draws as the ranks do.
         only_float32: Whether what it computes turns on rounding.
         find_blocks: Returns ``blocks`` where they are known only of the model itself.
@@ -62,6 +80,7 @@ class TinyModel:
     norm_spread: float = 1.0
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     experts: str = ""
+    stages: Stages | None = None
     random: bool = False
     only_float32: bool = False
     find_blocks: Callable[[], tuple[str, ...]] | None = None

@@ -223,3 +223,11 @@ class Transposed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
         return functional.linear(self.block(self.inlet(x.to(self.inlet.weight.dtype))), self.weight)
+
+
+class Elsewhere(nn.Module):
+    """Place of a module that another stage of the pipeline has."""
+
+    def forward(self, received: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        """Return what the module was to work on."""
+        return received

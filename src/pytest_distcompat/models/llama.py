@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.models._base import TinyModel
+from pytest_distcompat.models._base import Stages, TinyModel
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.models._base import Batch
 
-VOCABULARY = 128
+VOCABULARY, HIDDEN = 128, 32
 
 
 def _make(*, tied: bool) -> Module:
@@ -22,7 +22,7 @@ def _make(*, tied: bool) -> Module:
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=32,
+        hidden_size=HIDDEN,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -92,6 +92,36 @@ _TP_PLAN = {
 _EMBEDDINGS = {"model.embed_tokens": "rowwise_split", "lm_head": "colwise_gather"}
 
 
+def _forward(model: Any, received: torch.Tensor, *, first: bool, last: bool) -> torch.Tensor:
+    inputs = {"input_ids" if first else "inputs_embeds": received}
+    found: torch.Tensor = (
+        type(model).forward(model, **inputs).logits if last else model.model(**inputs).last_hidden_state
+    )
+    return found
+
+
+def _loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    loss: torch.Tensor = ForCausalLMLoss(logits, labels, VOCABULARY)
+    return loss
+
+
+def _shapes(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, dtype = batch["input_ids"], next(model.parameters()).dtype
+    hidden, logits = (tokens.new_empty(*tokens.shape, size, dtype=dtype) for size in (HIDDEN, VOCABULARY))
+    return tokens, hidden.requires_grad_(), logits.requires_grad_()
+
+
+#: As torchtitan cuts it: embeddings go with the first layers, norm and head with the last.
+_STAGES = Stages(
+    (("model.embed_tokens",), ("model.layers.0",), ("model.layers.1",), ("model.norm", "lm_head")),
+    _forward,
+    _loss_of,
+    _shapes,
+)
+
+
 def _llama(name: str, order: int, *, tied: bool) -> TinyModel:
     return TinyModel(
         name,
@@ -106,6 +136,8 @@ def _llama(name: str, order: int, *, tied: bool) -> TinyModel:
         lora_targets=("q_proj", "v_proj"),
         unit_size=5000,
         tp_plan=_TP_PLAN if tied else {**_TP_PLAN, **_EMBEDDINGS},
+        # Tied ones are in the first stage and in the last.
+        stages=None if tied else _STAGES,
         preload=_PRELOAD,
         order=order,
     )

@@ -91,16 +91,40 @@ class _Agent:
         signal.signal(signal.SIGTERM, _exit)
         threading.Thread(target=self._receive, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
-        self._channel.send({"is": "facts", "facts": self._facts})
+        self._channel.send({"is": "facts", "facts": {**self._facts, "wall": clock.wall()}})
         while True:
             message = self._messages.get()
             if message["do"] == "warm":
                 self._session.write_text(message["session"], encoding="utf-8")
                 self._launcher.warm_up()
+            elif message["do"] == "get_warm":
+                self._channel.send({"is": "warm", "problem": self._launcher.get_warm()})
+            elif message["do"] == "share":
+                self._channel.send(self._share(message))
             elif message["do"] == "run":
-                self._channel.send(self._part(message))
+                try:
+                    part = self._part(message)
+                except OSError as error:
+                    # A full disk, say.
+                    part = {"is": "ended", "processes": {}, "known": {"launch_error": str(error)}, "output": {}}
+                self._channel.send(part)
             elif message["do"] == "close":
                 return 0
+
+    def _share(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Write one file and read others, in a directory that all nodes should share; return what went wrong."""
+        problem, unseen = "", []
+        if message["write"]:
+            try:
+                Path(message["write"]).write_text(self._name, encoding="utf-8")
+            except OSError as error:
+                problem = str(error.strerror)
+        for name, path in message["read"].items():
+            with contextlib.suppress(OSError):
+                if Path(path).read_text(encoding="utf-8") == name:
+                    continue
+            unseen.append(name)
+        return {"is": "shared", "problem": problem, "unseen": unseen}
 
     def _part(self, message: dict[str, Any]) -> dict[str, Any]:
         """Run this node's part of a run, and return how it ended."""

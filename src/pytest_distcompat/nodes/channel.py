@@ -77,7 +77,10 @@ class Channel:
         with self._lock:
             self._sent += 1
             mac = self._message_mac(self._ours, self._sent, body)
-            self._connection.sendall(len(body).to_bytes(4, "big") + mac + body)
+            # Not ``sendall``, whose time limit is for the whole: on a slow link a long log takes longer.
+            rest = memoryview(len(body).to_bytes(4, "big") + mac + body)
+            while rest:
+                rest = rest[self._connection.send(rest) :]
 
     def receive(self) -> dict[str, Any]:
         """Wait for the next message. Raises OSError if the peer is gone or silent, NotProvedError for a forged message."""

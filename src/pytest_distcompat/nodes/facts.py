@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat import clock
 from pytest_distcompat.devices import visible_gpus
 from pytest_distcompat.installed import PACKAGES, versions
 
@@ -20,12 +19,11 @@ _NOT_SOURCE = {"node_modules", "__pycache__", "build", "dist", "site-packages"}
 
 
 def facts(root: str, own: Iterable[str], device: str) -> dict[str, Any]:
-    """Return the facts of this node; ``own`` are installed files of the user, ``root`` is the repository."""
+    """Return the facts of this node, its clock aside; ``own`` are installed files of the user, ``root`` is the repository."""
     shm = Path("/dev/shm")  # noqa: S108 - that is where it is
     return {
         "versions": versions((*PACKAGES, "numpy")),
         "sources": {str(path): _digest(path) for path in sorted({*_sources(Path(root)), *map(Path, own)})},
-        "wall": clock.wall(),
         "shm": shutil.disk_usage(shm).free >> 20 if shm.exists() else 0,
         "gpus": visible_gpus() if device == "cuda" else 0,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -9,11 +10,13 @@ import os
 import queue
 import re
 import secrets
+import shutil
+import socket
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,13 @@ class Node:
         self.lost = self.lost or why
         self.channel.close()
 
+    def answer(self) -> dict[str, Any]:
+        """Return the answer to a message that was sent between runs; a problem if the node is gone."""
+        while not self.lost or not self.messages.empty():
+            with contextlib.suppress(queue.Empty):
+                return self.messages.get(timeout=0.1)
+        return {"problem": self.lost, "unseen": []}
+
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message, unless the node is gone."""
         try:
@@ -95,7 +105,8 @@ class Node:
 class Settings:
     """What a session says about its nodes.
 
-    ``listen`` is where node agents join, host and port; ``token`` what they must know; ``wait`` how long they may take.
+    ``listen`` is where node agents join, host and port; ``token`` what they must know; ``wait`` how long they may take;
+    ``shared`` a directory that all nodes must share, empty if they need none.
     """
 
     nodes: int
@@ -104,6 +115,7 @@ class Settings:
     listen: tuple[str, int]
     token: str
     wait: float
+    shared: str = ""
 
 
 class NodesLauncher(Launcher):
@@ -118,7 +130,10 @@ class NodesLauncher(Launcher):
         self._processes: list[subprocess.Popen[str]] = []
         self._environment = dict(os.environ)
         self._token = settings.token or secrets.token_hex(32)
-        self._problem = ""
+        #: The agents that were started again, by the node that was lost; None for one that a user has to start.
+        self._restarted: dict[Node, subprocess.Popen[str] | None] = {}
+        #: The nodes that were found to be alike.
+        self._alike: set[Node] = set()
 
     def warm_up(self) -> None:
         """Start the agents that the executor starts, and what runs on one node."""
@@ -129,9 +144,9 @@ class NodesLauncher(Launcher):
         if self._listener is None:
             host, port = self._settings.listen
             self._listener = Listener(host, port, self._token.encode(), self._admit)
-            join = [sys.executable, "-m", "pytest_distcompat.cli", "join", f"{host}:{self._listener.port}"]
-            join += ["--token-file", "-", "--with-parent"]
-            self._processes = self._executor.start(join, self._settings.nodes, self._token)
+            self._join = [sys.executable, "-m", "pytest_distcompat.cli", "join", f"{host}:{self._listener.port}"]
+            self._join += ["--token-file", "-", "--with-parent"]
+            self._processes = self._executor.start(self._join, self._settings.nodes, self._token)
 
     def _admit(self, channel: Channel) -> None:
         """Take in a peer that knows the token, or tell it why not. Runs in a thread of its own."""
@@ -151,6 +166,8 @@ class NodesLauncher(Launcher):
             channel.send({"warmth": warmth, "device": settings.device, "root": settings.root, "cwd": str(Path.cwd())})
             while (message := channel.receive())["is"] != "facts":
                 pass
+            # Nodes may join minutes apart, so each clock is compared with the one here.
+            message["facts"]["wall"] -= clock.wall()
             if node.boot != boot_id():
                 node.measure_clock()
             node.send({"do": "warm", "session": self._session})
@@ -174,14 +191,26 @@ class NodesLauncher(Launcher):
         return f"all {len(present)} nodes have joined: {', '.join(present)}" if full else ""
 
     def ready(self) -> str:
-        """Wait until all nodes have joined and are alike; return what is wrong, empty if nothing is."""
+        """Wait until all nodes have joined and are alike; return what is wrong, empty if nothing is.
+
+        Agents that were lost since are started again, by an executor that can.
+        """
         self._start()
+        for node in self._lost():
+            # One that never was ready will not be.
+            if node.facts and node not in self._restarted:
+                process = self._restarted[node] = self._executor.restart(self._join, node.name, self._token)
+                self._processes += [process] if process is not None else []
+
+        def gone(node: Node) -> bool:
+            process = self._restarted.get(node)
+            return process is None or process.poll() is not None
 
         def joined() -> list[Node]:
             return [node for node in self._nodes.values() if node.facts and not node.lost]
 
         def decided() -> bool:
-            return len(joined()) >= self._settings.nodes or self._failed_start() or bool(self._lost())
+            return len(joined()) >= self._settings.nodes or self._failed_start() or any(map(gone, self._lost()))
 
         with self._changed:
             deadline = clock.now() + self._settings.wait
@@ -189,15 +218,53 @@ class NodesLauncher(Launcher):
                 self._changed.wait(0.1)
             present = joined()
         if len(present) < self._settings.nodes:
+            for node in self._lost():
+                if process := self._restarted.get(node):
+                    # No later test waits for it.
+                    kill_and_wait(process)
             names = ", ".join(node.name for node in present) or "none"
-            gone = "".join(f"; {node.name}: {node.lost}" for node in self._lost())
+            again = ", and a new one does not join"
+            lost = "".join(f"; {one.name}: {one.lost}{again * bool(self._restarted.get(one))}" for one in self._lost())
             assert self._listener is not None
             where = f"{self._settings.listen[0]}:{self._listener.port}"
             hint = f"; {self._executor.hint.replace('HOST:PORT', where)}" if self._executor.hint else ""
-            return f"{len(present)} of {self._settings.nodes} nodes are there ({names}){gone}{hint}"
+            return f"{len(present)} of {self._settings.nodes} nodes are there ({names}){lost}{hint}"
+        if self._alike == {*present}:
+            return ""
         first, *others = sorted(present, key=lambda node: node.name)
         found = [text for node in others for text in differences(node.name, node.facts, first.name, first.facts)]
-        return "; ".join(found)
+        problem = "; ".join(found) or (self._unshared([first, *others]) if self._settings.shared else "")
+        self._alike = set() if problem else {*present}
+        return problem
+
+    def _unshared(self, nodes: list[Node]) -> str:
+        """Return which node has another directory in place of the shared one; empty if all see each other's files there."""
+        directory = Path(self._settings.shared, f"nodes-{uuid.uuid4().hex[:8]}")
+        directory.mkdir(parents=True)
+        files = {node.name: str(directory / str(number)) for number, node in enumerate(nodes)}
+        here = f"pytest on {socket.gethostname()}"
+        (directory / "pytest").write_text(here, encoding="utf-8")
+        found = [
+            f"{node.name} cannot write in {self._settings.shared} ({answer['problem']})"
+            for node, answer in _asked(nodes, lambda node: {"do": "share", "write": files[node.name], "read": {}})
+            if answer["problem"]
+        ]
+        files[here] = str(directory / "pytest")
+        found = found or [
+            f"{node.name} does not see what {unseen} wrote in {self._settings.shared}"
+            for node, answer in _asked(nodes, lambda _: {"do": "share", "write": "", "read": files})
+            for unseen in answer["unseen"][:1]
+        ]
+        found = found or [
+            f"{here} does not see what {name} wrote in {self._settings.shared}"
+            for name, path in files.items()
+            if not Path(path).exists()
+        ]
+        shutil.rmtree(directory, ignore_errors=True)
+        advice = (
+            "suites, and tests with shared_dir, need a directory that all nodes share; expected --basetemp=DIR with one"
+        )
+        return f"{found[0]}: {advice}" if found else ""
 
     def _lost(self) -> list[Node]:
         return [node for node in self._nodes.values() if node.lost]
@@ -218,7 +285,16 @@ class NodesLauncher(Launcher):
         if problem:
             return Ending.not_launched(request.world_size, problem)
         nodes = sorted((node for node in self._nodes.values() if not node.lost), key=lambda node: node.name)
-        return _Run(nodes[: request.nodes], request.from_here(), self._environment).run()
+        nodes = nodes[: request.nodes]
+        # Imports take seconds on each node, and the time limit begins with the ranks.
+        cold = [
+            f"{node.name}: {answer['problem']}"
+            for node, answer in _asked(nodes, lambda _: {"do": "get_warm"})
+            if answer["problem"]
+        ]
+        if cold:
+            return Ending.not_launched(request.world_size, "\n".join(cold))
+        return _Run(nodes, request.from_here(), self._environment).run()
 
     @property
     def reuse_scope(self) -> str:
@@ -241,6 +317,13 @@ class NodesLauncher(Launcher):
         for node in list(self._nodes.values()):
             node.channel.close()
         self._one.close()
+
+
+def _asked(nodes: list[Node], message: Callable[[Node], Mapping[str, Any]]) -> list[tuple[Node, dict[str, Any]]]:
+    """Send each node a message, then wait for their answers."""
+    for node in nodes:
+        node.send(message(node))
+    return [(node, node.answer()) for node in nodes]
 
 
 class _Run:

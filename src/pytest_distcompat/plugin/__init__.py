@@ -167,7 +167,7 @@ def _generate_marked(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
     if arguments.has_cells:
         session = session_of(metafunc.config)
         selected = session.setting("strategies").value, session.setting("precisions").value
-        marker.parametrize(metafunc, arguments, selected, session.world_size)
+        marker.parametrize(metafunc, arguments, selected, session)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -186,11 +186,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_distcompat.plugin.marked import marker
 
         marker.check_items(marked_items)
-        if not _on_rank(config):
-            session = session_of(config)
-            session.nodes = max(
-                marker.nodes_of(item, mark, session) for item in marked_items if (mark := marker.mark_of(item))
-            )
     distributed = marked_items or [item for item in items if "distcompat_case" in getattr(item, "fixturenames", ())]
     if not distributed or _on_rank(config):
         return
@@ -202,6 +197,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_distcompat.plugin.suite import cases
 
         cases.put_in_order(items, session_of(config))
+    from pytest_distcompat.plugin import spread
+
+    spread.note_nodes(session_of(config), items)
     config.stash[_IN_USE] = True
     config.stash[_COLLECTED] = collected
     session_of(config).collects = bool(marked_items)

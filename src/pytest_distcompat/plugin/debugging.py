@@ -68,10 +68,17 @@ class Debugger:
             terminal.sep(">", "no debugger")
             terminal.line("No rank raised an exception at which a debugger could stop. To look into the run, put")
             terminal.line(f"torch.distributed.breakpoint(rank=0) where it should stop, and run: {failed.command}")
-        elif not sys.__stdin__ or not sys.__stdin__.isatty():
+            return
+        run, comment, where = failed.command.partition("  # ")
+        if where or not sys.__stdin__ or not sys.__stdin__.isatty():
             terminal.sep(">", "no debugger")
-            terminal.line(f"There is no terminal here. In one, rank {failed.rank} stops where it failed with:")
-            terminal.line(f"{failed.command} {OPTION} {failed.rank}")
+            why = (
+                "The run is over several nodes. In a terminal of its node"
+                if where
+                else "There is no terminal here. In one"
+            )
+            terminal.line(f"{why}, rank {failed.rank} stops where it failed with:")
+            terminal.line(f"{run} {OPTION} {failed.rank}{comment}{where}")
         else:
             terminal.sep(">", f"the run again: rank {failed.rank} stops where it fails (q goes on with the tests)")
             _, *arguments = shlex.split(failed.command)

@@ -323,7 +323,7 @@ OPTIONS: dict[str, Option] = {
             "distcompat_nodes",
             "N",
             "1",
-            "Spread the ranks of a test that does not say over how many over N nodes, if they can be spread evenly (default: 1).",
+            "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
             _count(least=1),
         ),
         Option(

@@ -57,6 +57,8 @@ class DistcompatSession:
         self.collects = False
         #: The most nodes that a test of this session spans.
         self.nodes = 1
+        #: Whether such a test needs a directory that all its nodes share.
+        self.shares = False
         self._launcher: Launcher | None = None
         self._started: set[tuple[str, Cell]] = set()
         self._process = os.getpid()
@@ -241,7 +243,8 @@ class DistcompatSession:
         if reason:
             raise pytest.UsageError(f"--distcompat-executor {name}: {reason}")
         limit, listen = float(self.setting("warm_timeout").value), self.setting("listen").value or executor.listen
-        settings = Settings(self.nodes, str(self.config.rootpath), self.device, listen, token, limit)
+        shared = str(self.store) if self.shares else ""
+        settings = Settings(self.nodes, str(self.config.rootpath), self.device, listen, token, limit, shared)
         return NodesLauncher(one, executor, settings, warmth, self.description_file.read_text(encoding="utf-8"))
 
     @functools.cached_property

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -162,11 +163,11 @@ def _pickled(path: Path, name: str) -> Iterator[FileInfo]:
         frozen = {str(key): tuple(shape) for key, shape in (data.get("frozen_param_shapes") or {}).items()}
         for entry, shapes in (("param_shapes", trained), ("frozen_param_shapes", frozen)):
             if shapes:
-                yield FileInfo(f"{name}:{entry}", "deepspeed", "model", tuple(shapes), shapes)
+                yield FileInfo(f"{name}:{entry}", "deepspeed", "model", tuple(shapes), _uncut(data, shapes))
     for part in MODEL:
         if isinstance(data.get(part), Mapping):
             form = "deepspeed" if part == "module" else "torch"
-            tensors = _shapes(data[part])
+            tensors = _uncut(data, _shapes(data[part]))
             if deepspeed:
                 # ZeRO-3 writes empty tensors here for the parameters that it partitioned: their values are elsewhere.
                 tensors = {key: shape for key, shape in tensors.items() if shape != (0,)}
@@ -184,6 +185,17 @@ def _pickled(path: Path, name: str) -> Iterator[FileInfo]:
 def _shapes(state: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a state dict; of sharded tensors the global shape."""
     return {str(key): tuple(value.size()) for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _uncut(data: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of wholes for those of the parts that one rank of DeepSpeed's AutoTP has saved."""
+    # What the file itself says, for its conversion (https://github.com/deepspeedai/DeepSpeed/pull/7908), of parts in that shape.
+    found, info = dict(shapes), data.get("universal_checkpoint_info") or {}
+    for pattern, entry in info.get("affine_map", {}).get("params", {}).items():
+        parts = [tuple(one["shard_shape"]) for one in entry["ranks"].values()]
+        whole = tuple(entry["logical_shape"])
+        found |= {key: whole for key, shape in shapes.items() if shape in parts and re.fullmatch(pattern, key)}
+    return found
 
 
 def _load(path: Path) -> Any:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.layouts import WHOLE, layout_of, partition_layout, wrapper_layouts
-from pytest_distcompat.probe.optimizer import flat_masters, owner_names
+from pytest_distcompat.probe.layouts import WHOLE, autotp_cut, layout_of, partition_layout, wrapper_layouts
+from pytest_distcompat.probe.optimizer import flat_masters, fragment_place, master_copies, owner_names
 from pytest_distcompat.probe.tensors import local_of, valueless
 from pytest_distcompat.trace import GradientInfo, Layout, together
 
@@ -34,30 +34,35 @@ def read_gradients(
         single: Whether the gradients of single parameters are read too.
     """
     names = owner_names(model, optimizer) if model is not None else {}
-    layouts = wrapper_layouts(model)
+    layouts, copies = wrapper_layouts(model), master_copies(optimizer)
     partition = partition_layout(model, layouts)
     found, flat, squares = [], {}, list[tuple[Layout, float]]()
     for tensor in tensors:
         if tensor.grad is None:
             continue
         of_partition = bool(names) and id(tensor) not in names
-        layout = layouts.get(id(tensor)) or layout_of(tensor, partition if of_partition else WHOLE)
+        low = copies.get(id(tensor), tensor)
+        layout = layouts.get(id(low)) or layout_of(tensor, partition if of_partition else WHOLE)
         squares.append((layout, square_of(tensor.grad)))
         if of_partition:
             flat[local_of(tensor).untyped_storage().data_ptr()] = tensor
         elif names:
             found.append(GradientInfo(names[id(tensor)], local_of(tensor).numel(), squares[-1][1], layout))
+    if model is not None and flat and (single or any(map(autotp_cut, model.parameters()))):
+        fragments = tuple(_of_fragments(model, flat, partition))
+        found += fragments
+        if any(info.layout != partition for info in fragments):
+            # What tensor parallelism has left whole its ranks hold several times, unlike the rest of the partition.
+            squares = [(info.layout, info.square) for info in found]
     holders, square = together((layout.holders, one) for layout, one in squares)
-    if not single or model is None:
-        return square, holders, ()
-    return square, holders, (*found, *(_of_fragments(model, flat, partition) if flat else ()))
+    return square, holders, tuple(found) if single and model is not None else ()
 
 
 def _of_fragments(model: Module, flat: Mapping[int, torch.Tensor], layout: Layout) -> Iterator[GradientInfo]:
     """Yield the parts of flat partitions' gradients; a parameter's master is a view of its partition."""
-    for name, _, master in flat_masters(model):
+    for name, parameter, master in flat_masters(model):
         partition = flat.get(master.untyped_storage().data_ptr())
         if partition is not None and partition.grad is not None:
             start = master.storage_offset() - partition.storage_offset()
             gradient = partition.grad.reshape(-1).narrow(0, start, master.numel())
-            yield GradientInfo(name, master.numel(), square_of(gradient), layout)
+            yield GradientInfo(name, master.numel(), square_of(gradient), fragment_place(parameter, layout)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -33,9 +34,62 @@ def layout_of(tensor: Any, other: Layout = WHOLE) -> Layout:
 
 
 def starts_of(tensor: Any) -> torch.Tensor | None:
-    """Return where the runs of a DTensor's local part start in the flattened whole, see ``tensors.digest``; None for 0 alone."""
+    """Return where the runs of a tensor's local part start in the flattened whole, see ``tensors.digest``; None for 0 alone."""
+    if cut := autotp_cut(tensor):
+        return cut.starts()
+    if not hasattr(tensor, "placements"):
+        return None
     _, sizes, coordinate = _place(tensor.device_mesh)
     return _starts(tuple(tensor.shape), sizes, coordinate, _placements(tensor))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """What DeepSpeed's AutoTP left of a parameter on this rank: ``size`` indices of dimension ``dim``, from ``first`` on.
+
+    ``shape`` is that of the whole, ``ranks`` are those of tensor parallelism.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    first: int
+    size: int
+    ranks: tuple[int, ...]
+    coordinate: int
+
+    def starts(self, start: int = 0, numel: int | None = None) -> torch.Tensor | None:
+        """Return where the runs of ``numel`` elements from ``start`` on, in this rank's flattened part, start in the whole."""
+        inner = math.prod(self.shape[self.dim + 1 :])
+        run = self.size * inner
+        if numel is None:
+            numel = run * math.prod(self.shape[: self.dim])
+        if not numel:
+            return None
+        at = torch.arange(start, start + numel, math.gcd(run, start, numel))
+        return at // run * (self.shape[self.dim] * inner) + self.first * inner + at % run
+
+    def layout(self, other: Layout = WHOLE) -> Layout:
+        """Return the layout of this part, or of this rank's piece of it that has the ``other`` layout."""
+        own = self.ranks[self.coordinate]
+        holders = {one + peer - own for one in other.holders or (own,) for peer in self.ranks}
+        dim = MeshDim("tp", len(self.ranks), self.coordinate, f"Shard({self.dim})")
+        return Layout((*other.dims, dim), tuple(sorted(holders)) if len(holders) > 1 else ())
+
+
+def autotp_cut(parameter: Any) -> Cut | None:
+    """Return how DeepSpeed's AutoTP has cut a parameter; None if it has not, or says too little of how."""
+    # Parameters have no public mark. What universal checkpoints are made from says it; a test of
+    # ``tests/launch/test_private_names.py`` fails when it changes.
+    meta = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None)
+    if not meta or not meta["partition_sizes"]:
+        return None
+    from deepspeed.utils import groups
+    from torch import distributed
+
+    ranks = tuple(distributed.get_process_group_ranks(groups.get_tensor_model_parallel_group()))
+    coordinate, sizes = ranks.index(distributed.get_rank()), meta["partition_sizes"]
+    first, shape = sum(sizes[:coordinate]), tuple(meta["logical_shape"])
+    return Cut(shape, meta["partition_dim"], first, sizes[coordinate], ranks, coordinate)
 
 
 #: The ranks of a mesh, its sizes, and this rank's coordinate: empty if the rank is no part of it.
@@ -177,6 +231,8 @@ def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:
             found[id(parameter)] = flat_layout(parameter.ds_process_group)
         elif hasattr(parameter, "_hp_mapping"):
             found[id(parameter)] = _replicated(flat_layout(parameter._dp_group, "dp_replicate"))  # noqa: SLF001 - see below
+        if cut := autotp_cut(parameter):
+            found[id(parameter)] = cut.layout(found.get(id(parameter), WHOLE))
     return found
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_distcompat.probe.blocks import declared_blocks, is_a, multiplies, named_blocks
-from pytest_distcompat.probe.layouts import layout_of, wrapper_layouts
+from pytest_distcompat.probe.layouts import autotp_cut, layout_of, wrapper_layouts
 from pytest_distcompat.probe.optimizer import entries, master_copies
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
-from pytest_distcompat.trace import Layout, ModelInfo, ParameterInfo, UnwrappedInfo
+from pytest_distcompat.trace import STAGE, Layout, MeshDim, ModelInfo, ParameterInfo, UnwrappedInfo
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -81,13 +82,13 @@ def parameter_info(name: str, tensor: torch.Tensor, *, persistent: bool = False)
     )
 
 
-def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) -> ModelInfo:
-    """Return the live model: its wrappers, and each parameter as this rank stores it."""
+def read_model(model: Module, optimizer: Any, trainer_world_size: int | None, pp_group: Any = None) -> ModelInfo:
+    """Return the live model, of a pipeline this rank's stage: its wrappers, and each parameter as this rank stores it."""
     from torch import distributed
 
     held: Counter[int] = Counter()
-    stage = _zero_stage(model)
-    flat = bool(stage)
+    zero_stage = _zero_stage(model)
+    flat = bool(zero_stage)
     if optimizer is not None and not flat:
         masters = master_copies(optimizer)
         held = Counter(id(masters.get(id(p), p)) for p in entries(optimizer))
@@ -96,6 +97,12 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
         live_parameter_info(name, parameter, layouts, held=None if flat else held[id(parameter)])
         for name, parameter in model.named_parameters()
     )
+    pp_ranks = tuple(distributed.get_process_group_ranks(pp_group)) if pp_group is not None else ()
+    if pp_ranks:
+        stage = MeshDim("pp", len(pp_ranks), pp_ranks.index(distributed.get_rank()), STAGE)
+        parameters = tuple(
+            replace(info, layout=replace(info.layout, dims=(stage, *info.layout.dims))) for info in parameters
+        )
     buffers = tuple(parameter_info(name, buffer) for name, buffer in model.named_buffers())
     ready = distributed.is_available() and distributed.is_initialized()
     return ModelInfo(
@@ -107,12 +114,13 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
         # A trainer may have it as a string, from the environment.
         trainer_world_size=None if trainer_world_size is None else int(trainer_world_size),
         backend=str(distributed.get_backend()) if ready else "",
-        zero_stage=stage,
+        zero_stage=zero_stage,
         units=tuple(_units(model)),
         checkpointed=tuple(_checkpointed(model)),
         compiled=tuple(compiled_modules(model)),
         float8=sum("Float8" in type(module).__name__ or _is_te_linear(module) for module in model.modules()),
         graphs=_graph_count(),
+        pp_ranks=pp_ranks,
     )
 
 
@@ -212,6 +220,8 @@ def live_parameter_info(
     elif layout.flat:
         # With use_orig_params each parameter is a one-dimensional view of this rank's part of the flat one (maybe empty).
         kind = "FSDP1 shard"
+    if cut := autotp_cut(parameter):
+        shape = cut.shape
     return ParameterInfo(
         name=name,
         shape=shape,

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pytest_distcompat.probe.blocks import multiplies
+from pytest_distcompat.probe.blocks import is_a, multiplies
 from pytest_distcompat.probe.gradients import read_gradients
 from pytest_distcompat.probe.inputs import tensors_fed
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
@@ -120,6 +120,12 @@ class Observer:
             ),
         ]
 
+    def attach_to_cut_layers(self, model: Module) -> None:
+        """Register hooks on the layers that DeepSpeed's AutoTP has put in the place of others."""
+        for name, module in model.named_modules():
+            if is_a(module, "TensorParallel_Layer"):
+                module.register_forward_hook(Hook(self._guarded("a forward hook of a layer", self._forward_hook(name))))
+
     def _record_reached(self, parameter: torch.Tensor) -> None:
         self._reached[parameter] = True
 
@@ -129,8 +135,7 @@ class Observer:
             return  # a trainer may compile without being asked to
         if self._active and torch.is_grad_enabled():
             with self.aside():
-                tensors = tensors_fed((*args, *kwargs.values()))
-                self.inputs.append(" ".join(sorted(digest(tensor) for tensor in tensors)))
+                self.inputs.append(digest_of_inputs((*args, *kwargs.values())))
 
     def set_active(self, *, on: bool) -> None:
         """Turn the recording of all hooks on or off. Operators are recorded in ``recording_operators`` only."""
@@ -277,6 +282,11 @@ class Observer:
             self.collectives[key] += 1
             most, total = self.sizes.get(key, (0, 0))
             self.sizes[key] = (max(most, tensor.numel()), total + tensor.numel())
+
+
+def digest_of_inputs(values: Any) -> str:
+    """Return the digests of the tensors among some values, sorted."""
+    return " ".join(sorted(map(digest, tensors_fed(values))))
 
 
 #: The dtypes of the factors of matrix products in 8 bits.

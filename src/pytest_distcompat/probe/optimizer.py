@@ -5,12 +5,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.layouts import WHOLE, layout_of, partition_layout, starts_of, wrapper_layouts
+from pytest_distcompat.probe.layouts import (
+    WHOLE,
+    autotp_cut,
+    layout_of,
+    partition_layout,
+    starts_of,
+    wrapper_layouts,
+)
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, valueless, zero3_shard
 from pytest_distcompat.trace import Layout, OptimizerInfo, StateInfo
 
@@ -107,18 +114,18 @@ def read_optimizer(
     if not whole:
         return OptimizerInfo(type_names, 0, param_groups=groups)
     live = {id(parameter) for parameter in model.parameters()}
-    owners = owner_names(model, optimizer)
+    owners, copies = owner_names(model, optimizer), master_copies(optimizer)
     held = entries(optimizer)
     partitioned, layouts = _partitioned(model), wrapper_layouts(model)
     partition = partition_layout(model, layouts)
     states: list[StateInfo] = []
     for number, (parameter, state) in enumerate(pair for one in stepping for pair in one.state.items()):
-        owner = owners.get(id(parameter), f"partition {number}")
+        owner, known = owners.get(id(parameter), f"partition {number}"), id(parameter) in owners
+        low = copies.get(id(parameter), parameter)
+        layout = layouts.get(id(low)) or layout_of(parameter, WHOLE if known else partition)
         if id(parameter) not in live:
-            states.append(_state(owner, "master", parameter, partition))
-        known = id(parameter) in owners
-        layout = layouts.get(id(parameter)) or layout_of(parameter, WHOLE if known else partition)
-        states.extend(_state(owner, key, value, layout, parameter) for key, value in state.items() if _is_number(value))
+            states.append(_state(owner, "master", parameter, layout, starts_of(low)))
+        states.extend(_of_parameter(owner, state, layout, low))
     return OptimizerInfo(
         chain=type_names,
         entries=len(held),
@@ -147,16 +154,23 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, bool)
 
 
-def _state(owner: str, key: str, value: Any, layout: Layout, parameter: Any = None) -> StateInfo:
+def _of_parameter(owner: str, state: Mapping[str, Any], layout: Layout, parameter: torch.Tensor) -> Iterator[StateInfo]:
+    """Yield the state of a parameter, or of its master copy."""
+    for key, value in state.items():
+        if _is_number(value):
+            # The optimizer may have made it of the local part, without saying where in the whole that is. A step count has no
+            # dimension.
+            plain = isinstance(value, torch.Tensor) and not hasattr(value, "placements")
+            placed = plain and not valueless(value) and value.shape == local_of(parameter).shape
+            starts = starts_of(parameter) if placed else None
+            yield _state(owner, key, value, layout, starts)
+
+
+def _state(owner: str, key: str, value: Any, layout: Layout, starts: torch.Tensor | None = None) -> StateInfo:
     """Return one entry of the state; ``layout`` is that of its owner, and of the entry unless it is a step count or a DTensor."""
     if not isinstance(value, torch.Tensor):
         return StateInfo(owner, key, type(value).__name__, 1, digest(value))
     layout = layout_of(value, WHOLE if key == "step" else layout)
-    plain = hasattr(parameter, "placements") and not hasattr(value, "placements")
-    # The optimizer made it of the local part, without saying where in the whole that is. A step count has no dimension.
-    starts = (
-        starts_of(parameter) if plain and not valueless(value) and value.shape == local_of(parameter).shape else None
-    )
     numel = local_of(value).numel()
     return StateInfo(owner, key, dtype_name(value.dtype), numel, digest(value, starts), layout)
 
@@ -192,7 +206,8 @@ def _masters(model: Module, inner: Any, layout: Layout) -> Iterator[StateInfo]:
     """Yield this rank's part of each parameter's flat master and moments, where DeepSpeed has them; see ``_partitioned``."""
     keys = sorted({key for state in inner.state.values() for key, value in state.items() if _is_flat(value)})
     for name, parameter, master in flat_masters(model):
-        yield _state(name, "master", master, layout)
+        own, starts = fragment_place(parameter, layout)
+        yield _state(name, "master", master, own, starts)
         if hasattr(parameter, "ds_tensor"):
             from deepspeed.utils import safe_get_local_optimizer_state
 
@@ -200,7 +215,7 @@ def _masters(model: Module, inner: Any, layout: Layout) -> Iterator[StateInfo]:
                 # A partition may have no state before its first step.
                 with contextlib.suppress(KeyError):
                     state = safe_get_local_optimizer_state(parameter, key)
-                    yield _state(name, key, state.reshape(-1)[: master.numel()], layout)
+                    yield _state(name, key, state.reshape(-1)[: master.numel()], own, starts)
         else:
             mapping = parameter._hp_mapping  # noqa: SLF001 - see ``_partitioned``
             fragment = mapping.hp_fragment_address
@@ -208,7 +223,7 @@ def _masters(model: Module, inner: Any, layout: Layout) -> Iterator[StateInfo]:
             for flat in inner.param_groups[mapping.param_group_index]["params"]:
                 for key, value in inner.state.get(flat, {}).items():
                     if _is_flat(value):
-                        yield _state(name, key, value.narrow(0, fragment.start, fragment.numel), layout)
+                        yield _state(name, key, value.narrow(0, fragment.start, fragment.numel), own, starts)
 
 
 def flat_masters(model: Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
@@ -220,6 +235,19 @@ def flat_masters(model: Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
             yield name, parameter, safe_get_local_fp32_param(parameter).reshape(-1)[: zero3_shard(parameter).numel()]
         elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
             yield name, parameter, mapping.hp_fragment
+
+
+def fragment_place(parameter: Any, layout: Layout) -> tuple[Layout, torch.Tensor | None]:
+    """Return the layout of this rank's part of a master, and where its runs start where that does not follow from the layout.
+
+    Args:
+        parameter: One that has a part in this rank's flat partition.
+        layout: That of the partition.
+    """
+    if not (cut := autotp_cut(parameter)):
+        return layout, None
+    address = parameter._hp_mapping.lp_fragment_address  # noqa: SLF001 - see ``_partitioned``
+    return cut.layout(layout), cut.starts(address.start, address.numel)
 
 
 def _is_flat(value: Any) -> bool:

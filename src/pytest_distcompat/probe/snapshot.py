@@ -22,19 +22,20 @@ def read_snapshot_fields(
     trainer_world_size: int | None = None,
     whole: bool,
     without_gradient: frozenset[int] = frozenset(),
+    pp_group: Any = None,
 ) -> dict[str, Any]:
     """Return the fields of a Snapshot that come from a live trainer, with all values or (not ``whole``) only numbers.
 
     ``optimizer`` and ``scheduler`` may be lists of several. ``device`` is this rank's own: ``cuda:1``.
-    ``without_gradient`` has the ``id`` of each tensor that had no gradient in the optimizer's steps. Raises TypeError
-    for something else.
+    ``without_gradient`` has the ``id`` of each tensor that had no gradient in the optimizer's steps; the model is a stage of
+    the pipeline that the ranks of ``pp_group`` hold. Raises TypeError for something else.
     """
     require_module(model, "the driver's self.model", "build() is to set it to the model as the trainer has it")
     fields: dict[str, Any] = {"scheduler": read_scheduler(scheduler), "memory": peak_memory(device)}
     if optimizer is not None:
         fields["optimizer"] = read_optimizer(model, optimizer, whole=whole, without_gradient=without_gradient)
     if whole:
-        fields["model"] = read_model(model, optimizer, trainer_world_size)
+        fields["model"] = read_model(model, optimizer, trainer_world_size, pp_group)
         fields["rng"] = read_rng(device)
         fields["scaler"] = read_scaler(scaler, optimizer)
     return fields

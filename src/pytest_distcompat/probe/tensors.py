@@ -36,7 +36,7 @@ def zero3_shard(parameter: Any) -> torch.Tensor:
     from torch import distributed
 
     stored: torch.Tensor = parameter.ds_tensor
-    start = stored.numel() * distributed.get_rank()
+    start = stored.numel() * distributed.get_rank(parameter.ds_process_group)
     return stored.reshape(-1)[: max(0, int(parameter.ds_numel) - start)]
 
 
@@ -71,7 +71,7 @@ def digest(value: Any, starts: torch.Tensor | None = None) -> str:
     Args:
         value: A tensor, of a DTensor the local part; or a number.
         starts: Where in the flattened whole each run of consecutive elements starts, int64; all runs are equally long. None for
-            a DTensor's own (``layouts.starts_of``), else for a tensor that is the whole.
+            its own (``layouts.starts_of``).
     """
     if isinstance(value, (int, float)):
         value = torch.tensor(float(value))
@@ -80,7 +80,7 @@ def digest(value: Any, starts: torch.Tensor | None = None) -> str:
     flat = local_of(value)
     if valueless(flat):
         return digests.EMPTY
-    if starts is None and hasattr(value, "placements"):
+    if starts is None:
         starts = starts_of(value)
     try:
         return _of_values(flat, starts)

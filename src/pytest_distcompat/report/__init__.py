@@ -2,25 +2,21 @@
 
 from pytest_distcompat.installed import versions
 from pytest_distcompat.report.causes import Cause, causes, rank_of_cause
-from pytest_distcompat.report.compare import Comparison, compare
-from pytest_distcompat.report.document import FORMAT, Report, counts, facets
+from pytest_distcompat.report.compare import compare
+from pytest_distcompat.report.document import Report, counts, facets
 from pytest_distcompat.report.html import trend_html
 from pytest_distcompat.report.merge import merge
-from pytest_distcompat.report.result import Change, Row
+from pytest_distcompat.report.result import Row
 from pytest_distcompat.report.telemetry import send, with_device_seconds
 from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, plain_text, runs_text
-from pytest_distcompat.report.trend import History, Night, Trend, trend
+from pytest_distcompat.report.trend import History, Trend, trend
 from pytest_distcompat.report.write import FORMATS, append_summary, replace_file, write_report
 
 __all__ = [
-    "FORMAT",
     "FORMATS",
     "Cause",
-    "Change",
-    "Comparison",
     "History",
     "Line",
-    "Night",
     "Report",
     "Row",
     "Trend",

@@ -18,7 +18,7 @@ from pytest_distcompat.status import Verdict
 #: The statuses that are less than a verdict of real ranks.
 WEAKER = frozenset({"skipped", "simulated"})
 #: The settings that select cells.
-SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "gpus", "budget", "shard")
+SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "nodes", "gpus", "budget", "shard")
 #: The counts in the last line: a suite that stops running shows in the first three.
 COUNTED = ("selected", "ran", "skipped", "unreached", "red", "known", "fixed?")
 

@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.decode import MalformedError, check, decode
+from pytest_distcompat.decode import decode
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.format_1 import from_format_1
@@ -25,9 +26,8 @@ from pytest_distcompat.status import Status, Verdict
 #: The format of the JSON: raised when a key changes its meaning or is removed. New keys may be added at any time.
 FORMAT = 2
 
-_Ending = Literal["internal error", "interrupted", "stopped", "finished"]
 #: How a session ended, from bad to good.
-ENDINGS: tuple[str, ...] = get_args(_Ending)
+ENDINGS = ("internal error", "interrupted", "stopped", "finished")
 
 #: The longest message of a verdict, in characters: the full text of a failed run is stored once, with the run.
 MAX_MESSAGE = 2500
@@ -35,84 +35,30 @@ MAX_MESSAGE = 2500
 #: The deepest nesting of a document. A report has six levels.
 MAX_DEPTH = 50
 
-_Setting = TypedDict("_Setting", {"value": str, "from": str})
-
-
-class _NamedSpan(TypedDict):
-    device: str
-    who: str
-
-
-class _Span(_NamedSpan, total=False):
-    begin: float
-    end: float
-    worker: str
-    leak: int
-
-
-class _Gap(TypedDict):
-    device: str
-    begin: float
-    end: float
-    why: str
-
-
-class _Baseline(TypedDict):
-    file: str
-    text: list[str]
-
-
-class _Shard(TypedDict):
-    number: int
-    plan: list[list[str]]
-
-
-class _Session(TypedDict, total=False):
-    versions: dict[str, str]
-    device: str
-    gpu: str
-    world_size: int | str
-    began: str
-    seconds: float
-    runs: int
-    ending: _Ending
-    settings: dict[str, _Setting]
-    timeline: list[_Span]
-    gaps: list[_Gap]
-    baseline: _Baseline
-    shard: _Shard
-    missing: list[str]
-    merged: list[dict[str, Any]]
-
-
-class _NamedRun(TypedDict):
-    id: str
-
-
-class _Run(_NamedRun, total=False):
-    driver: str
-    cell: str
-    name: str
-    world_size: int
-    seconds: float
-    ending: str
-    action: str
-    message: str
-    ranks: list[dict[str, Any]]
-    command: str
-
-
-class _Needed(TypedDict):
-    session: _Session
-    results: list[Verdict]
-
-
-class _Document(_Needed, total=False):
-    """Fields that reading relies on; values that are only shown are not checked."""
-
-    cells: list[Row]
-    runs: list[_Run]
-    unreached: list[str]
+#: The keys that reading relies on, by the place of the object that has them. Reports of earlier releases lack other keys.
+_NEEDED: Mapping[str, Sequence[str]] = {
+    "": ("session", "results"),
+    "session.settings.*": ("value", "from"),
+    "session.timeline": ("device", "who"),
+    "session.gaps": ("device", "begin", "end", "why"),
+    "session.baseline": ("file", "text"),
+    "session.shard": ("number", "plan"),
+    "results": ("check", "cell", "status"),
+    "cells": ("suite", "driver", "cell"),
+    "runs": ("id",),
+}
+#: The places of texts that must be among those that the schema lists. Elsewhere a later release may write others.
+_LISTED = frozenset({"session.ending", "results.status"})
+#: Types of the schema: those of Python, and their names in messages.
+_TYPES: Mapping[str, tuple[Any, str]] = {
+    "string": (str, "a text"),
+    "integer": (int, "a whole number"),
+    "number": ((int, float), "a number"),
+    "boolean": (bool, "true or false"),
+    "null": (type(None), "null"),
+    "array": (list, "a list"),
+    "object": (dict, "an object"),
+}
 
 
 @dataclass
@@ -164,10 +110,8 @@ class Report:
             raise UsageProblem(f"is no report: more than {MAX_DEPTH} objects and lists are inside one another")
         if data["format"] == 1:
             data = from_format_1(data)
-        try:
-            check(_Document, data, "")
-        except MalformedError as problem:
-            raise UsageProblem(f"is no report: {problem}") from None
+        for problem in _problems(_schema(), data):
+            raise UsageProblem(f"is no report: {problem}")
         results = [decode(Verdict, one) for one in data["results"]]
         rows = [decode(Row, one) for one in data.get("cells", ())]
         return cls(data["session"], results, rows, list(data.get("runs", ())), list(data.get("unreached", ())))
@@ -183,8 +127,6 @@ class Report:
             raise UsageProblem(f"{path}: {error}") from None
         except RecursionError:
             raise UsageProblem(f"{path}: is no report: too many objects and lists are inside one another") from None
-        except UsageProblem as problem:
-            raise UsageProblem(f"{path}: {problem}") from None
 
 
 def counts(report: Report) -> dict[str, int]:
@@ -201,13 +143,13 @@ def counts(report: Report) -> dict[str, int]:
 
 
 def facets(cell: str) -> dict[str, Any]:
-    """Return strategy, precision, world size and options of a cell id; nothing for any other text."""
+    """Return strategy, precision, world size, nodes and options of a cell id; nothing for any other text."""
     try:
         found = Cell.parse(cell)
     except ValueError:
         return {}
     fixed = {"strategy": found.strategy, "precision": found.precision, "world_size": found.world_size}
-    return fixed | dict(found.options)
+    return fixed | ({"nodes": found.nodes} if found.nodes > 1 else {}) | dict(found.options)
 
 
 def _result(result: Verdict) -> dict[str, Any]:
@@ -224,6 +166,46 @@ def _too_deep(data: Any) -> bool:
         if not level:
             return False
     return True
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
+    schema: dict[str, Any] = json.loads(Path(__file__).with_name("schema.json").read_text(encoding="utf-8"))
+    return schema
+
+
+def _problems(schema: Mapping[str, Any], data: Any, where: str = "", place: str = "") -> Iterator[str]:
+    """Yield what in the JSON is not as the schema has it; ``place`` is ``where`` it is, without numbers and free keys."""
+    if "$ref" in schema:
+        schema = _schema()["$defs"][schema["$ref"].rpartition("/")[2]]
+    names = schema.get("type", "string" if "enum" in schema else ())
+    types = [_TYPES[name] for name in ([names] if isinstance(names, str) else names)]
+    # In Python a bool is an int; in a report it is not.
+    fits = any(isinstance(data, kind) and isinstance(data, bool) == (kind is bool) for kind, _ in types)
+    if types and not fits:
+        expected = " or ".join(words for _, words in types if words != "null")
+        yield f"{where or 'it'} is {_shown(data)}; expected {expected}"
+    elif place in _LISTED and data not in schema["enum"]:
+        yield f"{where} is {_shown(data)}; expected one of {', '.join(schema['enum'])}"
+    elif isinstance(data, dict):
+        yield from (
+            f"{name!r} is missing{where and f' in {where}'}" for name in _NEEDED.get(place, ()) if name not in data
+        )
+        known, others = schema.get("properties", {}), schema.get("additionalProperties")
+        for name, value in data.items():
+            if part := known.get(name, others):
+                key = name if name in known else "*"
+                yield from _problems(part, value, f"{where}.{name}".lstrip("."), f"{place}.{key}".lstrip("."))
+    elif isinstance(data, list):
+        for number, value in enumerate(data):
+            yield from _problems(schema["items"], value, f"{where}[{number}]", place)
+
+
+def _shown(data: Any) -> str:
+    """Return a value in a few words."""
+    if isinstance(data, (dict, list)):
+        return "an object" if isinstance(data, dict) else "a list"
+    return "null" if data is None else ascii(data)[:60]
 
 
 def _lines(data: Mapping[str, Any]) -> Iterator[str]:

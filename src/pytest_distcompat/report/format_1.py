@@ -35,13 +35,7 @@ _OPTIONS_OF_CELL = re.compile(r"(?<=-w)\d+(?:-\w+)+")
 
 
 def from_format_1(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document in format 2.
-
-    Values of a wrong type stay as they are: ``Report.from_json`` reports them.
-
-    Args:
-        document: The JSON of a report whose ``format`` is 1.
-    """
+    """Return the document in format 2. Values of a wrong type stay as they are: ``Report.from_json`` reports them."""
     return {**_converted(document, ""), "format": 2}
 
 

@@ -61,12 +61,7 @@ class Table:
 
     @classmethod
     def of(cls, results: Iterable[Verdict], order: Iterable[str] = ()) -> Table:
-        """Return the matrix of a suite's results: of several for a check in a cell, the worst.
-
-        Args:
-            results: The results, in the order of the rows.
-            order: The order of the checks; by default that of the results.
-        """
+        """Return the matrix of a suite's results: of several for a check in a cell, the worst. ``order``: of the checks."""
         all_results = tuple(results)
         found: dict[tuple[str, str], Verdict] = {}
         for result in all_results:

@@ -20,12 +20,7 @@ BATCH = 512
 
 
 def with_device_seconds(results: Sequence[Verdict], timeline: Iterable[Mapping[str, Any]]) -> list[Verdict]:
-    """Return the verdicts with the seconds of all devices that their items leased.
-
-    Args:
-        results: The verdicts of a session.
-        timeline: An entry for each device of each lease, as in ``report.session["timeline"]``.
-    """
+    """Return the verdicts with the seconds of all devices that their items leased, by ``report.session["timeline"]``."""
     seconds: Counter[str] = Counter()
     for entry in timeline:
         seconds[entry["who"]] += entry["end"] - entry["begin"]
@@ -62,20 +57,18 @@ def _spans(report: Report) -> list[Any]:
     """Return the ended spans: the session; below it each verdict, and below that the runs that it was the first to need."""
     from opentelemetry import trace
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
     from opentelemetry.trace import Status, StatusCode
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    class _Kept(SpanProcessor):
-        def on_end(self, span: Any) -> None:
-            kept.append(span)
-
-    kept: list[Any] = []
+    ended = InMemorySpanExporter()
     session = report.session
     name = os.environ.get("OTEL_SERVICE_NAME", "pytest-distcompat")
     versions = {f"distcompat.version.{package}": version for package, version in session["versions"].items()}
     provider = TracerProvider(resource=Resource.create({"service.name": name, **versions}), shutdown_on_exit=False)
-    provider.add_span_processor(_Kept())
+    provider.add_span_processor(SimpleSpanProcessor(ended))
     tracer = provider.get_tracer("pytest_distcompat")
     start = datetime.fromisoformat(session["began"].replace("Z", "+00:00")).timestamp()
 
@@ -107,4 +100,4 @@ def _spans(report: Report) -> list[Any]:
     for (who, begin, end), devices in leases.items():
         facts = {"nodeid": who, "devices": devices, "device_seconds": round((end - begin) * len(devices), 3)}
         record("run", (begin, end), items.get(who, whole), facts)
-    return kept
+    return list(ended.get_finished_spans())

@@ -36,10 +36,7 @@ def plain_text(line: Line) -> str:
 def matrix_text(results: Iterable[Verdict], cells: Iterable[Row] = (), width: int = 0) -> Iterator[Line]:
     """Yield each suite's matrix, then each reason for what is known, not run, refused or not applicable.
 
-    Args:
-        results: The results of any number of suites.
-        cells: The rows of their cells.
-        width: The longest line, in characters; 0 for any length. A wider matrix continues in a further block.
+    A matrix wider than ``width`` characters continues in a further block, unless ``width`` is 0.
     """
     extra = list(cells)
     for table in tables(results):

@@ -13,12 +13,7 @@ from pytest_distcompat.report.html import html
 from pytest_distcompat.report.markdown import chat, markdown
 
 #: Suffix of the file to the function that makes its text.
-FORMATS: Mapping[str, Callable[[Report], str]] = {
-    ".json": Report.to_text,
-    ".md": markdown,
-    ".html": html,
-    ".txt": chat,
-}
+FORMATS: Mapping[str, Callable[[Report], str]] = {".json": Report.to_text, ".md": markdown, ".html": html, ".txt": chat}
 
 #: The longest summary of a step on GitHub, in bytes
 #: (https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#step-isolation-and-limits).
@@ -26,12 +21,7 @@ MAX_SUMMARY = 1024 * 1024
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write the report in the format of the file's suffix.
-
-    Raises:
-        KeyError: The suffix is not in FORMATS.
-        OSError: The file cannot be written; its earlier content is unchanged.
-    """
+    """Write the report in the format of the file's suffix. Raises OSError, and leaves the file's earlier content unchanged."""
     replace_file(path, FORMATS[path.suffix](report))
 
 

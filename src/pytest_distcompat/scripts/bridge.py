@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.scripts import guard
 from pytest_distcompat.scripts.hosted_rank import current_rank
 from pytest_distcompat.scripts.import_hooks import on_import
@@ -21,7 +21,7 @@ def install() -> None:
     """Patch the libraries when they are imported; import none."""
     on_import("accelerate.state", _patch_accelerate)
     on_import("transformers.training_args", _patch_transformers)
-    on_import("deepspeed.ops", _patch_deepspeed)
+    on_import("deepspeed.ops", lambda _: without_shared_memory())
 
 
 def _log_change(description: str) -> None:
@@ -32,15 +32,12 @@ def _log_change(description: str) -> None:
         guard.attempt("the CPU bridge", rank.log.write, Bridged(description), always=True)
 
 
-def _is_true(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in {"1", "true", "yes"}
-
-
-def _requested_plugin() -> Mapping[str, None]:
+def _requested_plugin() -> dict[str, Any]:
     """Return the plugin that the environment requests, which ``accelerate launch`` and Accelerator's plugins set."""
-    if _is_true("ACCELERATE_USE_DEEPSPEED"):
-        return {"deepspeed_plugin": None}
-    return {"fsdp_plugin": None} if _is_true("ACCELERATE_USE_FSDP") else {}
+    for name in ("deepspeed", "fsdp"):
+        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() in {"1", "true", "yes"}:
+            return {f"{name}_plugin": None}
+    return {}
 
 
 def _patch_accelerate(state: ModuleType) -> None:
@@ -57,7 +54,7 @@ def _patch_accelerate(state: ModuleType) -> None:
             return
         from pytest_distcompat.drivers.accelerate import on_cpu
 
-        plugin = dict(_requested_plugin())
+        plugin = _requested_plugin()
         busy.append(True)
         try:
             settings = on_cpu(plugin)
@@ -90,11 +87,3 @@ def _patch_transformers(module: ModuleType) -> None:
         original(self, *args, **kwargs)
 
     module.TrainingArguments.__post_init__ = post_init
-
-
-def _patch_deepspeed(ops: ModuleType) -> None:
-    """Turn off DeepSpeed's all-reduce through shared memory, which would have to be compiled and leaks that memory."""
-    del ops
-    from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
-
-    without_shared_memory()

@@ -8,28 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.launch.environment import OF_THE_AGENT
 
 LAUNCHERS = ("torchrun", "accelerate", "cli")
-
-#: Variables of one rank: a launcher that inherits them would take itself for a rank.
-_RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 def build(
     script: str, args: Sequence[str], launcher: str, *, world_size: int, directory: Path, configuration: Path | None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the command line that runs ``script`` on ``world_size`` ranks, and the variables that it needs.
-
-    The ranks' logs go into ``directory``.
+    """Return the command line that runs ``script`` on ``world_size`` ranks with logs in ``directory``, and its variables.
 
     A ``cli`` command that ends in torchrun gets the number of ranks by torchrun's own variables (``PET_*``,
     https://docs.pytorch.org/docs/stable/elastic/run.html). Raises UsageProblem for an unknown launcher, a missing
@@ -39,7 +26,8 @@ def build(
     logs.mkdir(parents=True, exist_ok=True)
     environment = {"PET_LOG_DIR": str(logs), "PET_REDIRECTS": "3"}
     if launcher == "cli":
-        executable = shutil.which(script) or _beside_python(script)
+        # This Python's environment need not be activated.
+        executable = shutil.which(script) or shutil.which(script, path=str(Path(sys.executable).parent))
         if executable is None:
             raise UsageProblem(f"there is no command {script!r} on the PATH")
         environment |= {"PET_NPROC_PER_NODE": str(world_size), "PET_STANDALONE": "1"}
@@ -70,15 +58,7 @@ def _target(script: str, args: Sequence[str]) -> tuple[str, ...]:
     return (str(Path(script).resolve()), *args)
 
 
-def _beside_python(name: str) -> str | None:
-    """Return the path of a command in this Python's environment, which need not be activated; None if there is none."""
-    return shutil.which(name, path=str(Path(sys.executable).parent))
-
-
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables that make a process a rank."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in _RANK_VARIABLES and not name.startswith(("TORCHELASTIC_", "PET_"))
-    }
+    """Return the environment without the variables of one rank: a launcher that inherits them would take itself for a rank."""
+    ranks = {name for name in environment if OF_THE_AGENT.fullmatch(name) or name.startswith(("TORCHELASTIC_", "PET_"))}
+    return {name: value for name, value in environment.items() if name not in ranks}

@@ -16,8 +16,15 @@ from pytest_distcompat.scripts.hosted_rank import claim, current_rank
 from pytest_distcompat.scripts.import_hooks import on_import
 from pytest_distcompat.scripts.recorder import Recorder
 from pytest_distcompat.scripts.tracked_objects import TrackedObjects
-from pytest_distcompat.scripts.trainer_instrumentation import LIGHTNING, SAVE, constructor
 from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps, Wrapper
+
+#: The method that writes ``checkpoint-N``. It is private, but the hook ``on_save`` comes too late: when it is called, the
+#: files that other libraries wrote for the Trainer would already count as checkpoints of their own.
+#: ``tests/scripts/test_private_names.py`` fails when it changes.
+SAVE = "_save_checkpoint"
+
+#: Lightning is installed under two names, each with classes of its own.
+LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 
 
 def enter() -> None:
@@ -162,6 +169,38 @@ def _engine_steps(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Step
         recorder.call_unobserved(recorder.after_step)
 
 
+def _constructs_trainer(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+    """Wrap ``Trainer.__init__``: note the output directory, and add a callback."""
+    yield
+    trainer = args[0]
+    from pytest_distcompat.scripts.events import Output
+
+    recorder.rank.log.write(Output(str(Path(trainer.args.output_dir).resolve())))
+    trainer.add_callback(_callback(recorder))
+
+
+def _callback(recorder: Recorder) -> Any:
+    from transformers import TrainerCallback
+
+    class _RecordsLoad(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+        """Callback that records the loaded state at the first step of a resumed training, when the RNG states are back too."""
+
+        started = False
+
+        def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+            guard.attempt("TrainerCallback.on_step_begin", self._record_load, state)
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            guard.attempt("TrainerCallback.on_train_end", recorder.call_unobserved, recorder.record_final_model)
+
+        def _record_load(self, state: Any) -> None:
+            if not self.started and state.global_step:
+                recorder.call_unobserved(recorder.after_load)
+            self.started = True
+
+    return _RecordsLoad()
+
+
 #: The wrapped calls, by the module whose import brings them.
 _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
     "torch": {
@@ -218,7 +257,7 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
     },
     "transformers.modeling_utils": {"PreTrainedModel.save_pretrained": _exports},
     "transformers.trainer": {
-        "Trainer.__init__": constructor,
+        "Trainer.__init__": _constructs_trainer,
         f"Trainer.{SAVE}": wrappers.saves(
             lambda _result, args, _kwargs: Path(args[0].args.output_dir, f"checkpoint-{args[0].state.global_step}")
         ),

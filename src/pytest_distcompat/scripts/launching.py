@@ -32,8 +32,7 @@ from pytest_distcompat.strategies import STRATEGIES
 class Host:
     """Where scripts run: the ``device`` (``cpu`` or ``cuda``), and what ``launch`` takes if it is given nothing else.
 
-    Without a ``directory`` each run has a temporary one, which is removed at the end of this process unless the run
-    failed.
+    Without a ``directory`` each run has a temporary one, which is removed at the end of this process unless the run failed.
     """
 
     device: str
@@ -156,11 +155,8 @@ def launch(
     if "{configuration}" in "".join(arguments) and not (strategy or configuration):
         raise UsageProblem("{configuration} stands for no file: give configuration=, or strategy= to have one made")
     directory = host.new_directory(arguments[0] if script == "-m" and arguments else Path(script).stem)
-    file = (
-        find_configuration(configuration, cell, directory, classes)
-        if uses_file and (strategy or configuration)
-        else None
-    )
+    uses_file = uses_file and bool(strategy or configuration)
+    file = find_configuration(configuration, cell, directory, classes) if uses_file else None
     line, variables = commands.build(
         str(script),
         [argument.replace("{configuration}", str(file)) for argument in arguments],

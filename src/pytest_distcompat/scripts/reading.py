@@ -33,14 +33,9 @@ def read_in_a_process(start: Start | None, directory: Path, request: Mapping[str
     request_file.write_text(json.dumps(request), encoding="utf-8")
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
+    python = (start and start.python) or sys.executable
     done = subprocess.run(
-        [
-            (start and start.python) or sys.executable,
-            "-m",
-            "pytest_distcompat.scripts.reading",
-            str(request_file),
-            str(answer),
-        ],
+        [python, "-m", "pytest_distcompat.scripts.reading", str(request_file), str(answer)],
         env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         cwd=(start and start.cwd) or None,
         capture_output=True,

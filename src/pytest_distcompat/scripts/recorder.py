@@ -318,7 +318,7 @@ def exit_together(hosted_rank: HostedRank) -> None:
 
     hosted_rank.log.write(Stopped())
     logs = LogReader(hosted_rank.directory, range(distributed.get_world_size() if distributed.is_initialized() else 1))
-    deadline = clock.now() + CHECKPOINT_TIMEOUT_S
-    while not all(of_kind(Stopped, events) for events in logs.read().values()) and clock.now() < deadline:
-        clock.sleep(0.05)
+    clock.wait_until(
+        lambda: all(of_kind(Stopped, events) for events in logs.read().values()), CHECKPOINT_TIMEOUT_S, every=0.05
+    )
     hosted_rank.exit_like_preempted()

@@ -104,14 +104,8 @@ class ScriptRun:
     @property
     def losses(self) -> tuple[tuple[float | None, ...], ...]:
         """Return the losses that ``backward`` was called with: for each rank one for each step."""
-        return tuple(
-            tuple(
-                snapshot.loss
-                for snapshot in sorted(self.trace.snapshots, key=lambda snapshot: snapshot.index)
-                if snapshot.action == "step" and snapshot.rank == rank
-            )
-            for rank in range(self.trace.world_size)
-        )
+        steps = sorted((one for one in self.trace.snapshots if one.action == "step"), key=lambda one: one.index)
+        return tuple(tuple(one.loss for one in steps if one.rank == rank) for rank in range(self.trace.world_size))
 
     def output_of(self, rank: int) -> str:
         """Return the stdout and stderr of that rank, if the launcher writes them to files."""
@@ -144,13 +138,12 @@ class ScriptRun:
 
     def verdicts(self, *names: str) -> list[Verdict]:
         """Return one verdict for each check; ``skipped``, with the reason, if it does not apply. Raises as ``check``."""
+        known = (*SCRIPT_CHECKS, FINAL_MODEL_CHECK)
         if not names:
-            raise UsageProblem(f"no check is named. Known: {', '.join((*SCRIPT_CHECKS, FINAL_MODEL_CHECK))}")
+            raise UsageProblem(f"no check is named. Known: {', '.join(known)}")
         for name in names:
-            if name not in {*SCRIPT_CHECKS, FINAL_MODEL_CHECK}:
-                raise UsageProblem(
-                    f"{name!r} is no check of a script's run. Known: {', '.join((*SCRIPT_CHECKS, FINAL_MODEL_CHECK))}"
-                )
+            if name not in known:
+                raise UsageProblem(f"{name!r} is no check of a script's run. Known: {', '.join(known)}")
         return [self._verdict(name) for name in names]
 
     def _verdict(self, name: str) -> Verdict:

@@ -14,7 +14,7 @@ from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProble
 from pytest_distcompat.scripts.launching import RANKS, Host, check_arguments, launch
 from pytest_distcompat.scripts.recorder import STRIDE
 from pytest_distcompat.scripts.result import ScriptRun
-from pytest_distcompat.trace import Snapshot, StateInfo
+from pytest_distcompat.trace import Snapshot
 
 #: The quantities that can be compared, step by step and rank by rank.
 SAME = ("losses", "grad_norms", "parameters", "optimizer", "scheduler", "rng", "data")
@@ -166,8 +166,9 @@ def resume_roundtrip(
         RunFailedError: If a run fails.
         UsageProblem: For a wrong argument.
     """
-    lists = {"args": args, "resume": resume, "same": same}
-    check_arguments(**{name: (one, _is_list(one), "expected a list of texts") for name, one in lists.items()})
+    for name, one in (("args", args), ("resume", resume), ("same", same)):
+        is_list = isinstance(one, Iterable) and not isinstance(one, str)
+        check_arguments(**{name: (one, is_list, "expected a list of texts")})
     steps = f"expected 1 to total={total!r} steps"
     check_arguments(
         same=(list(same), bool(same) and {*same} <= {*SAME}, f"known are {', '.join(SAME)}"),
@@ -199,10 +200,6 @@ def resume_roundtrip(
     trip = RoundTrip(through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to))
     trip.check()
     return trip
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, str)
 
 
 def _missing_checkpoint(run: ScriptRun, save_at: int) -> str:
@@ -251,16 +248,13 @@ def _value(quantity: str, snapshot: Snapshot) -> Any:
         return {info.name: (info.digest, info.dtype) for info in (*model.parameters, *model.buffers)} if model else {}
     if quantity == "optimizer":
         states = (*optimizer.states, *optimizer.masters) if optimizer else ()
-        held = {f"{state.key} of {state.owner}": (state.digest, _dtype(state)) for state in states}
+        # A load may return a single number as a tensor, whose dtype says nothing.
+        dtypes = ("" if state.numel == 1 else state.dtype for state in states)
+        held = {f"{one.key} of {one.owner}": (one.digest, dtype) for one, dtype in zip(states, dtypes, strict=True)}
         return held, optimizer and optimizer.param_groups
     if quantity == "scheduler":
         return snapshot.scheduler
     return snapshot.rng if quantity == "rng" else snapshot.inputs
-
-
-def _dtype(state: StateInfo) -> str:
-    """Return the dtype of a state tensor; empty for a single number, which a load may return as a tensor."""
-    return "" if state.numel == 1 else state.dtype
 
 
 def _difference(quantity: str, one: Snapshot, other: Snapshot) -> str:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.trace import UnwrappedInfo
+
+
+_T = TypeVar("_T")
+
+
+def _alive(references: Iterable[weakref.ref[_T]]) -> list[_T]:
+    return [found for reference in references if (found := reference()) is not None]
 
 
 class TrackedObjects:
@@ -46,7 +54,7 @@ class TrackedObjects:
         """Return the largest model of which the optimizer holds a parameter; if it holds none, or is None, the largest."""
         groups = optimizer.param_groups if optimizer is not None else ()
         held = {id(parameter) for group in groups for parameter in group["params"]}
-        alive = [model for reference in self.models if (model := reference()) is not None]
+        alive = _alive(self.models)
         trained = [model for model in alive if any(id(parameter) in held for parameter in model.parameters())]
         return max(trained or alive, key=lambda model: sum(1 for _ in model.modules()), default=None)
 
@@ -54,31 +62,23 @@ class TrackedObjects:
         """Return the trainer's wrapper of that torch optimizer, or the optimizer itself if no wrapper was seen."""
         from pytest_distcompat.probe import torch_optimizer
 
-        wrappers = [reference() for reference in self.optimizers]
-        return next(
-            (one for one in reversed(wrappers) if one is not None and torch_optimizer(one) is optimizer), optimizer
-        )
+        wrappers = reversed(_alive(self.optimizers))
+        return next((one for one in wrappers if torch_optimizer(one) is optimizer), optimizer)
 
     def last_optimizer(self) -> Any:
         """Return the optimizer that the trainer wrapped last, None if there is none."""
-        alive = [optimizer for reference in self.optimizers if (optimizer := reference()) is not None]
-        return alive[-1] if alive else None
+        return next(reversed(_alive(self.optimizers)), None)
 
     def optimizers_with(self, optimizer: Any, model: Module | None) -> Any:
         """Return the optimizer, or a list of it and all others that train the model, in the order they were made."""
-        # The latest are chosen first: an optimizer that was dropped holds the same parameters as the one that replaced
-        # it.
         from pytest_distcompat.probe.optimizer import entries, torch_optimizer
 
         inner = torch_optimizer(optimizer)
-        known = [
-            one
-            for reference in self.torch_optimizers
-            if (one := reference()) is not None and hasattr(one, "param_groups")
-        ]
+        known = [one for one in _alive(self.torch_optimizers) if hasattr(one, "param_groups")]
         live = {id(parameter) for parameter in model.parameters()} if model is not None else set()
         held = {id(parameter) for parameter in entries(inner)}
         chosen = [inner]
+        # The latest come first: an optimizer that was dropped holds the same parameters as the one that replaced it.
         for candidate in reversed(known):
             own = {id(parameter) for parameter in entries(candidate)}
             if own & live and not own & held:
@@ -96,11 +96,8 @@ class TrackedObjects:
         if isinstance(optimizer, list):
             return [scheduler for one in optimizer if (scheduler := self.schedulers_of(one)) is not None]
         inner = torch_optimizer(optimizer)
-        for reference in reversed(self.schedulers):
-            scheduler = reference()
-            if scheduler is not None and torch_optimizer(scheduler.optimizer) is inner:
-                return scheduler
-        return None
+        schedulers = reversed(_alive(self.schedulers))
+        return next((one for one in schedulers if torch_optimizer(one.optimizer) is inner), None)
 
     def accelerator_attribute(self, name: str) -> Any:
         """Return an attribute of the script's Accelerator, None without one."""

@@ -100,16 +100,16 @@ def second(args: Arguments, kwargs: Keywords, name: str) -> Any:
     return args[1] if len(args) > 1 else kwargs.get(name)
 
 
-def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, compiles: bool = False) -> Wrapper:
+def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, first: int = 0, compiles: bool = False) -> Wrapper:
     """Make a wrapper of a call that wraps models among its arguments; ``made`` picks what it has made.
 
-    ``compiles``: it compiles the model, so that the probe's hooks must be removed.
+    ``first``: the first argument that may be a model. ``compiles``: the probe's hooks must be removed, as in a compiled model.
     """
 
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
         with recorder.inside_call() as outermost:
             nested = [element for value in args if isinstance(value, (list, tuple)) for element in value]
-            unwrapped = list(models((*args, *nested, *kwargs.values())))
+            unwrapped = list(models((*args[first:], *nested, *kwargs.values())))
             for model in unwrapped if outermost else ():
                 recorder.call_unobserved(recorder.before_wrap, model)
             if compiles and unwrapped:
@@ -121,14 +121,8 @@ def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, compiles: bool = F
     return wrapper
 
 
-def constructs(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
-    """Wrap the ``__init__(self, module)`` of a class that wraps a module."""
-    with recorder.inside_call() as outermost:
-        for model in models((*args[1:], *kwargs.values())) if outermost else ():
-            recorder.call_unobserved(recorder.before_wrap, model)
-        yield
-    if outermost:
-        recorder.call_unobserved(recorder.after_wrap, args[0])
+#: Wraps the ``__init__(self, module)`` of a class that wraps a module.
+constructs = wraps(lambda _result, args: args[:1], first=1)
 
 
 def trains(loss: Callable[[Arguments, Keywords], Any]) -> Wrapper:

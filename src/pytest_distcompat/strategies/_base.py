@@ -142,6 +142,8 @@ class Strategy:
         copies = int(cell.option("dp_replicate"))
         if copies > 1 and (cell.dp_size % copies or cell.dp_size < 2 * copies):
             return f"{copies} replicas of at least two shards need a multiple of {copies} ranks, {2 * copies} or more"
+        if cell.option("pp_schedule") != OPTIONS["pp_schedule"].default and cell.pp == 1:
+            return "a schedule is for the stages of a pipeline, and there is one"
         if cell.option("sp") and cell.tp == 1:
             return "sequence parallelism cuts along the ranks of tensor parallelism, and there is one"
         return None

@@ -24,16 +24,21 @@ ATTENTION = "distcompat_context_parallel"
 #: Options that were tried beside context parallelism.
 BESIDE = frozenset({"model", "tp", "cp", "state_dict", "activation_checkpointing", "param_groups", "set"})
 
+#: Options that were tried beside DeepSpeed's Ulysses.
+BESIDE_ULYSSES = frozenset({"model", "cp", "set"})
+
 
 def unsupported_reason(cell: Cell) -> str | None:
     """Return why no sequence is cut as the cell asks; None if one is."""
-    if cell.strategy != "fsdp2":
-        return "context parallelism is driven under FSDP2 alone"
+    if cell.strategy not in {"fsdp2", "zero0", "zero1", "zero2", "zero3"}:
+        return "context parallelism is driven under FSDP2, and under ZeRO as DeepSpeed's Ulysses, alone"
     if cell.option("model") not in {"llama", "llama_tied"}:
         return f"the model {cell.option('model')} has no sequence to cut"
-    if cell.precision not in {"fp32", "bf16_mixed"}:
+    # Ulysses reduces gradients in float32, whatever they are in.
+    if cell.precision not in ({"fp32", "bf16_mixed"} if cell.strategy == "fsdp2" else {"fp32"}):
         return f"context parallelism is not driven in {cell.precision} yet"
-    others = [name for name, _ in cell.options if name not in BESIDE]
+    beside = BESIDE if cell.strategy == "fsdp2" else BESIDE_ULYSSES
+    others = [name for name, _ in cell.options if name not in beside]
     return f"context parallelism is not driven with option {others[0]!r} yet" if others else None
 
 
@@ -98,3 +103,28 @@ def loss_of(model: Any, mesh: DeviceMesh, batch: Batch) -> torch.Tensor:
     count = (labels != -100).sum()
     loss: torch.Tensor = model(**part, shift_labels=part["labels"], num_items_in_batch=count).loss
     return loss * mesh.size()
+
+
+def ulysses_loss(engine: Any, batch: Batch) -> torch.Tensor:
+    """Return the loss of whole rows, of which DeepSpeed's Ulysses gives each rank of a sequence a part."""
+    # https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism/, with the sum that it advises where the backward
+    # pass of ``all_gather`` cannot be used: on gloo that takes the group's ranks for those of all.
+    import torch
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp as peers
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
+    from torch import distributed
+    from torch.distributed.nn.functional import all_reduce
+    from torch.nn.functional import cross_entropy
+
+    group, device = peers.get_sequence_parallel_group(), batch["input_ids"].device
+    place = peers.get_sequence_parallel_rank(), group, peers.get_sequence_parallel_world_size(), device
+    positions = torch.arange(batch["input_ids"].shape[1], device=device).expand_as(batch["input_ids"]).contiguous()
+    # The adapter takes a batch of each rank in turn, and all have the same.
+    loader: Any = UlyssesSPDataLoaderAdapter([{**batch, "position_ids": positions}], *place)
+    part = {name: one.contiguous().to(device) for name, one in next(loader).items()}
+    labels = part.pop("shift_labels")
+    count = (labels != -100).sum()
+    distributed.all_reduce(count, group=group)
+    own = cross_entropy(engine(**part).logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    loss: torch.Tensor = all_reduce(own / count, group=group)  # type: ignore[no-untyped-call]
+    return loss

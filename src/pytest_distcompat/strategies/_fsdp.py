@@ -45,19 +45,26 @@ def policy(version: int, precision: Precision, cell: Cell) -> Any:
 
 
 def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
-    """Return the cell's mesh: replicas, the shards of each, and the parts of tensor parallelism, where there are several."""
+    """Return the cell's mesh: replicas, the shards of each, and the parts of tensor parallelism, where there are several.
+
+    Of a pipeline it is the mesh of this rank's stage.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
-    sizes = parallelism(cell) or {"dp_shard_size": cell.world_size}
+    sizes = parallelism(cell) or {"dp_shard_size": cell.world_size // cell.pp}
     names = tuple(name.removesuffix("_size") for name in sizes)
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=names)
+    if cell.pp == 1:
+        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=names)
+    return init_device_mesh(device.type, (cell.pp, *sizes.values()), mesh_dim_names=("pp", *names))[names]
 
 
 def parallelism(cell: Cell) -> dict[str, int]:
     """Return the sizes of a mesh of several dimensions, as arguments of accelerate's ParallelismConfig; empty for one."""
     copies = int(cell.option("dp_replicate"))
     sizes = {"dp_replicate_size": copies} if copies > 1 else {}
-    sizes |= {"dp_shard_size": cell.world_size // cell.tp // copies} | ({"tp_size": cell.tp} if cell.tp > 1 else {})
+    sizes |= {"dp_shard_size": cell.world_size // cell.tp // cell.pp // copies} | (
+        {"tp_size": cell.tp} if cell.tp > 1 else {}
+    )
     return sizes if len(sizes) > 1 else {}
 
 

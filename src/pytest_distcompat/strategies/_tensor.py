@@ -9,6 +9,8 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.models import model_of
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
@@ -18,18 +20,53 @@ if TYPE_CHECKING:
 #: Styles of sequence parallelism alone: what cuts the sequence, works on a part of it, and needs all of it (by that keyword).
 SEQUENCE_STYLES = ("sequence", "norm", "gather")
 
+#: Options that were tried beside DeepSpeed's AutoTP.
+BESIDE_AUTOTP = frozenset({"model", "tp", "activation_checkpointing", "grad_accum", "param_groups", "frozen", "set"})
+
 
 def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
     """Return why a model of that plan cannot be cut as the cell asks; None if it can."""
-    if cell.strategy != "fsdp2":
-        return "DeepSpeed's own tensor parallelism (AutoTP) has no driver yet"
     if not plan:
         return f"the model {cell.option('model')} has no plan for tensor parallelism"
+    if cell.strategy != "fsdp2" and (problem := _no_autotp(cell)):
+        return problem
     if cell.option("model") in {"llama", "llama_tied"} and cell.tp > 2:
         return "the tiny llama has two heads of keys and values, which no more ranks can share"
     if cell.option("sp") and "norm" not in plan.values():
         return f"the model {cell.option('model')} has no sequence to cut"
     return "a plan names the model's layers, and an adapter puts others in their place" if cell.option("lora") else None
+
+
+def _no_autotp(cell: Cell) -> str | None:
+    """Return why DeepSpeed's own tensor parallelism (AutoTP) is not tried in the cell; None if it is."""
+    if cell.cp > 1:
+        return "DeepSpeed's AutoTP makes groups of its own, and its Ulysses brings others"
+    if cell.strategy == "zero3":
+        return "DeepSpeed's documentation of its own tensor parallelism (AutoTP) promises ZeRO-0, 1 and 2 alone"
+    if cell.option("sp"):
+        return "DeepSpeed's own tensor parallelism (AutoTP) cuts no sequence"
+    if cell.option("model") == "llama_tied":
+        return "AutoTP cuts the logits of tied embeddings, so that no rank has whole ones to compare"
+    if cell.precision not in {"fp32", "bf16_mixed"}:
+        return f"AutoTP is not driven in {cell.precision} yet"
+    others = [name for name, _ in cell.options if name not in BESIDE_AUTOTP]
+    return f"AutoTP is not driven with option {others[0]!r} yet" if others else None
+
+
+def autotp_plan(cell: Cell) -> dict[str, Any]:
+    """Return DeepSpeed's setting for a model whose plan transformers does not have; a layer of another style stays whole."""
+    if cell.option("model") in {"llama", "llama_tied"}:
+        return {}
+    kinds = {"colwise": "column", "colwise_gather": "column", "rowwise": "row"}
+    specs = [
+        {
+            "patterns": [name.replace(".", r"\.").replace("*", r"\d+") + r"\.weight$"],
+            "partition_type": kinds.get(style, "skip"),
+            "gather_output": style == "colwise_gather",
+        }
+        for name, style in model_of(cell).tp_plan.items()
+    ]
+    return {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
 def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str], *, sequence: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.strategies import _fsdp
 from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, NO_SHARDS, Dtypes, Strategy, WrapSpec
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     from torch.nn.parallel import DistributedDataParallel
 
     model.to(device)
-    settings = {"device_ids": [device.index] if device.type == "cuda" else None}
+    settings: dict[str, Any] = {"device_ids": [device.index] if device.type == "cuda" else None}
+    if cell.pp > 1:
+        settings["process_group"] = _fsdp.mesh(cell, device).get_group()
     return DistributedDataParallel(model, **cell.with_settings("DistributedDataParallel", settings))
 
 

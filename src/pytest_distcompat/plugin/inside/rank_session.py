@@ -295,6 +295,7 @@ class ItemPayload:
         next: The node id of the item that these ranks run after it, if they do.
         device: ``cpu`` or ``cuda``.
         session: A file with the return value of ``describe``.
+        shared: On several nodes the directory that has what they share; empty where ``directory`` has it.
     """
 
     nodeid: str
@@ -303,6 +304,7 @@ class ItemPayload:
     directory: str
     world_size: int
     session: str
+    shared: str = ""
 
 
 decode.prepare(ItemPayload)
@@ -326,7 +328,8 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     config = item.config
     config.stash[WORLD] = World.from_environment(asked.device)
     # A run by hand repeats an earlier one, whose files may still be in the directory.
-    config.stash[SHARED] = directory / (f"shared-{os.environ['TORCHELASTIC_RUN_ID']}" if log.by_hand else "shared")
+    shared = f"shared-{os.environ['TORCHELASTIC_RUN_ID']}" if log.by_hand else "shared"
+    config.stash[SHARED] = Path(asked.shared or directory, shared)
     _Reporter.of(config).begin(log, asked.world_size, directory)
     fault_handler(config)
     # pytest makes its base temporary directory once in a process. Kept ranks use the directory of their group, not of this

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.cell import Cell, Matrix, OptionValue
+from pytest_distcompat.cell import Cell, Matrix, OptionValue, uneven
 from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
 from pytest_distcompat.plugin.marked.outcome import UNCAPTURED, Outcome, RankFailure, disagreement, merge, unexcused
 from pytest_distcompat.plugin.reporting.representation import represent
@@ -100,17 +100,18 @@ def read_mark(mark: pytest.Mark) -> Mark:
 
 
 def parametrize(
-    metafunc: pytest.Metafunc, mark: Mark, selected: tuple[Iterable[str], Iterable[str]], default: int
+    metafunc: pytest.Metafunc, mark: Mark, selected: tuple[Iterable[str], Iterable[str]], session: DistcompatSession
 ) -> None:
     """Run the test once for each cell of its mark; ``selected`` are the strategies and precisions of this run."""
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.strategies import STRATEGIES
 
-    matrix = Matrix(mark.strategies, mark.precisions or ("fp32",), (), mark.options or ({},))
+    matrix = Matrix(mark.strategies, mark.precisions or ("fp32",), (), mark.options or ({},), nodes=mark.nodes)
+    default = mark.world_size or session.world_size, int(session.setting("nodes").value)
     only_strategies, only_precisions = tuple(selected[0]), tuple(selected[1])
     cells = [
         cell
-        for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), mark.world_size or default)
+        for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), *default)
         if (not only_strategies or cell.strategy in only_strategies)
         and (not only_precisions or cell.precision in only_precisions)
     ]
@@ -165,18 +166,8 @@ def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> 
 
 
 def nodes_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> int:
-    """Return the number of nodes that the item's ranks are spread over.
-
-    Raises:
-        pytest.UsageError: The mark says a number that does not divide the ranks.
-    """
-    size = world_size_of(item, mark, session)
-    nodes = mark.nodes or int(session.setting("nodes").value)
-    if size % nodes == 0:
-        return nodes
-    if mark.nodes is None:
-        return 1
-    raise pytest.UsageError(f"{item.nodeid}: {size} ranks cannot be spread evenly over {nodes} nodes")
+    """Return the number of nodes that the item's ranks are spread over: its own, else the session's."""
+    return mark.nodes or int(session.setting("nodes").value)
 
 
 def take_over(item: pytest.Function) -> None:
@@ -229,7 +220,10 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     session = item.config.stash[SESSION]
     world_size = world_size_of(item, mark, session)
     nodes = nodes_of(item, mark, session)
-    problem = session.too_large(world_size // nodes)
+    problem = uneven(world_size, nodes)
+    if problem and mark.nodes is None:
+        problem += f" (--distcompat-nodes, {session.setting('nodes').origin}); nodes=1 in its mark runs them on one"
+    problem = problem or session.too_large(world_size // nodes)
     if problem:
         pytest.skip(problem)
     keep, next_item = _keeping(item, mark, session)
@@ -241,6 +235,7 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
         directory=str(directory),
         world_size=world_size,
         session=str(session.description_file),
+        shared=str(directory) if nodes > 1 else "",
     )
     request = Request(
         target=rank_session.RUN,

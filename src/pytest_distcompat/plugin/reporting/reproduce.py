@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
 from collections.abc import Iterator
@@ -29,10 +30,9 @@ _WITH_VALUE = (
 _FLAGS = ("--noconftest",)
 #: One-letter flags that may be joined with one of those: ``-qp plugin``.
 _JOINABLE_FLAGS = ("-l", "-q", "-s", "-v", "-x")
-#: This plugin's own options that select tests or report.
-_LEFT_OUT = {
-    f"distcompat_{name}" for name in ("report", "baseline", "budget", "shard", "strategies", "precisions", "drivers")
-}
+#: This plugin's own options that select tests or report. Not those that select cells: of a check that the profile runs in one of
+#: several cells, they decide in which.
+_LEFT_OUT = {f"distcompat_{name}" for name in ("report", "baseline", "budget", "shard", "drivers")}
 
 
 def command(config: pytest.Config, item: pytest.Function) -> str:
@@ -58,7 +58,13 @@ def send_arguments(node: Any) -> None:
     node.workerinput[ARGUMENTS] = [str(argument) for argument in node.config.invocation_params.args]
 
 
-def _pytest_flags(config: pytest.Config) -> Iterator[str]:
+@functools.lru_cache(maxsize=1)
+def _pytest_flags(config: pytest.Config) -> tuple[str, ...]:
+    """Return pytest's own options from the command line. Cached, since every verdict has the command."""
+    return tuple(_own_flags(config))
+
+
+def _own_flags(config: pytest.Config) -> Iterator[str]:
     """Yield pytest's own options from the command line; those of addopts apply to the new command anyway."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in _WITH_VALUE:

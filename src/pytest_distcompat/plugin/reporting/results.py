@@ -300,7 +300,7 @@ class Results:
 
         def matrix_order(result: Verdict) -> tuple[object, ...]:
             cell = Cell.parse(result.cell)
-            axes = (strategies.index(cell.strategy), precisions.index(cell.precision), cell.world_size)
+            axes = (strategies.index(cell.strategy), precisions.index(cell.precision), cell.world_size, cell.nodes)
             return (result.suite, len(cell.options), str(cell.options), *axes, checks.index(result.check))
 
         return sorted(self.results.values(), key=matrix_order)

@@ -64,6 +64,8 @@ class Case:
     check: Check
     #: Checks that have no item in the cell, with the reason.
     not_applicable: Mapping[str, str] = field(default_factory=dict, compare=False)
+    #: Why the driver cannot run the cell; None if it can.
+    unsupported: str | None = field(default=None, compare=False)
 
     @property
     def id(self) -> str:
@@ -101,6 +103,8 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
         if not suite.matrix.world_sizes:
             # An option sets the world size, and an expectation for another size covers cells of another session.
             facets = tuple((name, wanted) for name, wanted in facets if name != "world_size")
+        if not suite.matrix.nodes:
+            facets = tuple((name, wanted) for name, wanted in facets if name != "nodes")
         applicable = dataclasses.replace(expectation, facets=facets)
         if not any(applicable.covers(cell, check) for cell in cells for check in CHECKS.names()):
             raise UsageProblem(
@@ -125,11 +129,15 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     names = (STRATEGIES.names(), PRECISIONS.names())
     here: dict[str, Any] = {"world_size": session.world_size, "device": session.device}
     shared = session.store if profile == "sweep" else None
-    cells = profiles.cells(profile, suite.matrix, driver=driver, names=names, shared=shared, **here)
+    matrix = dataclasses.replace(suite.matrix, nodes=suite.matrix.nodes or int(session.setting("nodes").value))
+    cells = profiles.cells(profile, matrix, driver=driver, names=names, shared=shared, **here)
+    if profile != "default":
+        cells = list(dict.fromkeys(cell.over(matrix.nodes or 1) for cell in cells))
     if session.simulated:
         cells = profiles.resized(cells, session.simulated)
     if profile == "walk" and not session.simulated:
-        return [Case(suite, cell, WALK) for cell in cells if not strategies or cell.strategy in strategies]
+        chosen = (cell for cell in cells if not strategies or cell.strategy in strategies)
+        return [Case(suite, cell, WALK, unsupported=why_not_supported(driver, cell, session)) for cell in chosen]
     reasons_by_cell = {
         cell: {
             name: reason
@@ -140,19 +148,19 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         if not (strategies and cell.strategy not in strategies)
         and not (precisions and cell.precision not in precisions)
     }
-    supported = {cell: not why_not_supported(driver, cell, session) for cell in reasons_by_cell}
+    unsupported = {cell: why_not_supported(driver, cell, session) for cell in reasons_by_cell}
     applicable = {
         cell: [name for name in CHECKS.names() if name not in reasons]
         for cell, reasons in reasons_by_cell.items()
-        if supported[cell]
+        if not unsupported[cell]
     }
-    costly = [name for name, check in CHECKS.by_name.items() if check.costly]
-    for (cell, check), reason in profiles.left_out(profile, applicable, costly).items():
+    for (cell, check), reason in profiles.left_out(profile, applicable).items():
         reasons_by_cell[cell][check] = reason
     found: list[Case] = []
     for cell, reasons in reasons_by_cell.items():
         checks = [check for check in CHECKS.by_name.values() if check.name not in reasons]
-        found += [Case(suite, cell, check, reasons) for check in (checks if supported[cell] else checks[:1])]
+        reason = unsupported[cell]
+        found += [Case(suite, cell, check, reasons, reason) for check in (checks[:1] if reason else checks)]
     return found
 
 
@@ -183,14 +191,16 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
 def why_not_run(case: Case, session: DistcompatSession) -> str | None:
     """Return why the driver or the machine cannot run the case; None if nothing stands against it."""
     driver = find_driver(case.suite.driver)
-    largest = max(run.cell(case.cell).world_size for run in case.check.runs(case.cell, driver).runs)
-    return why_not_supported(driver, case.cell, session) or session.too_large(largest) or None
+    cells = (run.cell(case.cell) for run in case.check.runs(case.cell, driver).runs)
+    # Those of one node, as far as all nodes have as many GPUs as this one.
+    largest = max(-(-cell.world_size // cell.nodes) for cell in cells)
+    return case.unsupported or session.too_large(largest) or None
 
 
 def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSession) -> str | None:
     """Return why the driver cannot run the cell, or why the cell cannot be simulated; None if nothing stands against it."""
     simulated = session.simulated and profiles.not_simulated(driver, cell)
-    return unsupported_reason(driver, cell, session.device) or simulated or None
+    return cell.uneven or unsupported_reason(driver, cell, session.device) or simulated or None
 
 
 def why_not_checked(check: Check, cell: Cell, driver: type[Driver], session: DistcompatSession) -> str | None:
@@ -260,7 +270,8 @@ class BoundCase:
         if verdict.status in {Status.SKIPPED, Status.SIMULATED}:
             pytest.skip(verdict.reason)
         if verdict.status is Status.KNOWN:
-            pytest.xfail(verdict.reason)
+            # Without a traceback, whose source pytest would parse: what ``pytest.xfail`` raises.
+            raise pytest.xfail.Exception(verdict.reason, pytrace=False)
         if not verdict.ok:
             raise FAILURES.get(verdict.status, Incompatible)(self._text(verdict, command))
 
@@ -282,7 +293,9 @@ class BoundCase:
         if verdict.status is Status.FAILED and not verdict.reason:
             self._declaration = declaration(case.check, case.cell, trace)
         # A check with a limit measures a number, which differs from run to run.
-        if not case.check.limit and session.verifies(strip_group(self.item.config, self.item.nodeid)):
+        # Cold torchrun starts all ranks on this machine.
+        verified = not case.check.limit and case.cell.nodes == 1
+        if verified and session.verifies(strip_group(self.item.config, self.item.nodeid)):
             cold, _ = run_check(session.cold_runner, case.suite.driver, case.cell, case.check, expected)
             if cold.status != verdict.status:
                 message = disagreement(verdict.status, cold.status, cold.message or verdict.message)
@@ -296,6 +309,7 @@ class BoundCase:
         name, ended = next(((n, one) for n, one in ends if one.message and one.message in verdict.message), ("", None))
         verdict = dataclasses.replace(verdict, ended_run=name, rank=ended.rank if ended else None)
         self.item.stash[FAILED_RUN] = FailedRun(command, ended.rank if ended and ended.kind == "raised" else None)
+        verdict = dataclasses.replace(verdict, message=trace.name_nodes(verdict.message))
         self._show_output(session, session.runner.directories(case.suite.driver, case.cell, scenario), verdict)
         return verdict, command
 

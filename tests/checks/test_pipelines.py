@@ -1,0 +1,101 @@
+"""Checks on models that are cut into stages, on hand-made traces: what they say of a stage, and of what two stages hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.trace import STAGE, MeshDim
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound, Story
+
+    from pytest_distcompat.trace import Snapshot
+
+CELL = "ddp-fp32-w2-pp_2"
+FIRST, LAST = ("inlet.weight", "frozen.weight"), ("outlet.weight",)
+TRAINED = ("active", "names", "memory", "clipping", "gradients", "optimizer", "dtypes", "parity", "data")
+
+
+def pipelined(story: Story, *stages: tuple[str, ...]) -> Story:
+    """Leave each rank its stage, of the parameters with these names; a tied one goes by its other name on the last."""
+
+    def change(one: Snapshot) -> Snapshot:
+        names, dim = stages[one.rank], MeshDim("pp", len(stages), one.rank, STAGE)
+        lives = {story.live("inlet.weight" if name == "head.weight" else name): story.live(name) for name in names}
+        if (model := one.model) is not None:
+            parameters = tuple(
+                replace(info, name=lives[info.name], layout=replace(info.layout, dims=(dim, *info.layout.dims)))
+                for info in model.parameters
+                if info.name in lives
+            )
+            one = replace(one, model=replace(model, parameters=parameters, pp_ranks=tuple(range(len(stages)))))
+        if (optimizer := one.optimizer) is not None:
+            states = tuple(
+                replace(state, owner=lives[state.owner]) for state in optimizer.states if state.owner in lives
+            )
+            one = replace(one, optimizer=replace(optimizer, states=states))
+        steps = []
+        for step in one.steps:
+            gradients = tuple(replace(info, name=lives[info.name]) for info in step.gradients if info.name in lives)
+            steps.append(replace(step, gradients=gradients, square=sum(info.square for info in gradients)))
+        return replace(one, steps=tuple(steps))
+
+    return story.alter(change)
+
+
+def test_a_model_in_two_stages(sound: Sound) -> None:
+    story = pipelined(sound(CELL), FIRST, LAST)
+    assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
+
+
+def test_what_two_stages_train_together_counts_once(sound: Sound) -> None:
+    story = pipelined(sound(CELL), FIRST, ("head.weight", *LAST))
+    assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
+
+
+def test_what_two_stages_train_apart(sound: Sound) -> None:
+    story = pipelined(sound(CELL), FIRST, ("head.weight", *LAST))
+    apart = story.parameters({"digest": "other"}, only="head.weight", action="step", nth=2, rank=1)
+    where = "(stages 0 and 1 have them, and train them apart)"
+    assert apart.findings("active") == [
+        f"rank 1: 1 parameters differ from rank 0's after three steps, first 'inlet.weight' {where}; replicas must stay equal"
+    ]
+
+
+@pytest.mark.parametrize("stages", [((), (*FIRST, *LAST)), ((*FIRST, *LAST), ())])
+def test_a_stage_without_layers(sound: Sound, stages: tuple[tuple[str, ...], ...]) -> None:
+    rank = stages.index(())
+    expected = "expected the layers of some of the stages on each of 2 ranks (pp 2)"
+    assert pipelined(sound(CELL), *stages).findings("active") == [
+        f"rank {one}: the model has {'no' if one == rank else 'all 3'} parameters; {expected}" for one in (0, 1)
+    ]
+
+
+def test_a_parameter_on_no_stage(sound: Sound) -> None:
+    assert pipelined(sound(CELL), FIRST[:1], LAST).findings("names") == [
+        "ranks 0, 1: parameter 'frozen.weight' of the unwrapped model has no live counterpart on any stage"
+    ]
+
+
+def test_a_stage_without_a_kind_of_state_that_others_keep(sound: Sound) -> None:
+    story = pipelined(sound(CELL), FIRST, LAST)
+
+    def without(one: Snapshot) -> Snapshot:
+        assert one.optimizer
+        states = tuple(state for state in one.optimizer.states if state.key != "exp_avg")
+        return replace(one, optimizer=replace(one.optimizer, states=states))
+
+    assert story.alter(without, action="step", nth=2, rank=1).findings("memory") == [
+        "rank 1 together keep 0 elements of 'exp_avg'; 8 elements are trained, expected 8"
+    ]
+
+
+def test_a_stage_without_products(sound: Sound) -> None:
+    story = pipelined(sound(CELL), FIRST, LAST).snapshot("step", {"compute": ()}, nth=2, rank=0)
+    assert story.findings("dtypes") == []
+    assert story.snapshot("step", {"compute": ()}, nth=2, rank=1).findings("dtypes") == [
+        f"rank {rank}: matrix products ran in nothing; expected float32" for rank in (0, 1)
+    ]

@@ -1,0 +1,198 @@
+"""Nodes with a network between them that is cut, slow or not the same disk: the verdict names the node, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.machines.network import Network, needs_namespaces
+from tests.pytest_runs import RECORDED, Run, reports
+
+from pytest_distcompat import clock
+
+pytestmark = [pytest.mark.spawn, pytest.mark.nightly, needs_namespaces]
+
+#: Each waits at a point until the test outside has done what it does there.
+TESTS = """
+import pytest, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def point(name):
+    (HERE / name).touch()
+    while not (HERE / f"{name}-done").exists():
+        time.sleep(0.05)
+
+@pytest.mark.distcompat(world_size=2, nodes=2)
+def test_before(process_group):
+    pass
+
+@pytest.mark.distcompat(world_size=2, nodes=2, timeout=60)
+def test_collective(process_group, rank):
+    from torch import distributed
+    distributed.barrier()
+    if rank == 1:
+        point("collective")
+        time.sleep(600)
+    distributed.barrier()
+
+@pytest.mark.distcompat(world_size=2, nodes=2, timeout=60)
+def test_rendezvous(process_group):
+    pass
+
+@pytest.mark.distcompat(world_size=2, nodes=2)
+def test_after(process_group):
+    pass
+
+@pytest.mark.distcompat(world_size=2, nodes=1)
+def test_one_node():
+    pass
+"""
+#: In pytest's own process, right before the run.
+CONFTEST = """
+import test_faults
+
+def pytest_runtest_logstart(nodeid):
+    if nodeid.endswith("test_rendezvous"):
+        test_faults.point("rendezvous")
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "test_faults.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    return tmp_path
+
+
+def wait_for(directory: Path, name: str) -> None:
+    assert clock.wait_until((directory / name).exists, 150, every=0.05), name
+
+
+def ended(process: subprocess.Popen[str], directory: Path) -> Run:
+    """Wait for the session's end, and return it."""
+    out = process.communicate(timeout=200)[0]
+    return Run(process.returncode, out, directory, reports(directory))
+
+
+def start(network: Network, directory: Path, *tests: str) -> subprocess.Popen[str]:
+    network.join(directory)
+    return network.pytest(directory, "-k", " or ".join(tests), recorded=RECORDED)
+
+
+def first_line(run: Run, name: str) -> str:
+    return str(run.of(name)["text"]).partition("\n")[0]
+
+
+LOST = "n2: sent nothing for some seconds: the link is cut, or the node is down"
+
+
+@pytest.mark.parametrize("place", ["collective", "rendezvous"])
+def test_a_link_that_is_cut(place: str, network: Network, directory: Path) -> None:
+    session = start(network, directory, f"test_{place}", "test_after", "test_one_node")
+    wait_for(directory, place)
+    network.cut()
+    (directory / f"{place}-done").touch()
+    run = ended(session, directory)
+    assert run.outcomes == {f"test_{place}": "failed", "test_after": "failed", "test_one_node": "passed"}, run.out
+    assert first_line(run, f"test_{place}").endswith(LOST)
+    again = f"1 of 2 nodes are there (n1); {LOST}; run `distcompat join 10.97.0.1:29500 --token-file FILE` on each further node"
+    assert first_line(run, "test_after").endswith(again)
+    # The agent on the other side notices too, and ends its ranks.
+    assert clock.wait_until(lambda: not network.left(), 20), network.left()
+
+
+def test_a_link_that_is_cut_while_nodes_meet(network: Network, directory: Path) -> None:
+    agent = network.join(directory)
+    session = network.pytest(directory, "-k", "test_before or test_rendezvous or test_one_node", recorded=RECORDED)
+    wait_for(directory, "rendezvous")
+    launchers = psutil.Process(agent.pid).children()
+    for launcher in launchers:
+        launcher.suspend()
+    (directory / "rendezvous-done").touch()
+    # n1 opens the store, and waits for n2 there.
+    line = ["ip", "netns", "exec", network.namespaces["n1"], "ss", "-ltnH", "src 10.97.0.1 and not sport = :29500"]
+    assert clock.wait_until(lambda: bool(subprocess.run(line, check=True, capture_output=True).stdout), 30, every=0.1)
+    network.cut()
+    for launcher in launchers:
+        launcher.resume()
+    run = ended(session, directory)
+    expected = {"test_before": "passed", "test_rendezvous": "failed", "test_one_node": "passed"}
+    assert run.outcomes == expected, run.out
+    assert first_line(run, "test_rendezvous").endswith(LOST)
+    assert clock.wait_until(lambda: not network.left(), 20), network.left()
+
+
+def test_a_node_that_joins_again(network: Network, directory: Path) -> None:
+    session = start(network, directory, "test_collective", "test_rendezvous", "test_after")
+    wait_for(directory, "collective")
+    network.cut()
+    (directory / "collective-done").touch()
+    wait_for(directory, "rendezvous")
+    network.mend()
+    again = network.join(directory)
+    # It starts its launcher process once it is admitted.
+    assert clock.wait_until(lambda: bool(psutil.Process(again.pid).children()), 60, every=0.1)
+    (directory / "rendezvous-done").touch()
+    run = ended(session, directory)
+    assert run.outcome("test_collective") == "failed"
+    assert run.outcome("test_after") == "passed", run.out
+    assert again.wait(20) == 0
+
+
+def test_a_slow_link_that_loses_packets(network: Network, directory: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "nodes" / "suite_on_nodes.py", directory / "test_suite_on_nodes.py")
+    network.slow()
+    run = ended(start(network, directory, "test_after", "Spread and active and w2"), directory)
+    assert set(run.outcomes.values()) == {"passed"}, run.out
+    assert len(run.outcomes) == 2
+
+
+def test_a_disk_that_is_full_on_one_node(network: Network, directory: Path) -> None:
+    agent = network.join(directory, "mount -t tmpfs -o size=4m none /mnt && export TMPDIR=/mnt")
+    names = "test_rendezvous or test_after or test_one_node"
+    session = network.pytest(directory, "-k", names, recorded=RECORDED)
+    wait_for(directory, "rendezvous")
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{agent.pid}/root/mnt/filled").write_bytes(bytes(8 << 20))
+    (directory / "rendezvous-done").touch()
+    run = ended(session, directory)
+    assert run.outcomes == {"test_rendezvous": "failed", "test_after": "failed", "test_one_node": "passed"}, run.out
+    for name in ("test_rendezvous", "test_after"):
+        assert first_line(run, name).startswith(
+            "the ranks could not be started: n2: [Errno 28] No space left on device"
+        )
+    assert clock.wait_until(lambda: not network.left(), 20), network.left()
+
+
+#: Another directory at the same path, and a copy that shows what is written on n1 only.
+OTHER = "mount -t tmpfs none {0}/temporary"
+COPY = (
+    "mount -t tmpfs none {0}/own && mkdir {0}/own/upper {0}/own/work && mount -t overlay overlay "
+    "-o lowerdir={0}/temporary,upperdir={0}/own/upper,workdir={0}/own/work {0}/temporary"
+)
+
+
+@pytest.mark.parametrize(
+    ("mount", "finding"),
+    [
+        (OTHER, "n2 cannot write in {} (No such file or directory)"),
+        (COPY, "n1 does not see what n2 wrote in {}"),
+    ],
+)
+def test_a_directory_that_nodes_do_not_share(mount: str, finding: str, network: Network, directory: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "nodes" / "suite_on_nodes.py", directory / "test_suite_on_nodes.py")
+    temporary = directory / "temporary"
+    for path in (temporary, directory / "own"):
+        path.mkdir()
+    network.join(directory, mount.format(directory))
+    run = ended(network.pytest(directory, "-k", "Spread and active and w2"), directory)
+    assert run.code == pytest.ExitCode.USAGE_ERROR, run.out
+    text = f"{finding.format(temporary / 'base' / 'distcompat')}: suites, and tests with shared_dir, need a directory that all "
+    assert f"{text}nodes share; expected --basetemp=DIR with one" in run.out
+    assert clock.wait_until(lambda: not network.left(), 20), network.left()

@@ -1,0 +1,56 @@
+"""Stages of a pipeline, and the schedules that run micro-batches through them, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.models import model_of
+from pytest_distcompat.strategies._pipeline import Pipeline
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """Be the only rank of a process group."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_steps_of_fewer_and_again_of_more_micro_batches(alone: None) -> None:
+    """The last step of an epoch may have fewer than those before and after it."""
+    cell = Cell.parse("ddp-fp32-w1")
+    tiny = model_of(cell)
+    assert tiny.stages
+    pipeline, model = Pipeline(tiny.stages, cell, torch.device("cpu")), tiny.make()
+    batch = tiny.batch(0, 0)
+    rows_of = [{name: one[row : row + 1] for name, one in batch.items()} for row in (0, 1)]
+    expected = [tiny.loss(model, one).item() for one in rows_of]
+    pipeline.keep(model)
+    pipeline.connect(model, None)
+    for rows in (2, 1, 2):
+        micros = {name: one[:rows] for name, one in batch.items()}
+        assert pipeline.step(micros, rows) == pytest.approx(sum(expected[:rows]) / rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stages_send_tensors_of_the_shape_and_dtype_that_they_are_told(dtype: str) -> None:
+    """A rank that receives another dtype than is sent to it reads numbers that mean nothing."""
+    tiny = model_of(Cell.parse("ddp-fp32-w1"))
+    assert tiny.stages
+    model: Any = tiny.make().to(getattr(torch, dtype))
+    batch = tiny.batch(0, 0)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
+        hidden = tiny.stages.forward(model, batch["input_ids"], first=True, last=False)
+        logits = tiny.stages.forward(model, hidden, first=False, last=True)
+    found = [(one.shape, one.dtype) for one in (batch["input_ids"], hidden, logits)]
+    assert found == [(one.shape, one.dtype) for one in tiny.stages.shapes(model, batch)]
