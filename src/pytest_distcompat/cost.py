@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace, UnwrappedInfo
 
@@ -83,13 +84,13 @@ def state_elements(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
     return found
 
 
-def tensor_bytes(run: RunTrace, nth: int = 2) -> dict[str, list[int]]:
-    """Return the bytes of ``parameters``, ``gradients`` and ``optimizer`` state on each rank, after step ``nth``.
+def tensor_bytes(run: RunTrace) -> dict[str, list[int]]:
+    """Return the bytes of ``parameters``, ``gradients`` and ``optimizer`` state on each rank, after three steps.
 
     Gradients are those that the optimizer gets; flat masters count as optimizer state.
     """
-    found: dict[str, list[int]] = {}
-    for snapshot in run.at("step", nth):
+    found: dict[str, dict[int, int]] = {}
+    for snapshot in run.trained:
         live, stored = snapshot.parameters, state_elements(snapshot)
         flat = any(state.key == "master" for state in snapshot.states)
         without = snapshot.optimizer.without_gradient if snapshot.optimizer else ()
@@ -102,8 +103,47 @@ def tensor_bytes(run: RunTrace, nth: int = 2) -> dict[str, list[int]]:
             "optimizer": sum(n * BYTES.get(dtype, 4) for (key, dtype), n in stored.items() if flat or key != "master"),
         }
         for name, size in sizes.items():
-            found.setdefault(name, []).append(size)
-    return found
+            found.setdefault(name, {}).update(dict.fromkeys(snapshot.ranks, size))
+    return {name: [size for _, size in sorted(sizes.items())] for name, sizes in found.items()}
+
+
+#: Kinds of collectives, by how their operators begin; each with the part of its input that a rank of n sends in a ring.
+_KINDS: dict[str, Callable[[int], float]] = {
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+
+
+def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
+    """Return what rank 0 sends in the recorded step of a simulation, in a ring: by kind of collective and mesh dimension."""
+    found: dict[tuple[str, str, int], list[int]] = {}
+    for snapshot in run.trained[:1] if run.simulated else ():
+        dims = max((info.layout.dims for info in snapshot.parameters), key=len, default=())
+        # An operator without ranks, such as ``wait_tensor``, sends nothing.
+        for info in (one for one in snapshot.collectives if one.ranks):
+            op = next((kind for kind in _KINDS if info.op.replace("_", "").startswith(kind.replace("_", ""))), info.op)
+            part = _KINDS[op](len(info.ranks)) if op in _KINDS else 1.0
+            sent = info.total * BYTES.get(info.dtype, 4) * part
+            known = found.setdefault(
+                (op, _along([(dim.name, dim.size) for dim in dims], info.ranks), len(info.ranks)), [0, 0]
+            )
+            known[0] += info.calls
+            known[1] += round(sent)
+    return [
+        {"collective": op, "mesh": along, "ranks": ranks, "calls": calls, "bytes": size}
+        for (op, along, ranks), (calls, size) in found.items()
+    ]
+
+
+def _along(dims: Iterable[tuple[str, int]], ranks: tuple[int, ...]) -> str:
+    """Return the names of the mesh dimensions along which these ranks differ, the outermost first."""
+    names: list[str] = []
+    for name, size in reversed([*dims]):
+        names[:0] = [name] if len({rank % size for rank in ranks}) > 1 else []
+        ranks = tuple(rank // size for rank in ranks)
+    return " x ".join(names)
 
 
 def trained_elements(unwrapped: UnwrappedInfo | None) -> int:

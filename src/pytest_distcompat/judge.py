@@ -14,6 +14,8 @@ from pytest_distcompat.expect import Expectation, fails, may_refuse, refuses
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
 
+#: Why a claim that holds in a simulation has not passed.
+NO_VALUES = "simulated: no values were computed"
 #: What differs between failures of one cause, and what a regular expression would have to escape.
 _VARIABLE = re.compile(r"[^\w\s,;:'\"/=<>-]+|\branks? \d+|\b\d\w*")
 #: Exceptions that are not raised on purpose.
@@ -30,11 +32,21 @@ def skipped(check: str, cell: Cell, reason: str) -> Verdict:
 def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation] = ()) -> Verdict:
     """Return the verdict of a check in a cell. A crash or a hang is never a known failure.
 
-    A failure that an expectation no longer excuses, since its last day is over, says so.
+    A failure that an expectation no longer excuses, since its last day is over, says so. A simulation never passes.
     """
+    if trace.simulated:
+        # A bug may show only in values.
+        expectations = [replace(one, strict=False) for one in expectations]
+    verdict = _judge(check, cell, trace, expectations)
+    if trace.simulated and verdict.status is Status.PASSED:
+        return replace(verdict, status=Status.SIMULATED, reason=NO_VALUES)
+    return verdict
+
+
+def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation]) -> Verdict:
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
     if over := [one for one in covering if one.ended]:
-        verdict = judge(check, cell, trace, [one for one in covering if one not in over])
+        verdict = _judge(check, cell, trace, [one for one in covering if one not in over])
         excused = next((one for one in over if one.matches(verdict.message)), None)
         if excused is None or verdict.status is not Status.FAILED:
             return verdict

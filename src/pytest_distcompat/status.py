@@ -30,6 +30,8 @@ class Status(str, Enum):
     REFUSED = "refused", "refused", "good", 2
     #: The check fails, as declared.
     KNOWN = "known", "known", "known", 3
+    #: The claim holds in a simulation, which computes no values: weaker than ``passed``.
+    SIMULATED = "simulated", "simulated", "known", 1
     #: The cell was not run.
     SKIPPED = "skipped", "-", "dim", 1
     #: The claim does not hold.

@@ -312,7 +312,8 @@ class Snapshot:
     ``memory`` is the peak in bytes: of the GPU, else of the process. ``tokens`` counts what this rank learned from in a
     step, ``float8`` the tensors made in 8 bits. ``float8`` and ``collectives`` are recorded in the third step of a
     training, or in its last if it has fewer; with gradient accumulation in every step; and never in a training that
-    resumes from a checkpoint. ``rows`` are what loaders give, ``metrics`` what an evaluation finds.
+    resumes from a checkpoint. ``rows`` are what loaders give, ``metrics`` what an evaluation finds. In a simulation
+    ``stands_for`` names the ranks that hold as much, this one included.
     """
 
     rank: int
@@ -341,6 +342,12 @@ class Snapshot:
     call: CallInfo | None = None
     rows: tuple[RowsInfo, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    stands_for: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks that the snapshot is of: one, in a simulation each that holds as much."""
+        return self.stands_for or (self.rank,)
 
     @property
     def parameters(self) -> tuple[ParameterInfo, ...]:
@@ -404,6 +411,16 @@ class RunTrace:
     def at_index(self, index: int) -> tuple[Snapshot, ...]:
         """Return the snapshots after the action with that index in the run."""
         return tuple(sorted((m for m in self.snapshots if m.index == index), key=lambda m: m.rank))
+
+    @property
+    def trained(self) -> tuple[Snapshot, ...]:
+        """Return the snapshots after three steps; a simulation takes one."""
+        return self.at("step", 0 if self.simulated else 2)
+
+    @property
+    def simulated(self) -> bool:
+        """Tell whether some ranks stood for all, without values."""
+        return any(snapshot.stands_for for snapshot in self.snapshots)
 
     @property
     def unwrapped(self) -> UnwrappedInfo | None:
@@ -476,6 +493,11 @@ class Trace:
     def run(self, name: str = "train") -> RunTrace:
         """Return the run of that name. Raises KeyError where the scenario has none."""
         return self.runs[name]
+
+    @property
+    def simulated(self) -> bool:
+        """Tell whether its runs are simulations."""
+        return any(run.simulated for run in self)
 
     def __iter__(self) -> Iterator[RunTrace]:
         return iter(self.runs.values())

@@ -67,7 +67,7 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     driver = find_driver(asked.driver)(cell, world)
     if log.by_hand:
         asked.paths.clear(asked.run, world.rank, log.path.parent)
-    rank = _Rank(driver, asked.run, asked.paths, Observer(), log)
+    rank = Rank(driver, asked.run, asked.paths, Observer(), log)
     rank.perform()
     _end_process_group(driver)
 
@@ -100,7 +100,7 @@ def _init_gloo(world: World) -> None:
 _alive: list[object] = []
 
 
-class _Rank:
+class Rank:
     """Actions of one run on one rank, each followed by a snapshot."""
 
     def __init__(self, driver: Driver, run: Run, run_paths: RunPaths, observer: Observer, log: RankLog) -> None:

@@ -18,7 +18,7 @@ from pytest_distcompat.driver import Driver, Plan
 from pytest_distcompat.events import Event, SnapshotTaken
 from pytest_distcompat.run_paths import RunPaths
 from pytest_distcompat.scenario import RESUME_RUN, TRAIN_RUN, Run
-from pytest_distcompat.worker import _Rank
+from pytest_distcompat.worker import Rank
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -105,10 +105,10 @@ class Callbacks(RecordingDriver):
 @pytest.fixture
 def probe(monkeypatch: pytest.MonkeyPatch) -> FakeProbe:
     """Replace the probe and the rank log: there is no model to read."""
-    monkeypatch.setattr(_Rank, "_snapshot", lambda self, whole: {"tokens": int(whole)})
+    monkeypatch.setattr(Rank, "_snapshot", lambda self, whole: {"tokens": int(whole)})
     for action in ("_files", "_export", "_evaluate"):
-        monkeypatch.setattr(_Rank, action, lambda self: {})
-    monkeypatch.setattr(_Rank, "_attach", lambda self, model: {})
+        monkeypatch.setattr(Rank, action, lambda self: {})
+    monkeypatch.setattr(Rank, "_attach", lambda self, model: {})
     return FakeProbe()
 
 
@@ -117,7 +117,7 @@ def run_plan(driver: type[Driver], run: Run, probe: FakeProbe, **attributes: Any
     made = driver(Cell.parse("ddp-fp32-w2"), World(0, 2, 0, "cpu"))
     vars(made).update(attributes)
     run_paths = RunPaths(Path("new"), Path("old"), Path("whole"), 2)
-    _Rank(made, run, run_paths, probe, probe).perform()  # type: ignore[arg-type]  # stands for both
+    Rank(made, run, run_paths, probe, probe).perform()  # type: ignore[arg-type]  # stands for both
     return made
 
 
@@ -214,7 +214,7 @@ def test_a_trainer_that_continues_after_the_plan(probe: FakeProbe) -> None:
 
 def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The probe wants a module.
-    monkeypatch.setattr(_Rank, "_attach", lambda self, model: {})
+    monkeypatch.setattr(Rank, "_attach", lambda self, model: {})
     torch = pytest.importorskip("torch")
     compiled: list[object] = []
 
@@ -232,7 +232,7 @@ def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatc
     probe = FakeProbe()
     driver = Compiles(Cell.parse("fsdp2-fp32-w2-compile"), World(0, 1, 0, "cpu"))
     run = Run("one", ("build_model", "evaluate"))
-    rank = _Rank(driver, run, RunPaths(tmp_path, tmp_path, tmp_path, 1), probe, probe)  # type: ignore[arg-type]
+    rank = Rank(driver, run, RunPaths(tmp_path, tmp_path, tmp_path, 1), probe, probe)  # type: ignore[arg-type]
     rank.perform()
     assert probe.snapshots[1]["outputs"] == (1.0, 1.0)
     assert not compiled

@@ -190,7 +190,7 @@ def _listed(ranks: Sequence[int | str]) -> str:
 
 def every_rank(snapshots: tuple[Snapshot, ...], world_size: int, action: str) -> Iterator[str]:
     """Yield a finding if a rank did not report after that action: without a report nothing is proved."""
-    missing = sorted(set(range(world_size)) - {snapshot.rank for snapshot in snapshots})
+    missing = sorted(set(range(world_size)).difference(*(snapshot.ranks for snapshot in snapshots)))
     if missing:
         yield f"rank {', '.join(map(str, missing))}: no report after {action}"
 

@@ -42,8 +42,8 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _pipelined(cell, run.unwrapped, snapshot.rank, snapshot.model)
     for here, part in by_stage(run, built):
         if part is run.unwrapped or any(one.parameters for one in here):
-            yield from _shards(strategy, cell, here, part, _left_out(strategy, cell, run))
-    trained = run.at("step", 2)
+            yield from _shards(strategy, cell, run, here, part)
+    trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
     for here, part in by_stage(run, trained) if cell.world_size > cell.tp * cell.pp else ():
         live, without = here[0].parameters if here else (), unused(run)
@@ -145,42 +145,40 @@ def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
 
 
 def _shards(
-    strategy: Strategy,
-    cell: Cell,
-    built: tuple[Snapshot, ...],
-    unwrapped: UnwrappedInfo | None,
-    left_out: Callable[[str], bool],
+    strategy: Strategy, cell: Cell, run: RunTrace, built: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None
 ) -> Iterator[str]:
     """Yield findings unless the ranks of a stage store each parameter once together if sharded, once each if replicated."""
-    size = cell.world_size // cell.pp
+    size, left_out = cell.world_size // cell.pp, _left_out(strategy, cell, run)
     total = sum(math.prod(info.shape) for info in unwrapped.parameters if not left_out(info.name)) if unwrapped else 0
     if not total or unwrapped is None:
         yield "the unwrapped model has no parameters, or was not recorded"
         return
 
     if not strategy.shards:
-        infos = (info for snapshot in built for info in snapshot.parameters if not left_out(info.name))
+        held = ((info, len(one.ranks)) for one in built for info in one.parameters if not left_out(info.name))
         expected, each = size // cell.tp, f"{cell.tp} ranks of tensor parallelism" if cell.tp > 1 else "rank"
-        if abs((copies := sum(_part(info, cell.tp) for info in infos) / total) - expected) > 0.01:
+        if abs((copies := sum(_part(info, cell.tp) * ranks for info, ranks in held) / total) - expected) > 0.01:
             where = "all ranks" if cell.pp == 1 else named_ranks([one.rank for one in built], cell.world_size)
             yield f"{where} together store {copies:.2f} copies of the parameters; expected {expected}, one a {each}"
         return
     groups = _groups(built, left_out, cell.world_size)
-    wanted, alone = cell.option("dp_replicate"), len(groups) == size > 1
-    if alone or (requested(cell, unwrapped, "dp_replicate") and len(groups) != wanted):
+    count = size // len(groups[0]) if run.simulated else len(groups)
+    wanted, alone = cell.option("dp_replicate"), count == size > 1
+    if alone or (requested(cell, unwrapped, "dp_replicate") and count != wanted):
         found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in groups)
         more = ", of several ranks" if alone else ""
-        yield f"shards are in {len(groups)} copies ({found}); expected {wanted}{more}"
+        yield f"shards are in {count} copies ({found}); expected {wanted}{more}"
     for ranks in groups if size > 1 else ():
-        held = [info for snapshot in built if snapshot.rank in ranks for info in snapshot.parameters]
+        parts = [(one, own) for one in built if (own := {*one.ranks}.intersection(ranks))]
+        stored = [(info, len(own)) for one, own in parts for info in one.parameters if not left_out(info.name)]
         # What tensor parallelism has not cut, each of its ranks has.
-        copies = sum(_part(info, cell.tp) for info in held if not left_out(info.name)) / total
+        copies = sum(_part(info, cell.tp) * count for info, count in stored) / total
         # More than one copy may be padding: ZeRO-3 pads every shard, which shows on tiny parameters.
         if not 0.99 <= copies < max(1.01, (1 + len(ranks)) / 2):
             holders = named_ranks(ranks, cell.world_size)
             yield f"{holders} together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
         else:
-            yield from _each_once(strategy, cell, unwrapped, [one for one in built if one.rank in ranks], left_out)
+            yield from _each_once(strategy, cell, unwrapped, parts, left_out)
 
 
 def _part(info: ParameterInfo, tp: int) -> float:
@@ -201,19 +199,23 @@ def _groups(
 
 
 def _each_once(
-    strategy: Strategy, cell: Cell, unwrapped: UnwrappedInfo, built: list[Snapshot], left_out: Callable[[str], bool]
+    strategy: Strategy,
+    cell: Cell,
+    unwrapped: UnwrappedInfo,
+    parts: list[tuple[Snapshot, set[int]]],
+    left_out: Callable[[str], bool],
 ) -> Iterator[str]:
     """Yield a finding for each parameter that the ranks do not store once: a small one hardly shows in the sum."""
     # Flat parameters have no names to compare by. A parameter without a live counterpart is a finding of the check ``names``.
     whole = {info.name: math.prod(info.shape) for info in unwrapped.parameters}
     stored: dict[str, float] = defaultdict(float)
     flat: set[str] = set()
-    for snapshot in built:
+    ranks = tuple(sorted(rank for _, own in parts for rank in own))
+    for snapshot, own in parts:
         for info in snapshot.parameters:
             name = strategy.canonical(info.name, cell, whole)
-            stored[name] += _part(info, cell.tp)
+            stored[name] += _part(info, cell.tp) * len(own)
             flat |= {name} if info.layout.flat else set()
-    ranks = tuple(snapshot.rank for snapshot in built)
     for name, numel in whole.items():
         # Only what is cut flat is padded.
         most = max(numel + len(ranks) - 1, numel * (1 + len(ranks)) / 2) if name in flat else numel

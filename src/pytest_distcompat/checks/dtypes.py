@@ -29,7 +29,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     strategy = STRATEGIES.get(cell.strategy)
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
-    unwrapped, trained = trace.run().unwrapped, trace.run().at("step", 2)
+    unwrapped, trained = trace.run().unwrapped, trace.run().trained
     yield from every_rank(trained, cell.world_size, "three steps")
     smallest = _smallest_gradient(cell, unwrapped)
     pipelined = bool(stages_of(trace.run())) and any(one.compute for one in trained)

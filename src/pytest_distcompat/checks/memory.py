@@ -32,7 +32,7 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     (https://github.com/deepspeedai/DeepSpeed/pull/8029); with too few a part of the model is not optimized.
     """
     run = trace.run()
-    trained = run.at("step", 2)
+    trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
     for snapshots, part in by_stage(run, trained):
         yield from _kept(cell, run, snapshots, part)
@@ -56,12 +56,12 @@ def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped:
     tensors: Counter[str] = Counter()
     for snapshot in snapshots:
         for (key, _), numel in state_elements(snapshot).items():
-            found[key] += numel
-        tensors.update(state.key for state in snapshot.states)
+            found[key] += numel * len(snapshot.ranks)
+        for state in snapshot.states:
+            tensors[state.key] += len(snapshot.ranks)
     # What this stage lacks altogether, though others keep it for each element.
-    trainers = run.at("step", 2)
-    lacking = {key for one in trainers for key, _ in state_elements(one)}.difference(
-        found, *map(_of_another_size, trainers)
+    lacking = {key for one in run.trained for key, _ in state_elements(one)}.difference(
+        found, *map(_of_another_size, run.trained)
     )
     for key in sorted((set(found) - others) | lacking):
         # It shards the state, not the parameters.
@@ -98,8 +98,8 @@ def _without_state(snapshots: tuple[Snapshot, ...], key: str, unused: frozenset[
     optimizers = [snapshot.optimizer for snapshot in snapshots if snapshot.optimizer]
     owners = {state.owner for optimizer in optimizers for state in optimizer.states if state.key == key}
     without = unused.difference(owners, *(optimizer.partitioned for optimizer in optimizers))
-    infos = (info for snapshot in snapshots if snapshot.model for info in snapshot.model.parameters)
-    return sum(info.local_numel for info in infos if info.name in without)
+    infos = ((info, len(snapshot.ranks)) for snapshot in snapshots for info in snapshot.parameters)
+    return sum(info.local_numel * ranks for info, ranks in infos if info.name in without)
 
 
 def _of_another_size(snapshot: Snapshot) -> set[str]:

@@ -39,14 +39,14 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     expected = _Expected(cell, run.unwrapped, unused(run))
     for snapshot in run.at("build"):
         yield from expected.buffers(snapshot)
-    for snapshot in (trained := run.at("step", 2)):
+    for snapshot in (trained := run.trained):
         yield from expected.live(snapshot)
     yield from expected.everywhere(run)
     yield from every_rank(trained, cell.world_size, "three steps")
     yield from expected.optimizer(trained)
     indices = run.indices("files")
     written = [tuple(file for snapshot in run.at_index(index) for file in snapshot.files) for index in indices]
-    if written or trace.saves:
+    if written or (trace.saves and not run.simulated):
         yield from expected.files(written[0] if written else (), run)
     for files in written[1:]:
         yield from expected.keys(files)

@@ -42,7 +42,7 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
     if unknown:
         yield unknown
         return
-    trained = run.at("step", 2)
+    trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
     for here, part in by_stage(run, trained):
         for snapshot in here:

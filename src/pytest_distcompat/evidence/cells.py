@@ -9,7 +9,7 @@ from typing import Any
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import REDUCTIONS
 from pytest_distcompat.checks.parity import tolerances
-from pytest_distcompat.cost import tensor_bytes
+from pytest_distcompat.cost import sent_bytes, tensor_bytes
 from pytest_distcompat.evidence.meshes import mesh
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report import Row
@@ -17,8 +17,6 @@ from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
-#: The step after which names and dtypes are read: by then every optimizer has its state.
-STEP = 2
 #: The most rows that the table of names has.
 MAX_NAMES = 400
 
@@ -44,6 +42,7 @@ def add_training(row: Row, *runs: RunTrace) -> None:
         peaks[snapshot.rank] = max(peaks.get(snapshot.rank, 0), snapshot.memory)
     row.names, row.dtypes, row.steps = _names(cell, run), _dtypes(cell, run), curves
     row.mesh = mesh(cell, run)
+    row.sent = sent_bytes(run)
     row.memory, row.tensor_bytes = [peaks[rank] for rank in sorted(peaks)], tensor_bytes(run)
 
 
@@ -89,7 +88,7 @@ def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
 
 def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
     """Return a row for each kind of tensor: the dtype that the strategy promises, and those of all ranks."""
-    trained = run.at("step", STEP)
+    trained = run.trained
     if not trained:
         return []
     row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))

@@ -95,6 +95,10 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     from pytest_distcompat.cell import OPTIONS
 
     session = session_of(config)
+    if session.simulated:
+        return [
+            f"distcompat: simulated: {session.simulated} ranks, of which those that differ are simulated; no values are computed"
+        ]
     device = f"{session.gpus} GPUs, nccl" if session.gpus else "CPU, gloo"
     if session.gpus and session.ranks_each > 1:
         device += f" (gloo where up to {session.ranks_each} ranks share a GPU)"
@@ -265,7 +269,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker(_MARK) is not None and isinstance(item, pytest.Function) and not _on_rank(item.config):
         from pytest_distcompat.plugin.marked import marker
 
-        session_of(item.config)
+        if session_of(item.config).simulated:
+            pytest.skip("simulated: a marked test needs ranks")
         marker.take_over(item)
 
 

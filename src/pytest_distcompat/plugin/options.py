@@ -205,6 +205,13 @@ OPTIONS: dict[str, Option] = {
             _count(least=1),
         ),
         Option(
+            "distcompat_simulate",
+            "N",
+            "0",
+            "Run no ranks: simulate each cell of a suite as N ranks, without values (default: 0, run them).",
+            _count(least=0),
+        ),
+        Option(
             "distcompat_strategies",
             "NAMES",
             "",

@@ -71,7 +71,7 @@ class DistcompatSession:
     def gpus(self) -> int:
         """The number of GPUs to use. Raises pytest.UsageError for more than are visible."""
         requested = self.setting("gpus")
-        if requested.value == 0:
+        if requested.value == 0 or self.simulated:
             return 0
         from pytest_distcompat.devices import visible_gpus
 
@@ -85,6 +85,11 @@ class DistcompatSession:
                 "use auto for what there is, 0 for the CPU"
             )
         return int(requested.value)
+
+    @property
+    def simulated(self) -> int:
+        """The number of ranks that a simulation has; 0 for real ranks."""
+        return int(self.setting("simulate").value)
 
     @functools.cached_property
     def last_report(self) -> Report | None:
@@ -121,6 +126,8 @@ class DistcompatSession:
     @functools.cached_property
     def world_size(self) -> int:
         """The number of ranks of tests that do not set one. Raises pytest.UsageError if there are not enough GPUs for it."""
+        if self.simulated:
+            return self.simulated
         requested = self.setting("world_size")
         if requested.value == "auto":
             return self.gpus or CPU_WORLD_SIZE
@@ -187,6 +194,7 @@ class DistcompatSession:
         """The launcher of this process. Raises UsageProblem in a fork of the process that made the session."""
         from pytest_distcompat.launch import LAUNCHERS, Warmth
         from pytest_distcompat.launch.request import import_path
+        from pytest_distcompat.launch.simulated import SimulatingLauncher
         from pytest_distcompat.leased import LeasedLauncher
         from pytest_distcompat.plugin.inside import rank_session
 
@@ -200,6 +208,9 @@ class DistcompatSession:
                 own = rank_session.own_files(self.config)
             modules, limit = tuple(dict.fromkeys(self.modules)), float(self.setting("warm_timeout").value)
             warmth = Warmth(modules, call, payload, path=import_path(), own=own, timeout=limit)
+            if self.simulated:
+                self._launcher = SimulatingLauncher()
+                return self._launcher
             kind: Any = LAUNCHERS[self.setting("launcher").value]
             self._launcher = LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
             if self.nodes > 1:

@@ -9,7 +9,7 @@ import torch
 
 from pytest_distcompat.probe.layouts import WHOLE, autotp_cut, layout_of, partition_layout, wrapper_layouts
 from pytest_distcompat.probe.optimizer import flat_masters, fragment_place, master_copies, owner_names
-from pytest_distcompat.probe.tensors import local_of
+from pytest_distcompat.probe.tensors import local_of, valueless
 from pytest_distcompat.trace import GradientInfo, Layout, together
 
 if TYPE_CHECKING:
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 def square_of(gradient: torch.Tensor) -> float:
-    """Return the sum of the squares of this rank's elements, in float64."""
-    return float(local_of(gradient).double().square().sum())
+    """Return the sum of the squares of this rank's elements, in float64; 0 for one without values."""
+    local = local_of(gradient)
+    return 0.0 if valueless(local) else float(local.double().square().sum())
 
 
 def read_gradients(

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,6 +161,42 @@ def _starts(
     for offsets in reversed(leading):
         starts = (offsets[:, None] + starts).flatten()
     return starts
+
+
+def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
+    """Return all ranks in classes that hold parts of the same sizes, by the layouts of this rank; the last rank is by itself."""
+    cut = {
+        (tuple(one.shape), _place(one.device_mesh)[:2], _placements(one))
+        for one in tensors
+        if hasattr(one, "placements")
+    }
+    found: dict[Any, list[int]] = {}
+    for rank in range(size):
+        parts = tuple(_part(shape, ranks, sizes, placements, rank) for shape, (ranks, sizes), placements in cut)
+        found.setdefault((parts, rank == size - 1 > 0), []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def _part(
+    shape: tuple[int, ...], ranks: tuple[int, ...], sizes: tuple[int, ...], placements: _Placements, rank: int
+) -> tuple[int, ...]:
+    """Return the shape of a rank's part of a DTensor; that of the whole for a rank that is not on its mesh."""
+    part = list(shape)
+    if rank not in ranks:
+        return shape
+    at, below = ranks.index(rank), math.prod(sizes)
+    for size, (_, dim, pieces) in zip(sizes, placements, strict=True):
+        below //= size
+        if dim is not None:
+            chunks = (_chunk(part[dim], pieces, nth) for nth in range(pieces))
+            part[dim] = sum(_chunk(chunk, size, at // below % size) for chunk in chunks)
+    return tuple(part)
+
+
+def _chunk(length: int, count: int, nth: int) -> int:
+    """Return the length of a chunk as torch makes them: missing ones are empty."""
+    size = -(-length // count)
+    return max(0, min(size, length - nth * size))
 
 
 def flat_layout(group: Any, name: str = "dp_shard") -> Layout:

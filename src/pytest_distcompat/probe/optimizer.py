@@ -18,7 +18,7 @@ from pytest_distcompat.probe.layouts import (
     starts_of,
     wrapper_layouts,
 )
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, valueless, zero3_shard
 from pytest_distcompat.trace import Layout, OptimizerInfo, StateInfo
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ def _of_parameter(owner: str, state: Mapping[str, Any], layout: Layout, paramete
             # The optimizer may have made it of the local part, without saying where in the whole that is. A step count has no
             # dimension.
             plain = isinstance(value, torch.Tensor) and not hasattr(value, "placements")
-            starts = starts_of(parameter) if plain and value.shape == local_of(parameter).shape else None
+            placed = plain and not valueless(value) and value.shape == local_of(parameter).shape
+            starts = starts_of(parameter) if placed else None
             yield _state(owner, key, value, layout, starts)
 
 

@@ -15,6 +15,8 @@ from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import Change
 from pytest_distcompat.status import Verdict
 
+#: The statuses that are less than a verdict of real ranks.
+WEAKER = frozenset({"skipped", "simulated"})
 #: The settings that select cells.
 SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "nodes", "gpus", "budget", "shard")
 #: The counts in the last line: a suite that stops running shows in the first three.
@@ -109,8 +111,8 @@ def compare(before: Report, after: Report) -> Comparison:
                 found.otherwise.append(dataclasses.replace(change, why=f"{result.why}; it was: {was.why}"))
         elif was is None:
             found.new.append(change)
-        elif result.status == "skipped":
-            if was.status != "skipped":
+        elif result.status in WEAKER:
+            if was.status not in WEAKER:
                 found.missing.append(change)
         elif was.red or (was.status == "known" and result.status == "passed"):
             found.fixed.append(change)

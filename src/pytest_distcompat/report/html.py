@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 #: The statuses whose reasons the page lists.
-_WITH_REASONS = (Status.KNOWN, Status.SKIPPED, Status.REFUSED)
+_WITH_REASONS = (Status.KNOWN, Status.SIMULATED, Status.SKIPPED, Status.REFUSED)
 #: A URL in a text, without the punctuation after it. The script has the same.
 _URL = re.compile(r"(https?://[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}])")
 

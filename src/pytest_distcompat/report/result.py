@@ -15,7 +15,7 @@ class Row:
     """Data of a cell besides its verdicts.
 
     ``not_applicable``: the checks without a verdict, each with the reason. ``cost``: the fields of ``cost.Cost``. ``runs``: the
-    ids of the runs that its checks read. ``names``, ``dtypes``, ``mesh``, ``steps``, ``memory`` and ``tensor_bytes``:
+    ids of the runs that its checks read. ``names``, ``dtypes``, ``mesh``, ``steps``, ``memory``, ``tensor_bytes`` and ``sent``:
     the evidence of its training (``evidence.cells``).
     """
 
@@ -33,6 +33,7 @@ class Row:
     steps: dict[str, list[float | None]] = field(default_factory=dict)
     memory: list[int] = field(default_factory=list)
     tensor_bytes: dict[str, list[int]] = field(default_factory=dict)
+    sent: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, verdict: Verdict, **more: Any) -> Row:

@@ -14,6 +14,8 @@ from pytest_distcompat.status import Status, Verdict
 Span = tuple[str, str]
 Line = tuple[Span, ...]
 
+#: The statuses whose reasons are listed, each with the word before them.
+_TITLES = {"known": "known", "simulated": "weaker than ok", "skipped": "not run", "refused": "refused"}
 #: How many of the slowest runs, and of the causes of failure, are shown.
 SLOWEST = 5
 CAUSES = 20
@@ -40,7 +42,7 @@ def matrix_text(results: Iterable[Verdict], cells: Iterable[Row] = (), width: in
     for table in tables(results):
         yield ((table.title, "head"),)
         yield from _blocks(table, width)
-        for status, title in (("known", "known"), ("skipped", "not run"), ("refused", "refused")):
+        for status, title in _TITLES.items():
             for reason, names in by_reason(table.results, status).items():
                 yield ((f"  {title}: {reason} [{shortened(names)}]", ""),)
         own_rows = (

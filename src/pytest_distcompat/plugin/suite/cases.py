@@ -15,13 +15,14 @@ from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS, WALK, Check
 from pytest_distcompat.cost import cost
+from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
-from pytest_distcompat.judge import declaration, skipped
+from pytest_distcompat.judge import NO_VALUES, declaration, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.launch.ending import name_ranks
 from pytest_distcompat.launch.files import written
@@ -132,23 +133,22 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     cells = profiles.cells(profile, matrix, driver=driver, names=names, shared=shared, **here)
     if profile != "default":
         cells = list(dict.fromkeys(cell.over(matrix.nodes or 1) for cell in cells))
-    if profile == "walk":
+    if session.simulated:
+        cells = profiles.resized(cells, session.simulated)
+    if profile == "walk" and not session.simulated:
         chosen = (cell for cell in cells if not strategies or cell.strategy in strategies)
-        return [
-            Case(suite, cell, WALK, unsupported=cell.uneven or unsupported_reason(driver, cell, session.device))
-            for cell in chosen
-        ]
+        return [Case(suite, cell, WALK, unsupported=why_not_supported(driver, cell, session)) for cell in chosen]
     reasons_by_cell = {
         cell: {
             name: reason
             for name, check in CHECKS.by_name.items()
-            if (reason := not_applicable(check, cell, driver, session.limits))
+            if (reason := why_not_checked(check, cell, driver, session))
         }
         for cell in cells
         if not (strategies and cell.strategy not in strategies)
         and not (precisions and cell.precision not in precisions)
     }
-    unsupported = {cell: cell.uneven or unsupported_reason(driver, cell, session.device) for cell in reasons_by_cell}
+    unsupported = {cell: why_not_supported(driver, cell, session) for cell in reasons_by_cell}
     applicable = {
         cell: [name for name in CHECKS.names() if name not in reasons]
         for cell, reasons in reasons_by_cell.items()
@@ -195,6 +195,19 @@ def why_not_run(case: Case, session: DistcompatSession) -> str | None:
     # Those of one node, as far as all nodes have as many GPUs as this one.
     largest = max(-(-cell.world_size // cell.nodes) for cell in cells)
     return case.unsupported or session.too_large(largest) or None
+
+
+def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSession) -> str | None:
+    """Return why the driver cannot run the cell, or why the cell cannot be simulated; None if nothing stands against it."""
+    simulated = session.simulated and profiles.not_simulated(driver, cell)
+    return cell.uneven or unsupported_reason(driver, cell, session.device) or simulated or None
+
+
+def why_not_checked(check: Check, cell: Cell, driver: type[Driver], session: DistcompatSession) -> str | None:
+    """Return why a check has no verdict in a cell; None if it has one."""
+    if session.simulated and check.name not in profiles.OF_SIMULATIONS:
+        return NO_VALUES
+    return not_applicable(check, cell, driver, session.limits)
 
 
 def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
@@ -254,7 +267,7 @@ class BoundCase:
         )
         of_cell = {"not_applicable": dict(self.case.not_applicable), "cost": self._cost}
         self.item.stash[VERDICT] = {"verdict": verdict.to_json(), **of_cell}
-        if verdict.status is Status.SKIPPED:
+        if verdict.status in {Status.SKIPPED, Status.SIMULATED}:
             pytest.skip(verdict.reason)
         if verdict.status is Status.KNOWN:
             # Without a traceback, whose source pytest would parse: what ``pytest.xfail`` raises.

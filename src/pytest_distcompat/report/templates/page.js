@@ -175,6 +175,7 @@
       const others = siblings(row);
       curves(row, others);
       memory(row, others);
+      sent(row);
       bars(row, others);
     }
     opened = `${key}:${result.check}`;
@@ -441,6 +442,17 @@
       for (const text of [rank, ...sizes.map(bytes), bytes(whole({ sizes }))]) put(line, "td", text);
       const stack = put(put(line, "td"), "div", null, { class: "stack" });
       sizes.forEach((size, at) => Object.assign(put(stack, "i", null, { title: `${kinds[at][1]}: ${bytes(size)}` }).style, { color: colour(at), width: `${100 * size / largest}%` }));
+    }
+  };
+
+  const sent = (row) => {
+    if (!(row.sent || []).length) return;
+    put(dialog, "h3", "Simulated: what rank 0 sends in a step, in a ring");
+    const body = table(["collective", "mesh", "ranks", "calls", "bytes"]);
+    for (const one of row.sent) {
+      const line = put(body, "tr");
+      put(line, "th", one.collective, { scope: "row" });
+      for (const text of [one.mesh, one.ranks, one.calls, bytes(one.bytes)]) put(line, "td", text);
     }
   };
 

@@ -1,0 +1,59 @@
+"""Time and memory of simulating models with their real sizes at many ranks.
+
+``python benchmarks/simulate.py --ranks 1024`` simulates Llama 3 70B under FSDP2, HSDP and TP x FSDP, and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+
+from pytest_distcompat import Cell
+from pytest_distcompat.checks import find_check
+from pytest_distcompat.engine import run_check
+from pytest_distcompat.launch.simulated import SimulatingLauncher
+from pytest_distcompat.runner import Runner
+
+#: Options of the cells: FSDP2, HSDP, TP x FSDP.
+OPTIONS: tuple[dict[str, int], ...] = ({}, {"dp_replicate": 2}, {"tp": 4})
+CHECKS = ("active", "names", "dtypes", "units", "memory")
+
+
+def main() -> None:
+    """Simulate each cell, judge it, and print a row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--driver", default="Llama70B", help="a class of large_models.py")
+    arguments = parser.parse_args()
+    print(measured_on("torch", "transformers"))
+    print("| cell | ranks simulated | seconds | seconds of CPU | peak of a process | verdicts |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for options in OPTIONS:
+        cell = Cell.of("fsdp2", "fp32", arguments.ranks, **options)
+        with tempfile.TemporaryDirectory() as store:
+            began, before = time.perf_counter(), os.times()
+            runner = Runner(Path(store), SimulatingLauncher(), device="cpu", timeout=3600)
+            found = [
+                run_check(runner, f"large_models:{arguments.driver}", cell, find_check(name), ()) for name in CHECKS
+            ]
+            after, took = os.times(), time.perf_counter() - began
+        run = found[0][1].run()
+        cpu = sum(used(after)) - sum(used(before))
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024**2
+        words = ", ".join(sorted({verdict.status.word for verdict, _ in found}))
+        print(f"| {cell.id} | {len(run.at('build'))} | {took:.0f} | {cpu:.0f} | {peak:.1f} GiB | {words} |", flush=True)
+
+
+def used(times: os.times_result) -> tuple[float, ...]:
+    """Return the seconds of CPU of this process and its children."""
+    return times.user, times.system, times.children_user, times.children_system
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Simulations: what they record is what real ranks record, and the same checks are red."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import find_check
+from pytest_distcompat.cost import sent_bytes, tensor_bytes
+from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.engine import local_runner
+from pytest_distcompat.judge import judge
+from pytest_distcompat.launch.request import Request
+from pytest_distcompat.launch.simulated import SimulatingLauncher
+from pytest_distcompat.runner import Runner
+from pytest_distcompat.scenario import Run, Scenario
+from pytest_distcompat.status import Status
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+
+pytestmark = pytest.mark.spawn
+
+SHORT = Scenario("short", (Run("train", ("build_model", "build", "step", "step", "step")),))
+
+
+def simulated(store: Path, driver: str, cell: Cell) -> Trace:
+    return Runner(store, SimulatingLauncher(), device="cpu", timeout=300).trace(driver, cell, SHORT)
+
+
+def facts(built: Snapshot, trained: Snapshot) -> dict[str, Any]:
+    """What a rank holds and sends, without values; under the coordinates of that rank."""
+    assert built.model is not None
+    return {
+        "parameters": [dataclasses.replace(info, digest="") for info in built.parameters],
+        "wrappers": built.model.wrappers,
+        "units": built.model.units,
+        "states": sorted((one.owner, one.key, one.dtype, one.numel, str(one.layout)) for one in trained.states),
+        "steps": [(one.master, one.gradient, one.state, one.holders) for one in trained.steps],
+        "compute": {(one.weight, one.input, one.output) for one in trained.compute},
+        # An operator without ranks, such as ``wait_tensor``, sends nothing.
+        "collectives": sorted(str(one) for one in trained.collectives if one.ranks),
+    }
+
+
+def of_rank(run: RunTrace, rank: int) -> dict[str, Any]:
+    built, trained = (next(one for one in found if one.rank == rank) for found in (run.at("build"), run.trained))
+    return facts(built, trained)
+
+
+def sizes(snapshot: Snapshot) -> list[tuple[str, int]]:
+    return [(info.name, info.local_numel) for info in snapshot.parameters]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "fsdp2-bf16_mixed-w4-tp_2",
+        *(
+            pytest.param(cell, marks=pytest.mark.nightly)
+            for cell in (
+                "fsdp2-fp32-w4-model_odd",
+                "fsdp2-fp32-w8-model_odd",
+                "fsdp2-fp32-w8-dp_replicate_2-tp_2",
+                "fsdp2-bf16_mixed-w8-dp_replicate_2",
+                "fsdp2-fp32-w8-tp_4",
+            )
+        ),
+    ],
+)
+def test_it_records_what_real_ranks_record(tmp_path: Path, cell: str) -> None:
+    asked = Cell.parse(cell)
+    with local_runner(find_driver("torch"), [asked], device="cpu", store=tmp_path / "real") as runner:
+        real = runner.trace("torch", asked, SHORT).run()
+    found = simulated(tmp_path / "simulated", "torch", asked).run()
+    assert (real.end, found.end) == (None, None)
+    assert found.unwrapped is not None
+    assert real.unwrapped is not None
+    assert [one.name for one in found.unwrapped.parameters] == [one.name for one in real.unwrapped.parameters]
+    for snapshot in found.at("build"):
+        assert of_rank(found, snapshot.rank) == of_rank(real, snapshot.rank), f"rank {snapshot.rank}"
+        for rank in snapshot.ranks:
+            assert sizes(snapshot) == sizes(real.at("build")[rank]), f"rank {snapshot.rank} stands for {rank}"
+    assert tensor_bytes(found) == tensor_bytes(real)
+    assert {rank for one in found.at("build") for rank in one.ranks} == set(range(asked.world_size))
+
+
+@pytest.fixture
+def twins(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The module of the broken drivers."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    return "simulated_twins"
+
+
+@pytest.mark.parametrize(
+    ("twin", "cell", "check", "finding"),
+    [
+        ("RootOnly", "fsdp2-fp32-w64", "units", "FSDP's units are the root; expected"),
+        ("WholeLayers", "fsdp2-fp32-w64-tp_2", "active", "layers are whole on each rank; expected 2 parts"),
+        ("LowMasters", "fsdp2-bf16_mixed-w64", "dtypes", "trainable parameters are stored in bfloat16"),
+        ("UnevenReplicas", "fsdp2-fp32-w64-dp_replicate_2", "active", "shards are in 1 copies (all ranks); expected 2"),
+    ],
+)
+def test_a_mistake_is_red_without_values(
+    tmp_path: Path, twins: str, twin: str, cell: str, *, check: str, finding: str
+) -> None:
+    trace = simulated(tmp_path, f"{twins}:{twin}", Cell.parse(cell))
+    verdict = judge(find_check(check), Cell.parse(cell), trace)
+    assert (verdict.status, finding in verdict.message) == (Status.FAILED, True), verdict.message
+
+
+def test_a_sound_trainer_at_1024_ranks_is_simulated_and_never_passes(tmp_path: Path) -> None:
+    cell = Cell.parse("fsdp2-fp32-w1024-dp_replicate_2-tp_2")
+    trace = simulated(tmp_path, "torch", cell)
+    verdicts = {name: judge(find_check(name), cell, trace) for name in ("active", "names", "dtypes", "units", "memory")}
+    assert {one.status for one in verdicts.values()} == {Status.SIMULATED}, verdicts
+    assert not any(one.ok or one.red for one in verdicts.values())
+    assert verdicts["active"].reason == "simulated: no values were computed"
+    sent = {(one["collective"], one["mesh"], one["ranks"]) for one in sent_bytes(trace.run())}
+    assert {("all_gather", "dp_shard", 256), ("reduce_scatter", "dp_shard", 256)} <= sent
+    assert {("all_reduce", "dp_replicate", 2), ("all_reduce", "tp", 2)} <= sent
+    # Few ranks differ: each size of layer ends at another one.
+    assert len(trace.run().at("build")) < 16
+
+
+def test_an_exception_names_the_rank_and_the_action(tmp_path: Path) -> None:
+    cell = Cell.parse("fsdp2-fp32-w8-model_mlp-ep_2")
+    end = simulated(tmp_path, "torch", cell).run().end
+    assert end is not None
+    assert (end.kind, end.rank, end.action) == ("raised", 0, "build")
+
+
+def test_a_process_that_cannot_start_is_a_failed_launch(tmp_path: Path) -> None:
+    ending = SimulatingLauncher().run(Request("", {"driver": "torch"}, 4, str(tmp_path)))
+    assert ending.failed
+    assert "the simulation ended with code 1 before any rank" in ending.headline()
