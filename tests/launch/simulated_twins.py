@@ -28,15 +28,6 @@ class WholeLayers(TorchDriver):
         return WrapSpec(tuple(self.blocks), tp_plan=plan)
 
 
-class WholeMlp(TorchDriver):
-    """Leaves the first layer of each MLP whole, and with it the outputs that the second one takes for parts."""
-
-    @property
-    def wrap_spec(self) -> WrapSpec:
-        plan = {name: style for name, style in self.tiny.tp_plan.items() if ".mlp." not in name}
-        return WrapSpec(tuple(self.blocks), tp_plan=plan)
-
-
 class LowMasters(TorchDriver):
     """Shards weights in bfloat16, which the optimizer then updates."""
 
