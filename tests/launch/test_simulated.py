@@ -98,9 +98,27 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> str:
     ("twin", "cell", "check", "finding"),
     [
         ("RootOnly", "fsdp2-fp32-w64", "units", "FSDP's units are the root; expected"),
-        ("WholeLayers", "fsdp2-fp32-w64-tp_2", "active", "layers are whole on each rank; expected 2 parts"),
-        ("LowMasters", "fsdp2-bf16_mixed-w64", "dtypes", "trainable parameters are stored in bfloat16"),
-        ("UnevenReplicas", "fsdp2-fp32-w64-dp_replicate_2", "active", "shards are in 1 copies (all ranks); expected 2"),
+        pytest.param(
+            "WholeLayers",
+            "fsdp2-fp32-w64-tp_2",
+            "active",
+            "layers are whole on each rank; expected 2 parts",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "LowMasters",
+            "fsdp2-bf16_mixed-w64",
+            "dtypes",
+            "trainable parameters are stored in bfloat16",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "UnevenReplicas",
+            "fsdp2-fp32-w64-dp_replicate_2",
+            "active",
+            "shards are in 1 copies (all ranks); expected 2",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_mistake_is_red_without_values(
