@@ -76,6 +76,21 @@ def test_a_live_parameter_is_missing(sound: Sound) -> None:
     ]
 
 
+def test_a_live_parameter_is_missing_in_a_simulation(sound: Sound) -> None:
+    def stands_for_itself(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, stands_for=(snapshot.rank,))
+
+    def first(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.model is not None
+        return replace(snapshot, model=replace(snapshot.model, parameters=snapshot.model.parameters[:2]))
+
+    # A simulation takes one step.
+    story = sound("fsdp2-fp32-w2").alter(stands_for_itself).alter(first, action="step", nth=0, rank=0)
+    assert story.findings("names") == [
+        "rank 0: parameter 'outlet.weight' of the unwrapped model has no live counterpart"
+    ]
+
+
 def test_no_model(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").snapshot("step", {"model": None}, nth=2, rank=1)
     assert story.findings("names") == ["rank 1: no model to read names from"]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, named_ranks
 from pytest_distcompat.checks._values import (
     across_stages,
     adapter_name,
@@ -107,7 +107,7 @@ class _Expected:
 
     def everywhere(self, run: RunTrace) -> Iterator[str]:
         """Yield findings for what no rank of a copy of the model has: one rank, or those of one pipeline."""
-        snapshots = {snapshot.rank: snapshot for snapshot in run.at("step", 2) if snapshot.model}
+        snapshots = {snapshot.rank: snapshot for snapshot in run.trained if snapshot.model}
         built = {snapshot.rank: snapshot for snapshot in run.at("build")}
         for ranks in across_stages(run, ((rank,) for rank in snapshots)):
             live = [info for rank in ranks if rank in snapshots for info in snapshots[rank].parameters]
@@ -115,7 +115,7 @@ class _Expected:
                 info for rank in ranks if rank in built and (model := built[rank].model) for info in model.buffers
             ]
             flat = any(flat_parameters((snapshots[rank],)) for rank in ranks if rank in snapshots)
-            where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            where = named_ranks(ranks, 0)
             for kind, infos, wanted in (
                 ("parameter", live, set() if flat else self.parameters),
                 ("buffer", buffers, {self.same(info.name) for info in self.unwrapped.buffers}),
@@ -181,7 +181,7 @@ class _Expected:
         held = {
             snapshot.rank: {self.canonical(info.name) for info in snapshot.parameters} for snapshot in run.at("build")
         }
-        some = [rank for rank, live in held.items() if stages_of(run) and live & names]
+        some = [rank for rank, live in held.items() if live & names] if stages_of(run) else []
         return some if all(names <= held[rank] for rank in some) else []
 
     def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
