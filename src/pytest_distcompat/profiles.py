@@ -133,7 +133,7 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
     """Yield the cells that are like an earlier one in these facets, each with the reason to run a check only there."""
     first: dict[tuple[object, ...], Cell] = {}
     for cell in cells:
-        alike = (cell.strategy, cell.set, *(cell.facets()[name] for name in sorted(depends_on)))
+        alike = (cell.strategy, cell.nodes, cell.set, *(cell.facets()[name] for name in sorted(depends_on)))
         if (other := first.setdefault(alike, cell)) != cell:
             yield cell, f"the default profile runs it in {other}, which is alike in all that it depends on"
 

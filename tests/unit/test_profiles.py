@@ -78,7 +78,9 @@ def test_default_runs_a_check_once_in_cells_alike_in_all_that_it_depends_on() ->
         Cell.of("fsdp2", "fp32", state_dict="full"),
     )
     larger, other = Cell("fsdp2", "fp32", 4), Cell("fsdp1", "fp32")
-    cells_of = {cell: ["names", "resume", "reshard"] for cell in (plain, lower, recomputed, full, larger, other)}
+    staged, spread = Cell.of("fsdp2", "fp32", pp=2), Cell("fsdp2", "fp32", nodes=2)
+    chosen = (plain, lower, recomputed, full, larger, other, staged, spread)
+    cells_of = {cell: ["names", "resume", "reshard"] for cell in chosen}
     left = left_out("default", cells_of)
     assert set(left) == {*((one, "reshard") for one in (lower, recomputed, larger)), (recomputed, "resume")}
     assert left[recomputed, "resume"].startswith("the default profile runs it in fsdp2-fp32-w2, ")

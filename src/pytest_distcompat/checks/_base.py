@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import Scenario
+from pytest_distcompat.scenario import MESH, Scenario
 from pytest_distcompat.trace import CollectiveInfo, Snapshot, Trace, UnwrappedInfo
 
 Claim = Callable[[Cell, Trace], Iterable[str]]
@@ -41,14 +41,8 @@ CHECKPOINT_OPTIONS = frozenset(
         "lora",
         "save_only_model",
         "float32_norms",
-        "dp_replicate",
-        "tp",
-        "sp",
-        "cp",
-        "ep",
-        "pp",
-        "pp_schedule",
         "optimizer",
+        *MESH,
     }
 )
 
@@ -58,7 +52,7 @@ RESUMED = CHECKPOINT_OPTIONS | {
 }
 EXPORTED = CHECKPOINT_OPTIONS | {"precision", "world_size", "compile", "activation_checkpointing", "grad_accum_dtype"}
 #: What the parts of a checkpoint depend on, which another number of ranks or another strategy must find by name.
-RESHARDED = frozenset({"model", "state_dict", "use_orig_params", "tp", "sp", "cp", "ep"})
+RESHARDED = frozenset({"model", "state_dict", "use_orig_params", *MESH}) - {"dp_replicate", "pp_schedule"}
 
 
 def _applies_to_all(cell: Cell, driver: type[Driver]) -> str | None:
