@@ -202,8 +202,8 @@ def across_stages(run: RunTrace, groups: Iterable[tuple[int, ...]]) -> tuple[tup
 
 def named_stage(run: RunTrace, ranks: Sequence[int]) -> str:
     """Return the words for some ranks in a finding, and which stage of a pipeline they hold if they hold one."""
-    stages = {stage for rank in ranks if (stage := stages_of(run).get(rank)) is not None}
-    words = named_ranks(ranks, run.world_size)
+    of_rank, words = stages_of(run), named_ranks(ranks, run.world_size)
+    stages = {of_rank[rank] for rank in ranks if rank in of_rank}
     return f"{words} (stage {stages.pop()})" if len(stages) == 1 else words
 
 

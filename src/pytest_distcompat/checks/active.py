@@ -172,7 +172,7 @@ def _shards(
         parts = [(one, own) for one in built if (own := {*one.ranks}.intersection(ranks))]
         stored = [(info, len(own)) for one, own in parts for info in one.parameters if not left_out(info.name)]
         # What tensor parallelism has not cut, each of its ranks has.
-        copies = sum(_part(info, cell.tp) * count for info, count in stored) / total
+        copies = sum(_part(info, cell.tp) * times for info, times in stored) / total
         # More than one copy may be padding: ZeRO-3 pads every shard, which shows on tiny parameters.
         if not 0.99 <= copies < max(1.01, (1 + len(ranks)) / 2):
             holders = named_ranks(ranks, cell.world_size)
@@ -241,7 +241,8 @@ def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:
 def _same_everywhere(run: RunTrace, trained: tuple[Snapshot, ...]) -> Iterator[str]:
     """Yield a finding for each rank that holds something else than the first one with the same part of the same tensor."""
     # Tied parameters have different names on different stages.
-    tied = Names(run, run.unwrapped) if stages_of(run) and run.unwrapped else str
+    stages = stages_of(run)
+    tied = Names(run, run.unwrapped) if stages and run.unwrapped else str
     for what, held in _replicated(trained, tied):
         first: dict[Hashable, tuple[int, Hashable]] = {}
         apart: dict[tuple[int, int], list[str]] = defaultdict(list)
@@ -250,7 +251,7 @@ def _same_everywhere(run: RunTrace, trained: tuple[Snapshot, ...]) -> Iterator[s
             if peer != rank and value != expected:
                 apart[rank, peer].append(name)
         for (rank, peer), names in sorted(apart.items()):
-            here, there = (stages_of(run).get(one) for one in (rank, peer))
+            here, there = stages.get(rank), stages.get(peer)
             both = f" (stages {there} and {here} have them, and train them apart)" if here != there else ""
             yield (
                 f"rank {rank}: {len(names)} {what} differ from rank {peer}'s after three steps, "
