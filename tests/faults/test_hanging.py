@@ -105,7 +105,7 @@ FULL = (
 )
 OF_FEW = tuple(
     replace(
-        FORMS[name], name=f"few {name}", args=(*FORMS[name].args, "-k", " or ".join(("test_well", *FEW))), nightly=False
+        FORMS[name], name=f"few {name}", args=(*FORMS[name].args, "-k", " or ".join(("test_well", *FEW))), nightly=name == "reused"
     )
     for name in ("alone", "reused")
 )

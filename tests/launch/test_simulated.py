@@ -129,15 +129,16 @@ def test_a_mistake_is_red_without_values(
     assert (verdict.status, finding in verdict.message) == (Status.FAILED, True), verdict.message
 
 
-def test_a_sound_trainer_at_1024_ranks_is_simulated_and_never_passes(tmp_path: Path) -> None:
-    cell = Cell.parse("fsdp2-fp32-w1024-dp_replicate_2-tp_2")
+@pytest.mark.parametrize("size", [64, pytest.param(1024, marks=pytest.mark.nightly)])
+def test_a_sound_trainer_at_many_ranks_is_simulated_and_never_passes(tmp_path: Path, size: int) -> None:
+    cell = Cell.parse(f"fsdp2-fp32-w{size}-dp_replicate_2-tp_2")
     trace = simulated(tmp_path, "torch", cell)
     verdicts = {name: judge(find_check(name), cell, trace) for name in ("active", "names", "dtypes", "units", "memory")}
     assert {one.status for one in verdicts.values()} == {Status.SIMULATED}, verdicts
     assert not any(one.ok or one.red for one in verdicts.values())
     assert verdicts["active"].reason == "simulated: no values were computed"
     sent = {(one["collective"], one["mesh"], one["ranks"]) for one in sent_bytes(trace.run())}
-    assert {("all_gather", "dp_shard", 256), ("reduce_scatter", "dp_shard", 256)} <= sent
+    assert {("all_gather", "dp_shard", size // 4), ("reduce_scatter", "dp_shard", size // 4)} <= sent
     assert {("all_reduce", "dp_replicate", 2), ("all_reduce", "tp", 2)} <= sent
     # Few ranks differ: each size of layer ends at another one.
     assert len(trace.run().at("build")) < 16

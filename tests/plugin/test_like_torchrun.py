@@ -103,7 +103,8 @@ def test_the_start_method_that_a_module_sets_is_that_of_its_ranks(run_pytest: Ru
     assert result.outcomes == {"test_it": "passed"}, result.out
 
 
-@pytest.mark.parametrize("where", ["module", pytest.param("hook", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("where", ["module", "hook"])
 def test_a_file_opened_at_import_has_an_offset_for_each_rank_and_test(
     run_pytest: RunPytest, tmp_path: Path, where: str
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_finished_plan_is_no_failure(stages: Any, tmp_path: Path) -> None:
     assert statuses(runner) == {"rest": "passed"}
 
 
+@pytest.mark.nightly
 def test_a_stage_that_the_time_limit_cuts_off_runs_again_once(
     stages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_stage_that_the_time_limit_cuts_off_runs_again_once(
         assert {"long.0.log", "long.1.log", "next.0.log"} <= set(archive.getnames())
 
 
+@pytest.mark.nightly
 def test_a_stage_is_interrupted_from_the_background_too(
     stages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
