@@ -105,7 +105,10 @@ FULL = (
 )
 OF_FEW = tuple(
     replace(
-        FORMS[name], name=f"few {name}", args=(*FORMS[name].args, "-k", " or ".join(("test_well", *FEW))), nightly=name == "reused"
+        FORMS[name],
+        name=f"few {name}",
+        args=(*FORMS[name].args, "-k", " or ".join(("test_well", *FEW))),
+        nightly=name == "reused",
     )
     for name in ("alone", "reused")
 )
