@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -128,4 +128,4 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data, as JSON and xdist have it; ``decode`` reads that."""
-        return {**asdict(self), "status": self.status.value, "reasons": list(self.reasons)}
+        return {**vars(self), "status": self.status.value, "reasons": list(self.reasons)}

@@ -214,6 +214,8 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Any]:
         page.on("pageerror", lambda error: made.wrong.append(str(error)))
         page.on("request", lambda request: None if request.url == page.url else made.wrong.append(request.url))
         page.goto(f"file://{path}{fragment}")
+        # Its script unpacks the report first.
+        page.locator("#shown:not(:empty)").wait_for()
         return made
 
     yield open_

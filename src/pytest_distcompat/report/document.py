@@ -50,14 +50,14 @@ _NEEDED: Mapping[str, Sequence[str]] = {
 #: The places of texts that must be among those that the schema lists. Elsewhere a later release may write others.
 _LISTED = frozenset({"session.ending", "results.status"})
 #: Types of the schema: those of Python, and their names in messages.
-_TYPES: Mapping[str, tuple[Any, str]] = {
-    "string": (str, "a text"),
-    "integer": (int, "a whole number"),
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "string": ((str,), "a text"),
+    "integer": ((int,), "a whole number"),
     "number": ((int, float), "a number"),
-    "boolean": (bool, "true or false"),
-    "null": (type(None), "null"),
-    "array": (list, "a list"),
-    "object": (dict, "an object"),
+    "boolean": ((bool,), "true or false"),
+    "null": ((type(None),), "null"),
+    "array": ((list,), "a list"),
+    "object": ((dict,), "an object"),
 }
 
 
@@ -86,7 +86,7 @@ class Report:
             "format": FORMAT,
             "session": {**self.session, "counts": counts(self)},
             "results": [_result(result) for result in self.results],
-            "cells": [{**dataclasses.asdict(row), "facets": facets(row.cell)} for row in self.rows],
+            "cells": [{**vars(row), "facets": facets(row.cell)} for row in self.rows],
             "runs": self.runs,
             "unreached": self.unreached,
         }
@@ -142,7 +142,8 @@ def counts(report: Report) -> dict[str, int]:
     return {"selected": selected, "ran": ran, "unreached": len(report.unreached), "red": red, **by_status}
 
 
-def facets(cell: str) -> dict[str, Any]:
+@functools.cache
+def facets(cell: str) -> Mapping[str, Any]:
     """Return strategy, precision, world size, nodes and options of a cell id; nothing for any other text."""
     try:
         found = Cell.parse(cell)
@@ -180,9 +181,8 @@ def _problems(schema: Mapping[str, Any], data: Any, where: str = "", place: str 
         schema = _schema()["$defs"][schema["$ref"].rpartition("/")[2]]
     names = schema.get("type", "string" if "enum" in schema else ())
     types = [_TYPES[name] for name in ([names] if isinstance(names, str) else names)]
-    # In Python a bool is an int; in a report it is not.
-    fits = any(isinstance(data, kind) and isinstance(data, bool) == (kind is bool) for kind, _ in types)
-    if types and not fits:
+    # Not isinstance: in Python a bool is an int, in a report it is not.
+    if types and not any(type(data) in kinds for kinds, _ in types):
         expected = " or ".join(words for _, words in types if words != "null")
         yield f"{where or 'it'} is {_shown(data)}; expected {expected}"
     elif place in _LISTED and data not in schema["enum"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import re
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report, facets
 from pytest_distcompat.report.markdown import headline
-from pytest_distcompat.report.result import by_reason, check_order, tables
+from pytest_distcompat.report.result import by_reason, check_order, not_applicable_reasons, tables
 from pytest_distcompat.report.text import counts_text, follows
 from pytest_distcompat.report.trend import KINDS, Trend, changes
 from pytest_distcompat.status import Status, Verdict
@@ -38,12 +39,12 @@ def html(report: Report) -> str:
     Everything from a test is text: jinja2 escapes it, and the script sets it as text. The policy in the head lets the browser
     run the page's own script, by its hash, and load nothing.
     """
-    data = report.to_json()
     firsts = {f"driver={one.driver}&strategy={_strategy(one)}": one for one in reversed(report.results)}
     return _render(
         "page",
-        data=data,
-        session=data["session"],
+        # A page of a hundred thousand verdicts would have 200 MB.
+        data=base64.b64encode(gzip.compress(report.to_text().encode(), mtime=0)).decode(),
+        session=report.session,
         headline=headline(report),
         counts=counts_text(report),
         interrupted=report.interrupted,
@@ -54,7 +55,7 @@ def html(report: Report) -> str:
         anchors={place(first): anchor for anchor, first in firsts.items()},
         causes=causes(report.results),
         reasons=[(status, by_reason(report.results, status)) for status in _WITH_REASONS],
-        not_applicable=[row for row in report.rows if row.not_applicable],
+        not_applicable=not_applicable_reasons(report.rows),
         statuses=list(Status),
         facets=_axes(report.results),
         place=place,
