@@ -1,8 +1,8 @@
 """How well workers that are dealt out over nodes keep all devices busy: the session's length against the ideal.
 
-``python benchmarks/packing_nodes.py`` has 40 tests of 1, 2 and 4 ranks on two nodes of 4 CPU slots each, by real pytest-xdist, node
-agents and leases; ranks only take their time. ``--simulate`` computes the same for 64 nodes of 8 GPUs, 2,560 tests, and 2, 4 and 8
-workers a node.
+``python benchmarks/packing_nodes.py`` has 40 tests of 1, 2 and 4 ranks on two nodes of 4 CPU slots each, by real pytest-xdist,
+node agents and leases; ranks only take their time. ``--simulate`` computes the same for 64 nodes of 8 GPUs, 2,560 tests, and 2, 4
+and 8 workers a node.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import json, time
 import pytest
 
 with open("script.json") as file:
-    CASES = [pytest.param(seconds, id=name, marks=pytest.mark.distcompat(world_size=size)) for name, size, seconds in json.load(file)]
+    CASES = [pytest.param(time, id=name, marks=pytest.mark.distcompat(world_size=size)) for name, size, time in json.load(file)]
 
 @pytest.mark.parametrize("seconds", CASES)
 def test(seconds):
@@ -64,7 +64,7 @@ def drawn(seed: int, number: int, sizes: Sequence[int], scale: float = 1.0) -> l
 
 
 def simulated(order: Sequence[Demand], nodes: int, devices: int, each: int) -> float:
-    """Return the length of a session whose workers, ``each`` a node, take the tests in order and wait for devices of their node."""
+    """Return the length of a session whose workers, ``each`` a node, take tests in order and wait for their node's devices."""
     free, waiting = [devices] * nodes, [list[tuple[int, Demand]]() for _ in range(nodes)]
     ends: list[tuple[float, int, Demand]] = []
     rest, now = iter(order), 0.0
