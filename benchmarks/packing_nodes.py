@@ -90,7 +90,7 @@ def simulated(order: Sequence[Demand], nodes: int, devices: int, each: int) -> f
     return now
 
 
-def real(seed: int, scale: float) -> None:
+def real(seed: int, scale: float, each: int) -> None:
     """Run the tests on two nodes and print."""
     demands = drawn(seed, 40, (1, 2, 4), scale)
     with tempfile.TemporaryDirectory() as name:
@@ -99,7 +99,7 @@ def real(seed: int, scale: float) -> None:
         (directory / "conftest.py").write_text(CONFTEST, encoding="utf-8")
         script = [(demand.id, demand.world_size, demand.seconds) for demand in demands]
         (directory / "script.json").write_text(json.dumps(script), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-n", str(2 * NODES), "--basetemp", str(directory / "base")]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", str(each * NODES), "--basetemp", str(directory / "base")]
         nodes = ["--distcompat-gpus=0", f"--distcompat-worker-nodes={NODES}", "--distcompat-executor=apart"]
         subprocess.run(
             [*command, *nodes], cwd=name, env={**os.environ, "TMPDIR": name}, check=True, stdout=subprocess.DEVNULL
@@ -108,10 +108,9 @@ def real(seed: int, scale: float) -> None:
     assert len(spans) == len(demands)
     length = max(one.released.monotonic for one in spans) - min(one.got.monotonic for one in spans)
     used = {device for span in spans for device in span.ids}
-    best = ideal(demands, len(used), 2 * NODES)
-    print(
-        f"{len(spans)} tests on {len(used)} slots of {NODES} nodes: {length:.1f} s, ideal {best:.1f} s: x {length / best:.2f}"
-    )
+    best = ideal(demands, len(used), each * NODES)
+    print(f"{len(spans)} tests by {each} workers a node on {len(used)} slots of {NODES} nodes:")
+    print(f"{length:.1f} s, ideal {best:.1f} s: x {length / best:.2f}")
 
 
 def main() -> None:
@@ -120,10 +119,11 @@ def main() -> None:
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=0.1)
+    parser.add_argument("--workers", type=int, default=3, help="of a node")
     arguments = parser.parse_args()
     print(f"{measured_on('pytest', 'pytest-xdist')}\n")
     if not arguments.simulate:
-        real(arguments.seed, arguments.scale)
+        real(arguments.seed, arguments.scale, arguments.workers)
         return
     nodes, devices = 64, 8
     demands = drawn(arguments.seed, 40 * nodes, (1, 2, 4, 8))

@@ -88,7 +88,7 @@ class _Agent:
         self._spans = self._owned.path / "leases"
         self._leased = LeasedLauncher(
             self._launcher,
-            functools.cache(functools.partial(self._pool, welcome["device"], welcome["gpus"], welcome["ranks_each"])),
+            functools.cache(functools.partial(self._pool, welcome)),
             self._say,
         )
         self._session = self._owned.path / "session.json"
@@ -121,10 +121,10 @@ class _Agent:
             elif message["do"] == "close":
                 return 0
 
-    def _pool(self, device: str, most: int, ranks_each: int) -> Pool:
+    def _pool(self, welcome: dict[str, Any]) -> Pool:
         """Return the pool of this node's devices, which the agents of other workers and sessions lease from too."""
-        inventory = gpus(most, ranks_each) if device == "cuda" else cpu_slots()
-        return Pool(None, inventory, timeline=self._spans, notify=self._say)
+        inventory = gpus(welcome["gpus"], welcome["ranks_each"]) if welcome["device"] == "cuda" else cpu_slots()
+        return Pool(None, inventory, timeline=self._spans, session=welcome["timeline"], notify=self._say)
 
     def _say(self, text: str) -> None:
         self._channel.send({"is": "waits", "text": text})

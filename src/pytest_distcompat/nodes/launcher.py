@@ -177,7 +177,7 @@ class NodesLauncher(Launcher):
                 return
             warmth = dataclasses.asdict(self._warmth)
             settings = self._settings
-            fields = {name: getattr(settings, name) for name in ("device", "root", "gpus", "ranks_each")}
+            fields = {name: getattr(settings, name) for name in ("device", "root", "gpus", "ranks_each", "timeline")}
             channel.send({"warmth": warmth, "cwd": str(Path.cwd()), **fields})
             while (message := channel.receive())["is"] != "facts":
                 pass
