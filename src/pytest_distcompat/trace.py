@@ -231,7 +231,7 @@ class FileInfo:
     """One saved file: its path relative to the checkpoint, what it holds and under which keys.
 
     ``shapes`` has the global shape of what stands under a key of a model, ``dtypes`` its dtype, where the file has it;
-    ``digests`` its value, in ``Snapshot.saved`` only.
+    ``digests`` its value, in ``Snapshot.saved`` only. An index holds no values: ``files`` says in which file each key stands.
     """
 
     path: str
@@ -241,6 +241,7 @@ class FileInfo:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def renamed(self, name: Callable[[str], str]) -> FileInfo:
         """Return the file with ``name(key)`` in place of each key."""
@@ -250,6 +251,7 @@ class FileInfo:
             shapes={name(key): shape for key, shape in self.shapes.items()},
             dtypes={name(key): dtype for key, dtype in self.dtypes.items()},
             digests={name(key): digest for key, digest in self.digests.items()},
+            files={name(key): file for key, file in self.files.items()},
         )
 
 

@@ -82,6 +82,25 @@ def test_an_optimizer_in_it(runs_of: RunsOf) -> None:
     ]
 
 
+def test_an_index_has_each_key_in_its_file(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp2-fp32-w2", "export")
+    path = "export/model.safetensors.index.json"
+    keys = next(file.keys for one in story.trace.run("train").snapshots for file in one.files if file.path == FILE)
+
+    def found(files: dict[str, str]) -> list[str]:
+        index = FileInfo(path, "index", "index", tuple(files), files=files)
+        return story.alter(
+            lambda snapshot: replace(snapshot, files=(*snapshot.files, index)), action="files", rank=0
+        ).findings("export")
+
+    name = FILE.rpartition("/")[2]
+    assert found(dict.fromkeys(keys, name)) == []
+    assert found({**dict.fromkeys(keys, name), "scale": "lost.safetensors"}) == [
+        f"file {path!r}: it names 1 keys that are not in their files, first 'scale' in 'lost.safetensors'",
+        f"file {path!r}: 1 keys beside it are not in it, first 'scale' in {name!r}",
+    ]
+
+
 def test_nothing_was_written(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "export").snapshot("files", {"files": ()}, rank=0)
     assert story.findings("export")[0].startswith("5 of 5 names are in no exported file")

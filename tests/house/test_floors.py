@@ -168,6 +168,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-baseline",
         "--distcompat-launcher",
         "--distcompat-nodes",
+        "--distcompat-worker-nodes",
         "--distcompat-executor",
         "--distcompat-listen",
         "--distcompat-token-file",

@@ -42,6 +42,27 @@ def test_two_nodes_of_an_allocation(slurm: dict[str, str], tmp_path: Path) -> No
     assert left.stdout == ""
 
 
+WORKERS = """
+import os
+import pytest
+
+@pytest.mark.distcompat(world_size=2)
+@pytest.mark.parametrize("number", range(4))
+def test_where(process_group, number):
+    assert os.environ["SLURMD_NODENAME"] == "n3"
+"""
+
+
+def test_workers_have_their_runs_on_a_node_each(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "test_workers.py").write_text(WORKERS)
+    line = ["salloc", "--nodes=2", "--ntasks=2", sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2"]
+    line += ["--distcompat-worker-nodes", "2", "--distcompat-executor", "slurm"]
+    found = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert "4 failed" in found.stdout, found.stdout + found.stderr
+    seen = set(re.findall(r"rank 0 on (n\d) failed: AssertionError: assert '(n\d)' == 'n3'", found.stdout))
+    assert seen == {("n1", "n1"), ("n2", "n2")}, found.stdout
+
+
 CANCELLED = """
 import pytest, subprocess, time
 

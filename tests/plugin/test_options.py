@@ -49,6 +49,7 @@ RIGHT: dict[str, tuple[str, str, Any]] = {
     "distcompat_nothing_ran": ("fail", "pass", "pass"),
     "distcompat_launcher": ("warm", "torchrun", "torchrun"),
     "distcompat_nodes": ("2", "3", 3),
+    "distcompat_worker_nodes": ("1", "2", 2),
     "distcompat_executor": ("slurm", "join", "join"),
     "distcompat_listen": ("10.0.0.1", "10.0.0.2:29500", ("10.0.0.2", 29500)),
     "distcompat_token_file": (TOKEN_FILE, TOKEN_FILE, Path(TOKEN_FILE).read_text(encoding="utf-8").strip()),
@@ -93,6 +94,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("distcompat_launcher", "mpirun", "no such value: 'mpirun'. Known: warm, torchrun."),
     ("distcompat_simulate", "-1", "'-1' is not right: expected a whole number of at least 0."),
     ("distcompat_nodes", "0", "'0' is not right: expected a whole number of at least 1."),
+    ("distcompat_worker_nodes", "-1", "'-1' is not right: expected a whole number of at least 0."),
     ("distcompat_executor", "pbs", "no executor named 'pbs'. Known: join, local, ray, slurm."),
     ("distcompat_listen", "host:http", "'host:http' is not right: expected HOST or HOST:PORT."),
     (

@@ -113,6 +113,15 @@ def test_a_file_whose_keys_are_mapped_back(tmp_path: Path) -> None:
     assert (plain.keys, plain.shapes) == (("weight",), {"weight": (2, 3)})
 
 
+def test_an_index(tmp_path: Path) -> None:
+    index = {"metadata": {"total_size": 24}, "weight_map": {"net.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    # Another library's file of that name.
+    (tmp_path / "other.bin.index.json").write_text("[]", encoding="utf-8")
+    (info,) = read_files(tmp_path)
+    assert (info.holds, info.files) == ("index", index["weight_map"])
+
+
 @pytest.mark.parametrize("form", ["safetensors", "torch", "distributed"])
 def test_a_path_that_is_not_utf_8(form: str, state: dict[str, Any], tmp_path: Path) -> None:
     """As below a ``TMPDIR`` of such a name, which the libraries that read these files refuse."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
-from .declare import OBSERVERS, Torch, twin
+from .declare import OBSERVERS, Accelerate, Torch, twin
 from .twins_checkpoints import write
 
 if TYPE_CHECKING:
@@ -104,6 +105,25 @@ class OptimizerExported(Exports):
         if self.world.rank == 0:
             names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
             torch.save({"state": {name: {"step": 20} for name in names}}, directory / "optimizer.pt")
+
+
+@twin(
+    "export",
+    "ddp-fp32-w2",
+    match=r"^file 'export/model\.safetensors\.index\.json': it names 1 keys that are not in their files, first 'lm_head\.weight' in "
+    r"'model-\d+-of-\d+\.safetensors'\nfile [^\n]*: 1 keys beside it are not in it, first 'lm_head\.weight' in ",
+)
+class OtherFileInTheIndex(Accelerate):
+    """transformers takes what is not in the file that the index names for missing, and makes it new."""
+
+    def export(self, directory: Path) -> None:
+        super().export(directory)
+        if self.world.rank == 0:
+            path = directory / "model.safetensors.index.json"
+            index = json.loads(path.read_text(encoding="utf-8"))
+            files = index["weight_map"]
+            files["lm_head.weight"] = next(file for file in files.values() if file != files["lm_head.weight"])
+            path.write_text(json.dumps(index), encoding="utf-8")
 
 
 @twin(

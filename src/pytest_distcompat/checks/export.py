@@ -63,7 +63,7 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
 def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Iterator[str]:
     """Yield findings about the names and shapes in exported files."""
     for file in files:
-        if file.holds != "model":
+        if file.holds not in {"model", "index"}:
             yield f"file {file.path!r} holds {len(file.keys)} keys of an {file.holds}; expected the model alone"
     shapes = {info.name: tuple(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
     wanted = set(unwrapped.state_dict)
@@ -83,12 +83,30 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
             hint = f"; expected {closest!r}" if closest in wanted and closest != key else ""
             named = f"{key!r}{f' and {len(others)} others are' if others else ' is'}"
             yield f"file {file.path!r}: key {named} none of the model's own{hint}"
+    for index in files:
+        if index.holds == "index":
+            yield from _in_files(index, models)
     found = {key for file in models for key in file.keys}
     tied = {name: set(group) for group in unwrapped.tied for name in group}
     missing = sorted(name for name in wanted - found if not tied.get(name, set()) & found)
     if missing:
         first = ", ".join(repr(name) for name in missing[:3])
         yield f"{len(missing)} of {len(wanted)} names are in no exported file, first {first}"
+
+
+def _in_files(index: FileInfo, models: list[FileInfo]) -> Iterator[str]:
+    """Yield findings for keys that are not in the file that the index names, and for those beside it that it does not have."""
+    place = index.path.rpartition("/")[0]
+    beside = {file.path.rpartition("/")[2]: file.keys for file in models if file.path.rpartition("/")[0] == place}
+    lost = [(key, file) for key, file in index.files.items() if key not in beside.get(file, ())]
+    others = [(key, file) for file, keys in beside.items() for key in keys if index.files.get(key) != file]
+    for what, found in (
+        ("it names {} keys that are not in their files", lost),
+        ("{} keys beside it are not in it", others),
+    ):
+        if found:
+            key, file = found[0]
+            yield f"file {index.path!r}: {what.format(len(found))}, first {key!r} in {file!r}"
 
 
 def same_values(train: RunTrace, reload: RunTrace, *, only: Collection[str] | None = None) -> Iterator[str]:

@@ -164,7 +164,7 @@ class _Expected:
         yield from self.keys(files)
         covered: set[str] = set()
         optimized: set[str] = set()
-        for file in files:
+        for file in (one for one in files if one.holds != "index"):
             (covered if file.holds == "model" else optimized).update(self.same(key) for key in file.keys)
         adapted = bool(self.cell.option("lora"))
         for text in _missing("parameters", self.trainable if adapted else self.parameters, covered):
@@ -186,7 +186,7 @@ class _Expected:
 
     def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
         """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
-        for file in files:
+        for file in (one for one in files if one.holds != "index"):
             known = self.saved | self.parameters if file.holds == "model" else self.trainable | set(self.first_of)
             for key in file.keys:
                 if key in self.not_persistent and key not in known:

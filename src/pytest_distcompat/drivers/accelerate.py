@@ -410,8 +410,12 @@ class AccelerateDriver(TinyDriver):
             state = self.accelerator.get_state_dict(self.model)
             unwrapped.save_pretrained(directory, is_main_process=main, state_dict=state)
             return
-        self.accelerator.save_model(self.model, str(directory))
-        if main and hasattr(unwrapped, "config"):
+        if not hasattr(unwrapped, "config"):
+            self.accelerator.save_model(self.model, str(directory))
+            return
+        # In several files, as large models are.
+        self.accelerator.save_model(self.model, str(directory), max_shard_size="20KB")
+        if main:
             unwrapped.config.save_pretrained(directory)
 
     def rows(

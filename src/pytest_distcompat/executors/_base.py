@@ -21,12 +21,16 @@ class Executor:
         """Return why it cannot start agents here; None if it can."""
         return None
 
+    def names(self, nodes: int) -> list[str]:  # noqa: ARG002 - the executors' protocol
+        """Return the names of so many nodes for ``restart``; none if it cannot start the agent of one node alone."""
+        return []
+
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
         """Start the agents of so many nodes."""
         raise NotImplementedError
 
     def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str] | None:  # noqa: ARG002
-        """Start the agent of the node with that name again, which was lost; None if a user has to."""
+        """Start the agent of the node with that name, perhaps again; None if a user has to."""
         return None
 
     @staticmethod

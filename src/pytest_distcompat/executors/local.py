@@ -13,10 +13,14 @@ class Local(Executor):
 
     name = "local"
 
+    def names(self, nodes: int) -> list[str]:
+        """Return n1, n2 and so on."""
+        return [f"n{number}" for number in range(1, nodes + 1)]
+
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
         """Start all agents."""
-        return [self._popen([*join, "--name", f"n{number}"], token) for number in range(1, nodes + 1)]
+        return [self.restart(join, name, token) for name in self.names(nodes)]
 
     def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
-        """Start one agent again."""
+        """Start one agent."""
         return self._popen([*join, "--name", name], token)

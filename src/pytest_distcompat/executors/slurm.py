@@ -23,12 +23,22 @@ class Slurm(Executor):
             return "there is no allocation (SLURM_JOB_ID is not set); start pytest by sbatch or salloc"
         return None if shutil.which("srun") else "srun is not on the PATH"
 
+    def names(self, nodes: int) -> list[str]:
+        """Return the first nodes of the allocation."""
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return listed.stdout.split()[:nodes]
+
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
         """Start all agents as one job step, beside the step that pytest may run in."""
         return [self._srun(join, token, f"--nodes={nodes}", f"--ntasks={nodes}")]
 
     def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
-        """Start one agent again, as a job step of its own."""
+        """Start one agent, as a job step of its own."""
         return self._srun(join, token, "--nodes=1", "--ntasks=1", f"--nodelist={name}")
 
     def _srun(self, join: Sequence[str], token: str, *where: str) -> subprocess.Popen[str]:

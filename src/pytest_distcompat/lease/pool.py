@@ -94,6 +94,7 @@ class Pool:
         free_timeout: How long memory may take to become free after a lease, in seconds.
         timeline: The directory for the record of leases (``lease.timeline``), None for no record.
         worker: The name of this process in that record.
+        session: Names the session that this process belongs to; by default the directory of the record does.
         notify: Shows the user what a request waits for.
 
     Raises:
@@ -109,6 +110,7 @@ class Pool:
         free_timeout: float = FREE_TIMEOUT_S,
         timeline: Path | None = None,
         worker: str = "",
+        session: str = "",
         notify: Callable[[str], None] | None = None,
     ) -> None:
         self.inventory = inventory
@@ -119,7 +121,7 @@ class Pool:
         self._timeline = timeline
         self._worker = worker
         self._notify = notify
-        self._run = str(timeline or "")
+        self._run = session or str(timeline or "")
         self._watch: Watch | None = None
         #: Holders that a request has given up on, so that the next one need not wait for them again.
         self._given_up: set[Blocker] = set()

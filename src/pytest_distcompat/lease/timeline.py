@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,15 @@ class Span:
     def seconds(self) -> float:
         """Return how long it had its devices, in seconds."""
         return self.released.monotonic - self.got.monotonic
+
+    def on_node(self, node: str, ahead: float, worker: str) -> Span:
+        """Return it with the node in the names of its devices, and by the clock here, which the node's is ahead of."""
+        asked, got, released = (
+            Instant(one.monotonic - ahead, one.wall) for one in (self.asked, self.got, self.released)
+        )
+        leak = tuple(replace(one, id=f"{node} {one.id}") for one in self.leak)
+        ids = tuple(f"{node} {one}" for one in self.ids)
+        return replace(self, ids=ids, leak=leak, asked=asked, got=got, released=released, worker=worker)
 
 
 def now() -> Instant:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import queue
 import shutil
@@ -25,6 +26,9 @@ from pytest_distcompat.launch.files import written
 from pytest_distcompat.launch.process import die_with_parent
 from pytest_distcompat.launch.request import Place
 from pytest_distcompat.launch.temporary import OwnedDirectory
+from pytest_distcompat.lease import Pool, cpu_slots, gpus
+from pytest_distcompat.lease.timeline import read_timeline
+from pytest_distcompat.leased import LeasedLauncher
 from pytest_distcompat.nodes.channel import Channel, NotProvedError
 from pytest_distcompat.nodes.facts import facts
 
@@ -81,6 +85,12 @@ class _Agent:
         self._facts = facts(welcome["root"], welcome["warmth"]["own"], welcome["device"])
         self._launcher = WarmLauncher(decode(Warmth, welcome["warmth"]), device=welcome["device"])
         self._owned = OwnedDirectory()
+        self._spans = self._owned.path / "leases"
+        self._leased = LeasedLauncher(
+            self._launcher,
+            functools.cache(functools.partial(self._pool, welcome)),
+            self._say,
+        )
         self._session = self._owned.path / "session.json"
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._run = Path()
@@ -111,6 +121,14 @@ class _Agent:
             elif message["do"] == "close":
                 return 0
 
+    def _pool(self, welcome: dict[str, Any]) -> Pool:
+        """Return the pool of this node's devices, which the agents of other workers and sessions lease from too."""
+        inventory = gpus(welcome["gpus"], welcome["ranks_each"]) if welcome["device"] == "cuda" else cpu_slots()
+        return Pool(None, inventory, timeline=self._spans, session=welcome["timeline"], notify=self._say)
+
+    def _say(self, text: str) -> None:
+        self._channel.send({"is": "waits", "text": text})
+
     def _share(self, message: dict[str, Any]) -> dict[str, Any]:
         """Write one file and read others, in a directory that all nodes should share; return what went wrong."""
         problem, unseen = "", []
@@ -139,13 +157,14 @@ class _Agent:
         if "session" in fields["payload"]:
             fields["payload"] |= {"session": str(self._session), "directory": str(self._run)}
         request = Request(**fields)
-        place = Place(**message["place"])
-        self._launcher.listens = lambda port: self._channel.send({"is": "listens", "store": [place.address, port]})
+        if message["place"]:
+            place = Place(**message["place"])
+            self._launcher.listens = lambda port: self._channel.send({"is": "listens", "store": [place.address, port]})
         streaming = threading.Thread(target=self._stream, args=(request,), daemon=True)
         self._stopped.clear()
         streaming.start()
         try:
-            ending = self._launcher.run(request)
+            ending = (self._launcher if message["place"] else self._leased).run(request)
         finally:
             self._stopped.set()
             streaming.join()
@@ -154,6 +173,8 @@ class _Agent:
         if watch is not None:
             processes = {rank: dataclasses.asdict(process) for rank, process in watch.processes.items()}
             part |= {"processes": processes, "known": watch.known}
+        part["leaks"], part["spans"] = ending.leaks, [dataclasses.asdict(one) for one in read_timeline(self._spans)]
+        shutil.rmtree(self._spans, ignore_errors=True)
         part["output"] = {rank: dict(written(self._run, rank, request.here.start)) for rank in request.here}
         shutil.rmtree(self._run, ignore_errors=True)
         return part

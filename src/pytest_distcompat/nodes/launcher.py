@@ -21,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
+from pytest_distcompat.decode import decode
 from pytest_distcompat.executors import Executor
 from pytest_distcompat.launch import Ending, Launcher, Request, Reuse, Warmth
 from pytest_distcompat.launch.ending import RankProcess, conclude
 from pytest_distcompat.launch.process import await_exit, kill_and_wait
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Place
+from pytest_distcompat.lease.timeline import Span, append
 from pytest_distcompat.nodes.agent import boot_id
 from pytest_distcompat.nodes.channel import Channel, Listener, NotProvedError
-from pytest_distcompat.nodes.facts import differences
+from pytest_distcompat.nodes.facts import differences, facts
 
 #: How long the other nodes may go on after one has ended badly, in seconds; how long a node may take after the time limit.
 AFTER_FAILURE_S, AFTER_LIMIT_S = 2.0, 8.0
@@ -106,7 +108,9 @@ class Settings:
     """What a session says about its nodes.
 
     ``listen`` is where node agents join, host and port; ``token`` what they must know; ``wait`` how long they may take;
-    ``shared`` a directory that all nodes must share, empty if they need none.
+    ``shared`` a directory that all nodes must share, empty if they need none. ``node`` is the node that has all runs of this
+    process; then ``nodes`` is 1, the node leases its devices, ``timeline`` is where the leases are recorded, and ``say`` shows
+    what a run of the xdist worker ``worker`` waits for.
     """
 
     nodes: int
@@ -116,6 +120,12 @@ class Settings:
     token: str
     wait: float
     shared: str = ""
+    node: str = ""
+    timeline: str = ""
+    worker: str = ""
+    gpus: int = 0
+    ranks_each: int = 1
+    say: Callable[[str], None] = print
 
 
 class NodesLauncher(Launcher):
@@ -146,7 +156,11 @@ class NodesLauncher(Launcher):
             self._listener = Listener(host, port, self._token.encode(), self._admit)
             self._join = [sys.executable, "-m", "pytest_distcompat.cli", "join", f"{host}:{self._listener.port}"]
             self._join += ["--token-file", "-", "--with-parent"]
-            self._processes = self._executor.start(self._join, self._settings.nodes, self._token)
+            if self._settings.node:
+                process = self._executor.restart(self._join, self._settings.node, self._token)
+                self._processes = [process] if process is not None else []
+            else:
+                self._processes = self._executor.start(self._join, self._settings.nodes, self._token)
 
     def _admit(self, channel: Channel) -> None:
         """Take in a peer that knows the token, or tell it why not. Runs in a thread of its own."""
@@ -163,7 +177,8 @@ class NodesLauncher(Launcher):
                 return
             warmth = dataclasses.asdict(self._warmth)
             settings = self._settings
-            channel.send({"warmth": warmth, "device": settings.device, "root": settings.root, "cwd": str(Path.cwd())})
+            fields = {name: getattr(settings, name) for name in ("device", "root", "gpus", "ranks_each", "timeline")}
+            channel.send({"warmth": warmth, "cwd": str(Path.cwd()), **fields})
             while (message := channel.receive())["is"] != "facts":
                 pass
             # Nodes may join minutes apart, so each clock is compared with the one here.
@@ -231,9 +246,13 @@ class NodesLauncher(Launcher):
             return f"{len(present)} of {self._settings.nodes} nodes are there ({names}){lost}{hint}"
         if self._alike == {*present}:
             return ""
-        first, *others = sorted(present, key=lambda node: node.name)
-        found = [text for node in others for text in differences(node.name, node.facts, first.name, first.facts)]
-        problem = "; ".join(found) or (self._unshared([first, *others]) if self._settings.shared else "")
+        nodes = sorted(present, key=lambda node: node.name)
+        first, compared = nodes[0].name, nodes[0].facts
+        if self._settings.node:
+            first = f"pytest on {socket.gethostname()}"
+            compared = {**facts(self._settings.root, self._warmth.own, self._settings.device), "wall": 0.0}
+        found = [text for node in nodes for text in differences(node.name, node.facts, first, compared)]
+        problem = "; ".join(found) or (self._unshared(nodes) if self._settings.shared else "")
         self._alike = set() if problem else {*present}
         return problem
 
@@ -278,7 +297,7 @@ class NodesLauncher(Launcher):
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
         """Run the request on its nodes."""
-        if request.nodes == 1:
+        if request.nodes == 1 and not self._settings.node:
             return self._one.run(request, reuse)
         self._one.retire()
         problem = self.ready()
@@ -294,7 +313,7 @@ class NodesLauncher(Launcher):
         ]
         if cold:
             return Ending.not_launched(request.world_size, "\n".join(cold))
-        return _Run(nodes, request.from_here(), self._environment).run()
+        return _Run(nodes, request.from_here(), self._environment, self._settings).run()
 
     @property
     def reuse_scope(self) -> str:
@@ -327,10 +346,10 @@ def _asked(nodes: list[Node], message: Callable[[Node], Mapping[str, Any]]) -> l
 
 
 class _Run:
-    """One run on several nodes."""
+    """One run on several nodes, or on one that leases its devices."""
 
-    def __init__(self, nodes: list[Node], request: Request, environment: Mapping[str, str]) -> None:
-        self._nodes, self._request = nodes, request
+    def __init__(self, nodes: list[Node], request: Request, environment: Mapping[str, str], settings: Settings) -> None:
+        self._nodes, self._request, self._settings = nodes, request, settings
         self._directory = Path(request.directory)
         self._each = request.world_size // len(nodes)
         self._parts: dict[str, dict[str, Any]] = {}
@@ -338,13 +357,16 @@ class _Run:
         now = {**os.environ}
         self._set = {name: value for name, value in now.items() if environment.get(name) != value}
         self._unset = [name for name in environment if name not in now]
-        self._set.pop("PYTEST_CURRENT_TEST", None)
+        if not settings.node:
+            # A node that leases devices says for which test.
+            self._set.pop("PYTEST_CURRENT_TEST", None)
 
     def run(self) -> Ending:
         """Start the parts, follow them to their ends, and conclude."""
         self._request.write()
         began = clock.now()
-        deadline = began + self._request.timeout + AFTER_LIMIT_S
+        # A run that has to wait for its devices has its time limit from its first rank on.
+        deadline = math.inf if self._settings.node else began + self._request.timeout + AFTER_LIMIT_S
         run_id = uuid.uuid4().hex
         store: list[Any] = [self._nodes[0].address, 0]
         failed_at: float | None = None
@@ -353,7 +375,9 @@ class _Run:
         while len(self._parts) < len(self._nodes):
             heard = [message for node in self._nodes for message in self._heard(node)]
             for message in heard:
-                if message["is"] == "listens":
+                if message["is"] == "log" and deadline == math.inf:
+                    deadline = clock.now() + self._request.timeout + AFTER_LIMIT_S
+                elif message["is"] == "listens":
                     store = message["store"]
                     while waiting:
                         self._send(*waiting.pop(0), run_id, store)
@@ -371,10 +395,12 @@ class _Run:
         return self._conclude(began)
 
     def _send(self, number: int, node: Node, run_id: str, store: list[Any]) -> None:
-        place = Place(number, len(self._nodes), node.address, (store[0], store[1]), run_id)
+        place = {}
+        if not self._settings.node:
+            place = dataclasses.asdict(Place(number, len(self._nodes), node.address, (store[0], store[1]), run_id))
         request = dataclasses.asdict(self._request)
         changes = {"set": self._set, "unset": self._unset, "id": run_id[:8]}
-        node.send({"do": "run", "request": request, "place": dataclasses.asdict(place), **changes})
+        node.send({"do": "run", "request": request, "place": place, **changes})
 
     def _heard(self, node: Node) -> list[dict[str, Any]]:
         """Return the messages of a node that have arrived, once its logs are written and forwarded."""
@@ -384,8 +410,13 @@ class _Run:
             found.append(message)
             if message["is"] == "log":
                 self._log(node, message["rank"], message["lines"])
+            elif message["is"] == "waits":
+                self._settings.say(f"{node.name}: {message['text']}")
             elif message["is"] == "ended":
                 self._parts[node.name] = message
+                for span in message.get("spans", ()):
+                    there = decode(Span, span).on_node(node.name, node.ahead, self._settings.worker)
+                    append(Path(self._settings.timeline), there)
         return found
 
     def _log(self, node: Node, rank: int, lines: str) -> None:
@@ -430,7 +461,8 @@ class _Run:
             self._write_output(part["output"])
         events = LogReader(self._directory, range(self._request.world_size)).read()
         known |= {"launch_error": "\n".join(errors), "seconds": clock.now() - began, "command": self._request.command()}
-        return conclude(events, processes, **known)
+        leaks = tuple(one for part in self._parts.values() for one in part.get("leaks", ()))
+        return dataclasses.replace(conclude(events, processes, **known), leaks=leaks)
 
     @staticmethod
     def _merge(known: dict[str, Any], part: Mapping[str, Any], node: Node) -> None:

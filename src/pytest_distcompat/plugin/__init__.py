@@ -239,7 +239,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     will_run = _IN_USE in config.stash and not config.option.collectonly and not session.testsfailed
     if will_run and (hasattr(config, "workerinput") or not _is_controller(config)):
         session_of(config).launcher.warm_up()
-        problem = session_of(config).nodes > 1 and session_of(config).nodes_problem()
+        problem = session_of(config).nodes_problem()
         if problem:
             raise pytest.UsageError(problem)
         if config.getoption("usepdb", False):

@@ -327,6 +327,13 @@ OPTIONS: dict[str, Option] = {
             _count(least=1),
         ),
         Option(
+            "distcompat_worker_nodes",
+            "N",
+            "0",
+            "Deal the workers of xdist (-n) out over N nodes: each has its runs, of one node, there (default: 0, all here).",
+            _count(least=0),
+        ),
+        Option(
             "distcompat_executor",
             "NAME",
             "local",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -112,6 +113,11 @@ class DistcompatSession:
         return None
 
     @property
+    def worker_nodes(self) -> int:
+        """Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node."""
+        return int(self.setting("worker_nodes").value)
+
+    @property
     def device(self) -> str:
         """``cuda`` or ``cpu``."""
         return "cuda" if self.gpus else "cpu"
@@ -213,7 +219,7 @@ class DistcompatSession:
                 return self._launcher
             kind: Any = LAUNCHERS[self.setting("launcher").value]
             self._launcher = LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
-            if self.nodes > 1:
+            if self.nodes > 1 or self.worker_nodes:
                 self._launcher = self._over_nodes(self._launcher, warmth)
         assert self._launcher is not None
         return self._launcher
@@ -234,17 +240,33 @@ class DistcompatSession:
         reason = executor.unsupported_reason()
         if not reason and self.setting("launcher").value != "warm":
             reason = "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes"
-        if not reason and name == "local" and self.gpus:
+        if not reason and name == "local" and self.gpus and not self.worker_nodes:
             reason = "its nodes would share GPUs, which NCCL refuses; expected --distcompat-gpus 0, or another executor"
         if not reason and executor.hint and not token:
             reason = "expected --distcompat-token-file FILE, with the token that nodes join with"
         if not reason and executor.hint and self.worker:
             reason = "each worker of xdist would need nodes of its own; expected no -n"
+        names = executor.names(self.worker_nodes) if self.worker_nodes and not reason else []
+        if self.worker_nodes and not reason:
+            if self.nodes > 1:
+                reason = "runs of one node and of several do not mix; expected no --distcompat-worker-nodes"
+            elif len(names) < self.worker_nodes:
+                found = f"; there are {len(names)}: {', '.join(names)}" if names else ""
+                reason = f"it cannot start agents on {self.worker_nodes} nodes one by one{found}"
         if reason:
             raise pytest.UsageError(f"--distcompat-executor {name}: {reason}")
         limit, listen = float(self.setting("warm_timeout").value), self.setting("listen").value or executor.listen
         shared = str(self.store) if self.shares else ""
         settings = Settings(self.nodes, str(self.config.rootpath), self.device, listen, token, limit, shared)
+        if names:
+            number = int(self.worker.removeprefix("gw") or 0)
+            leases: dict[str, Any] = {
+                "gpus": self.gpus,
+                "ranks_each": self.ranks_each,
+                "timeline": str(self.store),
+                "say": self.say,
+            }
+            settings = dataclasses.replace(settings, node=names[number % len(names)], worker=self.worker, **leases)
         return NodesLauncher(one, executor, settings, warmth, self.description_file.read_text(encoding="utf-8"))
 
     @functools.cached_property

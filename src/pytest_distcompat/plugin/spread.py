@@ -29,4 +29,4 @@ def note_nodes(session: DistcompatSession, items: Iterable[pytest.Item]) -> None
             session.nodes = max(session.nodes, nodes)
             # Runs of a suite go on from one another's files.
             shares = case is not None or "shared_dir" in getattr(item, "fixturenames", ())
-            session.shares |= shares and nodes > 1
+            session.shares |= shares and (nodes > 1 or session.worker_nodes > 0)

@@ -26,7 +26,7 @@ def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
         for path in sorted(path for path in root.rglob("*") if path.is_file()):
             module = module_prefix(directory / path.relative_to(root).parent)
             infos += (
-                info.renamed(lambda key: module + key) if module and info.holds == "model" else info  # noqa: B023 - called here
+                info.renamed(lambda key: module + key) if module and info.holds != "optimizer" else info  # noqa: B023 - called here
                 for info in _infos(path, root, prefix)
             )
     return tuple(infos)
@@ -38,6 +38,10 @@ def _infos(path: Path, root: Path, prefix: str) -> Iterator[FileInfo]:
     if path.suffix == ".safetensors":
         shapes, dtypes = _safetensors(path)
         yield FileInfo(name, "safetensors", "model", tuple(shapes), shapes, dtypes)
+    elif path.name.endswith(INDEX):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            yield FileInfo(name, "index", "index", tuple(files), files=dict(files.items()))
     elif path.name == ".metadata":
         yield from _dcp(path.parent, prefix + str(path.parent.relative_to(root)))
     elif path.suffix in PICKLED:
@@ -84,6 +88,8 @@ def readable(directory: Path) -> Iterator[Path]:
         yield directory
 
 
+#: How the names of indices of sharded weights end: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints.
+INDEX = (".safetensors.index.json", ".bin.index.json")
 #: Suffixes of the files that ``torch.save`` writes.
 PICKLED = frozenset({".pt", ".pth", ".bin", ".ckpt", ".tar"})
 #: Names of the parts of a checkpoint in DeepSpeed, accelerate, torch's tutorials and Lightning.

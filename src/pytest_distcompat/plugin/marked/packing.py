@@ -97,7 +97,8 @@ def plan(session: DistcompatSession, collection: Sequence[str], workers: int) ->
             units.setdefault(demands.items[nodeid], []).append(index)
     seconds = _cached_seconds(session.config)
     to_pack = [Demand(name, demands.world_sizes[name], seconds.get(name), len(unit)) for name, unit in units.items()]
-    return [units[demand.id] for demand in pack(to_pack, len(session.inventory.ids), workers)] if to_pack else []
+    devices = len(session.inventory.ids) * max(1, session.worker_nodes) if to_pack else 0
+    return [units[demand.id] for demand in pack(to_pack, devices, workers)] if to_pack else []
 
 
 def _cached_seconds(config: pytest.Config) -> dict[str, float]:

@@ -1,0 +1,138 @@
+"""How well workers that are dealt out over nodes keep all devices busy: the session's length against the ideal.
+
+``python benchmarks/packing_nodes.py`` has 40 tests of 1, 2 and 4 ranks on two nodes of 4 CPU slots each, by real pytest-xdist,
+node agents and leases; ranks only take their time. ``--simulate`` computes the same for 64 nodes of 8 GPUs, 2,560 tests, and 2, 4
+and 8 workers a node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+
+from pytest_distcompat.lease import Demand, pack, read_timeline
+from pytest_distcompat.lease.packing import ideal
+
+NODES, SLOTS = 2, 4
+TESTS = """
+import json, time
+import pytest
+
+with open("script.json") as file:
+    CASES = [pytest.param(time, id=name, marks=pytest.mark.distcompat(world_size=size)) for name, size, time in json.load(file)]
+
+@pytest.mark.parametrize("seconds", CASES)
+def test(seconds):
+    time.sleep(seconds)
+"""
+#: Nodes with a directory for leases of their own, as other machines have.
+CONFTEST = """
+import os
+from pytest_distcompat.executors import EXECUTORS
+from pytest_distcompat.executors.local import Local
+
+class Apart(Local):
+    name = "apart"
+
+    def restart(self, join, name, token):
+        os.makedirs(name, exist_ok=True)
+        before, os.environ["TMPDIR"] = os.environ["TMPDIR"], os.path.abspath(name)
+        try:
+            return super().restart(join, name, token)
+        finally:
+            os.environ["TMPDIR"] = before
+
+EXECUTORS.by_name["apart"] = Apart
+"""
+
+
+def drawn(seed: int, number: int, sizes: Sequence[int], scale: float = 1.0) -> list[Demand]:
+    """Return so many tests with sizes and durations of 5 to 60 seconds, times ``scale``."""
+    chance = random.Random(seed)
+    drawn = [(chance.choice(sizes), round(chance.uniform(5, 60) * scale, 3)) for _ in range(number)]
+    return [Demand(f"t{index}", size, seconds) for index, (size, seconds) in enumerate(drawn)]
+
+
+def simulated(order: Sequence[Demand], nodes: int, devices: int, each: int) -> float:
+    """Return the length of a session whose workers, ``each`` a node, take tests in order and wait for their node's devices."""
+    free, waiting = [devices] * nodes, [list[tuple[int, Demand]]() for _ in range(nodes)]
+    ends: list[tuple[float, int, Demand]] = []
+    rest, now = iter(order), 0.0
+
+    def take(worker: int) -> None:
+        if test := next(rest, None):
+            waiting[worker % nodes].append((worker, test))
+            start(worker % nodes)
+
+    def start(node: int) -> None:
+        while waiting[node] and waiting[node][0][1].world_size <= free[node]:
+            worker, test = waiting[node].pop(0)
+            free[node] -= test.world_size
+            heapq.heappush(ends, (now + test.expected(), worker, test))
+
+    for worker in range(nodes * each):
+        take(worker)
+    while ends:
+        now, worker, test = heapq.heappop(ends)
+        free[worker % nodes] += test.world_size
+        start(worker % nodes)
+        take(worker)
+    return now
+
+
+def real(seed: int, scale: float, each: int) -> None:
+    """Run the tests on two nodes and print."""
+    demands = drawn(seed, 40, (1, 2, 4), scale)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "test_it.py").write_text(TESTS, encoding="utf-8")
+        (directory / "conftest.py").write_text(CONFTEST, encoding="utf-8")
+        script = [(demand.id, demand.world_size, demand.seconds) for demand in demands]
+        (directory / "script.json").write_text(json.dumps(script), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-n", str(each * NODES), "--basetemp", str(directory / "base")]
+        nodes = ["--distcompat-gpus=0", f"--distcompat-worker-nodes={NODES}", "--distcompat-executor=apart"]
+        subprocess.run(
+            [*command, *nodes], cwd=name, env={**os.environ, "TMPDIR": name}, check=True, stdout=subprocess.DEVNULL
+        )
+        spans = read_timeline(directory / "base" / "distcompat")
+    assert len(spans) == len(demands)
+    length = max(one.released.monotonic for one in spans) - min(one.got.monotonic for one in spans)
+    used = {device for span in spans for device in span.ids}
+    best = ideal(demands, len(used), each * NODES)
+    print(f"{len(spans)} tests by {each} workers a node on {len(used)} slots of {NODES} nodes:")
+    print(f"{length:.1f} s, ideal {best:.1f} s: x {length / best:.2f}")
+
+
+def main() -> None:
+    """Measure, or simulate."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=float, default=0.1)
+    parser.add_argument("--workers", type=int, default=3, help="of a node")
+    arguments = parser.parse_args()
+    print(f"{measured_on('pytest', 'pytest-xdist')}\n")
+    if not arguments.simulate:
+        real(arguments.seed, arguments.scale, arguments.workers)
+        return
+    nodes, devices = 64, 8
+    demands = drawn(arguments.seed, 40 * nodes, (1, 2, 4, 8))
+    print("| workers a node | x ideal |\n| --- | --- |")
+    for each in (2, 4, 8):
+        order = pack(demands, nodes * devices, nodes * each)
+        best = ideal(order, nodes * devices, nodes * each)
+        print(f"| {each} | {simulated(order, nodes, devices, each) / best:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
