@@ -97,7 +97,7 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("twin", "cell", "check", "finding"),
     [
-        ("RootOnly", "fsdp2-fp32-w64", "units", "FSDP's units are the root; expected"),
+        ("RootOnly", "fsdp2-fp32-w8", "units", "FSDP's units are the root; expected"),
         pytest.param(
             "WholeLayers",
             "fsdp2-fp32-w64-tp_2",

@@ -236,6 +236,7 @@ def test_after(): raise AssertionError("nobody gets here")
             ["time limit of 10 s: rank 0 is in test_it at *time.sleep(100); rank 1 waits in all_reduce at *"],
             {0: 1, 1: 1},
             id="rank_0_hangs",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             6,

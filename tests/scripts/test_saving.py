@@ -108,7 +108,8 @@ def test_an_optimizer_that_keeps_its_state_under_one_parameter(run: Launch) -> N
     saving(run, "safetensors", "--lbfgs").check("active", "names", "optimizer", "dtypes")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_trainable_parameter_that_no_loss_depends_on(run: Launch, strategy: str) -> None:
     """As BERT's pooler under a masked LM loss: the optimizer holds it, gets no gradient for it and has no state of it."""
     more = ("--shards",) if strategy == "fsdp2" else ()
