@@ -11,7 +11,7 @@ import pytest
 
 from pytest_distcompat.events import Action, Done, Error, Event, Note, SnapshotTaken, Start, has_ended
 from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
-from pytest_distcompat.launch.request import interpreter
+from pytest_distcompat.launch.request import Request, interpreter
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,12 @@ def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
         file.write('{}\n[1]\n"text"\nnull\n3\n{"event": 3}\n{"rank": 0}\n\nno JSON\n{"event": "error"}\n')
     write(tmp_path, 0, Done())
     assert [event.name for event in read_events(tmp_path, 0)] == ["start", "done"]
+
+
+def test_what_a_request_has_from_its_process_stays_on_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a node agent the ranks had the agent's command line, and did not find the modules of pytest's rootdir."""
+    sent = Request("", {}, 2, "/nowhere").from_here()
+    monkeypatch.setattr(sys, "argv", ["the agent"])
+    monkeypatch.setattr(sys, "path", ["/agents/own"])
+    assert sent.from_here() == sent
+    assert "the agent" not in sent.argv

@@ -71,9 +71,13 @@ class Request:
         return range(first, first + each) if self.place else range(self.world_size)
 
     def from_here(self) -> Request:
-        """Return the request with this process's command line, ``sys.path`` and, if it has none, working directory."""
+        """Return the request with this process's command line, ``sys.path`` and working directory, where it has none."""
+        # A node agent has those of the process that sent the request.
         return dataclasses.replace(
-            self, cwd=self.cwd or str(Path.cwd()), argv=tuple(map(str, sys.argv)), import_path=import_path()
+            self,
+            cwd=self.cwd or str(Path.cwd()),
+            argv=self.argv or tuple(map(str, sys.argv)),
+            import_path=self.import_path or import_path(),
         )
 
     @property
