@@ -61,11 +61,11 @@ def sizes(snapshot: Snapshot) -> list[tuple[str, int]]:
         *(
             pytest.param(cell, marks=pytest.mark.nightly)
             for cell in (
-                "fsdp2-fp32-w4-model_odd",
-                "fsdp2-fp32-w8-model_odd",
+                # Of odd sizes: shards are uneven, and some are empty.
+                "fsdp2-fp32-w4-model_mlp",
+                "fsdp2-fp32-w8-model_mlp",
                 "fsdp2-fp32-w8-dp_replicate_2-tp_2",
                 "fsdp2-bf16_mixed-w8-dp_replicate_2",
-                "fsdp2-fp32-w8-tp_4",
             )
         ),
     ],
@@ -149,6 +149,21 @@ def test_an_exception_names_the_rank_and_the_action(tmp_path: Path) -> None:
     end = simulated(tmp_path, "torch", cell).run().end
     assert end is not None
     assert (end.kind, end.rank, end.action) == ("raised", 0, "build")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cell", ["fsdp2-fp32-w4-model_odd", "fsdp2-fp32-w8-tp_4"])
+def test_what_real_ranks_cannot_do_fails_in_the_same_way(tmp_path: Path, cell: str) -> None:
+    """An empty parameter, and fewer heads of attention than parts of a layer."""
+    asked = Cell.parse(cell)
+    with local_runner(find_driver("torch"), [asked], device="cpu", store=tmp_path / "real") as runner:
+        real = runner.trace("torch", asked, SHORT).run().end
+    found = simulated(tmp_path / "simulated", "torch", asked).run().end
+    assert real is not None
+    assert found is not None
+    # The first to raise is another rank each time.
+    assert found.message.partition(" raised ")[2] == real.message.partition(" raised ")[2]
+    assert found.action == real.action
 
 
 def test_a_process_that_cannot_start_is_a_failed_launch(tmp_path: Path) -> None:
