@@ -152,6 +152,8 @@ def test_a_field_and_a_key_of_the_json_say_the_same_if_one_changes_the_other(fie
         "Launched.prefetch": ("ds_config.zero_optimization.prefetch",),
         "Launched.level": (),
     }
+    # A variable that one object sets would change what the next one reads.
+    assert "LAUNCHED_LEVEL" not in os.environ
 
 
 def test_the_same_is_said_twice_with_equal_values_different_ones_and_auto(monkeypatch: pytest.MonkeyPatch) -> None:
