@@ -290,6 +290,21 @@ def test_a_field_without_values_and_rule_is_unknown() -> None:
     assert rules.ruled(Field("Plugin.nvme_path", "str", "", (), ("ddp",), "fp32")).state == "excluded"
 
 
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("TrainingArguments.past_index", "excluded"),
+        ("TrainingArguments.adafactor", "excluded"),
+        ("TrainingArguments.fp16_opt_level", "excluded"),
+        ("ds_config.autotuning.metric", "excluded"),
+        ("TrainingArguments.warmup_steps", "hinted"),
+    ],
+)
+def test_rules_know_fields_of_older_releases(name: str, state: str) -> None:
+    setting = rules.ruled(Field(name, "int", "0", ("1", "1000003"), ("ddp",), "fp32"))
+    assert (setting.state, "1000003" in setting.values) == (state, False)
+
+
 def test_each_rule_is_whole() -> None:
     assert all(isinstance(rule["reason"], str) for rule in rules.rules())
     names = {check for rule in rules.rules() for check in (*rule.get("without", ()), *rule.get("checks", ()))}
