@@ -248,6 +248,7 @@ class TrainerDriver(TinyDriver):
                 return SequentialSampler(self.train_dataset)
 
             def log(self, logs: dict[str, float], *rest: Any) -> None:
+                """Log the loss of the step as it was."""
                 if "loss" in logs:
                     # The sum of the losses of the steps, which are logged one by one. Added up, a NaN would stay.
                     logs["loss"], self._total_loss_scalar = self._total_loss_scalar, 0.0
