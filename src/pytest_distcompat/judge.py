@@ -162,7 +162,7 @@ def _known(check: Check, cell: Cell, declared: list[Expectation], found: list[st
     """Return the verdict where bugs are declared. ``whole``: the run ended well, so ``found`` has all findings."""
     text = "\n".join(found)  # all findings, also those that the message cuts
     # Of several bugs declared for the check, those whose message matches.
-    shown = [one for one in declared if found and one.matches(text)]
+    shown = [one for one in declared if found and any(map(one.matches, (text, *found)))]
     missing = [one for one in declared if one.strict and one not in shown]
     gone = f"fixed? Then remove {' and '.join(map(str, missing))}"
     if not found and not missing:

@@ -116,6 +116,12 @@ def test_findings_may_fit_any_of_two_known_failures(another: Expectation) -> Non
         assert verdict(toy("bfloat16 masters", "rank 0: stale", "gone"), *declared).message.startswith("gone\n\n")
 
 
+def test_a_declared_message_may_begin_any_finding() -> None:
+    masters, stale = (fails("toy", reason=f"org/repo#{word}", match=f"^{word}") for word in ("masters", "stale"))
+    found = verdict(toy("masters in bfloat16", "stale optimizer"), masters, stale)
+    assert (found.status, found.reason) == ("known", "org/repo#masters; and org/repo#stale")
+
+
 def test_each_of_two_known_failures_must_occur() -> None:
     stale = fails("toy", reason="org/repo#2", match="stale")
     for declared in ((MASTERS, stale), (stale, MASTERS)):

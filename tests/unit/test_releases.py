@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,3 +135,38 @@ def test_cells_that_an_old_release_supports_are_run(installed: Callable[..., Non
 def test_a_missing_package_is_named() -> None:
     assert _releases.missing(["torch", "no_such_library.part"]) == "no_such_library is not installed"
     assert _releases.missing(["torch>=2"]) is None
+
+
+class OldTrainer:
+    """Trainer of transformers 4: it logs a rounded loss, after it has added the loss to a total."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._total_loss_scalar: float = settings["args"].first
+        self.logged: list[float] = []
+
+    def trained(self, loss: float) -> float:
+        """Log the loss of a step and return what the log has."""
+        self._total_loss_scalar += loss
+        self.log({"loss": round(loss, 4)}, None)
+        return self.logged[-1]
+
+    def log(self, logs: dict[str, float], _start: None) -> None:
+        """Keep the loss."""
+        self.logged.append(logs["loss"])
+
+
+def test_the_loss_of_a_step_is_not_the_rounded_one_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(Trainer=OldTrainer))
+    trainer = object.__new__(TrainerDriver).make_trainer(args=SimpleNamespace(first=0.0))
+    assert [trainer.trained(loss) for loss in (1.574362, 1.540748)] == [1.574362, 1.540748]
+    assert math.isnan(trainer.trained(math.nan))
+    assert trainer.trained(1.5) == 1.5
+
+
+def test_a_loss_without_the_number_of_items_is_the_mean() -> None:
+    torch = pytest.importorskip("torch")
+    loss = object.__new__(TrainerDriver)._loss()
+    outputs, labels = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0])
+    assert loss(outputs, labels, None) == loss(outputs, labels, torch.tensor(2))
+    assert loss(outputs, labels, None) == torch.nn.functional.cross_entropy(outputs, labels)

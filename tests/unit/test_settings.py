@@ -152,6 +152,8 @@ def test_a_field_and_a_key_of_the_json_say_the_same_if_one_changes_the_other(fie
         "Launched.prefetch": ("ds_config.zero_optimization.prefetch",),
         "Launched.level": (),
     }
+    # A variable that one object sets would change what the next one reads.
+    assert "LAUNCHED_LEVEL" not in os.environ
 
 
 def test_the_same_is_said_twice_with_equal_values_different_ones_and_auto(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,6 +288,21 @@ def test_rules_add_checks_and_leave_out_those_that_a_setting_is_meant_to_fail(mo
 def test_a_field_without_values_and_rule_is_unknown() -> None:
     assert rules.ruled(Field("Plugin.text", "str", "", (), ("ddp",), "fp32")).state == "unknown"
     assert rules.ruled(Field("Plugin.nvme_path", "str", "", (), ("ddp",), "fp32")).state == "excluded"
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("TrainingArguments.past_index", "excluded"),
+        ("TrainingArguments.adafactor", "excluded"),
+        ("TrainingArguments.fp16_opt_level", "excluded"),
+        ("ds_config.autotuning.metric", "excluded"),
+        ("TrainingArguments.warmup_steps", "hinted"),
+    ],
+)
+def test_rules_know_fields_of_older_releases(name: str, state: str) -> None:
+    setting = rules.ruled(Field(name, "int", "0", ("1", "1000003"), ("ddp",), "fp32"))
+    assert (setting.state, "1000003" in setting.values) == (state, False)
 
 
 def test_each_rule_is_whole() -> None:

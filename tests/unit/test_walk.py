@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -170,3 +171,14 @@ def test_the_script_has_the_calls_their_methods_and_no_import_of_this_plugin(dri
 
 def test_a_trainer_whose_calls_are_callbacks_has_no_script() -> None:
     assert script(CELL, Walk((Call("step"),), find_driver("trainer").walk_calls), "") is None
+
+
+def test_a_release_that_returns_no_norm_has_none() -> None:
+    class Silent(Calls):
+        def clip_norm(self) -> Any:
+            return None
+
+    stepped = SimpleNamespace(step=lambda: None)
+    trainer = SimpleNamespace(optimizer=stepped, scheduler=stepped, grad_norm=1.0)
+    Silent(trainer, Path(), (0,)).update("norm", "keep")
+    assert trainer.grad_norm is None

@@ -89,7 +89,8 @@ class Calls:
         """Do all of a step that follows the backward pass."""
         if clip == "norm":
             norm = self.clip_norm()
-            self.trainer.grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            self.trainer.grad_norm = None if whole is None else float(whole)
         elif clip == "value":
             self.clip_value()
         self.trainer.optimizer.step()

@@ -6,7 +6,6 @@ https://huggingface.co/docs/accelerate/usage_guides/fsdp, https://huggingface.co
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -123,8 +122,8 @@ class AccelerateCalls(Calls):
         return float(loss.detach())
 
     def clip_norm(self) -> Any:
-        """Clip by the Accelerator; under DeepSpeed that returns the engine's norm."""
-        return self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM) or math.nan
+        """Clip by the Accelerator; under DeepSpeed that returns the engine's norm, before accelerate 1.8 nothing."""
+        return self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
 
     def clip_value(self) -> None:
         """Clip by the Accelerator."""

@@ -240,10 +240,19 @@ class TrainerDriver(TinyDriver):
             return Trainer(**settings)
 
         class InOrder(Trainer):  # type: ignore[misc]  # transformers is untyped here
-            """Before transformers 5 a method is all that chooses the sampler."""
+            """Before transformers 5 a method is all that chooses the sampler, and the log has four decimals of the loss."""
+
+            _total_loss_scalar: float
 
             def _get_train_sampler(self, *_: Any) -> Any:
                 return SequentialSampler(self.train_dataset)
+
+            def log(self, logs: dict[str, float], *rest: Any) -> None:
+                """Log the loss of the step as it was."""
+                if "loss" in logs:
+                    # The sum of the losses of the steps, which are logged one by one. Added up, a NaN would stay.
+                    logs["loss"], self._total_loss_scalar = self._total_loss_scalar, 0.0
+                super().log(logs, *rest)
 
         return InOrder(**settings)
 
@@ -280,10 +289,12 @@ class TrainerDriver(TinyDriver):
     def _loss(self) -> Callable[..., torch.Tensor]:
         """Return the loss for a model that does not compute one."""
 
-        def loss(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+        def loss(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
             from torch.nn import functional
 
-            return functional.cross_entropy(outputs.float(), labels, reduction="sum") / num_items_in_batch
+            # In transformers 4.50 an evaluation has no number.
+            items = len(labels) if num_items_in_batch is None else num_items_in_batch
+            return functional.cross_entropy(outputs.float(), labels, reduction="sum") / items
 
         return loss
 

@@ -23,8 +23,8 @@ from pytest_distcompat.settings.fields import Field, Source
 
 #: What DeepSpeed's JSON says where another place decides.
 _AUTO = "auto"
-#: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``.
-_KEYS = {"values", "excluded", "without", "options", "precision", "strategies", "checks", "twice", "beside"}
+#: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``; ``older``: of releases before today's.
+_KEYS = {"values", "excluded", "without", "options", "precision", "strategies", "checks", "twice", "beside", "older"}
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[S
 
 
 def unused_rules(settings: Collection[Setting]) -> list[str]:
-    """Return the patterns of the rules that match no setting."""
-    patterns = [pattern for rule in rules() for pattern in rule["fields"]]
+    """Return the patterns of the rules that match no setting, but for those of older releases."""
+    patterns = [pattern for rule in rules() if not rule.get("older") for pattern in rule["fields"]]
     beside = {part.partition("=")[0] for one in settings for text in one.twice for part in text.split("+")}
     names = {one.name for one in settings} | beside
     return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
