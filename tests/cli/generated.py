@@ -236,7 +236,7 @@ def beside_tp() -> str:
         reasons = [reason for alone, reason in both if not alone]
         if reasons and all(reasons):
             # The name of an option stands beside its reason.
-            reason = re.sub(r" with option '\w+'| in \w+$", "", str(reasons[0]))
+            reason = re.sub(r" with option '(?!tp')\w+'| in \w+$", "", str(reasons[0]))
             found.setdefault(reason, []).append(strategy if strategy != "fsdp2" else next(iter(options), precision))
     return table(("beside `tp`", "why not"), ([code(names), reason] for reason, names in found.items() if names))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.known import KnownIssue, applying, concerned
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.scenario import MESH
 from pytest_distcompat.strategies import STRATEGIES
 
 #: How many reasons are shown without ``--all``, the most frequent first.
@@ -45,6 +47,8 @@ class Capability:
         }
         names = PRECISIONS.names()
         yield from table(("", *names), [(one, *(words[one, name] for name in names)) for one in STRATEGIES.names()])
+        if whole:
+            yield from table(("cells that can run", *STRATEGIES.names()), self._axes())
         by_reason: dict[str, list[Cell]] = {}
         for cell, reason in self.reasons.items():
             if reason:
@@ -55,6 +59,16 @@ class Capability:
         if len(ordered) > SHOWN_REASONS and not whole:
             left = sum(len(cells) for _, cells in ordered[SHOWN_REASONS:])
             yield f"    {left} not for {len(ordered) - SHOWN_REASONS} reasons more: --all"
+
+    def _axes(self) -> Iterator[tuple[str, ...]]:
+        """Yield a row for each combination of mesh options: how many cells of each strategy can run, "-" if none can."""
+        found: dict[str, list[Cell]] = {}
+        for cell in self.reasons:
+            if names := [name for name, _ in cell.options if name in MESH]:
+                found.setdefault(" x ".join(names), []).append(cell)
+        for axes, cells in found.items():
+            able = Counter(cell.strategy for cell in cells if not self.reasons[cell])
+            yield axes, *(str(able[one] or "-") for one in STRATEGIES.names())
 
 
 def capability(
