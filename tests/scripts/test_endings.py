@@ -41,7 +41,13 @@ def test_a_run_of_good_ranks_succeeds(ends: Launch) -> None:
     assert [end.status for end in run.ending.ranks] == ["done", "done"]
 
 
-@pytest.mark.parametrize("ignored", [(), ("--ignore",)], ids=["launcher fails too", "launcher says all is well"])
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        pytest.param((), id="launcher fails too", marks=pytest.mark.nightly),
+        pytest.param(("--ignore",), id="launcher says all is well"),
+    ],
+)
 @pytest.mark.parametrize(
     ("how", "kind", "expected"),
     [
@@ -163,7 +169,7 @@ def test_ranks_die_with_the_process_that_launched_them(tmp_path: Path) -> None:
     _until(lambda: not _running(f"--{tmp_path.name}"))
 
 
-@pytest.mark.parametrize(("how", "kept"), [("well", 0), ("raise", 1)])
+@pytest.mark.parametrize(("how", "kept"), [pytest.param("well", 0, marks=pytest.mark.nightly), ("raise", 1)])
 def test_the_temporary_directory_of_a_failed_run_is_kept(how: str, kept: int, tmp_path: Path) -> None:
     line = ["2", str(PROGRAMS / "ends.py"), how]
     script = (

@@ -90,7 +90,7 @@ _PLUGINS = {
         "MORE", "{'use_orig_params': True, 'sync_module_states': False}"
     ),
     "fsdp2": _FSDP_PLUGIN.replace("VERSION", "2").replace("MORE", "{}"),
-    **{f"zero{stage}": _ZERO_PLUGIN.replace("STAGE", str(stage)) for stage in (1, 2, 3)},
+    **{f"zero{stage}": _ZERO_PLUGIN.replace("STAGE", str(stage)) for stage in range(4)},
 }
 
 
@@ -105,7 +105,7 @@ class AccelerateCalls(Calls):
         "ddp": _WRAPPED,
         "fsdp1": _WRAPPED | _VALUE | _FSDP1,
         "fsdp2": _VALUE,
-        **dict.fromkeys(("zero1", "zero2", "zero3"), _ENGINE),
+        **dict.fromkeys(("zero0", "zero1", "zero2", "zero3"), _ENGINE),
     }
 
     @property
