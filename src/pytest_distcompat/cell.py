@@ -138,6 +138,11 @@ OPTIONS: dict[str, Option] = {
             ("adamw", "sgd", "adafactor", "muon"),
             "what updates the parameters; `muon` leaves all but matrices to AdamW",
         ),
+        Option(
+            "packed",
+            (False, True),
+            "the rows of a micro-batch are joined into one without padding, in which each attends to itself alone",
+        ),
         Option("async_save", (False, True), "checkpoints are written while training goes on"),
         Option("conflict", (False, True), "the DeepSpeed JSON asks for another precision than the trainer"),
         Option(

@@ -135,7 +135,7 @@ class TestTrainer(CompatSuite):
         ("fp32", "bf16_mixed"),
         extra=(
             *map(Cell.parse, SLICE["trainer"]),
-            Matrix(("ddp",), ("fp32",), options=({"grad_accum": 2}, {"model": "dropout"})),
+            Matrix(("ddp",), ("fp32",), options=({"grad_accum": 2}, {"model": "dropout"}, {"packed": True})),
             Matrix(
                 ("fsdp2",),
                 ("fp32",),

@@ -190,6 +190,7 @@ def test_tests_whose_import_starts_a_thread_are_imported_on_ranks(run: Run, laun
     assert not second.notice, "it is reported once"
 
 
+@pytest.mark.nightly
 def test_a_server_unsafe_to_fork_spawns_ranks_and_says_so_once(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(modules=("with_cuda",)))
     first = run("report_process", 1, launcher=launcher)

@@ -97,7 +97,9 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("twin", "cell", "check", "finding"),
     [
-        ("RootOnly", "fsdp2-fp32-w8", "units", "FSDP's units are the root; expected"),
+        pytest.param(
+            "RootOnly", "fsdp2-fp32-w8", "units", "FSDP's units are the root; expected", marks=pytest.mark.nightly
+        ),
         pytest.param(
             "WholeLayers",
             "fsdp2-fp32-w64-tp_2",
@@ -144,6 +146,7 @@ def test_a_sound_trainer_at_many_ranks_is_simulated_and_never_passes(tmp_path: P
     assert len(trace.run().at("build")) < 16
 
 
+@pytest.mark.nightly
 def test_an_exception_names_the_rank_and_the_action(tmp_path: Path) -> None:
     cell = Cell.parse("fsdp2-fp32-w8-model_mlp-ep_2")
     end = simulated(tmp_path, "torch", cell).run().end

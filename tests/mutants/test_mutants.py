@@ -36,11 +36,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield found
 
 
-#: One bug every day: a mutated copy has a fork server of its own, 15 s of a core.
-PARAMETERS = [pytest.param(name, marks=pytest.mark.nightly if index else ()) for index, name in enumerate(SIGHTINGS)]
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
+# A mutated copy has a fork server of its own, 15 s of a core.
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SIGHTINGS)
 def test_the_suite_finds_the_bug(name: str, sound: Stack, tmp_path: Path) -> None:
     mutant, sightings = BY_ID[name], SIGHTINGS[name]
     # First, so that its ranks are warm before anything of the mutant's is on the path.

@@ -33,6 +33,7 @@ def test_killed(process_group, rank):
 """
 
 
+@pytest.mark.nightly
 def test_each_worker_has_its_runs_on_its_node(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS, encoding="utf-8")
     run = run_pytest(tmp_path, "-n", "2", "--distcompat-worker-nodes", "2", "--distcompat-report", "r.json")

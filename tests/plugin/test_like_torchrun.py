@@ -139,6 +139,7 @@ def test_ranks_import_only_modules_with_per_rank_state_themselves(run_pytest: Ru
     assert result.out.count(message) == 1, result.out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("reuse", ["never", pytest.param("session", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("place", ["atexit", pytest.param("unconfigure", marks=pytest.mark.nightly)])
 def test_exit_handlers_of_ranks_run(run_pytest: RunPytest, tmp_path: Path, place: str, reuse: str) -> None:

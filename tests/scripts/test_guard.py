@@ -255,6 +255,7 @@ def test_a_disk_on_which_ranks_cannot_write(run: Launch, tmp_path: Path) -> None
     assert [found.output_of(rank).count("trained to the end") for rank in (0, 1)] == [1, 1]
 
 
+@pytest.mark.nightly
 def test_a_model_that_is_prepared_twice(run: Launch) -> None:
     """More steps than are looked at in full: then hooks are taken off while torch goes through them."""
     pytest.importorskip("accelerate")

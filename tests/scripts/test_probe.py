@@ -176,6 +176,7 @@ def test_another_strategy_than_the_given_one(run: Launch) -> None:
         found.check("active")
 
 
+@pytest.mark.nightly
 def test_an_optimizer_that_holds_stale_parameters(run: Launch) -> None:
     """(d)"""
     found = run(TORCH, "--strategy", "fsdp2", "--fault", "stale", strategy="fsdp2")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.drivers.trainer import TrainerDriver
 
@@ -231,3 +231,39 @@ class SavesTheWeightsOfBefore(Torch):
         from torch.distributed.checkpoint.state_dict_saver import save
 
         save({"model": self._first}, checkpoint_id=directory)
+
+
+class Packs(TrainerDriver):
+    """Joins rows by a collator with other settings."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def collator(self) -> Any:
+        from transformers import DataCollatorWithFlattening
+
+        flatten = DataCollatorWithFlattening(**self.settings)
+        return lambda rows: flatten([{name: value.tolist() for name, value in row.items()} for row in rows])
+
+
+@twin(
+    "parity",
+    "ddp-fp32-w2-packed",
+    match=r"^step 1: the loss is ",
+    also=GRADIENTS,
+)
+class AttendsToTheRowBefore(Packs):
+    """Without positions that begin anew the rows are one."""
+
+    settings: ClassVar[dict[str, Any]] = {"return_position_ids": False}
+
+
+@twin(
+    "parity",
+    "ddp-fp32-w2-packed",
+    match=r"^step 1: the loss is ",
+    also=GRADIENTS,
+)
+class LearnsTheBorder(Packs):
+    """The last token of a row is to predict the first one of the next row."""
+
+    settings: ClassVar[dict[str, Any]] = {"separator_id": 1}

@@ -110,6 +110,7 @@ class TrainerDriver(TinyDriver):
         "grad_accum_dtype",
         "reduce_dtype",
         "conflict",
+        "packed",
         "set",
     )
     sources: ClassVar[tuple[Source, ...]] = (
@@ -143,6 +144,8 @@ class TrainerDriver(TinyDriver):
         if cell.option("fp8_backend") == "te":
             return "Trainer passes no recipe for Transformer Engine to accelerate"
         recomputes = "transformers" in model_of(cell).preload
+        if cell.option("packed") and not recomputes:
+            return f"rows of tokens are packed, and model {cell.option('model')} has none"
         if cell.option("activation_checkpointing") and not recomputes and "fsdp" not in cell.strategy:
             return f"Trainer has the model recompute, and model {cell.option('model')} has no gradient_checkpointing_enable()"
         return _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
@@ -272,6 +275,7 @@ class TrainerDriver(TinyDriver):
             model=model,
             args=TrainingArguments(**self.arguments(plan)),
             train_dataset=self.dataset(self.world.size),
+            data_collator=self.collator() if self.cell.option("packed") else None,
             compute_loss_func=None if hasattr(model, "config") else self._loss(),
         )
         self.trainer.remove_callback(PrinterCallback)
@@ -285,6 +289,13 @@ class TrainerDriver(TinyDriver):
         self.trainer.add_callback(make_callback(self, plan, report))
         with contextlib.suppress(PlanDoneError):
             self.trainer.train(resume_from_checkpoint=checkpoint)
+
+    def collator(self) -> Callable[[list[dict[str, torch.Tensor]]], Any]:
+        """Return what joins rows into one: https://huggingface.co/blog/packing-with-FA2. The reference is fed the rows."""
+        from transformers import DataCollatorWithFlattening
+
+        flatten = DataCollatorWithFlattening()
+        return lambda rows: flatten([{name: value.tolist() for name, value in row.items()} for row in rows])
 
     def _loss(self) -> Callable[..., torch.Tensor]:
         """Return the loss for a model that does not compute one."""
