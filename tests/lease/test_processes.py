@@ -49,7 +49,9 @@ def test_a_killed_waiter_does_not_block_those_behind_it(arena: Field) -> None:
     second.kill()
     arena.await_waiting("third")
     holder.send("release")
-    assert third.receive() == ["got", *IDS[:3]]
+    # The holder gives back one after the other, so it may be any three.
+    got, *ids = third.receive()
+    assert (got, len(ids), set(ids) <= set(IDS)) == ("got", 3, True)
 
 
 def test_a_large_request_is_served_before_all_small_ones_that_come_after_it(arena: Field) -> None:
@@ -66,10 +68,12 @@ def test_a_large_request_is_served_before_all_small_ones_that_come_after_it(aren
     small[3].send("release")
     assert large.receive() == ["got", *IDS]
     large.send("release")
-    assert {name for each in small[:3] for name in each.receive()} == {"got", *IDS[:3]}
+    served = [each.receive() for each in small[:3]]
+    assert {got for got, _ in served} == {"got"}
+    assert len({name for _, name in served} & set(IDS)) == 3
     spans = read_timeline(arena.timeline)
-    served = next(span for span in spans if span.who == "large")
-    assert not [span for span in spans if span.asked > served.asked and span.got < served.got]
+    first = next(span for span in spans if span.who == "large")
+    assert not [span for span in spans if span.asked > first.asked and span.got < first.got]
 
 
 def test_a_request_does_not_wait_for_earlier_ones_for_other_devices(arena: Field) -> None:
