@@ -146,8 +146,9 @@ class NodesLauncher(Launcher):
         self._alike: set[Node] = set()
 
     def warm_up(self) -> None:
-        """Start the agents that the executor starts, and what runs on one node."""
-        self._one.warm_up()
+        """Start the agents that the executor starts, and what runs on one node, unless an agent has that too."""
+        if not self._settings.node:
+            self._one.warm_up()
         self._start()
 
     def _start(self) -> None:

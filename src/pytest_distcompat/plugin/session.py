@@ -246,8 +246,9 @@ class DistcompatSession:
             reason = "expected --distcompat-token-file FILE, with the token that nodes join with"
         if not reason and executor.hint and self.worker:
             reason = "each worker of xdist would need nodes of its own; expected no -n"
-        names = executor.names(self.worker_nodes) if self.worker_nodes and not reason else []
+        names: list[str] = []
         if self.worker_nodes and not reason:
+            names = executor.names(self.worker_nodes)
             if self.nodes > 1:
                 reason = "runs of one node and of several do not mix; expected no --distcompat-worker-nodes"
             elif len(names) < self.worker_nodes:
