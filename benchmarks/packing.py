@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
@@ -44,10 +45,16 @@ def pytest_collection_modifyitems(items):
 """
 
 
-def forty(seed: int, scale: float) -> list[Demand]:
+def drawn(seed: int, number: int, sizes: Sequence[int], scale: float = 1.0) -> list[Demand]:
+    """Return so many tests with sizes and durations of 5 to 60 seconds, times ``scale``."""
     chance = random.Random(seed)
-    sizes = [(chance.choice((1, 2, 4)), chance.uniform(5, 60) * scale) for _ in range(40)]
-    return [Demand(f"test[{number}-w{size}]", size, round(seconds, 3)) for number, (size, seconds) in enumerate(sizes)]
+    found = [(chance.choice(sizes), round(chance.uniform(5, 60) * scale, 3)) for _ in range(number)]
+    return [Demand(f"test[{index}-w{size}]", size, seconds) for index, (size, seconds) in enumerate(found)]
+
+
+def length(spans: Sequence[Span]) -> float:
+    """Return for how long devices were wanted, in seconds."""
+    return max(span.released.monotonic for span in spans) - min(span.got.monotonic for span in spans)
 
 
 def run(directory: Path, workers: int) -> list[Span]:
@@ -75,7 +82,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     print(f"{measured_on('pytest', 'pytest-xdist')}\n")
-    demands = forty(arguments.seed, arguments.scale)
+    demands = drawn(arguments.seed, 40, (1, 2, 4), arguments.scale)
     best = ideal(demands, 8, arguments.workers)
     print(f"{len(demands)} tests, 8 GPUs, {arguments.workers} workers, ideal {best:.1f} s\n")
     print("| order | seconds | x ideal | GPUs leased |\n| --- | --- | --- | --- |")
@@ -94,9 +101,9 @@ def main() -> None:
                 subprocess.run(["rm", "-rf", str(directory / ".pytest_cache")], check=True)
             spans = run(directory, arguments.workers)
             assert len(spans) == len(demands)
-            length = max(s.released.monotonic for s in spans) - min(s.got.monotonic for s in spans)
+            took = length(spans)
             leased = sum(len(span.ids) * span.seconds for span in spans)
-            print(f"| {order} | {length:.1f} | {length / best:.2f} | {leased / len(ids) / length:.0%} |", flush=True)
+            print(f"| {order} | {took:.1f} | {took / best:.2f} | {leased / len(ids) / took:.0%} |", flush=True)
 
 
 if __name__ == "__main__":

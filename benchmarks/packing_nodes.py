@@ -1,8 +1,8 @@
 """How well workers that are dealt out over nodes keep all devices busy: the session's length against the ideal.
 
-``python benchmarks/packing_nodes.py`` has 40 tests of 1, 2 and 4 ranks on two nodes of 4 CPU slots each, by real pytest-xdist,
-node agents and leases; ranks only take their time. ``--simulate`` computes the same for 64 nodes of 8 GPUs, 2,560 tests, and 2, 4
-and 8 workers a node.
+``python benchmarks/packing_nodes.py`` has 40 tests of 1, 2 and 4 ranks on two nodes, each with the CPU slots of this machine, by
+real pytest-xdist, node agents and leases; ranks only take their time. ``--simulate`` computes the same for 64 nodes of 8 GPUs,
+2,560 tests, and 2, 4 and 8 workers a node.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import heapq
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -19,11 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+from packing import drawn, length  # type: ignore[import-not-found]
 
 from pytest_distcompat.lease import Demand, pack, read_timeline
 from pytest_distcompat.lease.packing import ideal
 
-NODES, SLOTS = 2, 4
+NODES = 2
 TESTS = """
 import json, time
 import pytest
@@ -54,13 +54,6 @@ class Apart(Local):
 
 EXECUTORS.by_name["apart"] = Apart
 """
-
-
-def drawn(seed: int, number: int, sizes: Sequence[int], scale: float = 1.0) -> list[Demand]:
-    """Return so many tests with sizes and durations of 5 to 60 seconds, times ``scale``."""
-    chance = random.Random(seed)
-    drawn = [(chance.choice(sizes), round(chance.uniform(5, 60) * scale, 3)) for _ in range(number)]
-    return [Demand(f"t{index}", size, seconds) for index, (size, seconds) in enumerate(drawn)]
 
 
 def simulated(order: Sequence[Demand], nodes: int, devices: int, each: int) -> float:
@@ -106,11 +99,11 @@ def real(seed: int, scale: float, each: int) -> None:
         )
         spans = read_timeline(directory / "base" / "distcompat")
     assert len(spans) == len(demands)
-    length = max(one.released.monotonic for one in spans) - min(one.got.monotonic for one in spans)
+    took = length(spans)
     used = {device for span in spans for device in span.ids}
     best = ideal(demands, len(used), each * NODES)
     print(f"{len(spans)} tests by {each} workers a node on {len(used)} slots of {NODES} nodes:")
-    print(f"{length:.1f} s, ideal {best:.1f} s: x {length / best:.2f}")
+    print(f"{took:.1f} s, ideal {best:.1f} s: x {took / best:.2f}")
 
 
 def main() -> None:

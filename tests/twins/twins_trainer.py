@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.trainer import TrainerDriver
 
@@ -233,28 +233,17 @@ class SavesTheWeightsOfBefore(Torch):
         save({"model": self._first}, checkpoint_id=directory)
 
 
-class Packs(TrainerDriver):
-    """Joins rows by a collator with other settings."""
-
-    settings: ClassVar[dict[str, Any]] = {}
-
-    def collator(self) -> Any:
-        from transformers import DataCollatorWithFlattening
-
-        flatten = DataCollatorWithFlattening(**self.settings)
-        return lambda rows: flatten([{name: value.tolist() for name, value in row.items()} for row in rows])
-
-
 @twin(
     "parity",
     "ddp-fp32-w2-packed",
     match=r"^step 1: the loss is ",
     also=GRADIENTS,
 )
-class AttendsToTheRowBefore(Packs):
+class AttendsToTheRowBefore(TrainerDriver):
     """Without positions that begin anew the rows are one."""
 
-    settings: ClassVar[dict[str, Any]] = {"return_position_ids": False}
+    def collator(self, **settings: Any) -> Any:
+        return super().collator(return_position_ids=False, **settings)
 
 
 @twin(
@@ -263,7 +252,8 @@ class AttendsToTheRowBefore(Packs):
     match=r"^step 1: the loss is ",
     also=GRADIENTS,
 )
-class LearnsTheBorder(Packs):
+class LearnsTheBorder(TrainerDriver):
     """The last token of a row is to predict the first one of the next row."""
 
-    settings: ClassVar[dict[str, Any]] = {"separator_id": 1}
+    def collator(self, **settings: Any) -> Any:
+        return super().collator(separator_id=1, **settings)

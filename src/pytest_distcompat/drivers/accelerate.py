@@ -409,12 +409,10 @@ class AccelerateDriver(TinyDriver):
             state = self.accelerator.get_state_dict(self.model)
             unwrapped.save_pretrained(directory, is_main_process=main, state_dict=state)
             return
-        if not hasattr(unwrapped, "config"):
-            self.accelerator.save_model(self.model, str(directory))
-            return
-        # In several files, as large models are.
-        self.accelerator.save_model(self.model, str(directory), max_shard_size="20KB")
-        if main:
+        configured = hasattr(unwrapped, "config")
+        # In several files, as large models are, where ``from_pretrained`` reads them.
+        self.accelerator.save_model(self.model, str(directory), **({"max_shard_size": "20KB"} if configured else {}))
+        if main and configured:
             unwrapped.config.save_pretrained(directory)
 
     def rows(

@@ -290,11 +290,11 @@ class TrainerDriver(TinyDriver):
         with contextlib.suppress(PlanDoneError):
             self.trainer.train(resume_from_checkpoint=checkpoint)
 
-    def collator(self) -> Callable[[list[dict[str, torch.Tensor]]], Any]:
+    def collator(self, **settings: Any) -> Callable[[list[dict[str, torch.Tensor]]], Any]:
         """Return what joins rows into one: https://huggingface.co/blog/packing-with-FA2. The reference is fed the rows."""
         from transformers import DataCollatorWithFlattening
 
-        flatten = DataCollatorWithFlattening()
+        flatten = DataCollatorWithFlattening(**settings)
         return lambda rows: flatten([{name: value.tolist() for name, value in row.items()} for row in rows])
 
     def _loss(self) -> Callable[..., torch.Tensor]:
