@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,10 @@ from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from pytest_distcompat.strategies import WrapSpec
+
 ALONE, WITH_SHARDS, WITH_COPIES = "fsdp2-fp32-w2-pp_2", "fsdp2-fp32-w4-pp_2", "ddp-fp32-w4-pp_2"
+WITH_PARTS = "fsdp2-fp32-w4-tp_2-pp_2"
 
 
 @twin(
@@ -51,12 +55,35 @@ class ScaledOnceMore(Torch):
         return super()._pipelined(number)
 
 
-@twin("parity", ALONE, WITH_SHARDS, match=r"^step 1: rank 0: the gradient norm is ", also={**CLIPPING, **GRADIENTS})
+@twin(
+    "parity",
+    ALONE,
+    WITH_SHARDS,
+    WITH_PARTS,
+    match=r"^step 1: rank 0: the gradient norm is ",
+    also={**CLIPPING, **GRADIENTS},
+)
 class ClippedByTheStage(Torch):
     """Each stage clips by the norm of its own gradients."""
 
     def _clip(self) -> float:
         return _options.clip_on_meshes(self.model.parameters(), MAX_NORM)
+
+
+@twin(
+    "active",
+    WITH_PARTS,
+    match=r"^rank 2: layers are whole on each rank; expected 2 parts of tensor parallelism",
+    # Norms of stages that are cut differently have no common groups of ranks.
+    also=CLIPPING,
+)
+class LastStageIsNotCut(Torch):
+    """The plan of tensor parallelism is applied to the first stage alone."""
+
+    @property
+    def wrap_spec(self) -> WrapSpec:
+        sound = super().wrap_spec
+        return sound if self.pipeline is None or self.pipeline.first else dataclasses.replace(sound, tp_plan={})
 
 
 @twin(

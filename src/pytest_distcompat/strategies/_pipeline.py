@@ -17,7 +17,19 @@ if TYPE_CHECKING:
     from pytest_distcompat.models._base import Batch, Stages
 
 #: Options that were tried beside pipeline parallelism.
-BESIDE = frozenset({"model", "pp", "pp_schedule", "grad_accum", "activation_checkpointing", "param_groups", "set"})
+BESIDE = frozenset(
+    {
+        "model",
+        "pp",
+        "pp_schedule",
+        "tp",
+        "compile",
+        "grad_accum",
+        "activation_checkpointing",
+        "param_groups",
+        "set",
+    }
+)
 
 
 def unsupported_reason(cell: Cell, stages: Stages | None) -> str | None:

@@ -70,10 +70,13 @@ def autotp_plan(cell: Cell) -> dict[str, Any]:
 
 
 def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str], *, sequence: bool) -> None:
-    """Cut the model's layers along a mesh of one dimension, in place."""
+    """Cut the model's layers along a mesh of one dimension, in place; those of other stages of a pipeline are not here."""
     from torch.distributed.tensor.parallel import parallelize_module
 
-    styles = {name: _style(style, sequence=sequence) for name, style in plan.items()}
+    from pytest_distcompat.models._modules import Elsewhere
+
+    elsewhere = {name for name, module in model.named_modules() if isinstance(module, Elsewhere)}
+    styles = {name: _style(style, sequence=sequence) for name, style in plan.items() if name not in elsewhere}
     parallelize_module(model, mesh, {name: style for name, style in styles.items() if style is not None})
 
 
