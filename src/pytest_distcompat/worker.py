@@ -182,7 +182,7 @@ class Rank:
             state = f"the next action of the plan is {expected!r}" if expected else "the plan is done"
             raise RuntimeError(f"the driver's train() reported {action!r}; {state}")
         if action == "build" and self.driver.model is not None and not self.driver.cell.option("compile"):
-            self.observer.attach_to_cut_layers(self.driver.model)
+            self.observer.attach_to_built(self.driver.model)
         with self.observer.aside():
             infos = self._snapshot(whole=action not in STEP_ACTIONS or self.number < self.run.first_step + WHOLE_STEPS)
             infos |= self._called(loss) if self.walks else {}

@@ -235,6 +235,25 @@ def test_a_saved_tensor_that_is_neither_parameter_nor_buffer(sound: Sound) -> No
     assert story.file(0, keys=keys, shapes={"outlet._extra_state": (3,)}).findings("names") == []
 
 
+def test_a_parameter_that_a_hook_of_the_model_saves_under_other_names(sound: Sound) -> None:
+    # torchtitan's fused projection is in the state dict, and so in files, as those that it is fused of.
+    halves = ("outlet.upper.weight", "outlet.lower.weight")
+
+    def fused(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.unwrapped is not None
+        own = [name for name in snapshot.unwrapped.state_dict if name != "outlet.weight"]
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, state_dict=(*own, *halves)))
+
+    story, others = (
+        sound("fsdp2-fp32-w2").alter(fused, action="build_model"),
+        ("inlet.weight", "frozen.weight", "scale"),
+    )
+    assert story.file(0, keys=(*others, *halves)).findings("names") == []
+    assert story.file(0, keys=(*others, halves[0])).findings("names") == [
+        "1 of 4 parameters are in no saved file, first 'outlet.lower.weight'"
+    ]
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_live_parameter_of_another_shape(sound: Sound, cell: str) -> None:
     story = sound(cell)

@@ -94,6 +94,16 @@ def test_a_distributed_checkpoint(
     assert set(saved["model"].digests) == set(NAMES)
 
 
+def test_a_model_at_the_top_level_beside_an_optimizer(tmp_path: Path, state: dict[str, Any]) -> None:
+    """As torchtitan's checkpointer writes it."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    named = {"state": {name: {"exp_avg": tensor} for name, tensor in state.items()}}
+    save({**state, "optimizer": named, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    assert [set(keys) for keys in held(tmp_path)] == [set(NAMES)]
+    assert [set(keys) for keys in held(tmp_path, "optimizer")] == [set(NAMES)]
+
+
 def test_other_files_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "data.tar").write_bytes(b"no pickle")
     torch.save([1, 2], tmp_path / "list.pt")

@@ -91,6 +91,20 @@ def test_two_batches_in_dicts_have_different_digests() -> None:
     assert first != second
 
 
+def test_a_trainer_that_builds_the_model_itself_is_watched() -> None:
+    observer, given, own = Observer(), OfDict(), OfDict()
+    observer.attach(given)
+    # Wrapped, as by DDP, it is the given one; torchtitan's is not.
+    observer.attach_to_built(torch.nn.ModuleList([given]))
+    observer.attach_to_built(own)
+    with observer.watching():
+        own({"x": torch.ones(3)})
+        given({"x": torch.ones(3)})
+    first, second = observer.infos()["inputs"]
+    assert first == second
+    assert len(observer.infos()["compute"]) == 1
+
+
 def test_a_convolution_computes() -> None:
     observer, model = Observer(), torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.ReLU())
     observer.attach(model)

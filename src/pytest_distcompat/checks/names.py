@@ -76,6 +76,11 @@ class _Expected:
         if cell.option("lora"):
             self.first_of = {**self.first_of, **{adapter_name(name): name for name in self.trainable}}
             self.saved |= set(self.first_of)
+        # A hook of the model may save a parameter under other names, as torchtitan's does for fused projections.
+        own = {self.same(name) for name in unwrapped.state_dict if not name.endswith("_extra_state")}
+        renamed = self.parameters - own if own else set()
+        others = own - self.parameters - {self.same(info.name) for info in unwrapped.buffers} if renamed else set()
+        self.in_files = self.parameters - renamed | others
         # An optimizer has no state of those for which it never got a gradient.
         self.updated = self.trainable - set(map(self.canonical, unused))
 
@@ -167,8 +172,8 @@ class _Expected:
         for file in (one for one in files if one.holds != "index"):
             (covered if file.holds == "model" else optimized).update(self.same(key) for key in file.keys)
         adapted = bool(self.cell.option("lora"))
-        for text in _missing("parameters", self.trainable if adapted else self.parameters, covered):
-            ranks = self._only_holders(run, self.parameters - covered)
+        for text in _missing("parameters", self.trainable if adapted else self.in_files, covered):
+            ranks = self._only_holders(run, self.in_files - covered)
             yield f"{text}; {named_stage(run, ranks)} alone hold{'s' * (len(ranks) == 1)} them" if ranks else text
         yield from _missing("persistent buffers", set() if adapted else self.persistent, covered)
         if not covered:

@@ -133,7 +133,8 @@ def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
 
     The planner records the path of each key in the nested state dict: ``("app", "model", "layers.0.weight")`` in
     torch's recipe (https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html). Otherwise the
-    segment before the first dot is tried. If no key belongs to a part, top-level tensors are a model's own state dict.
+    segment before the first dot is tried. If no key belongs to a model, top-level tensors are a model's own state dict;
+    torchtitan saves it like this, beside ``optimizer``.
     """
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     paths = {
@@ -141,7 +142,7 @@ def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
         for key in sorted(metadata.state_dict_metadata)
     }
     parts = {key: _part_of(path) or ("", key) for key, path in paths.items()}
-    if not any(part for part, _ in parts.values()):
+    if not any(part == "model" for part, _ in parts.values()):
         top_level = {
             key for key in parts if len(paths[key]) == 1 and hasattr(metadata.state_dict_metadata[key], "size")
         }

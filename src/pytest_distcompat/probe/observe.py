@@ -97,14 +97,28 @@ class Observer:
         self._stepped: Any = WeakIdKeyDictionary()
         #: Trainable parameter of the model -> whether autograd computed a gradient for it since the last restart.
         self._reached: Any = WeakIdKeyDictionary()
+        #: The modules of the model to which hooks are attached.
+        self._attached: Any = WeakIdKeyDictionary()
         register_optimizer_step_pre_hook(guarded("before an optimizer's step, its gradients", self._pre_step))
         register_optimizer_step_post_hook(guarded("after an optimizer's step, its state", self._post_step))
         self.record_operator = guarded("an operator", self._record_operator)
 
     def attach(self, model: Module) -> None:
         """Register hooks on the model, its trainable parameters and its leaf layers, before anything wraps it."""
+        self._attached.update(dict.fromkeys(model.modules()))
         self.attach_to_layers(model)
         model.register_forward_pre_hook(Hook(self.record_inputs), with_kwargs=True)
+
+    def attach_to_built(self, model: Module) -> None:
+        """Register hooks on layers that a trainer has put in the place of the given ones.
+
+        DeepSpeed's AutoTP replaces single layers. torchtitan's Trainer builds the whole model from its configuration.
+        """
+        if not any(module in self._attached for module in model.modules()):
+            self.attach(model)
+        for name, module in model.named_modules():
+            if is_a(module, "TensorParallel_Layer"):
+                module.register_forward_hook(Hook(self._guarded("a forward hook of a layer", self._forward_hook(name))))
 
     def attach_to_layers(self, model: Module) -> list[RemovableHandle]:
         """Register hooks on trainable parameters and on leaf modules that multiply by a matrix; return handles of the hooks."""
@@ -119,12 +133,6 @@ class Observer:
                 if multiplies(module)
             ),
         ]
-
-    def attach_to_cut_layers(self, model: Module) -> None:
-        """Register hooks on the layers that DeepSpeed's AutoTP has put in the place of others."""
-        for name, module in model.named_modules():
-            if is_a(module, "TensorParallel_Layer"):
-                module.register_forward_hook(Hook(self._guarded("a forward hook of a layer", self._forward_hook(name))))
 
     def _record_reached(self, parameter: torch.Tensor) -> None:
         self._reached[parameter] = True
