@@ -8,20 +8,22 @@ real pytest-xdist, node agents and leases; ranks only take their time. ``--simul
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 from packing import drawn, length  # type: ignore[import-not-found]
 
-from pytest_distcompat.lease import Demand, pack, read_timeline
+from pytest_distcompat.lease import pack, read_timeline
 from pytest_distcompat.lease.packing import ideal
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.lease.simulation import simulate
 
 NODES = 2
 TESTS = """
@@ -54,33 +56,6 @@ class Apart(Local):
 
 EXECUTORS.by_name["apart"] = Apart
 """
-
-
-def simulated(order: Sequence[Demand], nodes: int, devices: int, each: int) -> float:
-    """Return the length of a session whose workers, ``each`` a node, take tests in order and wait for their node's devices."""
-    free, waiting = [devices] * nodes, [list[tuple[int, Demand]]() for _ in range(nodes)]
-    ends: list[tuple[float, int, Demand]] = []
-    rest, now = iter(order), 0.0
-
-    def take(worker: int) -> None:
-        if test := next(rest, None):
-            waiting[worker % nodes].append((worker, test))
-            start(worker % nodes)
-
-    def start(node: int) -> None:
-        while waiting[node] and waiting[node][0][1].world_size <= free[node]:
-            worker, test = waiting[node].pop(0)
-            free[node] -= test.world_size
-            heapq.heappush(ends, (now + test.expected(), worker, test))
-
-    for worker in range(nodes * each):
-        take(worker)
-    while ends:
-        now, worker, test = heapq.heappop(ends)
-        free[worker % nodes] += test.world_size
-        start(worker % nodes)
-        take(worker)
-    return now
 
 
 def real(seed: int, scale: float, each: int) -> None:
@@ -122,9 +97,8 @@ def main() -> None:
     demands = drawn(arguments.seed, 40 * nodes, (1, 2, 4, 8))
     print("| workers a node | x ideal |\n| --- | --- |")
     for each in (2, 4, 8):
-        order = pack(demands, nodes * devices, nodes * each)
-        best = ideal(order, nodes * devices, nodes * each)
-        print(f"| {each} | {simulated(order, nodes, devices, each) / best:.2f} |")
+        found = simulate(pack(demands, nodes * devices, nodes * each), devices, each, nodes=nodes)
+        print(f"| {each} | {found.makespan / found.ideal:.2f} |")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Time and memory of simulating models with their real sizes at many ranks.
 
 ``python benchmarks/simulate.py --ranks 1024`` simulates Llama 3 70B under FSDP2, HSDP and TP x FSDP, and prints a table.
+``--driver Qwen235B --precision bf16_mixed`` does it with Qwen3-235B-A22B: torch's grouped product has no float32 without values.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--driver", default="Llama70B", help="a class of large_models.py")
+    parser.add_argument("--precision", default="fp32")
     arguments = parser.parse_args()
     print(measured_on("torch", "transformers"))
     print("| cell | ranks simulated | seconds | seconds of CPU | peak of a process | verdicts |")
     print("| --- | --- | --- | --- | --- | --- |")
     for options in OPTIONS:
-        cell = Cell.of("fsdp2", "fp32", arguments.ranks, **options)
+        cell = Cell.of("fsdp2", arguments.precision, arguments.ranks, **options)
         with tempfile.TemporaryDirectory() as store:
             began, before = time.perf_counter(), os.times()
             runner = Runner(Path(store), SimulatingLauncher(), device="cpu", timeout=3600)
@@ -46,7 +48,7 @@ def main() -> None:
         run = found[0][1].run()
         cpu = sum(used(after)) - sum(used(before))
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024**2
-        words = ", ".join(sorted({verdict.status.word for verdict, _ in found}))
+        words = ", ".join(sorted({f"{one.status.word} {one.why}".strip() for one, _ in found}))
         print(f"| {cell.id} | {len(run.at('build'))} | {took:.0f} | {cpu:.0f} | {peak:.1f} GiB | {words} |", flush=True)
 
 

@@ -144,11 +144,22 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 
 class _EqualChunks(TorchFunctionMode):
-    """Mode in which chunks of a tensor without values that are equally large are one tensor: ``fully_shard`` makes one a rank."""
+    """Mode in which chunks of a tensor without values that are equally large are one tensor: ``fully_shard`` makes one a rank.
+
+    Where the tensor is shorter than there are ranks, it makes empty ones of the first chunk (``new_empty(0)``).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first = self._empty = torch.empty(0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.chunk and valueless(args[0]):
-            return _chunk(*args, **kwargs or {})
+            chunks = _chunk(*args, **kwargs or {})
+            self._first, self._empty = chunks[0], chunks[0].new_empty(0)
+            return chunks
+        if func is torch.Tensor.new_empty and args[0] is self._first and args[1:] == (0,) and not kwargs:
+            return self._empty
         return func(*args, **kwargs or {})
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tests.machines.node_faults import EXECUTORS, FAULTS, Fault
+
 from pytest_distcompat.cell import OPTIONS, Cell, OptionValue
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.driver import Driver
@@ -293,6 +295,24 @@ def actions() -> str:
     return table(("method or claim", "is", "checks that it brings"), rows)
 
 
+def node_faults() -> str:
+    """Return the table of faults of a node, and which executors' tests meet them."""
+
+    def met(fault: Fault, executor: str) -> str:
+        return fault.impossible.get(executor) or (f"`{fault.instead[executor]}`" if executor in fault.instead else "✓")
+
+    rows = (
+        [
+            fault.words,
+            f"`{fault.says}`" if fault.says else "the tests pass",
+            str(fault.within or ""),
+            *(met(fault, executor) for executor in EXECUTORS),
+        ]
+        for fault in FAULTS.values()
+    )
+    return table(("n2", "says", "seconds", *code(EXECUTORS).split(", ")), rows)
+
+
 def example_driver() -> str:
     """The driver of the example, whole."""
     text = (DOCS.parent / "examples" / "my_trainer" / "my_driver.py").read_text(encoding="utf-8")
@@ -309,6 +329,7 @@ MADE: Mapping[str, Callable[[], str]] = {
     "actions": actions,
     "driver": example_driver,
     "beside_tp": beside_tp,
+    "node_faults": node_faults,
 }
 
 #: What the site alone has, by the name in the comment that it replaces.

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import find_check
@@ -16,8 +19,10 @@ from pytest_distcompat.engine import local_runner
 from pytest_distcompat.judge import judge
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.simulated import SimulatingLauncher
+from pytest_distcompat.probe.layouts import alike_ranks
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.scenario import Run, Scenario
+from pytest_distcompat.simulate import fake_ranks
 from pytest_distcompat.status import Status
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
@@ -144,6 +149,27 @@ def test_a_sound_trainer_at_many_ranks_is_simulated_and_never_passes(tmp_path: P
     assert {("all_reduce", "dp_replicate", 2), ("all_reduce", "tp", 2)} <= sent
     # Few ranks differ: each size of layer ends at another one.
     assert len(trace.run().at("build")) < 16
+
+
+def test_ranks_without_a_part_of_a_short_parameter_have_one_empty_tensor() -> None:
+    """``fully_shard`` makes one for each: for the parameters of 128 experts on 1024 ranks, that took most of the time."""
+    with fake_ranks(0, 64):
+        weight, other = torch.zeros(8, 4), torch.zeros(8, 4)
+        first = torch.chunk(weight, 64)[0]
+        assert first.new_empty(0) is first.new_empty(0)
+        assert first.new_empty(0).shape == (0,)
+        assert first.new_empty(1) is not first.new_empty(1)
+        assert other.new_empty(0) is not other.new_empty(0)
+
+
+def test_ranks_of_another_mesh_of_the_same_shape_hold_as_much() -> None:
+    """A norm beside tensor parallelism is on the data-parallel mesh of its own ``tp`` coordinate."""
+    with fake_ranks(0, 8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        norms = {name: distribute_tensor(torch.zeros(7), mesh[name], [Shard(0)]) for name in ("dp", "tp")}
+        found = {name: alike_ranks([norm], 8) for name, norm in norms.items()}
+    # Of seven elements four ranks have 2, 2, 2 and 1, and two ranks 4 and 3; the last rank is by itself.
+    assert found == {"dp": [(0, 1, 2, 3, 4, 5), (6,), (7,)], "tp": [(0, 2, 4, 6), (1, 3, 5), (7,)]}
 
 
 @pytest.mark.nightly

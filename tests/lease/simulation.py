@@ -23,18 +23,24 @@ class Schedule:
     ideal: float
 
 
-def simulate(demands: Iterable[Demand], devices: int, workers: int, *, in_hand: int = IN_HAND) -> Schedule:
-    """Simulate the leases of that order, by the rule of the real queue (``tickets.ahead``)."""
+def simulate(
+    demands: Iterable[Demand], devices: int, workers: int, *, in_hand: int = IN_HAND, nodes: int = 1
+) -> Schedule:
+    """Simulate the leases of that order, by the rule of the real queue (``tickets.ahead``).
+
+    ``devices`` and ``workers`` are those of each node; a worker leases on its own node.
+    """
     known = expect(list(demands))
-    ids = tuple(f"gpu-{number}" for number in range(devices))
+    ids = tuple(f"gpu-{number}" for number in range(nodes * devices))
+    own = [ids[node * devices : (node + 1) * devices] for node in range(nodes)]
     to_come, free, time = deque(known), set(ids), 0.0
-    hands: list[deque[Demand]] = [deque() for _ in range(workers)]
+    hands: list[deque[Demand]] = [deque() for _ in range(nodes * workers)]
     # Dealt in turn, so that the first tests of the list begin first.
     for hand in hands * in_hand:
         if to_come:
             hand.append(to_come.popleft())
-    idle = list(range(workers))  # the workers that are about to request devices for their next test
-    waiting: list[tuple[Ticket, int, float]] = []
+    idle = list(range(nodes * workers))  # the workers that are about to request devices for their next test
+    waiting: list[list[tuple[Ticket, int, float]]] = [[] for _ in own]
     running: list[tuple[float, int, int, tuple[str, ...]]] = []
     spans: list[Span] = []
     number = 0
@@ -44,19 +50,25 @@ def simulate(demands: Iterable[Demand], devices: int, workers: int, *, in_hand: 
                 hands[worker].append(to_come.popleft())
             if hands[worker]:
                 number += 1
-                demand = hands[worker][0]
-                waiting.append((Ticket(number, ids, min(demand.world_size, devices), demand.id), worker, time))
-        for request in list(waiting):
-            ticket, worker, requested = request
-            if ticket.count <= len(free) and not ahead(ticket, (other for other, _, _ in waiting)):
-                waiting.remove(request)
-                taken = tuple([name for name in ids if name in free][: ticket.count])
-                free.difference_update(taken)
-                end = time + hands[worker][0].expected()
-                heapq.heappush(running, (end, ticket.number, worker, taken))
-                spans.append(Span(taken, ticket.who, worker, _at(requested), _at(time), _at(end), worker=str(worker)))
+                demand, node = hands[worker][0], worker % nodes
+                ticket = Ticket(number, own[node], min(demand.world_size, devices), demand.id)
+                waiting[node].append((ticket, worker, time))
+        # Devices were given back on nodes of idle workers alone.
+        for requests in (waiting[node] for node in {worker % nodes for worker in idle}):
+            for request in list(requests):
+                ticket, worker, requested = request
+                unused = [name for name in ticket.ids if name in free]
+                if ticket.count <= len(unused) and not ahead(ticket, (other for other, _, _ in requests)):
+                    requests.remove(request)
+                    taken = tuple(unused[: ticket.count])
+                    free.difference_update(taken)
+                    end = time + hands[worker][0].expected()
+                    heapq.heappush(running, (end, ticket.number, worker, taken))
+                    spans.append(
+                        Span(taken, ticket.who, worker, _at(requested), _at(time), _at(end), worker=str(worker))
+                    )
         if not running:
-            return Schedule(ids, tuple(spans), time, ideal(known, devices, workers))
+            return Schedule(ids, tuple(spans), time, ideal(known, nodes * devices, nodes * workers))
         time, _, worker, taken = heapq.heappop(running)
         free.update(taken)
         hands[worker].popleft()

@@ -1,18 +1,20 @@
-"""A Slurm with two nodes on this machine. Needs root."""
+"""A Slurm, or a Ray cluster, with two nodes on this machine. Needs root."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pytest_distcompat import clock
 
 CONFIGURATION = """
 ClusterName=distcompat
-SlurmctldHost={host}
+SlurmctldHost={hosts[0]}
 SlurmctldPort=16917
 SlurmUser=root
 StateSaveLocation={directory}/state
@@ -28,40 +30,87 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
-NodeName=n1 NodeHostname={host} Port=17101 CPUs=2 State=UNKNOWN
-NodeName=n2 NodeHostname={host} Port=17102 CPUs=2 State=UNKNOWN
+NodeName=n1 NodeHostname={hosts[0]} Port=17101 CPUs=2 State=UNKNOWN
+NodeName=n2 NodeHostname={hosts[1]} Port=17102 CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=n1,n2 Default=YES State=UP
 """
 
 
+#: Returns the words before a command that runs it on a node.
+Inside = Callable[[str], list[str]]
+
+
 @contextlib.contextmanager
-def cluster(environment: Mapping[str, str], directory: Path) -> Iterator[dict[str, str]]:
-    """Start it, and yield the environment in which its commands find it; end it afterwards."""
+def cluster(environment: Mapping[str, str], directory: Path, inside: Inside | None = None) -> Iterator[dict[str, str]]:
+    """Start a Slurm, and yield the environment in which its commands find it; end it afterwards.
+
+    Both nodes are this host, unless ``inside`` says where ``n1`` and ``n2`` are.
+    """
     for name in ("state", "spool-n1", "spool-n2", "munge"):
         (directory / name).mkdir()
     configuration = directory / "slurm.conf"
     host = os.uname().nodename.partition(".")[0]
-    configuration.write_text(CONFIGURATION.format(host=host, directory=directory))
+    hosts = (host, host) if inside is None else ("n1", "n2")
+    configuration.write_text(CONFIGURATION.format(hosts=hosts, directory=directory))
     key = directory / "munge" / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
     munge = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={directory}/munge/socket"]
     munge += [f"--{kind}-file={directory}/munge/{kind}" for kind in ("log", "pid", "seed")]
     environment = {**environment, "SLURM_CONF": str(configuration)}
-    lines = [munge, ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]]
-    started: list[subprocess.Popen[bytes]] = []
+    lines = [("n1", munge), ("n1", ["slurmctld", "-D"])]
+    lines += [(node, ["slurmd", "-D", "-N", node]) for node in ("n1", "n2")]
+    where = inside or (lambda _: [])
 
     def idle() -> bool:
-        line = ["sinfo", "--noheader", "--format=%D %t"]
+        line = [*where("n1"), "sinfo", "--noheader", "--format=%D %t"]
         return subprocess.run(line, env=environment, capture_output=True, text=True, check=False).stdout == "2 idle\n"
 
-    try:
-        for line in lines:
-            with (directory / f"{line[0]}-{line[-1]}.out".replace("/", "_")).open("wb") as out:
-                started.append(subprocess.Popen(line, env=environment, stdout=out, stderr=out))
-            clock.sleep(1)
-        assert clock.wait_until(idle, 30, every=0.5), (directory / "controller.log").read_text()
+    with daemons([[*where(node), *line] for node, line in lines], environment, directory):
+        assert clock.wait_until(idle, 120, every=0.5), (directory / "controller.log").read_text()
         yield environment
+
+
+@contextlib.contextmanager
+def ray_cluster(
+    environment: Mapping[str, str], directory: Path, inside: Inside, nodes: int = 2, *, dashboard: bool = False
+) -> Iterator[dict[str, str]]:
+    """Start a Ray cluster on ``n1`` and ``n2``, and yield the environment in which drivers on ``n1`` find it; end it afterwards.
+
+    ``ray job`` needs the dashboard.
+    """
+    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "10.97.0.1:6379"}
+    least = ["--block", "--num-cpus=2", f"--object-store-memory={80 * 2**20}"]
+    head = ["ray", "start", "--head", "--node-ip-address=10.97.0.1", "--port=6379", f"--include-dashboard={dashboard}"]
+    node = ["ray", "start", "--address=10.97.0.1:6379", "--node-ip-address=10.97.0.2"]
+    environment = {**environment, **own}
+
+    def there() -> bool:
+        line = [*inside("n1"), sys.executable, "-c", "import ray; ray.init(); print(len(ray.nodes()))"]
+        found = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+        return found.stdout == f"{nodes}\n"
+
+    with contextlib.ExitStack() as stack:
+        # The names of its sockets are long.
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp"))
+        lines = [[*inside("n1"), *head, f"--temp-dir={temporary}", *least], [*inside("n2"), *node, *least]]
+        stack.enter_context(daemons(lines[:nodes], environment, directory, wait=10))
+        assert clock.wait_until(there, 120, every=1), (directory / f"{nodes - 1}.out").read_text()
+        yield environment
+
+
+@contextlib.contextmanager
+def daemons(
+    lines: Sequence[Sequence[str]], environment: Mapping[str, str], directory: Path, wait: float = 1
+) -> Iterator[None]:
+    """Start them one after the other, with their output in files of that directory; end them afterwards."""
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, line in enumerate(lines):
+            with (directory / f"{number}.out").open("wb") as out:
+                started.append(subprocess.Popen(line, env=environment, stdout=out, stderr=out, cwd=directory))
+            clock.sleep(wait)
+        yield
     finally:
         for process in reversed(started):
             process.terminate()

@@ -31,7 +31,7 @@ class Network:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._id = secrets.token_hex(3)
-        self._environment = dict(environment)
+        self.environment = dict(environment)
         self.namespaces = {name: f"dc{self._id}{name}" for name in ("n1", "n2")}
         # The bridge is in a namespace too, so that no address of this machine can be reached.
         self.switch = f"dc{self._id}sw"
@@ -73,29 +73,24 @@ class Network:
             line = "qdisc add dev eth0 root tbf rate 8mbit burst 16kb latency 20ms"
             subprocess.run(["tc", "-n", namespace, *line.split()], check=True)
 
+    def inside(self, node: str, directory: Path, before: str = "true") -> list[str]:
+        """Return the words before a command that run it on that node; ``before`` runs first in its mount namespace."""
+        hosts = directory / "hosts"
+        hosts.write_text("127.0.0.1 localhost\n::1 localhost\n10.97.0.1 n1\n10.97.0.2 n2\n")
+        script = f'hostname {node} && mount --bind {hosts} /etc/hosts && {before} && exec "$@"'
+        # Not ``ip netns exec``, which hides /sys/fs/cgroup.
+        line = f"nsenter --net=/run/netns/{self.namespaces[node]} unshare --uts --mount sh -c"
+        return [*line.split(), script, "sh"]
+
     def popen(self, node: str, line: list[str], directory: Path, before: str = "true") -> subprocess.Popen[str]:
-        """Start a command on that node, whose host name is the node's; ``before`` runs first in its mount namespace."""
-        script = f'hostname {node} && {before} && exec "$@"'
-        line = [
-            "ip",
-            "netns",
-            "exec",
-            self.namespaces[node],
-            "unshare",
-            "--uts",
-            "--mount",
-            "sh",
-            "-c",
-            script,
-            "sh",
-            *line,
-        ]
+        """Start a command on that node, whose host name is the node's."""
         environment = {
-            **self._environment,
+            **self.environment,
             "GLOO_SOCKET_IFNAME": "eth0",
             "RECORDED_REPORTS": str(directory / "reports.jsonl"),
         }
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        line = [*self.inside(node, directory, before), *line]
         process: subprocess.Popen[str] = subprocess.Popen(line, cwd=directory, env=environment, **pipes)  # type: ignore[call-overload]
         self.started.append(process)
         return process
@@ -113,15 +108,17 @@ class Network:
         (directory / "temporary").mkdir(exist_ok=True)
         return self.popen("n1", [*line, f"--basetemp={directory / 'temporary' / 'base'}", *args], directory)
 
+    def is_on(self, process: psutil.Process, *nodes: str) -> bool:
+        """Tell whether a process runs on one of these nodes."""
+        inodes = {Path("/run/netns", self.namespaces[node]).stat().st_ino for node in nodes}
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{process.pid}/ns/net").stat().st_ino in inodes
+        return False
+
     def left(self) -> list[str]:
         """Return the commands of processes that still run on one of the nodes."""
-        inodes = {Path("/run/netns", name).stat().st_ino for name in self.namespaces.values()}
-        found = []
-        for process in psutil.process_iter(["pid", "cmdline"]):
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{process.pid}/ns/net").stat().st_ino in inodes:
-                    found.append(" ".join(process.info["cmdline"]))
-        return found
+        there = (one for one in psutil.process_iter(["cmdline"]) if self.is_on(one, *self.namespaces))
+        return [" ".join(one.info["cmdline"]) for one in there]
 
 
 @pytest.fixture

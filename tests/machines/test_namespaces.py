@@ -1,8 +1,7 @@
-"""Nodes with a network between them that is cut, slow or not the same disk: the verdict names the node, and nothing is left."""
+"""Nodes with a network between them that is cut and mended, and with disks of their own; other faults: test_node_faults.py."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.machines.network import Network, needs_namespaces
+from tests.machines.node_faults import CUT
 from tests.pytest_runs import RECORDED, Run, reports
 
 from pytest_distcompat import clock
@@ -89,24 +89,6 @@ def first_line(run: Run, name: str) -> str:
     return str(run.of(name)["text"]).partition("\n")[0]
 
 
-LOST = "n2: sent nothing for some seconds: the link is cut, or the node is down"
-
-
-@pytest.mark.parametrize("place", ["collective", "rendezvous"])
-def test_a_link_that_is_cut(place: str, network: Network, directory: Path) -> None:
-    session = start(network, directory, f"test_{place}", "test_after", "test_one_node")
-    wait_for(directory, place)
-    network.cut()
-    (directory / f"{place}-done").touch()
-    run = ended(session, directory)
-    assert run.outcomes == {f"test_{place}": "failed", "test_after": "failed", "test_one_node": "passed"}, run.out
-    assert first_line(run, f"test_{place}").endswith(LOST)
-    again = f"1 of 2 nodes are there (n1); {LOST}; run `distcompat join 10.97.0.1:29500 --token-file FILE` on each further node"
-    assert first_line(run, "test_after").endswith(again)
-    # The agent on the other side notices too, and ends its ranks.
-    assert clock.wait_until(lambda: not network.left(), 20), network.left()
-
-
 def test_a_link_that_is_cut_while_nodes_meet(network: Network, directory: Path) -> None:
     agent = network.join(directory)
     session = network.pytest(directory, "-k", "test_before or test_rendezvous or test_one_node", recorded=RECORDED)
@@ -124,7 +106,7 @@ def test_a_link_that_is_cut_while_nodes_meet(network: Network, directory: Path) 
     run = ended(session, directory)
     expected = {"test_before": "passed", "test_rendezvous": "failed", "test_one_node": "passed"}
     assert run.outcomes == expected, run.out
-    assert first_line(run, "test_rendezvous").endswith(LOST)
+    assert first_line(run, "test_rendezvous") == CUT
     assert clock.wait_until(lambda: not network.left(), 20), network.left()
 
 
@@ -143,31 +125,6 @@ def test_a_node_that_joins_again(network: Network, directory: Path) -> None:
     assert run.outcome("test_collective") == "failed"
     assert run.outcome("test_after") == "passed", run.out
     assert again.wait(20) == 0
-
-
-def test_a_slow_link_that_loses_packets(network: Network, directory: Path) -> None:
-    shutil.copy(Path(__file__).parents[1] / "nodes" / "suite_on_nodes.py", directory / "test_suite_on_nodes.py")
-    network.slow()
-    run = ended(start(network, directory, "test_after", "Spread and active and w2"), directory)
-    assert set(run.outcomes.values()) == {"passed"}, run.out
-    assert len(run.outcomes) == 2
-
-
-def test_a_disk_that_is_full_on_one_node(network: Network, directory: Path) -> None:
-    agent = network.join(directory, "mount -t tmpfs -o size=4m none /mnt && export TMPDIR=/mnt")
-    names = "test_rendezvous or test_after or test_one_node"
-    session = network.pytest(directory, "-k", names, recorded=RECORDED)
-    wait_for(directory, "rendezvous")
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{agent.pid}/root/mnt/filled").write_bytes(bytes(8 << 20))
-    (directory / "rendezvous-done").touch()
-    run = ended(session, directory)
-    assert run.outcomes == {"test_rendezvous": "failed", "test_after": "failed", "test_one_node": "passed"}, run.out
-    for name in ("test_rendezvous", "test_after"):
-        assert first_line(run, name).startswith(
-            "the ranks could not be started: n2: [Errno 28] No space left on device"
-        )
-    assert clock.wait_until(lambda: not network.left(), 20), network.left()
 
 
 #: Another directory at the same path, and a copy that shows what is written on n1 only.

@@ -63,39 +63,6 @@ def test_workers_have_their_runs_on_a_node_each(slurm: dict[str, str], tmp_path:
     assert seen == {("n1", "n1"), ("n2", "n2")}, found.stdout
 
 
-CANCELLED = """
-import pytest, subprocess, time
-
-@pytest.mark.distcompat(world_size=2, nodes=2, timeout=60)
-def test_cancelled(process_group, rank):
-    from torch import distributed
-    distributed.barrier()
-    if rank == 1:
-        steps = subprocess.run(["squeue", "--steps", "--noheader", "--format=%i"], capture_output=True, text=True, check=True)
-        # All nodes' agents are one step; the allocation itself has none.
-        for step in steps.stdout.split():
-            if step.rpartition(".")[2].isdecimal():
-                subprocess.run(["scancel", step], check=True)
-        time.sleep(600)
-    distributed.barrier()
-
-@pytest.mark.distcompat(world_size=2, nodes=2)
-def test_after(process_group, rank):
-    pass
-"""
-
-
-def test_a_step_that_is_cancelled(slurm: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "test_cancelled.py").write_text(CANCELLED)
-    line = ["salloc", "--nodes=2", "--ntasks=2", sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    line += ["-p", "no:randomly", "--distcompat-executor", "slurm"]
-    found = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-    assert "1 failed, 1 passed" in found.stdout, found.stdout + found.stderr
-    assert re.search("test_cancelled - n[12]: its agent is gone", found.stdout), found.stdout
-    left = subprocess.run(["squeue", "--noheader", "--states=R"], env=slurm, capture_output=True, text=True, check=True)
-    assert left.stdout == ""
-
-
 def test_without_an_allocation(environment: dict[str, str], tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parents[1] / "nodes" / "two_nodes.py", tmp_path / "test_two_nodes.py")
     theirs = {name: value for name, value in environment.items() if not name.startswith("SLURM_")}

@@ -161,7 +161,7 @@ def test_an_agent_that_is_killed(run_pytest: RunPytest, environment: dict[str, s
     run = run_pytest(tmp_path, "-p", "no:cacheprovider", *options)
     thread.join()
     assert run.outcomes == {"test_long": "failed", "test_after": "failed", "test_one_node": "passed"}, run.out
-    assert "zz: its agent is gone" in first_line(run, "test_long")
+    assert "rank 1 on zz was lost with its node: its agent is gone" in first_line(run, "test_long")
     assert "1 of 2 nodes are there" in first_line(run, "test_after")
     assert "zz: its agent is gone" in run.text("test_after")
     assert clock.wait_until(lambda: not any(map(psutil.Process.is_running, below)), 10)
@@ -190,7 +190,7 @@ def test_an_agent_that_is_killed_is_started_again(
     run = run_pytest(tmp_path, "-p", "no:cacheprovider")
     thread.join()
     assert run.outcomes == {"test_long": "failed", "test_after": "passed", "test_one_node": "passed"}, run.out
-    assert "n2: its agent is gone" in first_line(run, "test_long")
+    assert "rank 1 on n2 was lost with its node: its agent is gone" in first_line(run, "test_long")
     assert clock.wait_until(lambda: not any(map(psutil.Process.is_running, below)), 10)
 
 

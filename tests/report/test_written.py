@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import resource
 import signal
 import subprocess
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,3 +114,21 @@ def test_a_pipe_or_device_is_written_to(real: Report, tmp_path: Path) -> None:
         write_report(pipe, real)
         assert reader.stdout is not None
         assert reader.stdout.read().startswith("Distributed compatibility: ")
+
+
+def test_json_is_written_a_verdict_at_a_time(real: Report, tmp_path: Path) -> None:
+    large = dataclasses.replace(real, results=real.results * (3000 // len(real.results)))
+
+    def write_whole(path: Path) -> None:
+        path.write_text(large.to_text(), encoding="utf-8")
+
+    peaks: dict[Path, int] = {}
+    for write in (lambda path: write_report(path, large), write_whole):
+        path = tmp_path / f"{len(peaks)}.json"
+        tracemalloc.start()
+        write(path)
+        peaks[path] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    streamed, whole = peaks
+    assert streamed.read_bytes() == whole.read_bytes()
+    assert peaks[streamed] < streamed.stat().st_size / 4 < peaks[whole]

@@ -9,6 +9,7 @@ import pytest
 from pytest_distcompat.events import Action, Error, Excused, Resumed, SnapshotTaken, Start
 from pytest_distcompat.launch import Ending, RankEnd, deaths
 from pytest_distcompat.launch.collectives import WaitState
+from pytest_distcompat.launch.ending import RankProcess
 from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.stacks import Frame
 
@@ -210,6 +211,22 @@ def test_a_rank_without_a_report_crashed(ranks: Ranks, code: int | None, message
     assert (ending.kind, ending.headline()) == ("crashed", message)
     assert "last output:\nterminate called" in ending.text()
     assert "consequences:\n  rank 0 raised" in ending.text()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_is_lost_with_its_node_is_a_cause(ranks: Ranks, first: int) -> None:
+    ranks.started(0, 1, 2)
+    ranks.left[1] = RankProcess(lost="the link is cut", node="n2")
+    if first == 0:
+        ranks.raised(0, "ValueError: before that")
+    ranks.raised(2, PEER_GONE, lost=True)
+    ending = ranks.end(1 - first, None, 1, ended_at=(None, 20.0), ended_by_us=[0] * first)
+    assert (ending.kind, ending.headline()) == (
+        "crashed",
+        ("rank 0 raised ValueError: before that", "rank 1 on n2 was lost with its node: the link is cut")[first],
+    )
+    assert "--- rank 1 on n2: was lost with its node: the link is cut ---" in ending.text()
+    assert f"  rank 2 raised {PEER_GONE}" in ending.text().partition("consequences:")[2]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def named_in_errors(name: object = None) -> Iterator[None]:
 def write(path: Path, text: str) -> None:
     """Write a file. Raises UsageProblem."""
     with named_in_errors(path):
-        replace_file(path, text)
+        replace_file(path, [text])
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], indent: str = "  ") -> Iterator[str]:

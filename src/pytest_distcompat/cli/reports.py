@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.cli.output import write
+from pytest_distcompat.cli.output import named_in_errors, write
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report import FORMATS, Report, compare, counts_text, merge, trend, trend_html
+from pytest_distcompat.report import FORMATS, Report, compare, counts_text, merge, trend, trend_html, write_report
 
 
 def add(commands: Any) -> None:
@@ -76,7 +76,8 @@ def _merge(options: argparse.Namespace) -> int:
     read = [Report.read(path) for path in options.reports]
     report = merge(read) if len(read) > 1 or (options.whole and "shard" in read[0].session) else read[0]
     for path in options.output:
-        write(path, FORMATS[path.suffix](report))
+        with named_in_errors(path):
+            write_report(path, report)
     print(visible(counts_text(report)))
     return int(options.whole and bool(report.session.get("missing")))
 

@@ -5,6 +5,7 @@ Run as a module, this file is the process that holds the cluster's resources: py
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import socket
 import subprocess
@@ -64,7 +65,10 @@ def main(nodes: int, join: Sequence[str], token: str) -> str:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         agent: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0, scheduling_strategy=where)(_agent)
         agents.append(agent.remote([*join, "--name", name], token))
-    ray.get(agents)
+    for agent in agents:
+        # Where a node of the cluster is gone, the agents of the others go on; they end with this process.
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(agent)
     return ""
 
 

@@ -39,7 +39,7 @@ class RankEnd:
     """How one rank ended.
 
     ``status``: ``done``; ``raised`` (it reported an exception); ``excused`` (it reported one that its test allows);
-    ``killed`` and ``exited`` (it could not report);
+    ``killed`` and ``exited`` (it could not report; a rank that is lost with its node is killed too);
     ``stuck`` (the time limit found it running); ``lost peer`` and ``stopped`` (consequences of another rank's end);
     ``missing`` (it never started). A rank that is stuck has a ``stack`` and, made of that, a ``wait_state``;
     one that others gave up waiting for has the ``stack``. ``lost``: what it raised only says that another rank is gone.
@@ -238,6 +238,7 @@ class RankProcess:
         stack: The stacks that it wrote when it was asked to.
         record: What torch's flight recorder held, as the rank wrote it.
         node: The name of its node in a run of several.
+        lost: Why its node is gone; empty while it is there.
     """
 
     code: int | None = None
@@ -247,6 +248,7 @@ class RankProcess:
     stack: str = ""
     record: str = ""
     node: str = ""
+    lost: str = ""
 
 
 def conclude(
@@ -320,6 +322,8 @@ def _rank_end(
         return RankEnd(**known, status="raised")
     if not ended and done and code in {0, None}:
         return RankEnd(**known, status="done")
+    if process.lost:
+        return RankEnd(**known, status="killed", message=f"was lost with its node: {process.lost}")
     # At the time limit, or when another rank gave up waiting for this one.
     known["stack"] = process.stack
     action = current_action(events)

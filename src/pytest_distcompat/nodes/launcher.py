@@ -22,6 +22,7 @@ from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
+from pytest_distcompat.events import Done, of_kind
 from pytest_distcompat.executors import Executor
 from pytest_distcompat.launch import Ending, Launcher, Request, Reuse, Warmth
 from pytest_distcompat.launch.ending import RankProcess, conclude
@@ -45,8 +46,8 @@ class Node:
 
     def __init__(self, channel: Channel, hello: Mapping[str, Any]) -> None:
         self.channel, self.name, self.boot = channel, str(hello["name"]), str(hello["boot"])
-        #: Why it is gone; empty while it is there.
-        self.lost = ""
+        #: Why it is gone, and when that was noticed; empty while it is there.
+        self.lost, self.lost_at = "", 0.0
         self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.facts: dict[str, Any] = {}
         #: By how much its CLOCK_MONOTONIC is ahead of ours.
@@ -85,7 +86,8 @@ class Node:
 
     def lose(self, why: str) -> None:
         """Note that it is gone, and why."""
-        self.lost = self.lost or why
+        if not self.lost:
+            self.lost, self.lost_at = why, clock.now()
         self.channel.close()
 
     def answer(self) -> dict[str, Any]:
@@ -445,22 +447,25 @@ class _Run:
     def _conclude(self, began: float) -> Ending:
         processes: dict[int, RankProcess] = {}
         errors, known = [], dict[str, Any]()
+        events = LogReader(self._directory, range(self._request.world_size)).read()
         for number, node in enumerate(self._nodes):
             part = self._parts[node.name]
             ranks = range(number * self._each, (number + 1) * self._each)
             for rank in ranks:
-                fields = part["processes"].get(str(rank), {"ended_by_us": bool(part.get("lost"))})
+                fields = part["processes"].get(str(rank), {"lost": part.get("lost", "")})
                 process = RankProcess(**{**fields, "node": node.name})
                 if process.ended_at is not None:
                     process = dataclasses.replace(process, ended_at=process.ended_at - node.ahead)
+                elif process.lost:
+                    process = dataclasses.replace(process, ended_at=node.lost_at)
                 processes[rank] = process
             if "lost" in part:
-                errors.append(f"{node.name}: {part['lost']}")
+                # A rank that had not finished says so itself.
+                errors += [f"{node.name}: {part['lost']}"] * all(of_kind(Done, events[rank]) for rank in ranks)
             elif part["known"].get("launch_error"):
                 errors.append(f"{node.name}: {part['known']['launch_error']}")
             self._merge(known, part["known"], node)
             self._write_output(part["output"])
-        events = LogReader(self._directory, range(self._request.world_size)).read()
         known |= {"launch_error": "\n".join(errors), "seconds": clock.now() - began, "command": self._request.command()}
         leaks = tuple(one for part in self._parts.values() for one in part.get("leaks", ()))
         return dataclasses.replace(conclude(events, processes, **known), leaks=leaks)

@@ -246,20 +246,20 @@ class DistcompatSession:
             reason = "expected --distcompat-token-file FILE, with the token that nodes join with"
         if not reason and executor.hint and self.worker:
             reason = "each worker of xdist would need nodes of its own; expected no -n"
-        names: list[str] = []
+        names = [] if reason else executor.names(self.worker_nodes or self.nodes)
         if self.worker_nodes and not reason:
-            names = executor.names(self.worker_nodes)
             if self.nodes > 1:
                 reason = "runs of one node and of several do not mix; expected no --distcompat-worker-nodes"
-            elif len(names) < self.worker_nodes:
-                found = f"; there are {len(names)}: {', '.join(names)}" if names else ""
-                reason = f"it cannot start agents on {self.worker_nodes} nodes one by one{found}"
+            elif not names:
+                reason = f"it cannot start agents on {self.worker_nodes} nodes one by one"
+        if not reason and 0 < len(names) < (self.worker_nodes or self.nodes):
+            reason = f"there are {len(names)} of {self.worker_nodes or self.nodes} nodes: {', '.join(names)}"
         if reason:
             raise pytest.UsageError(f"--distcompat-executor {name}: {reason}")
         limit, listen = float(self.setting("warm_timeout").value), self.setting("listen").value or executor.listen
         shared = str(self.store) if self.shares else ""
         settings = Settings(self.nodes, str(self.config.rootpath), self.device, listen, token, limit, shared)
-        if names:
+        if self.worker_nodes:
             number = int(self.worker.removeprefix("gw") or 0)
             leases: dict[str, Any] = {
                 "gpus": self.gpus,

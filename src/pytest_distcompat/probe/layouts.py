@@ -164,7 +164,7 @@ def _starts(
 
 
 def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
-    """Return all ranks in classes that hold parts of the same sizes, by the layouts of this rank; the last rank is by itself."""
+    """Return all ranks in classes that hold parts of the same sizes, by the layouts of rank 0; the last rank is by itself."""
     cut = {
         (tuple(one.shape), _place(one.device_mesh)[:2], _placements(one))
         for one in tensors
@@ -180,16 +180,18 @@ def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
 def _part(
     shape: tuple[int, ...], ranks: tuple[int, ...], sizes: tuple[int, ...], placements: _Placements, rank: int
 ) -> tuple[int, ...]:
-    """Return the shape of a rank's part of a DTensor; that of the whole for a rank that is not on its mesh."""
-    part = list(shape)
-    if rank not in ranks:
-        return shape
-    at, below = ranks.index(rank), math.prod(sizes)
+    """Return the shape of a rank's part of a DTensor on rank 0's mesh.
+
+    A rank that is not on that mesh has its own, of the same shape: those of another ``tp`` coordinate, say, that share a norm.
+    """
+    part, below = list(shape), math.prod(sizes)
+    index = ranks.index(rank) if rank in ranks else None
     for size, (_, dim, pieces) in zip(sizes, placements, strict=True):
         below //= size
-        if dim is not None:
+        if dim is not None and size > 1:
+            at = rank // ranks[below] if index is None else index // below
             chunks = (_chunk(part[dim], pieces, nth) for nth in range(pieces))
-            part[dim] = sum(_chunk(chunk, size, at // below % size) for chunk in chunks)
+            part[dim] = sum(_chunk(chunk, size, at % size) for chunk in chunks)
     return tuple(part)
 
 

@@ -81,18 +81,32 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document as plain data."""
+        return {name: list(value) if isinstance(value, Iterator) else value for name, value in self._parts().items()}
+
+    def pieces(self) -> Iterator[str]:
+        """Yield the JSON, a result, cell or run at a time; each has a line, so that it can be searched and compared."""
+        yield "{"
+        separator = "\n"
+        for name, value in self._parts().items():
+            yield f"{separator} {json.dumps(name)}: "
+            yield from _listed(value) if isinstance(value, Iterator) else [_compact(value)]
+            separator = ",\n"
+        yield "\n}\n"
+
+    def to_text(self) -> str:
+        """Return the JSON as a text."""
+        return "".join(self.pieces())
+
+    def _parts(self) -> dict[str, Any]:
+        """Return the document as plain data, made one item of a list at a time."""
         return {
             "format": FORMAT,
             "session": {**self.session, "counts": counts(self)},
-            "results": [_result(result) for result in self.results],
-            "cells": [{**vars(row), "facets": facets(row.cell)} for row in self.rows],
-            "runs": self.runs,
-            "unreached": self.unreached,
+            "results": map(_result, self.results),
+            "cells": ({**vars(row), "facets": facets(row.cell)} for row in self.rows),
+            "runs": iter(self.runs),
+            "unreached": iter(self.unreached),
         }
-
-    def to_text(self) -> str:
-        """Return the JSON, with one line for each result, cell and run, so that it can be searched and compared."""
-        return "".join(_lines(self.to_json()))
 
     @classmethod
     def from_json(cls, data: Any) -> Report:
@@ -207,18 +221,12 @@ def _shown(data: Any) -> str:
     return "null" if data is None else ascii(data)[:60]
 
 
-def _lines(data: Mapping[str, Any]) -> Iterator[str]:
-    yield "{"
-    separator = "\n"
-    for name, value in data.items():
-        if isinstance(value, list):
-            parts = ",\n  ".join(_compact(one) for one in value)
-            text = f"[\n  {parts}\n ]" if value else "[]"
-        else:
-            text = _compact(value)
-        yield f"{separator} {json.dumps(name)}: {text}"
-        separator = ",\n"
-    yield "\n}\n"
+def _listed(items: Iterator[Any]) -> Iterator[str]:
+    before, after = "[\n  ", "[]"
+    for one in items:
+        yield before + _compact(one)
+        before, after = ",\n  ", "\n ]"
+    yield after
 
 
 def _compact(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import io
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ def html(report: Report) -> str:
     return _render(
         "page",
         # A page of a hundred thousand verdicts would have 200 MB.
-        data=base64.b64encode(gzip.compress(report.to_text().encode(), mtime=0)).decode(),
+        data=base64.b64encode(_packed(report)).decode(),
         session=report.session,
         headline=headline(report),
         counts=counts_text(report),
@@ -123,6 +124,14 @@ def _overview(results: list[Verdict]) -> dict[str, dict[str, list[tuple[Status, 
         }
         for driver, strategies in found.items()
     }
+
+
+def _packed(report: Report) -> bytes:
+    """Return the JSON, compressed a piece at a time."""
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file:
+        file.writelines(piece.encode() for piece in report.pieces())
+    return packed.getvalue()
 
 
 def _strategy(result: Verdict) -> str:

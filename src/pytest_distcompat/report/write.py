@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from pytest_distcompat.report.document import Report
@@ -22,22 +22,23 @@ MAX_SUMMARY = 1024 * 1024
 
 def write_report(path: Path, report: Report) -> None:
     """Write the report in the format of the file's suffix. Raises OSError, and leaves the file's earlier content unchanged."""
-    replace_file(path, FORMATS[path.suffix](report))
+    # The JSON of many verdicts is never in memory as a whole.
+    replace_file(path, report.pieces() if path.suffix == ".json" else [FORMATS[path.suffix](report)])
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, pieces: Iterable[str]) -> None:
     """Write the file atomically, by renaming a new file. Raises OSError, which names the file."""
-    data = text.encode("utf-8", "replace")
     try:
         # Follow a link, as a write does.
         target = path.resolve()
         if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
             # A pipe, /dev/stdout or a single mounted file cannot be replaced.
-            target.write_bytes(data)
+            with target.open("w", encoding="utf-8", errors="replace", newline="") as file:
+                file.writelines(pieces)
             return
         partial = target.with_name(f".{secrets.token_hex(8)}.part")
         try:
-            _write_new(partial, data, like=target)
+            _write_new(partial, pieces, like=target)
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
@@ -45,10 +46,10 @@ def replace_file(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _write_new(path: Path, data: bytes, *, like: Path) -> None:
+def _write_new(path: Path, pieces: Iterable[str], *, like: Path) -> None:
     """Write a new file to the disk, with the mode of ``like`` if that exists."""
-    with path.open("xb") as file:
-        file.write(data)
+    with path.open("x", encoding="utf-8", errors="replace", newline="") as file:
+        file.writelines(pieces)
         file.flush()
         # Some file systems report only here that there was no space.
         os.fsync(file.fileno())

@@ -1,0 +1,186 @@
+"""Each fault of a node with each executor: the verdict names the node in time, later tests go on, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from tests.machines.executors import NODES, Join, Nodes
+from tests.machines.network import Network, needs_namespaces
+from tests.machines.node_faults import EXECUTORS, FAULTS
+from tests.pytest_runs import Run, reports
+
+from pytest_distcompat import clock
+
+pytestmark = [
+    pytest.mark.spawn,
+    pytest.mark.nightly,
+    needs_namespaces,
+    pytest.mark.skipif(
+        not shutil.which("slurmctld") or not importlib.util.find_spec("ray"), reason="no Slurm or Ray: make machines"
+    ),
+]
+
+#: A test waits at a point until the test outside has done there what it does.
+TESTS = """
+import time
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+HERE = Path(__file__).parent
+
+def point(name):
+    (HERE / name).touch()
+    while not (HERE / f"{name}-done").exists():
+        time.sleep(0.05)
+
+@pytest.mark.distcompat(world_size=2, nodes=2)
+def test_before(process_group):
+    pass
+
+@pytest.mark.distcompat(world_size=2, nodes=2, timeout=200)
+def test_collective(process_group, rank):
+    distributed.barrier()
+    if rank == 1:
+        point("test_collective")
+        time.sleep(600)
+    distributed.barrier()
+
+@pytest.mark.distcompat(world_size=2, nodes=2, timeout=200)
+def test_meeting(process_group):
+    pass
+
+@pytest.mark.distcompat(world_size=2, nodes=2, timeout=200)
+def test_writes(process_group, rank):
+    distributed.barrier()
+    if rank == 1:
+        point("test_writes")
+    distributed.barrier()
+    # More than fits into what its log has of the disk already.
+    print("x" * 2**20)
+
+@pytest.mark.distcompat(world_size=2, nodes=2, timeout=200)
+def test_after(process_group):
+    pass
+
+@pytest.mark.distcompat(world_size=2, nodes=1)
+def test_one_node():
+    pass
+"""
+#: In pytest's own process, right before the run.
+CONFTEST = """
+import test_faults
+
+def pytest_runtest_logstart(nodeid):
+    if nodeid.endswith("test_meeting"):
+        test_faults.point("test_meeting")
+"""
+#: Read by Python when it starts.
+AHEAD = """
+import time
+read = time.clock_gettime
+time.clock_gettime = lambda which: read(which) + (3600 if which == time.CLOCK_REALTIME else 0)
+"""
+
+
+def cells(*names: str) -> pytest.MarkDecorator:
+    """Parametrize a test by these faults and the executors that can have them."""
+    found = [(name, executor) for name in names for executor in EXECUTORS if executor not in FAULTS[name].impossible]
+    return pytest.mark.parametrize(("name", "executor"), found)
+
+
+@contextlib.contextmanager
+def started(
+    executor: str, network: Network, directory: Path, *, number: int = 2, files: bool = True
+) -> Iterator[Nodes]:
+    """Yield nodes on which sessions can be started, which leave no process and no temporary files."""
+    nodes = NODES[executor](network, directory, number=number)
+    (nodes.directory / "test_faults.py").write_text(TESTS)
+    (nodes.directory / "conftest.py").write_text(CONFTEST)
+    with nodes.ready():
+        yield nodes
+        assert clock.wait_until(lambda: not nodes.left(files=files), 30), nodes.left(files=files)
+
+
+def ended(nodes: Nodes, session: subprocess.Popen[str]) -> Run:
+    out = session.communicate(timeout=300)[0]
+    return Run(session.returncode, out, nodes.directory, reports(nodes.directory))
+
+
+def fill(nodes: Nodes) -> None:
+    with contextlib.suppress(OSError):
+        (nodes.disk / "filled").write_bytes(bytes(128 << 20))
+
+
+def cut(nodes: Nodes) -> None:
+    nodes.network.cut()
+
+
+#: The test that meets the fault, and what happens then.
+IN_A_TEST: Mapping[str, tuple[str, Callable[[Nodes], object]]] = {
+    "killed": ("collective", lambda nodes: nodes.agent().kill()),
+    "preempted": ("collective", lambda nodes: nodes.agent().terminate()),
+    "taken": ("collective", lambda nodes: nodes.take()),
+    "cut": ("collective", cut),
+    "cut_meeting": ("meeting", cut),
+    "full": ("meeting", fill),
+    "filled": ("writes", fill),
+}
+
+
+@cells(*IN_A_TEST)
+def test_in_a_test(name: str, executor: str, network: Network, tmp_path: Path) -> None:
+    fault, (test, happens) = FAULTS[name], IN_A_TEST[name]
+    test = f"test_{test}"
+    # pytest's own node is the same with all executors.
+    others = {"test_before": "passed"} | ({"test_one_node": "passed"} if executor == "join" else {})
+    if name != "filled":
+        # The disk stays full, and the link cut.
+        restarts = executor in {"local", "slurm"} and happens not in (fill, cut)
+        others["test_after"] = "passed" if restarts else "failed"
+    # The temporary files of a killed agent are removed by the next session.
+    with started(executor, network, tmp_path, files=name not in {"killed", "taken"}) as nodes:
+
+        def verdict() -> bool:
+            return any(one.get("when") == "call" and one["nodeid"].endswith(test) for one in reports(nodes.directory))
+
+        session = nodes.session("-k", " or ".join((test, *others)))
+        assert clock.wait_until((nodes.directory / test).exists, 300, every=0.05)
+        happens(nodes)
+        (nodes.directory / f"{test}-done").touch()
+        assert clock.wait_until(verdict, fault.within, every=0.1)
+        run = ended(nodes, session)
+        assert fault.text(executor) in str(run.of(test)["text"]).partition("\n")[0], run.out
+        assert run.outcomes == {test: "failed", **others}, run.out
+
+
+@cells("slow")
+def test_a_slow_link(name: str, executor: str, network: Network, tmp_path: Path) -> None:
+    with started(executor, network, tmp_path) as nodes:
+        suite = Path(__file__).parents[1] / "nodes" / "suite_on_nodes.py"
+        shutil.copy(suite, nodes.directory / "test_suite_on_nodes.py")
+        network.slow()
+        run = ended(nodes, nodes.session("-k", "test_after or Spread and active and w2"))
+        assert [*run.outcomes.values()] == ["passed", "passed"], run.out
+
+
+@cells("clock", "absent", "twice")
+def test_at_the_start(name: str, executor: str, network: Network, tmp_path: Path) -> None:
+    with started(executor, network, tmp_path, number={"absent": 1, "twice": 3}.get(name, 2)) as nodes:
+        if name == "clock":
+            (nodes.disk / "site" / "sitecustomize.py").write_text(AHEAD)
+        run = ended(nodes, nodes.session("-k", "test_after", "--distcompat-warm-timeout=60"))
+        if isinstance(nodes, Join) and name == "twice":
+            assert run.outcomes == {"test_after": "passed"}
+            assert sorted(one.wait(30) for one in nodes.joined) == [0, 2]
+            run = Run(0, "".join(one.communicate()[0] for one in nodes.joined), nodes.directory, ())
+        else:
+            assert run.code == pytest.ExitCode.USAGE_ERROR, run.out
+        assert FAULTS[name].text(executor) in run.out
