@@ -127,6 +127,7 @@ class TrainerDriver(TinyDriver):
     libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "torch", "deepspeed")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2"}
+    knows_directory: ClassVar[bool] = True
     order: ClassVar[int] = 3
     walk_calls: ClassVar[type[Calls]] = TrainerCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TRAINER
