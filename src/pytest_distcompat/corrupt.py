@@ -14,8 +14,13 @@ TENSOR_SUFFIXES = PICKLED | {".safetensors", ".distcp"}
 def corrupt(directory: Path, how: str) -> FileInfo:
     """Corrupt the largest file of a checkpoint: ``truncate`` cuts it to half its size, ``remove`` deletes it.
 
-    Return its path, with ``how`` as its ``holds``. Raises FileNotFoundError if no file has weights or optimizer state.
+    ``block`` puts a file in place of the empty directory itself, which nobody can then write to, not even root. Return the
+    path, with ``how`` as its ``holds``. Raises FileNotFoundError if no file has weights or optimizer state.
     """
+    if how == "block":
+        directory.rmdir()
+        directory.touch()
+        return FileInfo(directory.name, "", how, ())
     candidates = (path for path in directory.rglob("*") if path.suffix in TENSOR_SUFFIXES)
     files = sorted(candidates, key=lambda path: (path.stat().st_size, path))
     if not files:

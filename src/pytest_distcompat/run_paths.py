@@ -51,10 +51,12 @@ class RunPaths:
         # A trainer may refuse to overwrite a checkpoint. The one that the run loads stays as it is.
         cleared = directory / f"cleared-{os.environ['TORCHELASTIC_RUN_ID']}"
         if rank == 0:
-            shutil.rmtree(self.save_to)
+            if self.save_to.is_file():
+                self.save_to.unlink()
+            shutil.rmtree(self.save_to, ignore_errors=True)
             if "export" in run.actions:
                 shutil.rmtree(self.export, ignore_errors=True)
-            if run.damage:
+            if run.damage and run.after:
                 shutil.copytree(self.load_from, self.save_to)
             self.save_to.mkdir(exist_ok=True)
             cleared.touch()

@@ -108,7 +108,7 @@ class Runner:
         if after is not None:
             earlier = self._directory(driver, cell, after)
             load_from, export = earlier / after.directory, earlier / "export"
-        if run.damage:
+        if run.damage and after is not None:
             # Corrupt a copy: other runs load the same checkpoint.
             shutil.copytree(load_from, save_to, dirs_exist_ok=True)
         run_cell = run.cell(cell)

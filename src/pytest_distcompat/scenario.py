@@ -130,6 +130,11 @@ NAMED_RUN = Run(
 )
 REOPENED_RUN = Run("reopened", (*_BUILD, "load", "step"), first_step=1, after="named", directory=NAMED_RUN.directory)
 
+#: A file is where the checkpoint's directory should be. It is put there before ``build``, when some trainers look.
+BLOCKED_RUN = Run(
+    "blocked", ("build_model", "damage", "build", "step", "save", "step"), directory="blocked here", damage="block"
+)
+
 #: A checkpoint with a truncated or removed file. It is corrupted before ``build``, after which all ranks are in step: none loads
 #: earlier.
 DAMAGED_RUNS = tuple(
@@ -150,7 +155,11 @@ RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))
 PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN))
 ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))
 EXPORT = Scenario("export", (TRAIN_RUN, RELOAD_RUN))
-PATHS = Scenario("paths", (NAMED_RUN, REOPENED_RUN))
+PATHS = Scenario("paths", (NAMED_RUN, REOPENED_RUN, BLOCKED_RUN))
+#: Of a trainer that is told the directory when it is built.
+PATHS_TOLD = Scenario(
+    "paths", (NAMED_RUN, REOPENED_RUN, dataclasses.replace(BLOCKED_RUN, actions=BLOCKED_RUN.actions[:3]))
+)
 OVERFLOW = Scenario("overflow", (OVERFLOW_RUN,))
 #: 8 bits alone, DeepSpeed alone, then both.
 STAGES = Scenario(

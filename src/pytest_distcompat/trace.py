@@ -231,7 +231,8 @@ class FileInfo:
     """One saved file: its path relative to the checkpoint, what it holds and under which keys.
 
     ``shapes`` has the global shape of what stands under a key of a model, ``dtypes`` its dtype, where the file has it;
-    ``digests`` its value, in ``Snapshot.saved`` only. An index holds no values: ``files`` says in which file each key stands.
+    ``digests`` its value, in ``Snapshot.saved`` only. An index holds no values: ``files`` says in which file each key stands,
+    and ``total_size`` how many bytes they are, where it does.
     """
 
     path: str
@@ -242,6 +243,7 @@ class FileInfo:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    total_size: int | None = None
 
     def renamed(self, name: Callable[[str], str]) -> FileInfo:
         """Return the file with ``name(key)`` in place of each key."""

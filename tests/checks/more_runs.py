@@ -109,6 +109,10 @@ def _run(cell: Cell, run: Run) -> RunTrace:
             message = "FileNotFoundError: no such file: 'checkpoint/shard_0.pt'"
             end = RunFailure("raised", f"rank 0 raised {message}", f"rank 0 raised {message}\n...", action, index)
             break
+        if action == "save" and run.damage == "block":
+            message = f"FileExistsError: File exists: '{run.directory}'"
+            end = RunFailure("raised", f"rank 0 raised {message}", f"rank 0 raised {message}\n...", action, index)
+            break
         done = 20 if action == "reload" else run.first_step if action == "load" else done + (action == "step")
         snapshots += [_snapshot(Place(there, run, index, done, rank)) for rank in range(there.world_size)]
     return RunTrace(run.name, there.world_size, tuple(snapshots), end, there.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers.torch import TorchDriver
-from pytest_distcompat.scenario import NAMED_RUN, PATHS
+from pytest_distcompat.scenario import BLOCKED_RUN, NAMED_RUN, PATHS
+from pytest_distcompat.trace import RunFailure
 
 if TYPE_CHECKING:
     from tests.checks.traces import Story
@@ -28,7 +30,38 @@ def test_the_name_is_hostile() -> None:
     for part in (" ", "/", "pytorch_model_fsdp", "optimizer"):
         assert part in NAMED_RUN.directory
     assert not NAMED_RUN.directory.isascii()
-    assert {run.directory for run in PATHS.runs} == {NAMED_RUN.directory}
+    assert [run.directory for run in PATHS.runs] == [NAMED_RUN.directory, NAMED_RUN.directory, BLOCKED_RUN.directory]
+
+
+BLOCKED = "a file is where the checkpoint's directory 'blocked here' should be: "
+
+
+def test_a_save_that_fails_in_silence(runs_of: RunsOf) -> None:
+    story = ending(runs_of("ddp-fp32-w2", "paths"), "blocked", None)
+    assert story.findings("paths") == [f"{BLOCKED}nothing was raised in the save, and training went on"]
+
+
+def test_an_error_of_the_save_does_not_name_the_directory(runs_of: RunsOf) -> None:
+    source = 'rank 0 raised OSError: disk\n  File "x.py", line 3, in save\n    open("blocked here")\nOSError: disk'
+    story = ending(runs_of("ddp-fp32-w2", "paths"), "blocked", RunFailure("raised", "OSError: disk", source, "save", 4))
+    assert story.findings("paths") == [f"{BLOCKED}the error does not name it: OSError: disk"]
+
+
+def test_a_trainer_that_knows_the_directory_refuses_it_before_training(runs_of: RunsOf) -> None:
+    story = ending(
+        runs_of("ddp-fp32-w2", "paths"), "blocked", RunFailure("raised", "", "Error: 'blocked here'", "build", 2)
+    )
+    assert story.findings("paths") == []
+    built = ending(story.without("step", run="blocked"), "blocked", None)
+    assert built.findings("paths") == [
+        f"{BLOCKED}the trainer was built without an error, although it is told then where to save"
+    ]
+
+
+def ending(story: Story, run: str, end: RunFailure | None) -> Story:
+    """Return the story with another end of one run."""
+    runs = {**story.trace.runs, run: replace(story.trace.run(run), end=end)}
+    return replace(story, trace=replace(story.trace, runs=runs))
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2", "zero3-fp32-w2"])

@@ -129,7 +129,7 @@ def test_an_index(tmp_path: Path) -> None:
     # Another library's file of that name.
     (tmp_path / "other.bin.index.json").write_text("[]", encoding="utf-8")
     (info,) = read_files(tmp_path)
-    assert (info.holds, info.files) == ("index", index["weight_map"])
+    assert (info.holds, info.files, info.total_size) == ("index", index["weight_map"], 24)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch", "distributed"])

@@ -4,7 +4,10 @@ directory with another name, from a corrupted file."""
 from __future__ import annotations
 
 import contextlib
+import shutil
 from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.drivers.trainer import TrainerDriver
 
 from .declare import Torch, twin
 from .twins_resume import Corrupts, ModelNotLoaded
@@ -13,6 +16,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.driver import OnAction, Plan
 
 
 def lose_state(optimizer: torch.optim.Optimizer) -> None:
@@ -194,6 +200,39 @@ class CleansTheName(Torch):
         clean = Path(str(directory).replace(" ", "_"))
         clean.mkdir(parents=True, exist_ok=True)
         super().save(clean)
+
+
+@twin(
+    "paths",
+    "ddp-fp32-w2-model_mlp",
+    match=r"^a file is where the checkpoint's directory 'blocked here' should be: nothing was raised in the save, and training went on$",
+)
+class GoesOnWithoutCheckpoint(Torch):
+    """What cannot be saved is a line in a log."""
+
+    def save(self, directory: Path) -> None:
+        with contextlib.suppress(Exception):
+            super().save(directory)
+
+
+@twin(
+    "paths",
+    "ddp-fp32-w2-model_mlp",
+    match=r"^a file is where the checkpoint's directory 'blocked here' should be: the trainer was built without an error, although it",
+)
+class MovesCheckpoints(TrainerDriver):
+    """Checkpoints are written elsewhere first, so that nobody looks at their directory before the first one."""
+
+    def arguments(self, plan: Plan) -> dict[str, Any]:
+        return {**super().arguments(plan), "output_dir": f"{plan.save_to}.part"}
+
+    def train(self, model: Module, plan: Plan, report: OnAction) -> None:
+        def moved(action: str, *result: Any) -> None:
+            if action == "save" and self.world.rank == 0:
+                shutil.copytree(f"{plan.save_to}.part", plan.save_to, dirs_exist_ok=True)
+            report(action, *result)
+
+        super().train(model, plan, moved)
 
 
 @twin(

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pytest_distcompat.corrupt import corrupt
 from pytest_distcompat.run_paths import RunPaths
-from pytest_distcompat.scenario import DAMAGED_RUNS, RELOAD_RUN, RESUME_RUN, TRAIN_RUN, Run
+from pytest_distcompat.scenario import BLOCKED_RUN, DAMAGED_RUNS, RELOAD_RUN, RESUME_RUN, TRAIN_RUN, Run
 
 
 def files(directory: Path) -> dict[str, str]:
@@ -57,6 +58,15 @@ def test_files_of_another_run_stay(run_paths: RunPaths, run: Run) -> None:
 def test_a_checkpoint_is_copied_again_before_it_is_corrupted(run_paths: RunPaths, run: Run) -> None:
     clear_on_both_ranks(run_paths, run)
     assert files(run_paths.save_to) == files(run_paths.load_from) == {"shard": "earlier"}
+
+
+def test_a_file_in_the_place_of_the_directory_is_removed(run_paths: RunPaths) -> None:
+    (run_paths.save_to / "shard").unlink()
+    corrupt(run_paths.save_to, "block")
+    assert run_paths.save_to.is_file()
+    clear_on_both_ranks(run_paths, BLOCKED_RUN)
+    assert run_paths.save_to.is_dir()
+    assert files(run_paths.save_to) == {}
 
 
 def test_a_run_that_loads_what_it_saved(run_paths: RunPaths) -> None:

@@ -11,7 +11,6 @@ from pytest_distcompat.checks._base import check, only_where_it_differs
 from pytest_distcompat.scenario import DAMAGE
 from pytest_distcompat.trace import RunTrace, Trace
 
-#: The frames of a traceback: their source lines may contain the file's name although no message does.
 _FRAMES = re.compile(r'^( +)File ".*\n(?:\1  .*\n?)*', re.MULTILINE)
 _CORRUPTIONS = {"truncate": "cut in half", "remove": "gone"}
 
@@ -45,13 +44,18 @@ def _judged(run: RunTrace) -> Iterator[str]:
     damaged = f"file {corrupted.path!r} is {_CORRUPTIONS[corrupted.holds]}"
     end = run.end
     if end is None or end.action not in {"load", "build"}:
-        after = "went on" if end is None else f"failed in {end.action!r} only: {_short(end.message)}"
+        after = "went on" if end is None else f"failed in {end.action!r} only: {short(end.message)}"
         yield f"{damaged}: it was loaded without an error, and training {after}"
-    elif PurePath(corrupted.path).name not in _FRAMES.sub("", end.text):
-        yield f"{damaged}: the error does not name it: {_short(end.message)}"
+    elif PurePath(corrupted.path).name not in without_frames(end.text):
+        yield f"{damaged}: the error does not name it: {short(end.message)}"
 
 
-def _short(message: str) -> str:
+def without_frames(text: str) -> str:
+    """Return a traceback without its source lines, which may name a file that no message does."""
+    return _FRAMES.sub("", text)
+
+
+def short(message: str) -> str:
     """Return the first and the last line: an exception of several ranks lists the ranks' own between them."""
     lines = [line for line in message.splitlines() if line.strip()] or [""]
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import EXPORTED, check, every_rank
 from pytest_distcompat.checks._values import adapter_name, compare, exported_weights, flat_parameters, values
+from pytest_distcompat.cost import BYTES
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import EXPORT
@@ -32,7 +33,8 @@ def _no_export(cell: Cell, driver: type[Driver]) -> str | None:
 def export(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the exported weights are the trained ones, under the unwrapped model's names.
 
-    The files hold whole tensors and no optimizer state; an adapter has PEFT's names. Loaded in one process, every value
+    The files hold whole tensors and no optimizer state; an index names one file for each and the size of all; an adapter
+    has PEFT's names. Loaded in one process, every value
     equals the trained one (the master, or the copy that the model computed with), and so do outputs on one batch,
     within the precision's tolerance.
 
@@ -95,18 +97,28 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
 
 
 def _in_files(index: FileInfo, models: list[FileInfo]) -> Iterator[str]:
-    """Yield findings for keys that are not in the file that the index names, and for those beside it that it does not have."""
+    """Yield findings for an index that names other files for its keys than they are in, or another size."""
     place = index.path.rpartition("/")[0]
-    beside = {file.path.rpartition("/")[2]: file.keys for file in models if file.path.rpartition("/")[0] == place}
-    lost = [(key, file) for key, file in index.files.items() if key not in beside.get(file, ())]
-    others = [(key, file) for file, keys in beside.items() for key in keys if index.files.get(key) != file]
+    beside = {file.path.rpartition("/")[2]: file for file in models if file.path.rpartition("/")[0] == place}
+    stored, named = {(key, name): None for name, file in beside.items() for key in file.keys}, index.files.items()
+    lost = [(key, file) for key, file in index.files.items() if (key, file) not in stored]
+    others = [(key, file) for key, file in stored if (key, file) not in named]
+    # Readers take the one that the index names, and what is in the other file is lost, or outdated.
+    twice = [(key, file) for key, file in others if (key, index.files.get(key)) in stored]
     for what, found in (
         ("it names {} keys that are not in their files", lost),
-        ("{} keys beside it are not in it", others),
+        ("{} keys are in a second file too", twice),
+        ("{} keys beside it are not in it", [one for one in others if one not in twice]),
     ):
         if found:
             key, file = found[0]
             yield f"file {index.path!r}: {what.format(len(found))}, first {key!r} in {file!r}"
+    # Of the tensors, without the headers of their files; in torch's files tied ones share memory.
+    tensors = [(beside[name].shapes.get(key), beside[name].dtypes.get(key)) for key, name in named if name in beside]
+    sizes = [math.prod(shape) * BYTES[dtype] for shape, dtype in tensors if shape is not None and dtype in BYTES]
+    safe = all(file.format == "safetensors" for file in beside.values())
+    if safe and len(sizes) == len(named) and index.total_size not in {None, sum(sizes)}:
+        yield f"file {index.path!r}: total_size is {index.total_size}; the tensors that it names have {sum(sizes)} bytes"
 
 
 def same_values(train: RunTrace, reload: RunTrace, *, only: Collection[str] | None = None) -> Iterator[str]:

@@ -33,6 +33,8 @@ def required(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
             yield "transformers>=4.51"
         if cell.option("dp_replicate") != 1:
             yield "transformers>=4.56"
+    if cell.option("optimizer") == "muon":
+        yield "torch>=2.9"
     precision = PRECISIONS.get(cell.precision)
     if STRATEGIES.get(cell.strategy).zero_stage and precision.master == "bfloat16":
         # Before, the key bf16_master_weights_and_grads is unknown or not read.

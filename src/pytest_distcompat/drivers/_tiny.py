@@ -155,9 +155,20 @@ class TinyDriver(Driver):
             return optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9, weight_decay=DECAY)
         if name == "adafactor":
             return optim.Adafactor(groups, lr=LEARNING_RATE, weight_decay=DECAY)
-        matrices = [p for p in groups if p.dim() == 2]
-        muon = optim.Muon(matrices, lr=LEARNING_RATE, weight_decay=DECAY)
-        return [muon, self.make_adamw([p for p in groups if p.dim() != 2])]
+        return self.muon_and_adamw(groups)
+
+    def muon_and_adamw(self, groups: Any) -> list[torch.optim.Optimizer]:
+        """Return Muon for the matrices among parameters or param groups, and AdamW for the rest."""
+        from torch.optim import Muon
+
+        given = groups if isinstance(groups[0], dict) else [{"params": groups}]
+        split = [
+            [{**group, "params": [p for p in group["params"] if (p.dim() == 2) is matrices]} for group in given]
+            for matrices in (True, False)
+        ]
+        # DeepSpeed removes empty groups.
+        matrices, rest = ([group for group in groups if group["params"]] for groups in split)
+        return [Muon(matrices, lr=LEARNING_RATE, weight_decay=DECAY), self.make_adamw(rest)]
 
     def make_adamw(self, groups: Any) -> torch.optim.Optimizer:
         """Return AdamW; option ``param_groups`` exempts biases and norms from weight decay."""

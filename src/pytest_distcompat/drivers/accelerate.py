@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers import _options, _preload, _rows
 from pytest_distcompat.drivers._calls import CLIP_VALUE, Calls
-from pytest_distcompat.drivers._tiny import TinyDriver
+from pytest_distcompat.drivers._tiny import TinyDriver, listed
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES, _tensor
@@ -239,6 +239,7 @@ class AccelerateDriver(TinyDriver):
     walk_calls: ClassVar[type[Calls]] = AccelerateCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
 
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon")
     accelerator: Any = None
     _stream: Iterator[Batch] | None = None
 
@@ -281,14 +282,20 @@ class AccelerateDriver(TinyDriver):
             # accelerate wants a model that is cut already: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
             mesh = self.accelerator.torch_device_mesh["tp"]
             _tensor.parallelize(model, mesh, self.wrap_spec.tp_plan, sequence=False)
-        optimizer = self.make_optimizer(model)
+        optimizers = listed(self.make_optimizer(model))
+        if len(optimizers) > 1 and self.cell.strategy != "ddp":
+            from pytest_distcompat.drivers._joined import Joined
+
+            # It prepares several, and cannot save them (docs/upstream/accelerate_two_optimizers.py).
+            optimizers = [Joined(self.groups(model), self.muon_and_adamw)]
         # accelerate's scheduler takes a step for each rank: https://huggingface.co/docs/accelerate/concept_guides/performance
-        scheduler = self.make_scheduler(optimizer, every=self.world.size)
+        schedulers = self.make_scheduler(optimizers, every=self.world.size)
         data = self.dataset(self.cell.dp_size)
         rows = len(data) // (self.epoch * self.cell.dp_size)
         loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]  # a list is a dataset
-        prepared = self.accelerator.prepare(loader, model, optimizer, scheduler)
-        self.loader, self.model, self.optimizer, self.scheduler = prepared
+        self.loader, self.model, *prepared = self.accelerator.prepare(loader, model, *optimizers, *schedulers)
+        half = len(optimizers)
+        self.optimizer, self.scheduler = (one if half > 1 else one[0] for one in (prepared[:half], prepared[half:]))
         self.scaler = self.accelerator.scaler
         set_seed(1, device_specific=True)
 
@@ -384,9 +391,10 @@ class AccelerateDriver(TinyDriver):
                     norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
                     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
                     self.grad_norm = None if norm is None else float(norm)
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
+                for one in (*listed(self.optimizer), *listed(self.scheduler)):
+                    one.step()
+                for one in listed(self.optimizer):
+                    one.zero_grad()
             total += float(loss.detach()) / self.accumulate
         return total
 

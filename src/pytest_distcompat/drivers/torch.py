@@ -221,6 +221,7 @@ class TorchDriver(TinyDriver):
         Source(
             "MixedPrecisionPolicy", "torch.distributed.fsdp.MixedPrecisionPolicy", ("fsdp2",), precision="bf16_mixed"
         ),
+        Source("prefetch", "pytest_distcompat.strategies.fsdp2.Prefetch", ("fsdp2",)),
         Source("CPUOffloadPolicy", "torch.distributed.fsdp.CPUOffloadPolicy", ("fsdp2",)),
         Source(
             "StateDictOptions", "torch.distributed.checkpoint.state_dict.StateDictOptions", ("ddp", "fsdp1", "fsdp2")

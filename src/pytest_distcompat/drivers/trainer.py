@@ -109,6 +109,7 @@ class TrainerDriver(TinyDriver):
         "float32_norms",
         "grad_accum_dtype",
         "reduce_dtype",
+        "optimizer",
         "conflict",
         "packed",
         "set",
@@ -126,10 +127,12 @@ class TrainerDriver(TinyDriver):
     libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "torch", "deepspeed")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2"}
+    knows_directory: ClassVar[bool] = True
     order: ClassVar[int] = 3
     walk_calls: ClassVar[type[Calls]] = TrainerCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TRAINER
 
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "muon")
     trainer: Any = None
 
     @classmethod
@@ -277,6 +280,7 @@ class TrainerDriver(TinyDriver):
             train_dataset=self.dataset(self.world.size),
             data_collator=self.collator() if self.cell.option("packed") else None,
             compute_loss_func=None if hasattr(model, "config") else self._loss(),
+            optimizer_cls_and_kwargs=self.optimizer_class(),
         )
         self.trainer.remove_callback(PrinterCallback)
         checkpoint = None
@@ -289,6 +293,20 @@ class TrainerDriver(TinyDriver):
         self.trainer.add_callback(make_callback(self, plan, report))
         with contextlib.suppress(PlanDoneError):
             self.trainer.train(resume_from_checkpoint=checkpoint)
+
+    def optimizer_class(self) -> tuple[Any, dict[str, Any]] | None:
+        """Return the class of the optimizer and its arguments, where TrainingArguments have no name for it."""
+        if self.cell.option("optimizer") == "adamw":
+            return None
+        from pytest_distcompat.drivers._joined import Joined
+
+        return Joined, {"make": self.muon_and_adamw}
+
+    def make_optimizer(self, model: Module) -> Any:
+        """Return the reference's optimizer, made as Trainer makes it."""
+        if not (chosen := self.optimizer_class()):
+            return super().make_optimizer(model)
+        return chosen[0](self.groups(model), **chosen[1])
 
     def collator(self, **settings: Any) -> Callable[[list[dict[str, torch.Tensor]]], Any]:
         """Return what joins rows into one: https://huggingface.co/blog/packing-with-FA2. The reference is fed the rows."""

@@ -40,8 +40,9 @@ def _infos(path: Path, root: Path, prefix: str) -> Iterator[FileInfo]:
         yield FileInfo(name, "safetensors", "model", tuple(shapes), shapes, dtypes)
     elif path.name.endswith(INDEX):
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            yield FileInfo(name, "index", "index", tuple(files), files=dict(files.items()))
+            index = json.loads(path.read_text(encoding="utf-8"))
+            files, size = index["weight_map"], (index.get("metadata") or {}).get("total_size")
+            yield FileInfo(name, "index", "index", tuple(files), files=dict(files.items()), total_size=size)
     elif path.name == ".metadata":
         yield from _dcp(path.parent, prefix + str(path.parent.relative_to(root)))
     elif path.suffix in PICKLED:

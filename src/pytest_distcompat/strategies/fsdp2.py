@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies import _expert, _fsdp, _tensor
@@ -58,9 +59,28 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     for block in blocks:
         fully_shard(block, **settings)
     fully_shard(model, **settings)
+    if chosen := cell.settings("prefetch"):
+        Prefetch(**chosen).tell(blocks)
     if full_state is not None:
         _load_weights(model, full_state, torch.device("cpu") if cell.option("cpu_offload") else device)
     return model
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """How many blocks each block has gathered early: of those after it in the forward, before it in the backward pass.
+
+    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html (set_modules_to_forward_prefetch).
+    """
+
+    forward: int = 0
+    backward: int = 0
+
+    def tell(self, blocks: list[Any]) -> None:
+        """Tell the blocks, which are in the order of the forward."""
+        for number, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[number + 1 :][: self.forward])
+            block.set_modules_to_backward_prefetch(blocks[:number][::-1][: self.backward])
 
 
 def _move_to_meta(model: Module) -> dict[str, torch.Tensor]:

@@ -1,0 +1,37 @@
+"""Several optimizers as one object, for libraries that take one only; in a module of its own because it imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class Joined(torch.optim.Optimizer):
+    """Optimizer with the groups and the state of several, which step together."""
+
+    def __init__(self, params: Iterable[Any], make: Callable[[Any], list[torch.optim.Optimizer]]) -> None:
+        """Make the optimizers by ``make(params)``."""
+        self.parts = make(list(params))
+        super().__init__([group for one in self.parts for group in one.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Give the optimizers the groups and the state of this object, which a load replaces."""
+        groups = iter(self.param_groups)
+        for one in self.parts:
+            one.param_groups = [next(groups) for _ in one.param_groups]
+            one.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take groups and state from a checkpoint."""
+        super().__setstate__(state)
+        self._share()
+
+    def step(self, closure: Any = None) -> Any:
+        """Step each of the optimizers."""
+        loss = closure() if closure else None
+        for one in self.parts:
+            one.step()
+        return loss
