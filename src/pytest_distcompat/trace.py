@@ -190,7 +190,7 @@ class StepInfo:
     ``square`` is this rank's share of the sum of the squares of all gradients as the optimizer got them, in float64: after
     unscaling and clipping. The shares of the ``holders``, which hold one copy of the gradients together (empty: this rank alone),
     add up to the sum: what several of them hold counts once. ``gradients`` are the same gradients by live parameter, those of
-    ZeRO's flat partitions too.
+    ZeRO's flat partitions too. Among ``secondary`` ranks ZeRO++ has cut the weights a second time, 0 if not all of them.
     """
 
     optimizer: str
@@ -200,6 +200,7 @@ class StepInfo:
     square: float = 0.0
     gradients: tuple[GradientInfo, ...] = ()
     holders: tuple[int, ...] = ()
+    secondary: int = 0
 
 
 @dataclass(frozen=True)

@@ -331,6 +331,28 @@ def experts(payload: Mapping[str, Any], log: RankLog) -> None:
         note(log, "refused", text=str(error))
 
 
+def secondary(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Among how many ranks ZeRO++ has cut weights a second time: when the engine is made, in the step, and after it."""
+    import deepspeed
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+    from pytest_distcompat.probe.layouts import secondary_ranks
+
+    without_shared_memory()
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[0]
+    found = [secondary_ranks(engine)]
+    register_optimizer_step_pre_hook(lambda *_: found.append(secondary_ranks(engine)))
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    note(log, "secondary", ranks=[found[0], sorted({*found[1:]}), secondary_ranks(engine)])
+
+
 def zero0(payload: Mapping[str, Any], log: RankLog) -> None:
     """The copies that DeepSpeed optimizes without ZeRO."""
     import deepspeed

@@ -243,6 +243,18 @@ def test_the_experts_of_deepspeeds_layer(warm: WarmLauncher, tmp_path: Path) -> 
 
 @pytest.mark.nightly
 @needs_deepspeed
+def test_the_secondary_partition_of_deepspeed(warm: WarmLauncher, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        ending = warm.run(Request("bodies:secondary", {}, 4, str(tmp_path)))
+    assert [event["ranks"] for event in events(ending, "secondary")] == [[2, [2], 0]] * 4, (
+        "DeepSpeed's parameters have no ds_secondary_tensor, or at other times: see probe/layouts.py:secondary_ranks\n"
+        f"{ending.text()}"
+    )
+
+
+@pytest.mark.nightly
+@needs_deepspeed
 def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
@@ -254,6 +266,15 @@ def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tm
         "DeepSpeed's optimizer no longer has fp16_groups beside fp32_groups: see probe/optimizer.py:copied\n"
         f"{ending.text()}"
     )
+
+
+@needs_deepspeed
+def test_deepspeed_has_no_copies_of_shards() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    zero = {"stage": 3, "mics_shard_size": 2}
+    with pytest.raises(DeepSpeedConfigError, match="MiCS ZeRO-3 sharding has been removed"):
+        DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
 
 
 @needs_deepspeed

@@ -24,7 +24,8 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
 
     Wrapper, kind of parameters, ZeRO stage, world size, shards and tensor-parallel parts are the strategy's. Gradients
     are reduced. Sequence parallelism cuts what lies between layers; under context parallelism attention sees all parts
-    of a sequence. Replicas of parameters, optimizer state and gradients stay equal.
+    of a sequence; a secondary partition of ZeRO++ is there. Replicas of parameters, optimizer state and gradients
+    stay equal.
 
     If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on the CPU.
     """
@@ -53,6 +54,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     for snapshot in trained:
         yield from _sequence_cut(cell, snapshot)
         yield from _attends(cell, snapshot)
+        yield from _partitioned_again(strategy, cell, snapshot)
     yield from _same_everywhere(run, trained)
 
 
@@ -134,6 +136,19 @@ def _attends(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
         yield (
             f"rank {snapshot.rank}: {named_ranks(sorted(peers), 0)} exchanged nothing among themselves in a step; expected "
             f"context parallelism (cp {cell.cp}): attention to the keys and values of the other parts of the sequence"
+        )
+
+
+def _partitioned_again(strategy: Strategy, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding unless ZeRO++ had cut all weights a second time (hpZ), among as many ranks as it was asked to."""
+    wanted = int(cell.settings("ds_config").get("zero_optimization.zero_hpz_partition_size", 1))
+    found = {step.secondary for step in snapshot.steps}
+    if strategy.shards and wanted > 1 and found != {wanted}:
+        sizes = " and ".join(map(str, sorted(found - {0})))
+        text = f"among {sizes} ranks" if sizes else "nowhere"
+        yield (
+            f"rank {snapshot.rank}: the secondary partition of weights is {text}; "
+            f"expected one among {wanted} (zero_hpz_partition_size), when the optimizer steps"
         )
 
 

@@ -92,6 +92,19 @@ def autotp_cut(parameter: Any) -> Cut | None:
     return Cut(shape, meta["partition_dim"], first, sizes[coordinate], ranks, coordinate)
 
 
+def secondary_ranks(model: Module | None) -> int:
+    """Return among how many ranks ZeRO++ has cut all weights a second time (hpZ); 0 if it has not, or not now."""
+    # DeepSpeed drops these partitions at the end of each step, makes them again in the next forward, and has no public name for
+    # them; a test of ``tests/launch/test_private_names.py`` fails when it changes.
+    parameters: list[Any] = list(model.parameters()) if model is not None else []
+    sizes = {
+        one.ds_secondary_tensor_group_size if one.ds_secondary_tensor is not None else 0
+        for one in parameters
+        if hasattr(one, "ds_secondary_tensor")
+    }
+    return int(sizes.pop()) if len(sizes) == 1 else 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Expert:
     """A parameter of one expert of DeepSpeed's MoE: the numbers of its expert on this rank and among all, and its ranks.
