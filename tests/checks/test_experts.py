@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_distcompat.evidence.meshes import mesh
 from pytest_distcompat.trace import REPLICATE, STAGE, Layout, MeshDim, together
 
 if TYPE_CHECKING:
@@ -64,3 +65,24 @@ def test_replicas_of_an_expert_are_compared_and_other_experts_are_not(sound: Sou
     assert apart.findings("active") == [
         "rank 3: 1 parameters differ from rank 1's after three steps, first 'module.outlet.weight'; replicas must stay equal"
     ]
+
+
+def test_the_page_draws_experts_at_their_own_coordinates(sound: Sound) -> None:
+    story = spread(sound("ddp-fp32-w4"))
+
+    def replicate(one: Snapshot) -> Snapshot:
+        dims = (MeshDim("dp_replicate", 4, one.rank, REPLICATE),)
+        frozen = story.live("frozen.weight")
+        assert one.model
+        parameters = tuple(
+            replace(info, layout=Layout(dims)) if info.name == frozen else info for info in one.parameters
+        )
+        return replace(one, model=replace(one.model, parameters=(*parameters[1:], parameters[0])))
+
+    found = mesh(story.cell, story.alter(replicate, action="build").trace.run())
+    assert found
+    assert found["dims"] == [{"name": "dp_replicate", "size": 2}, {"name": "ep", "size": 2}]
+    assert [one["at"] for one in found["ranks"]] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    parts = {layout["names"][0]: layout["parts"] for layout in found["layouts"]}
+    assert parts["inlet.weight"] == ["all", "none", "all", "none"]
+    assert parts["frozen.weight"] == ["all"] * 4
