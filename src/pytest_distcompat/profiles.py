@@ -175,7 +175,7 @@ def _cell(strategy: str, precision: str, world_size: int, *choices: Choice) -> C
     if options.get("pp_schedule"):
         options.setdefault("pp", 2)
     if options.get("ep"):
-        options.setdefault("model", "moe_fused")
+        options.setdefault("model", "moe_deepspeed" if strategy.startswith("zero") else "moe_fused")
     replicas, parts = (
         int(options.get("dp_replicate", 1)),
         math.prod(int(options.get(name, 1)) for name in ("tp", "cp", "pp")),

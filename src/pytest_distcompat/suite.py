@@ -178,5 +178,6 @@ class TestDeepSpeed(CompatSuite):
             Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True}, {"grad_accum": 2})),
             Matrix(("zero1",), ("fp32",), world_sizes=(4,), options=({"tp": 2},)),
             Matrix(("zero2",), ("fp32",), world_sizes=(4,), options=({"cp": 2},)),
+            Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"model": "moe_deepspeed", "ep": 2},)),
         ),
     )

@@ -16,7 +16,7 @@ from pytest_distcompat.excerpt import name_nodes
 
 #: Placements of a dimension along which all ranks hold the same, and of one whose ranks hold pieces of the flattened tensor.
 REPLICATE, FLAT = "Replicate", "Flat"
-#: Placement of a dimension of which this rank's coordinate alone holds the tensor: the parameters of a stage of a pipeline.
+#: Placement of a dimension of which this rank's coordinate alone holds the tensor: a stage of a pipeline, an expert.
 STAGE = "Stage"
 
 
@@ -26,7 +26,7 @@ class MeshDim:
 
     ``placement`` is ``Replicate``, ``Shard(0)``, ``StridedShard(0, 2)`` or ``Partial``, as torch's DTensor has them, or ``Flat``:
     pieces of the flattened tensor in the order of the ranks, as FSDP1 and ZeRO cut it, or ``Stage``: on this coordinate alone, as
-    the dimension ``pp`` has it.
+    the dimension ``pp`` has it, and ``ep`` of DeepSpeed's experts.
     """
 
     name: str
@@ -40,7 +40,8 @@ class Layout:
     """Which part of a whole tensor this rank holds.
 
     ``dims`` are those of its mesh. ``holders`` are the ranks that hold one copy of the tensor together (its shard group), in the
-    order of their pieces if it is cut flat; empty if this rank alone holds the whole.
+    order of their pieces if it is cut flat; empty if this rank alone holds the whole. Of an expert that is a tensor of its own
+    they are the ranks that hold one copy of all experts together.
     """
 
     dims: tuple[MeshDim, ...] = ()
@@ -58,7 +59,7 @@ class Layout:
     @property
     def flat(self) -> bool:
         """Tell whether it is a piece of the flattened tensor, whose place follows from the pieces before it."""
-        return {dim.placement for dim in self.dims} - {REPLICATE} == {FLAT}
+        return {dim.placement for dim in self.dims} - {REPLICATE, STAGE} == {FLAT}
 
     def dim(self, name: str) -> MeshDim | None:
         """Return the dimension of that name, None if the tensor's mesh has none."""
@@ -189,7 +190,7 @@ class StepInfo:
     ``square`` is this rank's share of the sum of the squares of all gradients as the optimizer got them, in float64: after
     unscaling and clipping. The shares of the ``holders``, which hold one copy of the gradients together (empty: this rank alone),
     add up to the sum: what several of them hold counts once. ``gradients`` are the same gradients by live parameter, those of
-    ZeRO's flat partitions too.
+    ZeRO's flat partitions too. Among ``secondary`` ranks ZeRO++ has cut the weights a second time, 0 if not all of them.
     """
 
     optimizer: str
@@ -199,6 +200,7 @@ class StepInfo:
     square: float = 0.0
     gradients: tuple[GradientInfo, ...] = ()
     holders: tuple[int, ...] = ()
+    secondary: int = 0
 
 
 @dataclass(frozen=True)

@@ -397,3 +397,15 @@ def test_experts_are_cut_along_ep(sound: Sound) -> None:
     part = Layout((MeshDim("dp_shard", 2, 0, "Shard(0)"), MeshDim("ep", 2, 0, "Shard(0)")), (0, 1, 2, 3))
     cut = story.parameters({"layout": part}, only="frozen.weight", action="build")
     assert cut.findings("active") == []
+
+
+def test_a_secondary_partition(sound: Sound) -> None:
+    story = sound("zero3-fp32-w4")
+    setting = "ds_config.zero_optimization.zero_hpz_partition_size=2"
+    story = replace(story, cell=replace(story.cell, options=(("set", setting),)))
+    assert story.stepped({"secondary": 2}).findings("active") == []
+    expected = "expected one among 2 (zero_hpz_partition_size), when the optimizer steps"
+    for size, found in ((0, "nowhere"), (4, "among 4 ranks")):
+        assert story.stepped({"secondary": size}).findings("active") == [
+            f"rank {rank}: the secondary partition of weights is {found}; {expected}" for rank in range(4)
+        ]

@@ -149,10 +149,11 @@ def test_cells_that_can_run_and_reasons_of_the_others() -> None:
     assert lines[-1].endswith("reasons more: --all")
     whole = list(found.lines(whole=True))
     assert len(whole) > len(lines)
-    # By axis of the mesh: AutoTP and Ulysses in two precisions, under the stages that they are promised for.
-    names, tp, cp, *reasons = (line.split() for line in whole[9:])
+    # By axis of the mesh: AutoTP, Ulysses and experts in two precisions, under the stages that they are promised for.
+    names, tp, cp, ep, *reasons = (line.split() for line in whole[9:])
     assert names[-4:] == ["zero0", "zero1", "zero2", "zero3"]
     assert (tp[0], tp[-4:], cp[0], cp[-4:]) == ("tp", ["2", "2", "2", "-"], "cp", ["2", "2", "2", "2"])
+    assert (ep[0], ep[-4:]) == ("ep", ["4", "4", "4", "-"])
     assert sum(int(line[0]) for line in reasons) == len(found.reasons) - found.able
 
 

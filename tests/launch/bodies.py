@@ -283,6 +283,76 @@ def autotp(payload: Mapping[str, Any], log: RankLog) -> None:
     )
 
 
+def experts(payload: Mapping[str, Any], log: RankLog) -> None:
+    """How the probe names the experts of DeepSpeed's layer, which values have these names in a checkpoint, and what ZeRO-3 says."""
+    import deepspeed
+    import torch
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+    from torch import distributed
+
+    from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+    from pytest_distcompat.probe.layouts import named_parameters, wrapper_layouts
+    from pytest_distcompat.probe.tensors import digest
+
+    without_shared_memory()
+    deepspeed.init_distributed(dist_backend="gloo")
+    torch.manual_seed(distributed.get_rank())
+
+    def engine_of(stage: int) -> Any:
+        layer = MoE(4, torch.nn.Linear(4, 4), num_experts=4, ep_size=2)
+        model = torch.nn.ModuleDict({"moe": layer, "head": torch.nn.Linear(4, 4)})
+        for expert in layer.deepspeed_moe.experts.deepspeed_experts:
+            expert.reset_parameters()
+        groups = split_params_into_different_moe_groups_for_optimizer({"params": [*model.parameters()], "name": "all"})
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+        return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
+
+    engine, directory = engine_of(1), Path(log.path).parent / "checkpoint"
+    engine.save_checkpoint(str(directory), tag="a")
+    distributed.barrier()
+    saved: dict[str, str] = {}
+    for path in directory.glob("a/layer_0_expert_*"):
+        saved |= {f"module.{name}": digest(one) for name, one in torch.load(path).items()}
+    layouts = wrapper_layouts(engine)
+    found = {name: parameter for name, parameter in named_parameters(engine) if "experts" in name}
+    note(
+        log,
+        "experts",
+        number=distributed.get_rank(),
+        files=len(saved),
+        same={name: saved.get(name) == digest(one) for name, one in found.items()},
+        layouts=sorted({(str(layouts[id(one)]), layouts[id(one)].holders) for one in found.values()}),
+        others=sorted({str(layouts[id(one)]) for name, one in named_parameters(engine) if name not in found}),
+    )
+    try:
+        engine_of(3)
+    except AssertionError as error:
+        note(log, "refused", text=str(error))
+
+
+def secondary(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Among how many ranks ZeRO++ has cut weights a second time: when the engine is made, in the step, and after it."""
+    import deepspeed
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+    from pytest_distcompat.probe.layouts import secondary_ranks
+
+    without_shared_memory()
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[0]
+    found = [secondary_ranks(engine)]
+    register_optimizer_step_pre_hook(lambda *_: found.append(secondary_ranks(engine)))
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    note(log, "secondary", ranks=[found[0], sorted({*found[1:]}), secondary_ranks(engine)])
+
+
 def zero0(payload: Mapping[str, Any], log: RankLog) -> None:
     """The copies that DeepSpeed optimizes without ZeRO."""
     import deepspeed

@@ -217,6 +217,44 @@ def test_what_deepspeed_says_of_layers_that_autotp_has_cut(warm: WarmLauncher, t
 
 @pytest.mark.nightly
 @needs_deepspeed
+def test_the_experts_of_deepspeeds_layer(warm: WarmLauncher, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        ending = warm.run(Request("bodies:experts", {}, 4, str(tmp_path)))
+    found = sorted(events(ending, "experts"), key=lambda event: int(event["number"]))
+    assert [event["files"] for event in found] == [8] * 4, f"experts are saved otherwise\n{ending.text()}"
+    for rank, event in enumerate(found):
+        first = rank % 2 * 2
+        names = {
+            f"module.moe.deepspeed_moe.experts.deepspeed_experts.{one}.{part}"
+            for one in (first, first + 1)
+            for part in ("weight", "bias")
+        }
+        assert event["same"] == dict.fromkeys(names, True), (
+            "experts are numbered otherwise: see probe/layouts.py:moe_experts"
+        )
+        assert event["layouts"] == [["dp_replicate=Replicate, ep=Stage", [rank // 2 * 2, rank // 2 * 2 + 1]]]
+        assert event["others"] == ["dp_replicate=Replicate"]
+    refused = {event["text"] for event in events(ending, "refused")}
+    assert refused == {
+        "Native DeepSpeed MoE is not supported with ZeRO Stage 3. Use AutoEP or choose ZeRO stage 1/2."
+    }, "ZeRO-3 has DeepSpeed's layer now: see strategies/_expert.py:unsupported_reason"
+
+
+@pytest.mark.nightly
+@needs_deepspeed
+def test_the_secondary_partition_of_deepspeed(warm: WarmLauncher, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        ending = warm.run(Request("bodies:secondary", {}, 4, str(tmp_path)))
+    assert [event["ranks"] for event in events(ending, "secondary")] == [[2, [2], 0]] * 4, (
+        "DeepSpeed's parameters have no ds_secondary_tensor, or at other times: see probe/layouts.py:secondary_ranks\n"
+        f"{ending.text()}"
+    )
+
+
+@pytest.mark.nightly
+@needs_deepspeed
 def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
@@ -228,6 +266,15 @@ def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tm
         "DeepSpeed's optimizer no longer has fp16_groups beside fp32_groups: see probe/optimizer.py:copied\n"
         f"{ending.text()}"
     )
+
+
+@needs_deepspeed
+def test_deepspeed_has_no_copies_of_shards() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    zero = {"stage": 3, "mics_shard_size": 2}
+    with pytest.raises(DeepSpeedConfigError, match="MiCS ZeRO-3 sharding has been removed"):
+        DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
 
 
 @needs_deepspeed

@@ -151,3 +151,16 @@ class UniversalWithoutMoments(DeepSpeedDriver):
         super().load(directory)
         for state in self.optimizer.state.values():
             state["exp_avg"].zero_()
+
+
+@twin(
+    "active",
+    "zero3-fp32-w4-model_mlp-set_ds_config.zero_optimization.zero_hpz_partition_size=2",
+    "zero3-bf16_mixed-w4-set_ds_config.zero_optimization.zero_hpz_partition_size=2",
+    match=r"^rank 0: the secondary partition of weights is nowhere; expected one among 2",
+)
+class NoSecondaryPartition(DeepSpeed):
+    """ZeRO++'s ``zero_hpz_partition_size`` got lost on its way into the JSON."""
+
+    def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+        return super().settings(precision, cell.without("set"))

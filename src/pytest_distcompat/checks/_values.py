@@ -17,6 +17,7 @@ from pytest_distcompat.digests import combine, concatenate
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
     REPLICATE,
+    STAGE,
     Layout,
     OptimizerInfo,
     ParameterInfo,
@@ -211,6 +212,12 @@ def cut_along(info: ParameterInfo, name: str) -> bool:
     """Tell whether the parameter is cut along the mesh dimension of that name."""
     dim = info.layout.dim(name)
     return dim is not None and dim.placement not in {REPLICATE, "Partial"}
+
+
+def alone(info: ParameterInfo) -> int:
+    """Return in how many parts experts are spread of which the parameter's is one; 1 for any other parameter."""
+    dim = info.layout.dim("ep")
+    return dim.size if dim is not None and dim.placement == STAGE else 1
 
 
 def held_states(optimizer: OptimizerInfo) -> Iterator[StateInfo]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested
-from pytest_distcompat.checks._values import Names, by_stage, cut_along, held_states, stages_of, unused
+from pytest_distcompat.checks._values import Names, alone, by_stage, cut_along, held_states, stages_of, unused
 from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
@@ -24,7 +24,8 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
 
     Wrapper, kind of parameters, ZeRO stage, world size, shards and tensor-parallel parts are the strategy's. Gradients
     are reduced. Sequence parallelism cuts what lies between layers; under context parallelism attention sees all parts
-    of a sequence. Replicas of parameters, optimizer state and gradients stay equal.
+    of a sequence; a secondary partition of ZeRO++ is there. Replicas of parameters, optimizer state and gradients
+    stay equal.
 
     If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on the CPU.
     """
@@ -53,6 +54,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     for snapshot in trained:
         yield from _sequence_cut(cell, snapshot)
         yield from _attends(cell, snapshot)
+        yield from _partitioned_again(strategy, cell, snapshot)
     yield from _same_everywhere(run, trained)
 
 
@@ -137,6 +139,19 @@ def _attends(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
         )
 
 
+def _partitioned_again(strategy: Strategy, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding unless ZeRO++ had cut all weights a second time (hpZ), among as many ranks as it was asked to."""
+    wanted = int(cell.settings("ds_config").get("zero_optimization.zero_hpz_partition_size", 1))
+    found = {step.secondary for step in snapshot.steps}
+    if strategy.shards and wanted > 1 and found != {wanted}:
+        sizes = " and ".join(map(str, sorted(found - {0})))
+        text = f"among {sizes} ranks" if sizes else "nowhere"
+        yield (
+            f"rank {snapshot.rank}: the secondary partition of weights is {text}; "
+            f"expected one among {wanted} (zero_hpz_partition_size), when the optimizer steps"
+        )
+
+
 def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
     if model.world_size != cell.world_size:
         yield f"rank {rank}: the process group has {model.world_size} ranks; expected {cell.world_size}"
@@ -182,8 +197,11 @@ def _shards(
 
 
 def _part(info: ParameterInfo, tp: int) -> float:
-    """Return the elements that the rank stores, divided by how many ranks of tensor parallelism store the same."""
-    return info.local_numel / (1 if cut_along(info, "tp") else tp)
+    """Return the elements that the rank stores, divided by how many ranks of tensor parallelism store the same.
+
+    An expert that is here instead of others counts for these too.
+    """
+    return info.local_numel * alone(info) / (1 if cut_along(info, "tp") else tp)
 
 
 def _groups(

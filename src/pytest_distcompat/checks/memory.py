@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, named_ranks, requested
-from pytest_distcompat.checks._values import FACTORS, by_stage, cut_along, unused
+from pytest_distcompat.checks._values import FACTORS, alone, by_stage, cut_along, unused
 from pytest_distcompat.cost import state_elements, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -46,6 +46,11 @@ def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped:
     built, size = tuple(one for one in run.at("build") if one.rank in ranks), cell.world_size // cell.pp
     where = "all ranks" if cell.pp == 1 else named_ranks(ranks, cell.world_size)
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, built)
+    if not (strategy.shards or strategy.flat_masters):
+        # Of the experts each rank has its part.
+        trained -= sum(
+            info.local_numel * (alone(info) - 1) for one in built[:1] for info in one.parameters if info.trainable
+        )
     others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
     copies, padding = size // cell.tp, 0
     if strategy.shards or strategy.flat_masters:

@@ -10,6 +10,7 @@ from pytest_distcompat.checks._base import check, every_rank, named_ranks
 from pytest_distcompat.checks._values import (
     across_stages,
     adapter_name,
+    alone,
     flat_parameters,
     named_stage,
     stages_of,
@@ -114,7 +115,7 @@ class _Expected:
         """Yield findings for what no rank of a copy of the model has: one rank, or those of one pipeline."""
         snapshots = {snapshot.rank: snapshot for snapshot in run.trained if snapshot.model}
         built = {snapshot.rank: snapshot for snapshot in run.at("build")}
-        for ranks in across_stages(run, ((rank,) for rank in snapshots)):
+        for ranks in across_stages(run, (_with_experts(one) for one in snapshots.values())):
             live = [info for rank in ranks if rank in snapshots for info in snapshots[rank].parameters]
             buffers = [
                 info for rank in ranks if rank in built and (model := built[rank].model) for info in model.buffers
@@ -205,6 +206,12 @@ class _Expected:
                     # Extra state is in the state dict without being a parameter or a buffer, so its shape is not known.
                     if expected is not None and found != expected:
                         yield f"file {file.path!r}: {key!r} has shape {found}; {expected} in the unwrapped model"
+
+
+def _with_experts(snapshot: Snapshot) -> tuple[int, ...]:
+    """Return the ranks that hold all experts together with this one, itself included."""
+    peers = {rank for info in snapshot.parameters if alone(info) > 1 for rank in info.layout.holders}
+    return tuple(sorted({snapshot.rank, *peers}))
 
 
 def _has_state(snapshots: tuple[Snapshot, ...]) -> bool:

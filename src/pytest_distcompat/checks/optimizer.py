@@ -73,7 +73,7 @@ def _partitions(cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[str,
     for snapshot in built:
         for name, numel in (snapshot.optimizer.partitioned if snapshot.optimizer else {}).items():
             held[name] += numel
-    for info in built[0].parameters if built else ():
+    for info in {info.name: info for snapshot in built for info in snapshot.parameters}.values():
         expected, times = math.prod(info.shape), 1 if cut_along(info, "tp") else cell.tp
         if trainable[info.name] and held[info.name] != expected * times:
             yield (

@@ -95,7 +95,9 @@ class TinyDriver(Driver):
             return "a flat parameter cannot be split into param groups"
         if cell.tp > 1 and (problem := _tensor.unsupported_reason(cell, tiny.tp_plan)):
             return problem
-        if cell.ep > 1 and (problem := _expert.unsupported_reason(cell, tiny.experts)):
+        if tiny.driver not in {"", cls.name}:
+            return f"the model {tiny.name} is for the {tiny.driver} driver"
+        if (cell.ep > 1 or tiny.driver) and (problem := _expert.unsupported_reason(cell, tiny)):
             return problem
         if cell.pp > 1 and (problem := _pipeline.unsupported_reason(cell, tiny.stages)):
             return problem

@@ -16,7 +16,7 @@ from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.strategies import STRATEGIES, _context
+from pytest_distcompat.strategies import STRATEGIES, _context, _expert
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
@@ -160,6 +160,7 @@ class DeepSpeedDriver(TinyDriver):
         "cpu_offload",
         "tp",
         "cp",
+        "ep",
         "meta_init",
         "frozen",
         "lora",
@@ -220,6 +221,8 @@ class DeepSpeedDriver(TinyDriver):
         if self.cell.option("meta_init"):
             # Parameters are partitioned one by one; the whole model need not fit into one rank's memory.
             deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)
+        if self.cell.ep > 1:
+            _expert.spread_by_deepspeed(self.raw, self.cell.ep, self.world.rank)
         optimizer = self.make_optimizer(self.raw)
         arguments = {"model": self.raw, "optimizer": optimizer, "config": config}
         arguments["lr_scheduler"] = self.make_scheduler(optimizer)
@@ -236,6 +239,15 @@ class DeepSpeedDriver(TinyDriver):
         if mode:
             self.model.compile(backend="inductor" if mode is True else str(mode))
         self.seed_rank()
+
+    def groups(self, model: Module) -> Any:
+        """Return what the optimizer is made of; experts are in groups of their own, which the engine demands."""
+        groups = super().groups(model)
+        if not self.tiny.driver:
+            return groups
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        return split_params_into_different_moe_groups_for_optimizer({"params": groups, "name": "all"})
 
     def step(self, number: int) -> float:
         """Run forward and backward of each micro-batch; the engine scales, reduces, clips and steps the scheduler."""
@@ -295,6 +307,8 @@ class DeepSpeedDriver(TinyDriver):
         """Write the float32 masters, combined from a checkpoint by ``zero_to_fp32.py``; without ZeRO, the weights."""
         if self.cell.tp > 1:
             state = whole_weights(self.model)
+        elif self.tiny.driver:
+            state = self._with_all_experts(directory.parent / "shards")
         elif not self.strategy.zero_stage:
             state = self.model.module_state_dict()
         else:
@@ -305,6 +319,17 @@ class DeepSpeedDriver(TinyDriver):
             state = get_fp32_state_dict_from_zero_checkpoint(str(shards)) if self.world.rank == 0 else {}
         if self.world.rank == 0:
             _options.write_whole(self.raw, state, directory)
+
+    def _with_all_experts(self, shards: Path) -> dict[str, Any]:
+        """Return the weights on rank 0 from a checkpoint with a file for each expert, which ``zero_to_fp32`` cannot read."""
+        import torch
+
+        self.model.save_checkpoint(str(shards), "export")
+        if self.world.rank:
+            return {}
+        files = sorted((shards / "export").glob("*_model_states.pt"))
+        saved = [torch.load(path, map_location="cpu", weights_only=False) for path in files]
+        return {name: one for state in saved for name, one in state.get("module", state).items()}
 
     def rows(self, _loader: str, count: int, *_: Any) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the rows that the loader of ``training_data`` gives."""

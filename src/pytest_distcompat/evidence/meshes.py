@@ -36,7 +36,7 @@ def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
     if not held or (len(widest) < 2 and cell.tp * cell.pp == 1):
         return None
     dims = [{"name": dim.name, "size": dim.size} for dim in widest]
-    at = [_coordinate(list(one.values()), [dim.name for dim in widest]) for one in held]
+    at = [_coordinate(list(one.values()), widest) for one in held]
     if {*map(len, at)} != {len(dims)} or len({*map(tuple, at)}) < len(held):
         # Parameters lie on no mesh that tells the ranks apart.
         dims, at = [{"name": "rank", "size": run.world_size}], [[snapshot.rank] for snapshot in snapshots]
@@ -56,10 +56,11 @@ def _dims(info: ParameterInfo) -> tuple[MeshDim, ...]:
     return tuple(dim for dim in info.layout.dims if dim.size > 1)
 
 
-def _coordinate(parameters: Sequence[ParameterInfo], names: Sequence[str]) -> list[int]:
+def _coordinate(parameters: Sequence[ParameterInfo], dims: Sequence[MeshDim]) -> list[int]:
     """Return the rank's place on these dimensions, as far as its parameters tell it."""
-    found = {dim.name: dim.coordinate for info in parameters for dim in _dims(info)}
-    return [found[name] for name in names if name in found]
+    # Experts and all else are on meshes of their own, with dimensions of one name and two sizes.
+    found = {(dim.name, dim.size): dim.coordinate for info in parameters for dim in _dims(info)}
+    return [found[dim.name, dim.size] for dim in dims if (dim.name, dim.size) in found]
 
 
 @functools.lru_cache(maxsize=1024)

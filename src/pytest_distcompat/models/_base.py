@@ -53,7 +53,9 @@ class TinyModel:
             shows.
         norm_spread: Factor on the tolerance of gradient norms, in every precision.
         tp_plan: Name of a module, with ``*`` for numbers -> how tensor parallelism cuts it, see ``strategies/_tensor.py``.
-        experts: Name of the module whose parameters hold an expert in each row of their first dimension; empty without one.
+        experts: Name of the module whose experts can be spread: the parameters of FSDP2's hold one in each row of their first
+            dimension, DeepSpeed's has a module for each. Empty without one.
+        driver: Name of the only driver that can train it, empty if all can.
         stages: How pipeline parallelism cuts it; None if it cannot.
         random: Whether its forward draws random numbers, which no one process draws as the ranks do.
         only_float32: Whether what it computes turns on rounding.
@@ -80,6 +82,7 @@ class TinyModel:
     norm_spread: float = 1.0
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     experts: str = ""
+    driver: str = ""
     stages: Stages | None = None
     random: bool = False
     only_float32: bool = False

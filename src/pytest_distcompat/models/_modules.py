@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -164,6 +165,50 @@ class FusedMixture(OneBlock):
         balance = 4 * (functional.one_hot(chosen, 4).float().mean(0) * scores.mean(0)).sum()
         logits: torch.Tensor = self.outlet(x) / (1 + 0.1 * balance).to(x.dtype)
         return logits
+
+
+class DeepSpeedMixture(nn.Module):
+    """Classifier with DeepSpeed's mixture of experts (https://deepspeed.readthedocs.io/en/latest/moe.html).
+
+    A row's largest feature, which is among the inputs of the gate, chooses the expert: the gate learns how much of it to take.
+    """
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.inlet = nn.Linear(features, width)
+        self.block = Block(width)
+        # Nothing is dropped or drawn, so that it does not matter how many ranks rows are spread over.
+        settings = {"num_experts": 4, "min_capacity": 0, "drop_tokens": False, "use_rts": False}
+        self.make_moe = functools.partial(MoE, width + 4, **settings)
+        self.moe: Any = self.make_moe(nn.Linear(width + 4, width + 4))
+        self.outlet = nn.Linear(width + 4, classes)
+        for expert in self.moe.deepspeed_moe.experts.deepspeed_experts:
+            expert.reset_parameters()
+        with torch.no_grad():
+            self.moe.deepspeed_moe.gate.wg.weight[:, width:] = 2 * torch.eye(4)
+            # Gradients are clipped in each step, however many ranks average them.
+            self.outlet.weight.mul_(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        chosen = functional.one_hot(x[:, :4].argmax(-1), 4)
+        x = self.block(self.inlet(x.to(self.inlet.weight.dtype)))
+        x = torch.cat([x, chosen.to(x.dtype)], dim=1)
+        # Only an engine connects the layer; the reference is plain torch on the same parameters.
+        found, balance = self.moe(x)[:2] if self.moe.deepspeed_moe.ep_group is not None else self._in_one_process(x)
+        logits: torch.Tensor = self.outlet(x + found) / (1 + 0.1 * balance).to(x.dtype)
+        return logits
+
+    def _in_one_process(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the experts compute, and the auxiliary loss (https://arxiv.org/abs/2101.03961, equation 4)."""
+        layer, found = self.moe.deepspeed_moe, torch.zeros_like(x)
+        scores = torch.softmax(functional.linear(x.float(), layer.gate.wg.weight.float()), dim=-1)
+        chosen = functional.one_hot(scores.argmax(-1), scores.shape[1])
+        for number, expert in enumerate(layer.experts.deepspeed_experts):
+            found = found + (expert(x) * (scores * chosen)[:, number, None]).to(x.dtype)
+        return found, scores.shape[1] * (chosen.float().mean(0) * scores.mean(0)).sum()
 
 
 class Odd(nn.Module):

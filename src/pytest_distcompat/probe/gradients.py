@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.layouts import WHOLE, autotp_cut, layout_of, partition_layout, wrapper_layouts
+from pytest_distcompat.probe.layouts import (
+    WHOLE,
+    autotp_cut,
+    layout_of,
+    moe_experts,
+    partition_layout,
+    wrapper_layouts,
+)
 from pytest_distcompat.probe.optimizer import flat_masters, fragment_place, master_copies, owner_names
 from pytest_distcompat.probe.tensors import local_of, valueless
 from pytest_distcompat.trace import GradientInfo, Layout, together
@@ -48,7 +55,7 @@ def read_gradients(
             flat[local_of(tensor).untyped_storage().data_ptr()] = tensor
         elif names:
             found.append(GradientInfo(names[id(tensor)], local_of(tensor).numel(), squares[-1][1], layout))
-    if model is not None and flat and (single or any(map(autotp_cut, model.parameters()))):
+    if model is not None and flat and (single or any(map(autotp_cut, model.parameters())) or moe_experts(model)):
         fragments = tuple(_of_fragments(model, flat, partition))
         found += fragments
         if any(info.layout != partition for info in fragments):
@@ -60,9 +67,10 @@ def read_gradients(
 
 def _of_fragments(model: Module, flat: Mapping[int, torch.Tensor], layout: Layout) -> Iterator[GradientInfo]:
     """Yield the parts of flat partitions' gradients; a parameter's master is a view of its partition."""
+    experts = moe_experts(model)
     for name, parameter, master in flat_masters(model):
         partition = flat.get(master.untyped_storage().data_ptr())
         if partition is not None and partition.grad is not None:
             start = master.storage_offset() - partition.storage_offset()
             gradient = partition.grad.reshape(-1).narrow(0, start, master.numel())
-            yield GradientInfo(name, master.numel(), square_of(gradient), fragment_place(parameter, layout)[0])
+            yield GradientInfo(name, master.numel(), square_of(gradient), fragment_place(parameter, layout, experts)[0])

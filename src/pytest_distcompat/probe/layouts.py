@@ -7,12 +7,12 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.trace import FLAT, REPLICATE, Layout, MeshDim, held_indices
+from pytest_distcompat.trace import FLAT, REPLICATE, STAGE, Layout, MeshDim, held_indices
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -90,6 +90,75 @@ def autotp_cut(parameter: Any) -> Cut | None:
     coordinate, sizes = ranks.index(distributed.get_rank()), meta["partition_sizes"]
     first, shape = sum(sizes[:coordinate]), tuple(meta["logical_shape"])
     return Cut(shape, meta["partition_dim"], first, sizes[coordinate], ranks, coordinate)
+
+
+def secondary_ranks(model: Module | None) -> int:
+    """Return among how many ranks ZeRO++ has cut all weights a second time (hpZ); 0 if it has not, or not now."""
+    # DeepSpeed drops these partitions at the end of each step, makes them again in the next forward, and has no public name for
+    # them; a test of ``tests/launch/test_private_names.py`` fails when it changes.
+    parameters: list[Any] = list(model.parameters()) if model is not None else []
+    sizes = {
+        one.ds_secondary_tensor_group_size if one.ds_secondary_tensor is not None else 0
+        for one in parameters
+        if hasattr(one, "ds_secondary_tensor")
+    }
+    return int(sizes.pop()) if len(sizes) == 1 else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Expert:
+    """A parameter of one expert of DeepSpeed's MoE: the numbers of its expert on this rank and among all, and its ranks.
+
+    ``peers`` hold all experts together, ``replicas`` this one each.
+    """
+
+    here: int
+    number: int
+    peers: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+    def layout(self, rank: int, *, flat: bool = False) -> Layout:
+        """Return the layout of the parameter, or of this rank's piece of its master that its replicas have cut flat."""
+        name, placement = ("dp_shard", FLAT) if flat else ("dp_replicate", REPLICATE)
+        dims = (
+            MeshDim(name, len(self.replicas), self.replicas.index(rank), placement),
+            MeshDim("ep", len(self.peers), self.peers.index(rank), STAGE),
+        )
+        others = self.replicas if flat else (rank,)
+        return Layout(dims, tuple(sorted(one + peer - rank for one in others for peer in self.peers)))
+
+
+def moe_experts(model: Module | None) -> Mapping[int, Expert]:
+    """Map the ``id`` of each parameter of the experts that DeepSpeed's engine has spread over ranks to its place."""
+    # DeepSpeed numbers a rank's experts from 0. All attributes here are public, and documented nowhere: a test of
+    # ``tests/launch/test_private_names.py`` fails when they change.
+    from torch import distributed
+
+    found: dict[int, Expert] = {}
+    modules: list[Any] = list(model.modules()) if model is not None else []
+    groups: Mapping[str, Any] = next(
+        (one.expert_data_parallel_group for one in modules if hasattr(one, "expert_data_parallel_group")), {}
+    )
+    for moe in modules if groups else ():
+        if hasattr(moe, "deepspeed_moe") and moe.ep_size > 1:
+            peers, replicas = (
+                tuple(distributed.get_process_group_ranks(group))
+                for group in (moe.deepspeed_moe.ep_group, groups[moe.expert_group_name])
+            )
+            first = peers.index(distributed.get_rank()) * moe.num_local_experts
+            for here, expert in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
+                place = Expert(here, first + here, peers, replicas)
+                found |= {id(parameter): place for parameter in expert.parameters()}
+    return found
+
+
+def named_parameters(model: Module) -> Iterator[tuple[str, Any]]:
+    """Yield what the model's ``named_parameters`` yields, experts of DeepSpeed's MoE by their numbers among all, as in files."""
+    experts = moe_experts(model)
+    for name, parameter in model.named_parameters():
+        place = experts.get(id(parameter))
+        here, number = (f".deepspeed_experts.{one}." for one in (place.here, place.number)) if place else ("", "")
+        yield name.replace(here, number) if place else name, parameter
 
 
 #: The ranks of a mesh, its sizes, and this rank's coordinate: empty if the rank is no part of it.
@@ -235,6 +304,10 @@ def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:
             found[id(parameter)] = _replicated(flat_layout(parameter._dp_group, "dp_replicate"))  # noqa: SLF001 - see below
         if cut := autotp_cut(parameter):
             found[id(parameter)] = cut.layout(found.get(id(parameter), WHOLE))
+    if experts := moe_experts(model):
+        from torch import distributed
+
+        found |= {parameter: place.layout(distributed.get_rank()) for parameter, place in experts.items()}
     return found
 
 
@@ -250,8 +323,9 @@ def partition_layout(model: Module | None, layouts: Mapping[int, Layout]) -> Lay
         layouts: The ``wrapper_layouts`` of the model.
     """
     # ``_dp_group`` and ``_hp_mapping`` of ZeRO-1 and 2 are private; ``tests/launch/test_private_names.py`` fails when they go.
+    # That of experts is by itself.
     parameter: Any
     for parameter in model.parameters() if model is not None else ():
-        if hasattr(parameter, "_hp_mapping"):
+        if hasattr(parameter, "_hp_mapping") and getattr(parameter, "allreduce", True):
             return flat_layout(parameter._dp_group)  # noqa: SLF001 - see above
     return next((layout for layout in layouts.values() if layout.flat), WHOLE)

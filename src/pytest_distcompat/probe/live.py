@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_distcompat.probe.blocks import declared_blocks, is_a, multiplies, named_blocks
-from pytest_distcompat.probe.layouts import autotp_cut, layout_of, wrapper_layouts
+from pytest_distcompat.probe.layouts import autotp_cut, layout_of, named_parameters, wrapper_layouts
 from pytest_distcompat.probe.optimizer import entries, master_copies
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import STAGE, Layout, MeshDim, ModelInfo, ParameterInfo, UnwrappedInfo
@@ -95,7 +95,7 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None, pp
     wrappers, layouts = _wrappers(model), wrapper_layouts(model)
     parameters = tuple(
         live_parameter_info(name, parameter, layouts, held=None if flat else held[id(parameter)])
-        for name, parameter in model.named_parameters()
+        for name, parameter in named_parameters(model)
     )
     pp_ranks = tuple(distributed.get_process_group_ranks(pp_group)) if pp_group is not None else ()
     if pp_ranks:

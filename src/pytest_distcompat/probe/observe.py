@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pytest_distcompat.probe.blocks import is_a, multiplies
 from pytest_distcompat.probe.gradients import read_gradients
 from pytest_distcompat.probe.inputs import tensors_fed
+from pytest_distcompat.probe.layouts import secondary_ranks
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
 from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, GradientInfo, StepInfo
 
@@ -69,6 +70,7 @@ class _Step:
     square: float = 0.0
     holders: tuple[int, ...] = ()
     gradients: tuple[GradientInfo, ...] = ()
+    secondary: int = 0
 
 
 class Observer:
@@ -258,6 +260,7 @@ class Observer:
         with self.aside():
             model, inner, single = self.trainer()
             step.square, step.holders, step.gradients = read_gradients(model, inner, tensors, single=single)
+            step.secondary = secondary_ranks(model)
 
     def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         step = self._step
@@ -274,8 +277,9 @@ class Observer:
         if step.optimizer == id(optimizer):
             self._step = None
             master, gradient, state = (tuple(sorted(dtypes)) for dtypes in (step.master, step.gradient, step.state))
-            name, gradients = type(optimizer).__name__, step.gradients
-            self.steps.append(StepInfo(name, master, gradient, state, step.square, gradients, step.holders))
+            name, square = type(optimizer).__name__, step.square
+            infos = square, step.gradients, step.holders, step.secondary
+            self.steps.append(StepInfo(name, master, gradient, state, *infos))
 
     def _record_operator(self, func: Any, args: Any, result: Any) -> None:
         """Record a collective, or a cast to 8 bits: a result in 8 bits without an input in 8 bits (a view has one)."""

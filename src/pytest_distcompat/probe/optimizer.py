@@ -12,8 +12,11 @@ import torch
 
 from pytest_distcompat.probe.layouts import (
     WHOLE,
+    Expert,
     autotp_cut,
     layout_of,
+    moe_experts,
+    named_parameters,
     partition_layout,
     starts_of,
     wrapper_layouts,
@@ -83,7 +86,7 @@ def master_copies(optimizer: Any) -> dict[int, torch.Tensor]:
 
 def owner_names(model: Module, optimizer: Any) -> dict[int, str]:
     """Map the ``id`` of each live parameter, and of each master copy of one, to the parameter's name."""
-    live = {id(parameter): name for name, parameter in model.named_parameters()}
+    live = {id(parameter): name for name, parameter in named_parameters(model)}
     return live | {copy: live[id(low)] for copy, low in master_copies(optimizer).items() if id(low) in live}
 
 
@@ -181,7 +184,7 @@ def _partitioned(model: Module) -> dict[str, int]:
     # private ``_hp_mapping``: the public accessors (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce,
     # which a probe must not, and always return float32. ``tests/launch/test_private_names.py`` fails when it changes.
     numels: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if not parameter.requires_grad:
             continue
         if hasattr(parameter, "ds_tensor"):
@@ -205,8 +208,9 @@ def _accumulation_dtype(optimizer: Any) -> str:
 def _masters(model: Module, inner: Any, layout: Layout) -> Iterator[StateInfo]:
     """Yield this rank's part of each parameter's flat master and moments, where DeepSpeed has them; see ``_partitioned``."""
     keys = sorted({key for state in inner.state.values() for key, value in state.items() if _is_flat(value)})
+    experts = moe_experts(model)
     for name, parameter, master in flat_masters(model):
-        own, starts = fragment_place(parameter, layout)
+        own, starts = fragment_place(parameter, layout, experts)
         yield _state(name, "master", master, own, starts)
         if hasattr(parameter, "ds_tensor"):
             from deepspeed.utils import safe_get_local_optimizer_state
@@ -228,7 +232,7 @@ def _masters(model: Module, inner: Any, layout: Layout) -> Iterator[StateInfo]:
 
 def flat_masters(model: Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
     """Yield each live parameter with this rank's part of its master, a view of a flat partition; see ``_partitioned``."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if hasattr(parameter, "ds_tensor") and _has_master(parameter):
             from deepspeed.utils import safe_get_local_fp32_param
 
@@ -237,13 +241,18 @@ def flat_masters(model: Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
             yield name, parameter, mapping.hp_fragment
 
 
-def fragment_place(parameter: Any, layout: Layout) -> tuple[Layout, torch.Tensor | None]:
+def fragment_place(parameter: Any, layout: Layout, experts: Mapping[int, Expert]) -> tuple[Layout, torch.Tensor | None]:
     """Return the layout of this rank's part of a master, and where its runs start where that does not follow from the layout.
 
     Args:
         parameter: One that has a part in this rank's flat partition.
-        layout: That of the partition.
+        layout: That of the partition of what is no expert.
+        experts: The ``moe_experts`` of the model.
     """
+    if expert := experts.get(id(parameter)):
+        from torch import distributed
+
+        return expert.layout(distributed.get_rank(), flat=True), None
     if not (cut := autotp_cut(parameter)):
         return layout, None
     address = parameter._hp_mapping.lp_fragment_address  # noqa: SLF001 - see ``_partitioned``

@@ -1,4 +1,7 @@
-"""Expert parallelism: each rank holds some of the experts, and rows travel to the ranks of theirs, as in torchtitan."""
+"""Expert parallelism: each rank holds some of the experts, and rows travel to the ranks of theirs.
+
+Under FSDP2 as in torchtitan, under ZeRO by DeepSpeed's own layer: https://www.deepspeed.ai/tutorials/mixture-of-experts/.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models import TinyModel
 
 #: Options that were tried beside expert parallelism.
 BESIDE = frozenset(
@@ -18,15 +22,22 @@ BESIDE = frozenset(
 )
 
 
-def unsupported_reason(cell: Cell, experts: str) -> str | None:
+#: Options that were tried beside DeepSpeed's own.
+BESIDE_DEEPSPEED = frozenset({"model", "ep", "grad_accum", "set"})
+
+
+def unsupported_reason(cell: Cell, tiny: TinyModel) -> str | None:
     """Return why the experts of a model cannot be spread as the cell asks; None if they can."""
-    if cell.strategy != "fsdp2":
-        return "expert parallelism is driven under FSDP2 alone"
-    if not experts:
-        return f"the model {cell.option('model')} has no experts in one tensor"
+    if cell.strategy not in {"fsdp2", "zero0", "zero1", "zero2", "zero3"}:
+        return "expert parallelism is driven under FSDP2, and under ZeRO by DeepSpeed's own layer, alone"
+    if cell.strategy == "zero3":
+        return "Native DeepSpeed MoE is not supported with ZeRO Stage 3, says DeepSpeed"
+    own = "deepspeed" if cell.strategy != "fsdp2" else ""
+    if not tiny.experts or tiny.driver != own:
+        return f"the model {tiny.name} has no experts {'of a DeepSpeed layer' if own else 'in one tensor'}"
     if cell.precision not in {"fp32", "bf16_mixed"}:
         return f"expert parallelism is not driven in {cell.precision} yet"
-    others = [name for name, _ in cell.options if name not in BESIDE]
+    others = [name for name, _ in cell.options if name not in (BESIDE_DEEPSPEED if own else BESIDE)]
     return f"expert parallelism is not driven with option {others[0]!r} yet" if others else None
 
 
@@ -78,3 +89,16 @@ class Exchange:
         found = rows.new_empty(sum(received), math.prod(rows.shape[1:]))
         whole: torch.Tensor = exchange(found, rows.contiguous(), received, sent, group=self.mesh.get_group())
         return whole
+
+
+def spread_by_deepspeed(model: Any, size: int, rank: int) -> None:
+    """Give the model a layer with this rank's experts alone in place of the one with all, before the engine is made."""
+    whole = model.moe.deepspeed_moe
+    experts = whole.experts.deepspeed_experts
+    model.moe = model.make_moe(experts[0], ep_size=size)
+    model.moe.deepspeed_moe.gate.wg = whole.gate.wg
+    own = model.moe.deepspeed_moe.experts.deepspeed_experts
+    # Neighbours hold the experts together: deepspeed/utils/groups.py, _create_expert_and_data_parallel.
+    first = rank % size * len(own)
+    for expert, source in zip(own, experts[first : first + len(own)], strict=True):
+        expert.load_state_dict(source.state_dict())

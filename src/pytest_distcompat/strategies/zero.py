@@ -152,4 +152,9 @@ ZERO0 = _zero(
 )
 ZERO1 = _zero(1, "optimizer state partitioned", _no_meta_init(1))
 ZERO2 = _zero(2, "optimizer state and gradients partitioned", _no_meta_init(2))
-ZERO3 = _zero(3, "optimizer state, gradients and parameters partitioned", {})
+ZERO3 = _zero(
+    3,
+    "optimizer state, gradients and parameters partitioned",
+    # "MiCS ZeRO-3 sharding has been removed", says DeepSpeed: https://github.com/deepspeedai/DeepSpeed/issues/8489.
+    {"dp_replicate_2": "copies of shards were DeepSpeed's MiCS, which it removed in 0.19.8"},
+)

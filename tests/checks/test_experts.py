@@ -1,0 +1,88 @@
+"""Checks on experts that are tensors of their own, each on some ranks, on hand-made traces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pytest_distcompat.evidence.meshes import mesh
+from pytest_distcompat.trace import REPLICATE, STAGE, Layout, MeshDim, together
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound, Story
+
+    from pytest_distcompat.trace import Snapshot
+
+TRAINED = ("active", "names", "memory", "clipping", "gradients", "optimizer", "dtypes", "parity", "data", "resume")
+#: One expert each, of as many elements.
+EXPERTS = ("inlet.weight", "outlet.weight")
+
+
+def spread(story: Story) -> Story:
+    """Leave each of two neighbours its expert."""
+
+    def change(one: Snapshot) -> Snapshot:
+        at = one.rank % 2
+        gone, here = story.live(EXPERTS[1 - at]), story.live(EXPERTS[at])
+        holders = (one.rank - at, one.rank - at + 1)
+        dims = MeshDim("dp_replicate", 2, one.rank // 2, REPLICATE), MeshDim("ep", 2, at, STAGE)
+        own = {here: Layout(dims, holders)}
+        if (model := one.model) is not None:
+            parameters = tuple(
+                replace(info, layout=own.get(info.name, info.layout)) for info in model.parameters if info.name != gone
+            )
+            one = replace(one, model=replace(model, parameters=parameters))
+        if (optimizer := one.optimizer) is not None:
+            states = tuple(
+                replace(state, layout=own.get(state.owner, state.layout)) if state.key != "step" else state
+                for state in optimizer.states
+                if state.owner != gone
+            )
+            one = replace(one, optimizer=replace(optimizer, states=states))
+        steps = []
+        for step in one.steps:
+            gradients = tuple(
+                replace(info, layout=own.get(info.name, info.layout)) for info in step.gradients if info.name != gone
+            )
+            ranks, square = together((info.layout.holders, info.square) for info in gradients)
+            steps.append(replace(step, gradients=gradients, square=square, holders=ranks))
+        return replace(one, steps=tuple(steps))
+
+    story = replace(story, cell=replace(story.cell, options=(*story.cell.options, ("ep", 2))))
+    for run in ("train", "resume"):
+        story = story.alter(change, run=run)
+    return story
+
+
+def test_experts_on_two_ranks_each(sound: Sound) -> None:
+    story = spread(sound("ddp-fp32-w4"))
+    assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
+
+
+def test_replicas_of_an_expert_are_compared_and_other_experts_are_not(sound: Sound) -> None:
+    story = spread(sound("ddp-fp32-w4"))
+    apart = story.parameters({"digest": "1:1"}, only="outlet.weight", action="step", nth=2, rank=3)
+    assert apart.findings("active") == [
+        "rank 3: 1 parameters differ from rank 1's after three steps, first 'module.outlet.weight'; replicas must stay equal"
+    ]
+
+
+def test_the_page_draws_experts_at_their_own_coordinates(sound: Sound) -> None:
+    story = spread(sound("ddp-fp32-w4"))
+
+    def replicate(one: Snapshot) -> Snapshot:
+        dims = (MeshDim("dp_replicate", 4, one.rank, REPLICATE),)
+        frozen = story.live("frozen.weight")
+        assert one.model
+        parameters = tuple(
+            replace(info, layout=Layout(dims)) if info.name == frozen else info for info in one.parameters
+        )
+        return replace(one, model=replace(one.model, parameters=(*parameters[1:], parameters[0])))
+
+    found = mesh(story.cell, story.alter(replicate, action="build").trace.run())
+    assert found
+    assert found["dims"] == [{"name": "dp_replicate", "size": 2}, {"name": "ep", "size": 2}]
+    assert [one["at"] for one in found["ranks"]] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    parts = {layout["names"][0]: layout["parts"] for layout in found["layouts"]}
+    assert parts["inlet.weight"] == ["all", "none", "all", "none"]
+    assert parts["frozen.weight"] == ["all"] * 4
