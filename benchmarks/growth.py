@@ -1,6 +1,7 @@
-"""How the plugin's own costs grow: with ranks, with items to collect, with verdicts in a report.
+"""How the plugin's own costs grow: with ranks, with nodes, with items to collect, with verdicts in a report.
 
 ``python benchmarks/growth.py ranks`` times a marked test of a collective at 2 to 64 ranks beside torchrun's.
+``python benchmarks/growth.py nodes`` does it with 8 ranks on 1 to 8 nodes that are all on this machine.
 ``python benchmarks/growth.py items`` times ``pytest --co`` of marked tests, with and without the plugin.
 ``python benchmarks/growth.py reports --report r.json`` repeats the verdicts of a session, and times JSON and page;
 with ``--browser``, the path of a Chromium, it opens the page too (needs playwright).
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,9 @@ from typing import Any
 from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 RANKS = (2, 4, 8, 16, 32, 64)
+NODES = (1, 2, 4, 8)
+#: The ranks that all nodes have together.
+ON_NODES = 8
 ITEMS = (1000, 5000, 20000)
 VERDICTS = (1000, 10000, 100000)
 REAL = Path(__file__).parents[1] / "tests" / "report" / "real.json"
@@ -31,8 +36,10 @@ TESTS = """
 import pytest, torch
 from torch import distributed
 
-@pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.distcompat(world_size=n)) for n in {sizes} for _ in range(3)])
-def test_it(process_group, size):
+CASES = [pytest.param(n, m, marks=pytest.mark.distcompat(world_size=n, nodes=m)) for n, m in {shapes} for _ in range(3)]
+
+@pytest.mark.parametrize(("size", "nodes"), CASES)
+def test_it(process_group, size, nodes):
     total = torch.ones(8)
     distributed.all_reduce(total)
     assert total.tolist() == [float(size)] * 8
@@ -83,29 +90,51 @@ FILTER = """() => {
 
 def ranks(sizes: tuple[int, ...]) -> None:
     """Print the seconds of a warm test, the fastest of three, and of torchrun, by the number of ranks."""
-    print("| ranks | marked test, warm | torchrun |")
+    beside_torchrun("ranks", [(size, 1) for size in sizes])
+
+
+def nodes(numbers: tuple[int, ...]) -> None:
+    """Print the same for ``ON_NODES`` ranks, by the number of nodes."""
+    beside_torchrun("nodes", [(ON_NODES, number) for number in numbers])
+
+
+def beside_torchrun(name: str, shapes: list[tuple[int, int]]) -> None:
+    """Print a row for each number of ranks and of nodes, under the one of that name."""
+    print(f"| {name} | marked test, warm | torchrun |")
     print("| --- | --- | --- |")
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "test_it.py").write_text(TESTS.format(sizes=sizes))
+        (Path(directory) / "test_it.py").write_text(TESTS.format(shapes=shapes))
         (Path(directory) / "script.py").write_text(SCRIPT)
-        command = [
-            "-m",
-            "pytest",
-            "-q",
-            "--distcompat-gpus=0",
-            "--junitxml",
-            "r.xml",
-        ]
+        command = ["-m", "pytest", "-q", "--distcompat-gpus=0", "--distcompat-warm-timeout=600", "--junitxml", "r.xml"]
         subprocess.run([sys.executable, *command], cwd=directory, check=True, stdout=subprocess.DEVNULL)
-        warm: dict[int, list[float]] = {}
+        warm: dict[tuple[int, ...], list[float]] = {}
         for case in ET.parse(Path(directory) / "r.xml").iter("testcase"):
-            size = int(re.findall(r"\d+", case.attrib["name"])[0])
-            warm.setdefault(size, []).append(float(case.attrib["time"]))
-        for size in sizes:
+            size, number = map(int, re.findall(r"\d+", case.attrib["name"])[:2])
+            warm.setdefault((size, number), []).append(float(case.attrib["time"]))
+        for size, number in shapes:
             began = time.perf_counter()
-            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "script.py"]
-            subprocess.run([sys.executable, *torchrun], cwd=directory, check=True, stderr=subprocess.DEVNULL)
-            print(f"| {size} | {min(warm[size]):.2f} | {time.perf_counter() - began:.1f} |", flush=True)
+            torchrun(directory, size, number)
+            label = size if name == "ranks" else number
+            print(f"| {label} | {min(warm[size, number]):.2f} | {time.perf_counter() - began:.1f} |", flush=True)
+
+
+def torchrun(directory: str, size: int, number: int) -> None:
+    """Run the script by torchrun on so many ranks, once for each node."""
+    line = ["-m", "torch.distributed.run", f"--nproc-per-node={size // number}"]
+    line += ["--standalone"] if number == 1 else [f"--nnodes={number}", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    line += [f"--rdzv-endpoint=127.0.0.1:{free_port()}"] if number > 1 else []
+    started = [
+        subprocess.Popen([sys.executable, *line, "script.py"], cwd=directory, stderr=subprocess.DEVNULL)
+        for _ in range(number)
+    ]
+    assert [process.wait() for process in started] == [0] * number
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def items(numbers: tuple[int, ...]) -> None:
@@ -182,16 +211,18 @@ def in_browser(page: Path, browser: str) -> tuple[float, float]:
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("ranks", "items", "reports"))
+    parser.add_argument("what", choices=("ranks", "nodes", "items", "reports"))
     parser.add_argument("--report", type=Path, default=REAL, help="a JSON report of a real session")
     parser.add_argument("--browser", default="", help="the path of a Chromium")
-    parser.add_argument("--numbers", type=int, nargs="+", default=(), help="ranks, items or verdicts")
+    parser.add_argument("--numbers", type=int, nargs="+", default=(), help="ranks, nodes, items or verdicts")
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     print(measured_on("torch", "pytest"))
     numbers = tuple(given.numbers)
     if given.what == "ranks":
         ranks(numbers or RANKS)
+    elif given.what == "nodes":
+        nodes(numbers or NODES)
     elif given.what == "items":
         items(numbers or ITEMS)
     else:
