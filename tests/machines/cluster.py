@@ -114,4 +114,7 @@ def daemons(
     finally:
         for process in reversed(started):
             process.terminate()
-            process.wait(20)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+            process.wait()

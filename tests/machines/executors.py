@@ -46,9 +46,11 @@ class Nodes:
         self._cluster.mkdir()
         try:
             with self._started():
-                yield
+                try:
+                    yield
+                finally:
+                    self.network.mend()
         finally:
-            self.network.mend()
             # Whoever still has it open must not keep it.
             subprocess.run(["umount", "--lazy", str(self.disk)], check=True)
             shutil.rmtree(self.temporary, ignore_errors=True)

@@ -51,11 +51,11 @@ class Network:
             ip("-n", namespace, "link", "set", "eth0", "up")
 
     def remove(self) -> None:
+        for one in psutil.process_iter():
+            if self.is_on(one, *self.namespaces):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
         for process in self.started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
-            process.kill()
             process.communicate()
         for namespace in (*self.namespaces.values(), self.switch):
             ip("netns", "delete", namespace)
