@@ -1,16 +1,18 @@
 """What a run over two nodes costs beside one node, and beside plain torchrun on the same two nodes.
 
 ``python benchmarks/nodes.py [--rounds 3] [WAY ...]`` prints a Markdown table. Ways are ``one`` (one node), ``local`` (two node
-agents here), ``join`` (two network namespaces, as root) and ``slurm`` (two nodes of a Slurm on this machine, as root). A marked
-test does an all_reduce on two gloo ranks; a cell trains ten parameters under DDP for 20 steps, with all that the probe reads.
-``warm`` is the median of the tests after the first of a session, ``session`` a session with one, the start of pytest and of all
-nodes included. ``torchrun`` is plain torchrun on each node, which does the same; under Slurm by ``srun``.
+agents here), ``join`` (two network namespaces, as root), ``slurm`` (two nodes of a Slurm on this machine, as root) and ``ray``
+(a running Ray cluster of two network namespaces, with ``ray[default]``, as root). A marked test does an all_reduce on two gloo
+ranks; a cell trains ten parameters under DDP for 20 steps, with all that the probe reads. ``warm`` is the median of the tests
+after the first of a session, ``session`` a session with one, the start of pytest and of all nodes included. ``torchrun`` is plain
+torchrun on each node, which does the same; under Slurm by ``srun``, on Ray by ``ray job submit``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -29,7 +31,7 @@ from machine import expect, measured_on  # type: ignore[import-not-found] # a sc
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.machines.cluster import cluster  # noqa: E402
+from tests.machines.cluster import cluster, ray_cluster  # noqa: E402
 from tests.machines.network import Network  # noqa: E402
 
 TESTS = """
@@ -61,6 +63,24 @@ total = torch.ones(1)
 distributed.all_reduce(total)
 assert total.item() == 2
 distributed.destroy_process_group()
+"""
+#: A job of Ray: torchrun on each node, in the directory of the first argument.
+JOB = """
+import socket, subprocess, sys
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+@ray.remote(num_cpus=1)
+def run(directory, python, dash_m, torchrun, *rest):
+    name = socket.gethostname()
+    own = [f"--rdzv-conf=is_host={name == 'n1'}", f"--local-addr=10.97.0.{name[1:]}"]
+    subprocess.run([python, dash_m, torchrun, *own, *rest], cwd=directory, check=True)
+
+ray.init()
+group = placement_group([{"CPU": 1}] * 2, strategy="STRICT_SPREAD")
+where = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number) for number in range(2)]
+ray.get([run.options(scheduling_strategy=one).remote(*sys.argv[1:]) for one in where])
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
 
@@ -145,14 +165,44 @@ class Slurm(OneNode):
         self._run([*self.allocate, "srun", "--ntasks-per-node=1", *TORCHRUN, where, *target])
 
 
+class Ray(OneNode):
+    """Two nodes of a running cluster."""
+
+    def __init__(self, directory: Path, environment: dict[str, str], network: Network) -> None:
+        super().__init__(directory, environment)
+        self._network = network
+        (directory / "job.py").write_text(JOB)
+
+    def session(self, line: list[str]) -> None:
+        """Run a session on the first node."""
+        _end(self._on_first([*line, "--distcompat-nodes=2", "--distcompat-executor=ray"]))
+
+    def torchrun(self, target: list[str]) -> None:
+        """Submit a job that runs torchrun on each node."""
+        target = [str(self.directory), *TORCHRUN, "--rdzv-endpoint=10.97.0.1:29400", *target]
+        submit = ["ray", "job", "submit", "--address=http://127.0.0.1:8265", "--"]
+        _end(self._on_first([*submit, sys.executable, str(self.directory / "job.py"), *target]))
+
+    def _on_first(self, line: list[str]) -> subprocess.Popen[str]:
+        return self._network.popen("n1", line, self.directory)
+
+
 @contextlib.contextmanager
 def way(name: str, directory: Path, environment: dict[str, str]) -> Iterator[OneNode]:
     """Yield what runs sessions that way."""
-    if name == "join":
+    if name in {"join", "ray"}:
         network = Network(environment)
         network.make()
         try:
-            yield Join(directory, environment, network)
+            if name == "join":
+                yield Join(directory, environment, network)
+            else:
+                ray = directory / "ray"
+                ray.mkdir()
+                on_node = functools.partial(network.inside, directory=ray)
+                with ray_cluster({**environment, "GLOO_SOCKET_IFNAME": "eth0"}, ray, on_node, dashboard=True) as own:
+                    network.environment |= own
+                    yield Ray(directory, own, network)
         finally:
             network.remove()
     elif name == "slurm":
@@ -164,7 +214,13 @@ def way(name: str, directory: Path, environment: dict[str, str]) -> Iterator[One
         yield {"one": OneNode, "local": Local}[name](directory, environment)
 
 
-WAYS = {"one": "one node", "local": "two nodes here", "join": "`join`, two namespaces", "slurm": "Slurm, two nodes"}
+WAYS = {
+    "one": "one node",
+    "local": "two nodes here",
+    "join": "`join`, two namespaces",
+    "slurm": "Slurm, two nodes",
+    "ray": "Ray, two namespaces",
+}
 
 
 def figures(name: str) -> list[float]:

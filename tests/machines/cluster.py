@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -79,37 +79,35 @@ def ray_cluster(
 
     ``ray job`` needs the dashboard.
     """
-    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "10.97.0.1:6379"}
+    environment = {**environment, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "10.97.0.1:6379"}
     least = ["--block", "--num-cpus=2", f"--object-store-memory={80 * 2**20}"]
     head = ["ray", "start", "--head", "--node-ip-address=10.97.0.1", "--port=6379", f"--include-dashboard={dashboard}"]
     node = ["ray", "start", "--address=10.97.0.1:6379", "--node-ip-address=10.97.0.2"]
-    environment = {**environment, **own}
-
-    def there() -> bool:
-        line = [*inside("n1"), sys.executable, "-c", "import ray; ray.init(); print(len(ray.nodes()))"]
-        found = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
-        return found.stdout == f"{nodes}\n"
-
     with contextlib.ExitStack() as stack:
         # The names of its sockets are long.
-        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp"))
-        lines = [[*inside("n1"), *head, f"--temp-dir={temporary}", *least], [*inside("n2"), *node, *least]]
-        stack.enter_context(daemons(lines[:nodes], environment, directory, wait=10))
-        assert clock.wait_until(there, 120, every=1), (directory / f"{nodes - 1}.out").read_text()
+        head += [f"--temp-dir={stack.enter_context(tempfile.TemporaryDirectory(prefix='ray-', dir='/tmp'))}"]
+        for number, line in enumerate((head, node)[:nodes], 1):
+            own = directory / f"n{number}"
+            own.mkdir()
+            stack.enter_context(daemons([[*inside(own.name), *line, *least]], environment, own))
+            out = own / "0.out"
+            assert clock.wait_until(functools.partial(_has_started, out), 120, every=0.5), out.read_text()
         yield environment
 
 
+def _has_started(out: Path) -> bool:
+    return "Ray runtime started" in out.read_text()
+
+
 @contextlib.contextmanager
-def daemons(
-    lines: Sequence[Sequence[str]], environment: Mapping[str, str], directory: Path, wait: float = 1
-) -> Iterator[None]:
+def daemons(lines: Sequence[Sequence[str]], environment: Mapping[str, str], directory: Path) -> Iterator[None]:
     """Start them one after the other, with their output in files of that directory; end them afterwards."""
     started: list[subprocess.Popen[bytes]] = []
     try:
         for number, line in enumerate(lines):
             with (directory / f"{number}.out").open("wb") as out:
                 started.append(subprocess.Popen(line, env=environment, stdout=out, stderr=out, cwd=directory))
-            clock.sleep(wait)
+            clock.sleep(1)
         yield
     finally:
         for process in reversed(started):
