@@ -180,7 +180,7 @@ def test_at_the_start(name: str, executor: str, network: Network, tmp_path: Path
         if isinstance(nodes, Join) and name == "twice":
             assert run.outcomes == {"test_after": "passed"}
             assert sorted(one.wait(30) for one in nodes.joined) == [0, 2]
-            run = Run(0, "".join(one.communicate()[0] for one in nodes.joined), nodes.directory, ())
+            run = Run(0, "".join(one.communicate(timeout=30)[0] for one in nodes.joined), nodes.directory, ())
         else:
             assert run.code == pytest.ExitCode.USAGE_ERROR, run.out
         assert FAULTS[name].text(executor) in run.out
