@@ -148,6 +148,15 @@ class TestTrainer(CompatSuite):
                     {"save_only_model": True, "state_dict": "full"},
                 ),
             ),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                world_sizes=(2,),
+                options=(
+                    {"save_only_model": True, "tp": 2},
+                    {"save_only_model": True, "ep": 2, "model": "hf:gpt_oss"},
+                ),
+            ),
             Matrix(("fsdp2",), ("fp16_mixed",)),
             Matrix(("zero2",), ("bf16_mixed",), options=({"grad_accum": 2}, {"conflict": True})),
         ),
