@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 
 def rank(number: int, directory: str) -> None:
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29623"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29626"}
     try:
         config = DistributedConfig(tp_size=2, enable_expert_parallel=True)
         Qwen3MoeForCausalLM.from_pretrained(directory, distributed_config=config)

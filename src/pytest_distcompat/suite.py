@@ -121,6 +121,7 @@ class TestAccelerate(CompatSuite):
             ),
             Matrix(("zero2",), ("fp32",), options=({"grad_accum": 2}, {"activation_checkpointing": True})),
             Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True},)),
+            Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"cp": 2},)),
             Matrix(("zero3",), ("bf16_mixed",), options=({"cpu_offload": True}, {"conflict": True}, {"grad_accum": 2})),
         ),
     )
@@ -159,6 +160,7 @@ class TestTrainer(CompatSuite):
             ),
             Matrix(("fsdp2",), ("fp16_mixed",)),
             Matrix(("zero2",), ("bf16_mixed",), options=({"grad_accum": 2}, {"conflict": True})),
+            Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"cp": 2},)),
         ),
     )
 

@@ -278,16 +278,17 @@ class TinyDriver(Driver):
             handle.remove()
 
     def dataset(self, ranks: int) -> list[dict[str, torch.Tensor]]:
-        """Return the rows of an epoch in the order of batch samplers: micro-batch by micro-batch, rank by rank."""
-        rows = []
-        for index, rank in self.loading_order(ranks):
-            batch = self.tiny.batch(index, rank)
+        """Return the rows of an epoch in the order of batch samplers: micro-batch by micro-batch, rank by rank.
+
+        Ranks of a sequence load several micro-batches, which Ulysses hands out in turn, and want positions too.
+        """
+        rows, cp = [], self.cell.cp
+        for first, rank, turn in itertools.product(range(0, self.epoch, cp), range(ranks), range(cp)):
+            batch = self.tiny.batch(first + turn, rank)
+            if cp > 1:
+                batch["position_ids"] = _context.positions_of(batch["input_ids"])
             rows += [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
         return rows
-
-    def loading_order(self, ranks: int) -> Iterator[tuple[int, int]]:
-        """Yield the index in the epoch, and the rank, of each micro-batch of ``dataset``."""
-        return itertools.product(range(self.epoch), range(ranks))
 
     def loss(self, model: Module, number: int, rank: int) -> torch.Tensor:
         """Return the loss on a micro-batch, counted over epochs."""

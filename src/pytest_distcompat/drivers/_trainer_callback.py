@@ -62,7 +62,7 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:
                 driver.grad_norm = logs.get("grad_norm")
                 rank = driver.cell.dp_rank(driver.world.rank)
                 batches = (driver.batch_of(index, rank) for index in driver.micros(state.global_step - 1))
-                driver.tokens = sum(map(driver.tiny.count, batches))
+                driver.tokens = sum(map(driver.tiny.count, batches)) // driver.cell.cp
                 self.report(plan.steps[state.global_step - 1 - plan.first_step], logs["loss"])
 
         def on_save(self, *_: Any, **__: Any) -> None:

@@ -104,6 +104,7 @@ class TrainerDriver(TinyDriver):
         "reshard_after_forward",
         "dp_replicate",
         "tp",
+        "cp",
         "ep",
         "use_orig_params",
         "cpu_ram_efficient_loading",
@@ -156,6 +157,13 @@ class TrainerDriver(TinyDriver):
             return f"rows of tokens are packed, and model {cell.option('model')} has none"
         if cell.option("activation_checkpointing") and not recomputes and "fsdp" not in cell.strategy:
             return f"Trainer has the model recompute, and model {cell.option('model')} has no gradient_checkpointing_enable()"
+        if cell.cp > 1 and cell.strategy == "fsdp2":
+            return _options.TORCH_CP
+        if cell.cp > 1 and cell.dp_size > 1 and device == "cpu":
+            return (
+                "Trainer gathers the losses of a sequence's parts, and the backward pass of that takes the ranks of a group for "
+                "those of all on gloo: 'Global rank 0 is not part of group'"
+            )
         if cell.tp * cell.ep > 1 and cell.strategy == "fsdp2" and (problem := _not_loaded_in_parts(cell)):
             return problem
         problem = _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
@@ -446,6 +454,11 @@ def on_cpu(settings: Mapping[str, Any], *, in_parts: bool = False) -> dict[str, 
     # ``use_configured_state``, a public option, makes Trainer use the state that ``drivers.accelerate.on_cpu`` sets.
     from pytest_distcompat.drivers import accelerate
 
+    if settings.get("deepspeed") and settings.get("parallelism_config"):
+        # On GPUs accelerate does it, before Ulysses makes its groups.
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo")
     if not settings.get("fsdp") and not in_parts:
         return {"use_cpu": True}
     accelerate.on_cpu({"fsdp_plugin": settings.get("fsdp_config")})
