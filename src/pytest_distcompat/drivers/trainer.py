@@ -130,6 +130,10 @@ class TrainerDriver(TinyDriver):
         Source("fsdp_config", "pytest_distcompat.drivers.trainer.read_fsdp_config", ("fsdp1", "fsdp2"), "keys"),
         Source("fsdp_config", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"),
     )
+    needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "tp": {"save_only_model": True},
+        "ep": {"save_only_model": True, "model": "hf:gpt_oss"},
+    }
     libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "torch", "deepspeed")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2"}
