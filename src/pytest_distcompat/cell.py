@@ -264,6 +264,11 @@ class Cell:
         return int(self.option("tp"))
 
     @property
+    def only_tp(self) -> bool:
+        """Tell whether each rank holds a part of each layer, so that no ranks are left to shard over: a wrapper is optional."""
+        return self.tp == self.world_size > 1
+
+    @property
     def cp(self) -> int:
         """Return how many ranks hold the parts of each sequence; on a mesh, the dimension outside that of tensor parallelism."""
         return int(self.option("cp"))

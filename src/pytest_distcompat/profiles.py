@@ -99,7 +99,8 @@ def cells(
         # cells without options.
         return list(dict.fromkeys([*own, *_pairwise(claimed, world_sizes[0], driver, supported)]))
     found = [
-        _cell(*pair, size, choice) for pair, size, choice in itertools.product(claimed, world_sizes, _choices(driver))
+        _cell(driver, *pair, size, choice)
+        for pair, size, choice in itertools.product(claimed, world_sizes, _choices(driver))
     ]
     return list(dict.fromkeys([*found, *own]))
 
@@ -168,8 +169,9 @@ def _choices(driver: type[Driver], selects: Callable[[str], bool] = lambda name:
     return found
 
 
-def _cell(strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
-    options = dict(choice for choice in choices if choice is not None)
+def _cell(driver: type[Driver], strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
+    chosen = dict(choice for choice in choices if choice is not None)
+    options = {name: value for one in chosen for name, value in driver.needs_options.get(one, {}).items()} | chosen
     if options.get("sp"):
         options.setdefault("tp", 2)
     if options.get("pp_schedule"):
@@ -219,7 +221,7 @@ def _pairwise(
     @functools.cache
     def possible(strategy: str, precision: str, *choices: Choice) -> bool:
         # Cached: covertable calls it often, and a driver looks for the libraries that it needs.
-        cell = _cell(strategy, precision, world_size, *choices)
+        cell = _cell(driver, strategy, precision, world_size, *choices)
         return (strategy, precision) in claimed and supported(cell)
 
     constraint = {
@@ -229,7 +231,7 @@ def _pairwise(
     }
     factors = [list(dict.fromkeys(names)) for names in zip(*claimed, strict=True)]
     for row in make([*factors, model_choices, training_choices], constraints=[constraint]):
-        yield _cell(row[0], row[1], world_size, row[2], row[3])
+        yield _cell(driver, row[0], row[1], world_size, row[2], row[3])
 
 
 #: The checks that need no values.

@@ -121,6 +121,7 @@ class TestAccelerate(CompatSuite):
             ),
             Matrix(("zero2",), ("fp32",), options=({"grad_accum": 2}, {"activation_checkpointing": True})),
             Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True},)),
+            Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"cp": 2},)),
             Matrix(("zero3",), ("bf16_mixed",), options=({"cpu_offload": True}, {"conflict": True}, {"grad_accum": 2})),
         ),
     )
@@ -148,8 +149,18 @@ class TestTrainer(CompatSuite):
                     {"save_only_model": True, "state_dict": "full"},
                 ),
             ),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                world_sizes=(2,),
+                options=(
+                    {"save_only_model": True, "tp": 2},
+                    {"save_only_model": True, "ep": 2, "model": "hf:gpt_oss"},
+                ),
+            ),
             Matrix(("fsdp2",), ("fp16_mixed",)),
             Matrix(("zero2",), ("bf16_mixed",), options=({"grad_accum": 2}, {"conflict": True})),
+            Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"cp": 2},)),
         ),
     )
 

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.drivers.trainer import TrainerDriver
+from pytest_distcompat.models import architecture
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from pytest_distcompat.cell import Cell
     from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.world import World
 
 
 class Quantized(AccelerateDriver):
@@ -49,6 +53,22 @@ class Numbered(DeepSpeedDriver):
             block.id = number
             block.register_forward_hook(lambda block, _inputs, output: output / block.id)
         return model
+
+
+class SharedBatch(TrainerDriver):
+    """Ranks of tensor parallelism hold experts of their own and sum what these make of the batch that they share."""
+
+    def __init__(self, cell: Cell, world: World) -> None:
+        super().__init__(cell, world)
+        self.tiny = architecture("hf:gpt_oss")
+        self.blocks = ("GptOssDecoderLayer",)
+
+    def load_in_parts(self, kind: Any, directory: str) -> Any:
+        """Spread the experts over the ranks of tensor parallelism."""
+        from transformers.distributed import DistributedConfig
+
+        config = DistributedConfig(tp_size=self.cell.tp, ep_size=self.cell.tp, ep_implementation="all_reduce")
+        return kind.from_pretrained(directory, distributed_config=config, experts_implementation="batched_mm")
 
 
 class Experts(DeepSpeedDriver):

@@ -6,6 +6,7 @@ from .mutation import Edit, Mutant
 
 ARGUMENTS = "transformers/training_args.py"
 TRAINER = "transformers/trainer.py"
+EXPERTS = "transformers/distributed/expert_parallel.py"
 
 ISSUES = "https://github.com/huggingface/transformers/issues/"
 PULLS = "https://github.com/huggingface/transformers/pull/"
@@ -67,6 +68,56 @@ MUTANTS = (
                 TRAINER,
                 "        if is_fsdp2:\n            delay_optimizer_creation = False\n",
                 "",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-45662-ep-load",
+        (ISSUES + "45662",),
+        "each rank of expert parallelism reads the experts of the first",
+        (
+            Edit(
+                "transformers/distributed/sharding_utils.py",
+                """\
+                rank, world_size = sub_mesh.get_local_rank(), sub_mesh.size()
+                dim_idx =""",
+                """\
+                rank, world_size = sub_mesh.get_local_rank(), sub_mesh.size()
+                rank = 0 if sub_mesh.mesh_dim_names == ("ep",) else rank
+                dim_idx =""",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-45994-tp-loss",
+        (PULLS + "45994",),
+        "the loss, and each gradient with it, is multiplied by the ranks of tensor parallelism",
+        (Edit(TRAINER, "self.accelerator.num_processes // self.get_tp_size()", "self.accelerator.num_processes"),),
+    ),
+    Mutant(
+        "tr-48205-ep-gradients",
+        (PULLS + "48205",),
+        "what lies before the experts gets the gradient of this rank's experts alone",
+        (
+            Edit(EXPERTS, "        hidden_states = _AllReduceBackward.apply(hidden_states, ep_group)\n", ""),
+            Edit(EXPERTS, "        top_k_weights = _AllReduceBackward.apply(top_k_weights, ep_group)\n", ""),
+        ),
+    ),
+    Mutant(
+        "tr-48687-router",
+        (ISSUES + "48687", PULLS + "48689"),
+        "batched experts of other ranks count in the gradient of the router, and not in the loss",
+        (
+            Edit(
+                "transformers/integrations/moe.py",
+                "        sample_weights = sample_weights.masked_fill(sentinel_mask, 0.0)\n",
+                "        pass\n",
+            ),
+            # Since then the weights are masked before too; of a product with 0 the gradient is kept.
+            Edit(
+                EXPERTS,
+                "top_k_weights.masked_fill(off_rank, 0.0))",
+                "top_k_weights - (top_k_weights * off_rank).detach())",
             ),
         ),
     ),

@@ -103,6 +103,28 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         Sighting("trainer", "fsdp2-fp32-w2-save_only_model", "save_only_model", "refused only at|another message"),
     ),
     "tr-37147-fsdp2-delay": (Sighting("trainer", "fsdp2-fp32-w2", "optimizer", "must be passed together"),),
+    "tr-45662-ep-load": (
+        Sighting("trainer", "fsdp2-fp32-w2-model_hf:gpt_oss-ep_2-save_only_model", "parity", "step 1: the loss is"),
+    ),
+    "tr-45994-tp-loss": (
+        Sighting("trainer", "fsdp2-fp32-w2-tp_2-save_only_model", "parity", r"step 1: the loss is 9\."),
+    ),
+    "tr-48205-ep-gradients": (
+        Sighting(
+            "mutants.drivers:SharedBatch",
+            "fsdp2-fp32-w2-tp_2-save_only_model",
+            "gradients",
+            r"step 1: .*the gradient of model\.",
+        ),
+    ),
+    "tr-48687-router": (
+        Sighting(
+            "mutants.drivers:SharedBatch",
+            "fsdp2-fp32-w2-tp_2-save_only_model",
+            "gradients",
+            r"step 1: .*the gradient of model\.layers\.\d\.mlp\.router",
+        ),
+    ),
     "tr-fsdp-version-ignored": (Sighting("trainer", "fsdp2-fp32-w2", "active", "expected FSDP2"),),
     "tr-shift-count": (Sighting("trainer", "ddp-fp32-w2", "parity", "in the reference"),),
 }

@@ -203,6 +203,21 @@ def test_masters_of_an_optimizer_of_its_own_are_held_as_the_model_is() -> None:
     assert shares == dict.fromkeys(shares, 12.0)
 
 
+def test_the_gradient_of_the_whole_of_a_parameter_in_parts() -> None:
+    """As that of an embedding that transformers cuts: each rank has all of it, which counts once."""
+    shares, whole = 0.0, torch.randn(4, 6)
+    for _ in ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = torch.nn.Linear(6, 4, bias=False)
+        model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+        model.weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()], src_data_rank=None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        square, holders, (gradient,) = read_gradients(model, optimizer, model.parameters(), single=True)
+        assert (holders, gradient.numel, gradient.layout.holders) == ((), 24, ())
+        shares += square
+    assert shares == 2 * 24.0
+
+
 def test_state_that_an_optimizer_makes_of_local_parts() -> None:
     """It is no DTensor, and its parts add up all the same."""
     whole = torch.randn(4, 6)

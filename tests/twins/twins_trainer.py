@@ -257,3 +257,20 @@ class LearnsTheBorder(TrainerDriver):
 
     def collator(self, **settings: Any) -> Any:
         return super().collator(separator_id=1, **settings)
+
+
+@twin(
+    "active",
+    "fsdp2-fp32-w2-tp_2-save_only_model",
+    match=r"^rank 0: layers are whole on each rank; expected 2 parts of tensor parallelism",
+)
+class NeverCut(TrainerDriver):
+    """Each rank loads the whole model, and Trainer is told that it is in parts: all learn the same from the same rows."""
+
+    def load_in_parts(self, kind: Any, directory: str) -> Any:
+        from transformers.distributed import DistributedConfig
+
+        model = kind.from_pretrained(directory)
+        model.config.distributed_config = DistributedConfig(tp_size=self.cell.tp)
+        model._is_distributed_loading_by_transformers, model._tp_size = True, self.cell.tp
+        return model

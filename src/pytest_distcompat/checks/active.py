@@ -37,7 +37,8 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         if snapshot.model is None:
             yield f"rank {snapshot.rank}: no model after build; the driver must set self.model"
             continue
-        yield from _wrapped(strategy, snapshot.rank, snapshot.model, _left_out(strategy, cell, run))
+        if not cell.only_tp or snapshot.model.wrappers:
+            yield from _wrapped(strategy, snapshot.rank, snapshot.model, _left_out(strategy, cell, run))
         yield from _worlds(cell, snapshot.rank, snapshot.model)
         yield from _tensor_parallel(cell, run.unwrapped, snapshot)
         yield from _pipelined(cell, run.unwrapped, snapshot.rank, snapshot.model)

@@ -85,6 +85,8 @@ def _cut(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str
     if STRATEGIES.get(cell.strategy).wrapper not in _WITH_UNITS:
         return
     found = _names(cell, unwrapped, model.units)
+    if cell.only_tp and not found:
+        return
     if cell.option("wrap_policy") == "size":
         if len(found) < 2:
             yield "FSDP has one unit for the whole model; expected one for each part that is large enough"

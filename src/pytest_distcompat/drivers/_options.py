@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
 
 
+#: Why a sequence is not cut by accelerate and Trainer under FSDP2. Measured with torch 2.13.
+TORCH_CP = (
+    "accelerate's cp_size is torch's context_parallel, not driven yet: on the CPU attention 'does not have a sharding "
+    "strategy registered'"
+)
+#: Why tensor parallelism under ZeRO is not that of accelerate or Trainer.
+AUTOTP = "DeepSpeed's own tensor parallelism (AutoTP) is driven by the deepspeed driver alone"
+
+
 def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
     """Return why accelerate, and Trainer with it, cannot run the cell; None if they can."""
     if cell.strategy == "fsdp1" and cell.option("activation_checkpointing") and cell.option("wrap_policy") == "size":

@@ -33,6 +33,9 @@ def required(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
             yield "transformers>=4.51"
         if cell.option("dp_replicate") != 1:
             yield "transformers>=4.56"
+        if cell.tp * cell.ep > 1:
+            # ``DistributedConfig`` has changed in each of the releases before.
+            yield "transformers>=5.23"
     if cell.option("optimizer") == "muon":
         yield "torch>=2.9"
     precision = PRECISIONS.get(cell.precision)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,7 +99,8 @@ class TinyDriver(Driver):
             return problem
         if tiny.driver not in {"", cls.name}:
             return f"the model {tiny.name} is for the {tiny.driver} driver"
-        if (cell.ep > 1 or tiny.driver) and (problem := _expert.unsupported_reason(cell, tiny)):
+        spread = dataclasses.replace(tiny, experts=cls.experts_of(tiny))
+        if (cell.ep > 1 or tiny.driver) and (problem := _expert.unsupported_reason(cell, spread)):
             return problem
         if cell.pp > 1 and (problem := _pipeline.unsupported_reason(cell, tiny.stages)):
             return problem
@@ -114,6 +117,11 @@ class TinyDriver(Driver):
         if cell.option("lora") and cell.option("frozen"):
             return "with an adapter the base model is frozen anyway"
         return None
+
+    @classmethod
+    def experts_of(cls, tiny: TinyModel) -> str:
+        """Return the name of the experts that the driver can spread over ranks; empty if the model has none."""
+        return tiny.experts
 
     @classmethod
     def needs(cls, cell: Cell) -> tuple[str, ...]:
@@ -270,12 +278,16 @@ class TinyDriver(Driver):
             handle.remove()
 
     def dataset(self, ranks: int) -> list[dict[str, torch.Tensor]]:
-        """Return the rows of an epoch in the order of batch samplers: micro-batch by micro-batch, rank by rank."""
-        rows = []
-        for index in range(self.epoch):
-            for rank in range(ranks):
-                batch = self.tiny.batch(index, rank)
-                rows += [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        """Return the rows of an epoch in the order of batch samplers: micro-batch by micro-batch, rank by rank.
+
+        Ranks of a sequence load several micro-batches, which Ulysses hands out in turn, and want positions too.
+        """
+        rows, cp = [], self.cell.cp
+        for first, rank, turn in itertools.product(range(0, self.epoch, cp), range(ranks), range(cp)):
+            batch = self.tiny.batch(first + turn, rank)
+            if cp > 1:
+                batch["position_ids"] = _context.positions_of(batch["input_ids"])
+            rows += [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
         return rows
 
     def loss(self, model: Module, number: int, rank: int) -> torch.Tensor:

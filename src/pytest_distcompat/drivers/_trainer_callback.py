@@ -60,8 +60,9 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:
             if "loss" in logs:  # the last log is a summary without one
                 driver.read_trainer()
                 driver.grad_norm = logs.get("grad_norm")
-                batches = (driver.batch_of(index, driver.world.rank) for index in driver.micros(state.global_step - 1))
-                driver.tokens = sum(map(driver.tiny.count, batches))
+                rank = driver.cell.dp_rank(driver.world.rank)
+                batches = (driver.batch_of(index, rank) for index in driver.micros(state.global_step - 1))
+                driver.tokens = sum(map(driver.tiny.count, batches)) // driver.cell.cp
                 self.report(plan.steps[state.global_step - 1 - plan.first_step], logs["loss"])
 
         def on_save(self, *_: Any, **__: Any) -> None:

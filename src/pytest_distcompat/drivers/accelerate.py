@@ -16,7 +16,7 @@ from pytest_distcompat.drivers._calls import CLIP_VALUE, Calls
 from pytest_distcompat.drivers._tiny import TinyDriver, listed
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.strategies import STRATEGIES, _tensor
+from pytest_distcompat.strategies import STRATEGIES, _context, _tensor
 from pytest_distcompat.strategies._base import MAX_NORM
 from pytest_distcompat.trace import Loader
 
@@ -195,6 +195,7 @@ class AccelerateDriver(TinyDriver):
         "reshard_after_forward",
         "dp_replicate",
         "tp",
+        "cp",
         "use_orig_params",
         "cpu_ram_efficient_loading",
         "wrap_policy",
@@ -251,8 +252,9 @@ class AccelerateDriver(TinyDriver):
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute == "float32":
             return "accelerate sets no precision for fp32, so the JSON cannot contradict it"
         if cell.tp > 1 and STRATEGIES.get(cell.strategy).zero_stage is not None:
-            alone = "DeepSpeed's own tensor parallelism (AutoTP) is driven by the deepspeed driver alone"
-            return super().unsupported_reason(cell, device) or alone
+            return super().unsupported_reason(cell, device) or _options.AUTOTP
+        if cell.cp > 1 and cell.strategy == "fsdp2":
+            return _options.TORCH_CP
         if cell.tp > 1 and cell.dp_size == int(cell.option("dp_replicate")):
             return "accelerate's FSDP needs a dimension to shard over beside that of tensor parallelism"
         if (
@@ -358,6 +360,10 @@ class AccelerateDriver(TinyDriver):
 
         return [AORecipeKwargs(config=Float8LinearConfig(emulate=self.world.device == "cpu", pad_inner_dim=True))]
 
+    def micro_loss(self, batch: Batch) -> Any:
+        """Return the loss of a micro-batch, of which the loader of a sequence's ranks has given a part."""
+        return _context.ulysses_part_loss(self.model, batch) if self.cell.cp > 1 else self.tiny.loss(self.model, batch)
+
     def _next(self, number: int) -> Batch:
         """Return the next batch of the prepared loader, epoch after epoch; a resumed run skips those of the first."""
         return self.next_batch(self.micros(number)[0])
@@ -383,9 +389,10 @@ class AccelerateDriver(TinyDriver):
         total, self.tokens = 0.0, 0
         for _ in self.micros(number):
             batch = self._next(number)
-            self.tokens += self.tiny.count(batch)
+            # Ulysses has shifted the labels already.
+            self.tokens += int((batch["shift_labels"] != -100).sum()) if self.cell.cp > 1 else self.tiny.count(batch)
             with self.accelerator.accumulate(self.model):
-                loss = self.tiny.loss(self.model, batch)
+                loss = self.micro_loss(batch)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
                     norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)

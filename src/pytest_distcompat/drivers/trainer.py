@@ -7,7 +7,10 @@ https://huggingface.co/docs/transformers/deepspeed
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,9 +20,9 @@ from pytest_distcompat.drivers import _options, _preload, _releases, _rows
 from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_callback
-from pytest_distcompat.models import model_of
+from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.strategies import STRATEGIES, _fsdp
 from pytest_distcompat.strategies._base import MAX_NORM
 from pytest_distcompat.trace import Loader
 
@@ -100,6 +103,9 @@ class TrainerDriver(TinyDriver):
         "cpu_offload",
         "reshard_after_forward",
         "dp_replicate",
+        "tp",
+        "cp",
+        "ep",
         "use_orig_params",
         "cpu_ram_efficient_loading",
         "wrap_policy",
@@ -124,6 +130,10 @@ class TrainerDriver(TinyDriver):
         Source("fsdp_config", "pytest_distcompat.drivers.trainer.read_fsdp_config", ("fsdp1", "fsdp2"), "keys"),
         Source("fsdp_config", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"),
     )
+    needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "tp": {"save_only_model": True},
+        "ep": {"save_only_model": True, "model": "hf:gpt_oss"},
+    }
     libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "torch", "deepspeed")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2"}
@@ -151,7 +161,35 @@ class TrainerDriver(TinyDriver):
             return f"rows of tokens are packed, and model {cell.option('model')} has none"
         if cell.option("activation_checkpointing") and not recomputes and "fsdp" not in cell.strategy:
             return f"Trainer has the model recompute, and model {cell.option('model')} has no gradient_checkpointing_enable()"
-        return _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
+        if cell.cp > 1 and cell.strategy == "fsdp2":
+            return _options.TORCH_CP
+        if cell.cp > 1 and cell.dp_size > 1 and device == "cpu":
+            return (
+                "Trainer gathers the losses of a sequence's parts, and the backward pass of that takes the ranks of a group for "
+                "those of all on gloo: 'Global rank 0 is not part of group'"
+            )
+        if cell.tp * cell.ep > 1 and cell.strategy == "fsdp2" and (problem := _not_loaded_in_parts(cell)):
+            return problem
+        problem = _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
+        return problem or (_options.AUTOTP if cell.tp > 1 and cell.strategy != "fsdp2" else None)
+
+    @classmethod
+    def experts_of(cls, tiny: TinyModel) -> str:
+        """Return the experts of transformers' own plan."""
+        return EXPERTS.get(tiny.name, "")
+
+    @property
+    def in_parts(self) -> bool:
+        """Tell whether transformers cuts the model while it loads it."""
+        return self.cell.tp * self.cell.ep > 1
+
+    def build_model(self) -> Module:
+        """Return the tiny model; the experts that transformers' plan names are units of their own."""
+        model = super().build_model()
+        if self.cell.ep > 1:
+            experts = (one for name, one in model.named_modules() if fnmatch(name, self.experts_of(self.tiny)))
+            self.blocks = tuple(dict.fromkeys((*self.blocks, *(type(one).__name__ for one in experts))))
+        return model
 
     def groups(self, model: Module) -> Any:
         """Return Trainer's own two param groups for the reference: norms and biases without weight decay."""
@@ -202,13 +240,13 @@ class TrainerDriver(TinyDriver):
         }
         settings |= self._backend_config()[0]
         settings |= self._mixed_precision()
-        if self.cell.option("activation_checkpointing") and "fsdp" not in self.cell.strategy:
+        if self.cell.option("activation_checkpointing") and (self.in_parts or "fsdp" not in self.cell.strategy):
             settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
         if (mode := self.cell.option("compile")) not in {False, "partial"}:
             settings |= {"torch_compile": True, "torch_compile_backend": "inductor" if mode is True else "aot_eager"}
         if hasattr(TrainingArguments, "train_sampling_strategy"):
             settings["train_sampling_strategy"] = "sequential"
-        settings |= on_cpu(settings) if self.world.device == "cpu" else {}
+        settings |= on_cpu(settings, in_parts=self.in_parts) if self.world.device == "cpu" else {}
         return self.cell.with_settings("TrainingArguments", settings)
 
     def _backend_config(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -274,15 +312,25 @@ class TrainerDriver(TinyDriver):
         os.environ.update(self.environment())
         if self.cell.option("compile") == "partial":
             _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
-        self.trainer = self.make_trainer(
-            model=model,
-            args=TrainingArguments(**self.arguments(plan)),
-            train_dataset=self.dataset(self.world.size),
-            data_collator=self.collator() if self.cell.option("packed") else None,
-            compute_loss_func=None if hasattr(model, "config") else self._loss(),
-            optimizer_cls_and_kwargs=self.optimizer_class(),
-        )
-        self.trainer.remove_callback(PrinterCallback)
+
+        def make(model: Any, plan: Plan) -> None:
+            self.trainer = self.make_trainer(
+                model=model,
+                args=TrainingArguments(**self.arguments(plan)),
+                train_dataset=self.dataset(self.cell.dp_size),
+                data_collator=self.collator() if self.cell.option("packed") else None,
+                compute_loss_func=None if hasattr(model, "config") else self._loss(),
+                optimizer_cls_and_kwargs=self.optimizer_class(),
+            )
+            self.trainer.remove_callback(PrinterCallback)
+
+        kind: Any = type(model)
+        if self.in_parts:
+            whole: Any = model
+            with tempfile.TemporaryDirectory() as directory:
+                whole.save_pretrained(directory)
+                model = self.load_in_parts(kind, directory)
+        make(model, plan)
         checkpoint = None
         if "load" in plan.actions:
             self.model = model
@@ -290,9 +338,18 @@ class TrainerDriver(TinyDriver):
             checkpoint = get_last_checkpoint(str(plan.load_from))
             if checkpoint is None:
                 raise FileNotFoundError(f"{plan.load_from} holds no directory checkpoint-N")
+            if self.in_parts:
+                # Trainer cannot resume such a model: training begins anew, from the weights that were saved.
+                plan = dataclasses.replace(plan, first_step=0)
+                make(self.load_in_parts(kind, checkpoint), plan)
+                checkpoint = None
         self.trainer.add_callback(make_callback(self, plan, report))
         with contextlib.suppress(PlanDoneError):
             self.trainer.train(resume_from_checkpoint=checkpoint)
+
+    def load_in_parts(self, kind: Any, directory: str) -> Any:
+        """Return a model of that class, of whose weights each rank has read its part."""
+        return kind.from_pretrained(directory, distributed_config=_fsdp.distributed_config(self.cell))
 
     def optimizer_class(self) -> tuple[Any, dict[str, Any]] | None:
         """Return the class of the optimizer and its arguments, where TrainingArguments have no name for it."""
@@ -357,9 +414,9 @@ class TrainerDriver(TinyDriver):
             lora = bool(self.cell.option("lora"))
             _options.merge_shards(accelerator, self.trainer.model_wrapped, directory, lora=lora)
             return
-        if "fsdp" in self.cell.strategy:
+        if (plugin := getattr(accelerator.state, "fsdp_plugin", None)) is not None:
             # With sharded state dicts ``save_model`` silently writes nothing.
-            accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+            plugin.set_state_dict_type("FULL_STATE_DICT")
         self.trainer.save_model(str(directory))
 
     def trainer_world_size(self) -> int | None:
@@ -367,15 +424,48 @@ class TrainerDriver(TinyDriver):
         return None if self.trainer is None else int(self.trainer.args.world_size)
 
 
-def on_cpu(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that make ``TrainingArguments(**settings)`` run the requested strategy on CPU."""
+#: Model -> the experts that transformers' plan spreads. The files of other models name each expert by itself.
+EXPERTS = {"hf:gpt_oss": "model.layers.*.mlp.experts"}
+#: Options that were tried on a model that transformers cuts while it loads it.
+BESIDE = frozenset({"model", "tp", "ep", "save_only_model", "grad_accum", "activation_checkpointing"})
+
+
+def _not_loaded_in_parts(cell: Cell) -> str | None:
+    """Return why transformers does not cut the model as the cell asks; None if it does."""
+    model = cell.option("model")
+    if "transformers" not in model_of(cell).preload:
+        return f"transformers cuts models of its own, and {model} is not one"
+    if cell.tp > 1 and cell.ep > 1:
+        return "transformers counts ranks of tensor parallelism among those of expert parallelism"
+    if cell.ep > 1 and model not in EXPERTS:
+        return (
+            f"of models whose experts transformers spreads, {', '.join(EXPERTS)} alone is tried, and {model} is not it"
+        )
+    if not cell.option("save_only_model"):
+        return "Trainer saves the model alone: 'Resuming is not supported for models sharded at load time'"
+    if cell.precision != "fp32":
+        return f"a model that is cut while it is loaded is not trained in {cell.precision} yet"
+    others = [name for name, _ in cell.options if name not in BESIDE]
+    return f"a model that is cut while it is loaded is not trained with option {others[0]!r} yet" if others else None
+
+
+def on_cpu(settings: Mapping[str, Any], *, in_parts: bool = False) -> dict[str, Any]:
+    """Return the arguments that make ``TrainingArguments(**settings)`` run the requested strategy on CPU.
+
+    A model ``in_parts`` runs under no strategy of accelerate, which refuses its mesh on what it takes for CPUs.
+    """
     # ``use_cpu`` alone silently turns FSDP into plain DDP; without it DeepSpeed assumes a world size of 1. For FSDP
     # ``use_configured_state``, a public option, makes Trainer use the state that ``drivers.accelerate.on_cpu`` sets.
     from pytest_distcompat.drivers import accelerate
 
-    if not settings.get("fsdp"):
+    if settings.get("deepspeed") and settings.get("parallelism_config"):
+        # On GPUs accelerate does it, before Ulysses makes its groups.
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo")
+    if not settings.get("fsdp") and not in_parts:
         return {"use_cpu": True}
-    accelerate.on_cpu({"fsdp_plugin": settings["fsdp_config"]})
+    accelerate.on_cpu({"fsdp_plugin": settings.get("fsdp_config")})
     return {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}
 
 

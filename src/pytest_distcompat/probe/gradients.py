@@ -50,11 +50,13 @@ def read_gradients(
         of_partition = bool(names) and id(tensor) not in names
         low = copies.get(id(tensor), tensor)
         layout = layouts.get(id(low)) or layout_of(tensor, partition if of_partition else WHOLE)
+        # A part of a parameter may have the gradient of the whole.
+        layout = layout_of(tensor.grad, layout)
         squares.append((layout, square_of(tensor.grad)))
         if of_partition:
             flat[local_of(tensor).untyped_storage().data_ptr()] = tensor
         elif names:
-            found.append(GradientInfo(names[id(tensor)], local_of(tensor).numel(), squares[-1][1], layout))
+            found.append(GradientInfo(names[id(tensor)], local_of(tensor.grad).numel(), squares[-1][1], layout))
     if model is not None and flat and (single or any(map(autotp_cut, model.parameters())) or moe_experts(model)):
         fragments = tuple(_of_fragments(model, flat, partition))
         found += fragments

@@ -105,23 +105,37 @@ def loss_of(model: Any, mesh: DeviceMesh, batch: Batch) -> torch.Tensor:
     return loss * mesh.size()
 
 
+def positions_of(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the position of each token in its row, which Ulysses wants to be told."""
+    import torch
+
+    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
+
+
 def ulysses_loss(engine: Any, batch: Batch) -> torch.Tensor:
     """Return the loss of whole rows, of which DeepSpeed's Ulysses gives each rank of a sequence a part."""
-    # https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism/, with the sum that it advises where the backward
-    # pass of ``all_gather`` cannot be used: on gloo that takes the group's ranks for those of all.
-    import torch
     from deepspeed.runtime.sequence_parallel import parallel_state_sp as peers
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
+
+    group, device = peers.get_sequence_parallel_group(), batch["input_ids"].device
+    place = peers.get_sequence_parallel_rank(), group, peers.get_sequence_parallel_world_size(), device
+    # The adapter takes a batch of each rank in turn, and all have the same.
+    whole = {**batch, "position_ids": positions_of(batch["input_ids"])}
+    loader: Any = UlyssesSPDataLoaderAdapter([whole], *place)
+    return ulysses_part_loss(engine, {name: one.to(device) for name, one in next(loader).items()})
+
+
+def ulysses_part_loss(engine: Any, batch: Batch) -> torch.Tensor:
+    """Return the loss of whole rows, of which this rank has the part that Ulysses gives it."""
+    # https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism/, with the sum that it advises where the backward
+    # pass of ``all_gather`` cannot be used: on gloo that takes the group's ranks for those of all.
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp as peers
     from torch import distributed
     from torch.distributed.nn.functional import all_reduce
     from torch.nn.functional import cross_entropy
 
-    group, device = peers.get_sequence_parallel_group(), batch["input_ids"].device
-    place = peers.get_sequence_parallel_rank(), group, peers.get_sequence_parallel_world_size(), device
-    positions = torch.arange(batch["input_ids"].shape[1], device=device).expand_as(batch["input_ids"]).contiguous()
-    # The adapter takes a batch of each rank in turn, and all have the same.
-    loader: Any = UlyssesSPDataLoaderAdapter([{**batch, "position_ids": positions}], *place)
-    part = {name: one.contiguous().to(device) for name, one in next(loader).items()}
+    group = peers.get_sequence_parallel_group()
+    part = {name: one.contiguous() for name, one in batch.items()}
     labels = part.pop("shift_labels")
     count = (labels != -100).sum()
     distributed.all_reduce(count, group=group)

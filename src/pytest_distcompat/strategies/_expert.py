@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 #: Options that were tried beside expert parallelism.
 BESIDE = frozenset(
     {"model", "ep", "state_dict", "param_groups", "grad_accum", "reshard_after_forward", "set", "compile"}
+    | {"save_only_model"}
 )
 
 

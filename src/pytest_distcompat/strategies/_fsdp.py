@@ -68,6 +68,17 @@ def parallelism(cell: Cell) -> dict[str, int]:
     return sizes if len(sizes) > 1 else {}
 
 
+def distributed_config(cell: Cell) -> Any:
+    """Return how transformers cuts a model while it loads it: by layers, by experts, and by FSDP2 what is left of both."""
+    # https://huggingface.co/docs/transformers/expert_parallelism
+    from transformers.distributed import DistributedConfig
+
+    copies = int(cell.option("dp_replicate"))
+    return DistributedConfig(
+        tp_size=cell.tp, ep_size=cell.ep, fsdp_size=cell.dp_size // copies, dp_replicate_size=copies
+    )
+
+
 def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
     """Return keyword arguments for Accelerator: an FSDP plugin of that version that wraps the model's blocks."""
     from accelerate import FullyShardedDataParallelPlugin
@@ -112,6 +123,9 @@ def _parallelism_config(cell: Cell) -> dict[str, Any]:
 
 def arguments(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
     """Return keyword arguments for TrainingArguments: https://huggingface.co/docs/transformers/fsdp."""
+    if cell.tp * cell.ep > 1:
+        # The model comes in parts, see ``distributed_config``, and Trainer takes sizes from it.
+        return {}
     reshard = bool(cell.option("reshard_after_forward"))
     settings: dict[str, Any] = {
         "version": version,

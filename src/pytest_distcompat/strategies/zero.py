@@ -81,7 +81,20 @@ def _accelerate(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) ->
     # accelerate fills in the Accelerator's own count, as its documentation says.
     settings["gradient_accumulation_steps"] = "auto"
     settings = cell.with_settings("ds_config", settings)
-    return {"deepspeed_plugin": DeepSpeedPlugin(**cell.with_settings("DeepSpeedPlugin", {"hf_ds_config": settings}))}
+    plugin = DeepSpeedPlugin(**cell.with_settings("DeepSpeedPlugin", {"hf_ds_config": settings}))
+    return {"deepspeed_plugin": plugin, **_sequence_parallel(cell)}
+
+
+def _sequence_parallel(cell: Cell) -> dict[str, Any]:
+    """Return DeepSpeed's Ulysses for accelerate and Trainer, which name it ``sp_size``."""
+    # https://huggingface.co/docs/accelerate/concept_guides/sequence_parallelism
+    if cell.cp == 1:
+        return {}
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+    return {"parallelism_config": ParallelismConfig(sp_size=cell.cp, dp_shard_size=cell.dp_size, sp_handler=handler)}
 
 
 def _transformers(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
@@ -93,7 +106,8 @@ def _transformers(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) 
     without_shared_memory()
     settings = config(stage, precision, cell)
     shared = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    return {"deepspeed": cell.with_settings("ds_config", settings | dict.fromkeys(shared, "auto"))}
+    found = cell.with_settings("ds_config", settings | dict.fromkeys(shared, "auto"))
+    return {"deepspeed": found, **_sequence_parallel(cell)}
 
 
 #: Options of FSDP and of compilation by block -> why a DeepSpeed engine does not have them.
