@@ -1,4 +1,4 @@
-"""The examples do what the documentation says of them: seven trainers in miniature, each with the suite and a marked test."""
+"""The examples do what the documentation says of them: eight trainers in miniature, each with the suite and a marked test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ ADOPTERS = {
     "lightning_fabric": "test_fabric_loop.py",
     "lightning_trainer": "test_lit_model.py",
     "trl_trainer": "test_sft_trainer.py",
+    "torchtitan_trainer": "test_titan.py",
 }
+#: What the nightly job installs for an example: it brings pyarrow and pandas.
+INSTALLED_NIGHTLY = {"trl_trainer": "trl", "torchtitan_trainer": "torchtitan"}
 #: The others nightly.
 DAILY = {"my_trainer"}
 
@@ -40,8 +43,8 @@ def test_marked_tests(pytester: pytest.Pytester) -> None:
     [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in ADOPTERS],
 )
 def test_an_adopter_in_miniature(pytester: pytest.Pytester, name: str) -> None:
-    if name == "trl_trainer":
-        pytest.importorskip("trl", reason="the nightly job installs it: it brings pyarrow and pandas")
+    if name in INSTALLED_NIGHTLY:
+        pytest.importorskip(INSTALLED_NIGHTLY[name], reason="the nightly job installs it")
     result = run(pytester, name, "--distcompat-profile=smoke")
     found = result.parseoutcomes()
     # Upstream's own issues are expected failures; one test is marked, all others are the suite's.
