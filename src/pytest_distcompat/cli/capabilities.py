@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
+from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.cli.output import table
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers._declared import unsupported_reason
+from pytest_distcompat.engine import not_applicable
 from pytest_distcompat.known import KnownIssue, applying, concerned
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import MESH
@@ -25,12 +27,14 @@ class Capability:
     """Cells that one driver can run.
 
     ``reasons`` maps each cell of the full profile to the reason why it cannot run, None if it can. ``known`` are the cells
-    that can run and are known to be refused, or to fail in every check.
+    that can run and are known to be refused, or to fail in every check. ``checks`` has the reasons of checks without a
+    verdict, None for those with one, of the cells that can run on a mesh of several dimensions.
     """
 
     driver: str
     reasons: dict[Cell, str | None] = field(default_factory=dict)
     known: frozenset[Cell] = frozenset()
+    checks: dict[Cell, dict[str, str | None]] = field(default_factory=dict)
 
     @property
     def able(self) -> int:
@@ -49,6 +53,7 @@ class Capability:
         yield from table(("", *names), [(one, *(words[one, name] for name in names)) for one in STRATEGIES.names()])
         if whole:
             yield from table(("cells that can run", *STRATEGIES.names()), self._axes())
+            yield from self._checks()
         by_reason: dict[str, list[Cell]] = {}
         for cell, reason in self.reasons.items():
             if reason:
@@ -62,13 +67,33 @@ class Capability:
 
     def _axes(self) -> Iterator[tuple[str, ...]]:
         """Yield a row for each combination of mesh options: how many cells of each strategy can run, "-" if none can."""
-        found: dict[str, list[Cell]] = {}
-        for cell in self.reasons:
-            if names := [name for name, _ in cell.options if name in MESH]:
-                found.setdefault(" x ".join(names), []).append(cell)
-        for axes, cells in found.items():
+        for axes, cells in _by_axes(self.reasons).items():
             able = Counter(cell.strategy for cell in cells if not self.reasons[cell])
             yield axes, *(str(able[one] or "-") for one in STRATEGIES.names())
+
+    def _checks(self) -> Iterator[str]:
+        """Yield a table of checks by combinations of mesh options, how many of the cells have a verdict; then the reasons."""
+        by_axes = _by_axes(self.checks)
+        rows = []
+        why: dict[str, list[str]] = {}
+        for name in CHECKS.names() if by_axes else ():
+            with_verdict = [[cell for cell in cells if not self.checks[cell][name]] for cells in by_axes.values()]
+            rows.append((name, *(str(len(cells) or "-") for cells in with_verdict)))
+            for axes, some, cells in zip(by_axes, with_verdict, by_axes.values(), strict=True):
+                if not some:
+                    why.setdefault(str(self.checks[cells[0]][name]), []).append(f"{name} under {axes}")
+        yield from table(("checks with a verdict", *by_axes), rows) if rows else ()
+        for reason, places in why.items():
+            yield f"    no verdict: {reason} [{places[0]}{', ...' * (len(places) > 1)}]"
+
+
+def _by_axes(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
+    """Return the cells on a mesh of several dimensions by the names of their mesh options."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if names := [name for name, _ in cell.options if name in MESH]:
+            found.setdefault(" x ".join(names), []).append(cell)
+    return found
 
 
 def capability(
@@ -80,7 +105,13 @@ def capability(
     reasons = {cell: unsupported_reason(driver, cell, device) for cell in cells}
     for_all_checks = [one for one in applying(issues, concerned(driver), device) if one.check == "*" and not one.ended]
     known = (cell for cell in cells if not reasons[cell] and any(one.covers(cell, "active") for one in for_all_checks))
-    return Capability(name, reasons, frozenset(known))
+    checks = {
+        cell: {check.name: not_applicable(check, cell, driver, {}) for check in CHECKS.by_name.values()}
+        for cells in _by_axes(reasons).values()
+        for cell in cells
+        if not reasons[cell]
+    }
+    return Capability(name, reasons, frozenset(known), checks)
 
 
 def issues_here(
