@@ -54,6 +54,32 @@ class ShardedTwice(Rows):
         return ((epoch, rows[self.world.rank % 2 :: 2]) for epoch, rows in self.read(start) if len(rows) > 1)
 
 
+class Prepared(AccelerateDriver):
+    """accelerate with one loader that it shards."""
+
+    loaders: ClassVar[Mapping[str, Loader]] = {"seedable": _rows.ACCELERATE["seedable"]}
+
+
+@twin(
+    "coverage",
+    DDP,
+    match=r"^seedable: epoch 1: \d+ of 23 rows are given to no rank, first \d+\n",
+    sound="twins.twins_rows:Prepared",
+)
+class PreparedTwice(Prepared):
+    """accelerate shards a loader whose sampler shards: https://github.com/huggingface/accelerate/issues/4199."""
+
+    def rows(self, _loader: str, count: int, start: Start, _directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        accelerator, _ = _rows.accelerate_loader("seedable", count)
+        sampler: DistributedSampler[int] = DistributedSampler(range(count), self.world.size, self.world.rank)  # type: ignore[arg-type]
+        loader = accelerator.prepare(DataLoader(range(count), batch_size=2, sampler=sampler))  # type: ignore[arg-type]
+        for epoch in range(start[0], 2):
+            sampler.set_epoch(epoch)
+            yield from ((epoch, batch.tolist()) for batch in loader)
+
+
 @twin("coverage", DDP, match=r"^shuffle: epoch 2 has the order of epoch 1; expected another one$")
 class SameOrder(Rows):
     """Nobody calls ``set_epoch``."""
