@@ -34,9 +34,8 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the exported weights are the trained ones, under the unwrapped model's names.
 
     The files hold whole tensors and no optimizer state; an index names one file for each and the size of all; an adapter
-    has PEFT's names. Loaded in one process, every value
-    equals the trained one (the master, or the copy that the model computed with), and so do outputs on one batch,
-    within the precision's tolerance.
+    has PEFT's names. Loaded in one process, every value equals the trained one (the master, or the copy that the model
+    computed with), and so do outputs on one batch, within the precision's tolerance.
 
     If it fails: ``module.`` or ``_orig_mod.`` come from the wrapped model's own ``state_dict()``. ``from_pretrained``
     takes such names for missing weights, which it initializes at random.
