@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 
 EXECUTORS = ("local", "join", "slurm", "ray")
 
@@ -14,6 +15,50 @@ CUT = f"rank 1 on n2 {LOST}{SILENT}"
 ONE_MACHINE = {"local": "both nodes are this machine"}
 STARTS_ALL = "it starts one agent a node"
 FULL = "[Errno 28] No space left on device"
+
+
+#: A test waits at a point until the test outside has done there what it does.
+_FIRST = """
+import time
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+HERE = Path(__file__).parent
+
+def point(name):
+    (HERE / name).touch()
+    while not (HERE / f"{name}-done").exists():
+        time.sleep(0.05)
+
+@pytest.mark.distcompat(world_size=2, nodes=2)
+def test_before(process_group):
+    pass
+"""
+_LAST = """
+@pytest.mark.distcompat(world_size=2, nodes=2, timeout=200)
+def test_after(process_group):
+    pass
+
+@pytest.mark.distcompat(world_size=2, nodes=1)
+def test_one_node():
+    pass
+"""
+#: In pytest's own process, right before the run.
+_CONFTEST = """
+import test_faults
+
+def pytest_runtest_logstart(nodeid):
+    if nodeid.endswith("test_{point}"):
+        test_faults.point("{point}")
+"""
+
+
+def write_tests(directory: Path, tests: str, point: str) -> None:
+    """Write tests that meet faults, between one before and those after; right before one of them pytest waits at its point."""
+    (directory / "test_faults.py").write_text(_FIRST + tests + _LAST)
+    (directory / "conftest.py").write_text(_CONFTEST.format(point=point))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,32 +9,16 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.machines.network import Network, needs_namespaces
-from tests.machines.node_faults import CUT
+from tests.machines.node_faults import CUT, write_tests
 from tests.pytest_runs import RECORDED, Run, reports
 
 from pytest_distcompat import clock
 
 pytestmark = [pytest.mark.spawn, pytest.mark.nightly, needs_namespaces]
 
-#: Each waits at a point until the test outside has done what it does there.
 TESTS = """
-import pytest, time
-from pathlib import Path
-
-HERE = Path(__file__).parent
-
-def point(name):
-    (HERE / name).touch()
-    while not (HERE / f"{name}-done").exists():
-        time.sleep(0.05)
-
-@pytest.mark.distcompat(world_size=2, nodes=2)
-def test_before(process_group):
-    pass
-
 @pytest.mark.distcompat(world_size=2, nodes=2, timeout=60)
 def test_collective(process_group, rank):
-    from torch import distributed
     distributed.barrier()
     if rank == 1:
         point("collective")
@@ -44,29 +28,12 @@ def test_collective(process_group, rank):
 @pytest.mark.distcompat(world_size=2, nodes=2, timeout=60)
 def test_rendezvous(process_group):
     pass
-
-@pytest.mark.distcompat(world_size=2, nodes=2)
-def test_after(process_group):
-    pass
-
-@pytest.mark.distcompat(world_size=2, nodes=1)
-def test_one_node():
-    pass
-"""
-#: In pytest's own process, right before the run.
-CONFTEST = """
-import test_faults
-
-def pytest_runtest_logstart(nodeid):
-    if nodeid.endswith("test_rendezvous"):
-        test_faults.point("rendezvous")
 """
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    (tmp_path / "test_faults.py").write_text(TESTS)
-    (tmp_path / "conftest.py").write_text(CONFTEST)
+    write_tests(tmp_path, TESTS, "rendezvous")
     return tmp_path
 
 

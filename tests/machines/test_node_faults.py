@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.machines.executors import NODES, Join, Nodes
 from tests.machines.network import Network, needs_namespaces
-from tests.machines.node_faults import EXECUTORS, FAULTS
+from tests.machines.node_faults import EXECUTORS, FAULTS, write_tests
 from tests.pytest_runs import Run, reports
 
 from pytest_distcompat import clock
@@ -26,30 +26,12 @@ pytestmark = [
     ),
 ]
 
-#: A test waits at a point until the test outside has done there what it does.
 TESTS = """
-import time
-from pathlib import Path
-
-import pytest
-from torch import distributed
-
-HERE = Path(__file__).parent
-
-def point(name):
-    (HERE / name).touch()
-    while not (HERE / f"{name}-done").exists():
-        time.sleep(0.05)
-
-@pytest.mark.distcompat(world_size=2, nodes=2)
-def test_before(process_group):
-    pass
-
 @pytest.mark.distcompat(world_size=2, nodes=2, timeout=200)
 def test_collective(process_group, rank):
     distributed.barrier()
     if rank == 1:
-        point("test_collective")
+        point("collective")
         time.sleep(600)
     distributed.barrier()
 
@@ -61,26 +43,10 @@ def test_meeting(process_group):
 def test_writes(process_group, rank):
     distributed.barrier()
     if rank == 1:
-        point("test_writes")
+        point("writes")
     distributed.barrier()
     # More than fits into what its log has of the disk already.
     print("x" * 2**20)
-
-@pytest.mark.distcompat(world_size=2, nodes=2, timeout=200)
-def test_after(process_group):
-    pass
-
-@pytest.mark.distcompat(world_size=2, nodes=1)
-def test_one_node():
-    pass
-"""
-#: In pytest's own process, right before the run.
-CONFTEST = """
-import test_faults
-
-def pytest_runtest_logstart(nodeid):
-    if nodeid.endswith("test_meeting"):
-        test_faults.point("test_meeting")
 """
 #: Read by Python when it starts.
 AHEAD = """
@@ -102,8 +68,7 @@ def started(
 ) -> Iterator[Nodes]:
     """Yield nodes on which sessions can be started, which leave no process and no temporary files."""
     nodes = NODES[executor](network, directory, number=number)
-    (nodes.directory / "test_faults.py").write_text(TESTS)
-    (nodes.directory / "conftest.py").write_text(CONFTEST)
+    write_tests(nodes.directory, TESTS, "meeting")
     with nodes.ready():
         yield nodes
         assert clock.wait_until(lambda: not nodes.left(files=files), 30), nodes.left(files=files)
@@ -137,8 +102,8 @@ IN_A_TEST: Mapping[str, tuple[str, Callable[[Nodes], object]]] = {
 
 @cells(*IN_A_TEST)
 def test_in_a_test(name: str, executor: str, network: Network, tmp_path: Path) -> None:
-    fault, (test, happens) = FAULTS[name], IN_A_TEST[name]
-    test = f"test_{test}"
+    fault, (point, happens) = FAULTS[name], IN_A_TEST[name]
+    test = f"test_{point}"
     # pytest's own node is the same with all executors.
     others = {"test_before": "passed"} | ({"test_one_node": "passed"} if executor == "join" else {})
     if name != "filled":
@@ -152,9 +117,9 @@ def test_in_a_test(name: str, executor: str, network: Network, tmp_path: Path) -
             return any(one.get("when") == "call" and one["nodeid"].endswith(test) for one in reports(nodes.directory))
 
         session = nodes.session("-k", " or ".join((test, *others)))
-        assert clock.wait_until((nodes.directory / test).exists, 300, every=0.05)
+        assert clock.wait_until((nodes.directory / point).exists, 300, every=0.05)
         happens(nodes)
-        (nodes.directory / f"{test}-done").touch()
+        (nodes.directory / f"{point}-done").touch()
         assert clock.wait_until(verdict, fault.within, every=0.1)
         run = ended(nodes, session)
         assert fault.text(executor) in str(run.of(test)["text"]).partition("\n")[0], run.out
