@@ -17,6 +17,6 @@ class Unit:
 
 def test_each_block_gathers_the_next_ones_of_its_pass() -> None:
     blocks = first, second, third = Unit(), Unit(), Unit()
-    Prefetch(forward=2, backward=1).tell([*blocks])
+    Prefetch(forward=2, backward=1).apply([*blocks])
     assert [unit.forward for unit in blocks] == [[second, third], [third], []]
     assert [unit.backward for unit in blocks] == [[], [first], [second]]

@@ -214,7 +214,7 @@ def cut_along(info: ParameterInfo, name: str) -> bool:
     return dim is not None and dim.placement not in {REPLICATE, "Partial"}
 
 
-def alone(info: ParameterInfo) -> int:
+def expert_parts(info: ParameterInfo) -> int:
     """Return in how many parts experts are spread of which the parameter's is one; 1 for any other parameter."""
     dim = info.layout.dim("ep")
     return dim.size if dim is not None and dim.placement == STAGE else 1

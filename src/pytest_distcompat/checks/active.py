@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested
-from pytest_distcompat.checks._values import Names, alone, by_stage, cut_along, held_states, stages_of, unused
+from pytest_distcompat.checks._values import Names, by_stage, cut_along, expert_parts, held_states, stages_of, unused
 from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
@@ -202,7 +202,7 @@ def _part(info: ParameterInfo, tp: int) -> float:
 
     An expert that is here instead of others counts for these too.
     """
-    return info.local_numel * alone(info) / (1 if cut_along(info, "tp") else tp)
+    return info.local_numel * expert_parts(info) / (1 if cut_along(info, "tp") else tp)
 
 
 def _groups(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, named_ranks, requested
-from pytest_distcompat.checks._values import FACTORS, alone, by_stage, cut_along, unused
+from pytest_distcompat.checks._values import FACTORS, by_stage, cut_along, expert_parts, unused
 from pytest_distcompat.cost import state_elements, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -49,7 +49,10 @@ def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped:
     if not (strategy.shards or strategy.flat_masters):
         # Of the experts each rank has its part.
         trained -= sum(
-            info.local_numel * (alone(info) - 1) for one in built[:1] for info in one.parameters if info.trainable
+            info.local_numel * (expert_parts(info) - 1)
+            for one in built[:1]
+            for info in one.parameters
+            if info.trainable
         )
     others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
     copies, padding = size // cell.tp, 0

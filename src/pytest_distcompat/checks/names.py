@@ -10,7 +10,7 @@ from pytest_distcompat.checks._base import check, every_rank, named_ranks
 from pytest_distcompat.checks._values import (
     across_stages,
     adapter_name,
-    alone,
+    expert_parts,
     flat_parameters,
     named_stage,
     stages_of,
@@ -210,7 +210,7 @@ class _Expected:
 
 def _with_experts(snapshot: Snapshot) -> tuple[int, ...]:
     """Return the ranks that hold all experts together with this one, itself included."""
-    peers = {rank for info in snapshot.parameters if alone(info) > 1 for rank in info.layout.holders}
+    peers = {rank for info in snapshot.parameters if expert_parts(info) > 1 for rank in info.layout.holders}
     return tuple(sorted({snapshot.rank, *peers}))
 
 

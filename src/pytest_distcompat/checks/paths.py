@@ -9,12 +9,12 @@ from pytest_distcompat.checks._base import check, every_rank, only_where_it_diff
 from pytest_distcompat.checks._values import differences, flat_parameters, settings, values
 from pytest_distcompat.checks.damage import short, without_frames
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import BLOCKED_RUN, NAMED_RUN, PATHS, PATHS_TOLD, Scenario
+from pytest_distcompat.scenario import BLOCKED_RUN, NAMED_RUN, PATHS, PATHS_AT_BUILD, Scenario
 from pytest_distcompat.trace import RunTrace, Trace
 
 
 def _runs(_cell: Cell, driver: type[Driver]) -> Scenario:
-    return PATHS_TOLD if driver.knows_directory else PATHS
+    return PATHS_AT_BUILD if driver.knows_directory else PATHS
 
 
 @check(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -99,8 +98,7 @@ class TinyDriver(Driver):
             return problem
         if tiny.driver not in {"", cls.name}:
             return f"the model {tiny.name} is for the {tiny.driver} driver"
-        spread = dataclasses.replace(tiny, experts=cls.experts_of(tiny))
-        if (cell.ep > 1 or tiny.driver) and (problem := _expert.unsupported_reason(cell, spread)):
+        if (cell.ep > 1 or tiny.driver) and (problem := _expert.unsupported_reason(cell, tiny, cls.experts_of(tiny))):
             return problem
         if cell.pp > 1 and (problem := _pipeline.unsupported_reason(cell, tiny.stages)):
             return problem

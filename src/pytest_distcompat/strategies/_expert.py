@@ -16,25 +16,19 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models import TinyModel
 
-#: Options that were tried beside expert parallelism.
-BESIDE = frozenset(
-    {"model", "ep", "state_dict", "param_groups", "grad_accum", "reshard_after_forward", "set", "compile"}
-    | {"save_only_model"}
-)
-
-
-#: Options that were tried beside DeepSpeed's own.
+#: Options that were tried beside DeepSpeed's own expert parallelism, and beside that of FSDP2.
 BESIDE_DEEPSPEED = frozenset({"model", "ep", "grad_accum", "set"})
+BESIDE = BESIDE_DEEPSPEED | {"state_dict", "save_only_model", "param_groups", "reshard_after_forward", "compile"}
 
 
-def unsupported_reason(cell: Cell, tiny: TinyModel) -> str | None:
-    """Return why the experts of a model cannot be spread as the cell asks; None if they can."""
+def unsupported_reason(cell: Cell, tiny: TinyModel, experts: str) -> str | None:
+    """Return why the ``experts`` of a model cannot be spread as the cell asks; None if they can."""
     if cell.strategy not in {"fsdp2", "zero0", "zero1", "zero2", "zero3"}:
         return "expert parallelism is driven under FSDP2, and under ZeRO by DeepSpeed's own layer, alone"
     if cell.strategy == "zero3":
         return "Native DeepSpeed MoE is not supported with ZeRO Stage 3, says DeepSpeed"
     own = "deepspeed" if cell.strategy != "fsdp2" else ""
-    if not tiny.experts or tiny.driver != own:
+    if not experts or tiny.driver != own:
         return f"the model {tiny.name} has no experts {'of a DeepSpeed layer' if own else 'in one tensor'}"
     if cell.precision not in {"fp32", "bf16_mixed"}:
         return f"expert parallelism is not driven in {cell.precision} yet"

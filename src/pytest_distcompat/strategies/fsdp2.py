@@ -60,7 +60,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         fully_shard(block, **settings)
     fully_shard(model, **settings)
     if chosen := cell.settings("prefetch"):
-        Prefetch(**chosen).tell(blocks)
+        Prefetch(**chosen).apply(blocks)
     if full_state is not None:
         _load_weights(model, full_state, torch.device("cpu") if cell.option("cpu_offload") else device)
     return model
@@ -76,8 +76,8 @@ class Prefetch:
     forward: int = 0
     backward: int = 0
 
-    def tell(self, blocks: list[Any]) -> None:
-        """Tell the blocks, which are in the order of the forward."""
+    def apply(self, blocks: list[Any]) -> None:
+        """Set what each of the blocks gathers early; they are in the order of the forward."""
         for number, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[number + 1 :][: self.forward])
             block.set_modules_to_backward_prefetch(blocks[:number][::-1][: self.backward])
