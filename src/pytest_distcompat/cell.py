@@ -97,7 +97,7 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "pp_schedule",
-            ("1F1B", "GPipe"),
+            ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"),
             "the order of micro-batches in a pipeline, by torch's name",
         ),
         Option("use_orig_params", (True, False), "FSDP1: parameters keep their own tensors, or live in a flat one"),
@@ -282,6 +282,11 @@ class Cell:
     def pp(self) -> int:
         """Return how many ranks hold the stages of the model; on a mesh, the outermost dimension."""
         return int(self.option("pp"))
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline: under an interleaved schedule each rank has two, 0 and 2 on the first of two."""
+        return self.pp * (2 if str(self.option("pp_schedule")).startswith("Interleaved") else 1)
 
     @property
     def dp_size(self) -> int:

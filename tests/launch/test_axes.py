@@ -13,15 +13,23 @@ SUITE = """
 from pytest_distcompat import CompatSuite, Matrix
 
 PARTS, STAGES = {"tp": 2}, {"pp": 2}
+TWO_EACH = {**STAGES, "pp_schedule": "Interleaved1F1B"}
 
 class TestAxes(CompatSuite):
     driver = "torch"
     matrix = Matrix(
-        ("fsdp2",), ("fp32",), world_sizes=(4,), options=({**PARTS, **STAGES}, {**STAGES, "compile": "regional"}),
+        ("fsdp2",), ("fp32",), world_sizes=(4,),
+        options=({**PARTS, **STAGES}, {**STAGES, "compile": "regional"}, TWO_EACH, {**TWO_EACH, **PARTS}),
         extra=(Matrix(("fsdp2",), ("fp32",), world_sizes=(8,), options=({**PARTS, **STAGES},)),),
     )
 """
-CELLS = {"fsdp2-fp32-w4-tp_2-pp_2", "fsdp2-fp32-w4-compile_regional-pp_2", "fsdp2-fp32-w8-tp_2-pp_2"}
+CELLS = {
+    "fsdp2-fp32-w4-tp_2-pp_2",
+    "fsdp2-fp32-w4-compile_regional-pp_2",
+    "fsdp2-fp32-w4-pp_2-pp_schedule_Interleaved1F1B",
+    "fsdp2-fp32-w4-tp_2-pp_2-pp_schedule_Interleaved1F1B",
+    "fsdp2-fp32-w8-tp_2-pp_2",
+}
 #: Files, resumed runs and other meshes take a cold launch each.
 COLD = "active or names or parity or clipping or gradients or data or memory"
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -79,7 +80,9 @@ def ray_cluster(
 
     ``ray job`` needs the dashboard.
     """
-    environment = {**environment, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "10.97.0.1:6379"}
+    # The command is beside this interpreter, whether or not its virtual environment is active.
+    path = os.pathsep.join((str(Path(sys.executable).parent), environment.get("PATH", os.defpath)))
+    environment = {**environment, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "10.97.0.1:6379"}
     least = ["--block", "--num-cpus=2", f"--object-store-memory={80 * 2**20}"]
     head = ["ray", "start", "--head", "--node-ip-address=10.97.0.1", "--port=6379", f"--include-dashboard={dashboard}"]
     node = ["ray", "start", "--address=10.97.0.1:6379", "--node-ip-address=10.97.0.2"]

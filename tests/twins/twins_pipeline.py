@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ALONE, WITH_SHARDS, WITH_COPIES = "fsdp2-fp32-w2-pp_2", "fsdp2-fp32-w4-pp_2", "ddp-fp32-w4-pp_2"
 WITH_PARTS = "fsdp2-fp32-w4-tp_2-pp_2"
+INTERLEAVED = "fsdp2-fp32-w4-pp_2-pp_schedule_Interleaved1F1B"
 
 
 @twin(
@@ -84,6 +85,28 @@ class LastStageIsNotCut(Torch):
     def wrap_spec(self) -> WrapSpec:
         sound = super().wrap_spec
         return sound if self.pipeline is None or self.pipeline.first else dataclasses.replace(sound, tp_plan={})
+
+
+@twin(
+    "units",
+    INTERLEAVED,
+    match=r"^rank 0: FSDP's units are nothing; expected 'model\.layers\.1', and none inside a block",
+    also={"active": r"^rank 0: LlamaForCausalLM runs as a bare model; expected FSDP2"},
+)
+class SecondStageIsOneUnit(Torch):
+    """Of two stages on a rank the policy names the blocks of the first alone."""
+
+    later: bool = False
+
+    @property
+    def wrap_spec(self) -> WrapSpec:
+        sound = super().wrap_spec
+        return dataclasses.replace(sound, blocks=()) if self.later else sound
+
+    def _wrap(self, model: Module, device: Any) -> Module:
+        found = super()._wrap(model, device)
+        self.later = True
+        return found
 
 
 @twin(

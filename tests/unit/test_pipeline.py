@@ -35,8 +35,7 @@ def test_steps_of_fewer_and_again_of_more_micro_batches(alone: None) -> None:
     batch = tiny.batch(0, 0)
     rows_of = [{name: one[row : row + 1] for name, one in batch.items()} for row in (0, 1)]
     expected = [tiny.loss(model, one).item() for one in rows_of]
-    pipeline.keep(model)
-    pipeline.connect(model, None)
+    pipeline.connect(pipeline.keep(model), None)
     for rows in (2, 1, 2):
         micros = {name: one[:rows] for name, one in batch.items()}
         assert pipeline.step(micros, rows) == pytest.approx(sum(expected[:rows]) / rows)

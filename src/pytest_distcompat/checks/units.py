@@ -93,9 +93,11 @@ def _cut(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str
         return
     # A model may declare a module inside a block to be a block too.
     inside = {name for name in found if _under(name, unwrapped.blocks)} - set(unwrapped.blocks) - _adapted(unwrapped)
+    # Of several stages on a rank each is a root, and none of them the model's.
+    wanted = {*unwrapped.blocks, *([""] if cell.stages == cell.pp else [])}
     # Embeddings and heads may be units of their own.
-    if inside or not {"", *unwrapped.blocks} <= found:
-        expected = _list({"", *unwrapped.blocks})
+    if inside or not wanted <= found:
+        expected = _list(wanted)
         yield f"FSDP's units are {_list(found)}; expected {expected}, and none inside a block"
 
 

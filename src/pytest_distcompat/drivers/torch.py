@@ -290,15 +290,16 @@ class TorchDriver(TinyDriver):
         self.seed_rank()
 
     def _build_stages(self, model: Module, device: torch.device) -> None:
-        """Keep this rank's stage of the model, wrap it and connect it to the others."""
+        """Keep this rank's stages of the model, wrap each and connect them to the others."""
         assert self.tiny.stages is not None
         self.flat, self.pipeline = True, _pipeline.Pipeline(self.tiny.stages, self.cell, device)
         self.pp_group = self.pipeline.group
-        self.pipeline.keep(model)
-        self.model = self._wrap(model, device)
+        modules = {number: self._wrap(stage, device) for number, stage in self.pipeline.keep(model).items()}
+        # Wrapped in place: with several stages the model has the parameters of all.
+        self.model = model if len(modules) > 1 else next(iter(modules.values()))
         # DDP does not survive that torch finds out shapes by a backward pass (docs/upstream.md).
         row = _rows_of([self.batch_of(0, 0)])[0] if self.strategy.wrapper == "DDP" else None
-        self.pipeline.connect(self.model, row)
+        self.pipeline.connect(modules, row)
 
     def _wrap(self, model: Module, device: torch.device) -> Module:
         """Return the model as the strategy and the cell's options wrap it."""

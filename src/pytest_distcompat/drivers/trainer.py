@@ -443,8 +443,6 @@ def _not_loaded_in_parts(cell: Cell) -> str | None:
         )
     if not cell.option("save_only_model"):
         return "Trainer saves the model alone: 'Resuming is not supported for models sharded at load time'"
-    if cell.precision != "fp32":
-        return f"a model that is cut while it is loaded is not trained in {cell.precision} yet"
     others = [name for name, _ in cell.options if name not in BESIDE]
     return f"a model that is cut while it is loaded is not trained with option {others[0]!r} yet" if others else None
 

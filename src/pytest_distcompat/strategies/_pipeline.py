@@ -5,6 +5,7 @@ https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -33,12 +34,22 @@ def unsupported_reason(cell: Cell, stages: Stages | None) -> str | None:
     schedule = cell.option("pp_schedule")
     if cell.pp > 2 and schedule == "1F1B":
         return "1F1B needs as many micro-batches as stages, and a batch has two rows"
+    if cell.stages > cell.pp and cell.strategy != "fsdp2":
+        return f"{schedule} has several stages on a rank, each of which DDP would wrap alone"
+    if cell.stages > len(stages.parts):
+        return (
+            f"{schedule} needs {cell.stages} stages, and the model {cell.option('model')} has {len(stages.parts)} parts"
+        )
+    if cell.option("sp"):
+        return (
+            "the model takes positions and masks from what a stage receives, of which sequence parallelism sends a part"
+        )
     others = [name for name, _ in cell.options if name not in BESIDE]
     return f"pipeline parallelism is not driven with option {others[0]!r} yet" if others else None
 
 
 class Pipeline:
-    """This rank's stage, and what runs micro-batches through it."""
+    """This rank's stages, and what runs micro-batches through them."""
 
     def __init__(self, stages: Stages, cell: Cell, device: torch.device) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -48,27 +59,36 @@ class Pipeline:
         self.group: Any = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "each"))["pp"].get_group()
         self.index: int = self.group.rank()
         self.first, self.last = self.index == 0, self.index == cell.pp - 1
-        self.module: Any = None
+        self.modules: dict[int, Any] = {}
         self.shapes: dict[str, Any] = {}
         self.schedules: dict[int, Any] = {}
 
-    def keep(self, model: Any) -> None:
-        """Keep the layers of the stage, in place, and make them the model's forward."""
+    def keep(self, model: Any) -> dict[int, Module]:
+        """Keep this rank's layers in the model, in place, and return the module of each of its stages, which share them."""
         from pytest_distcompat.models._modules import Elsewhere
 
-        size = len(self.stages.parts) // self.cell.pp
-        for place, part in enumerate(self.stages.parts):
-            for name in part if place // size != self.index else ():
+        size, found = len(self.stages.parts) // self.cell.stages, {}
+        stage_of = {name: place // size for place, part in enumerate(self.stages.parts) for name in part}
+        parts = {name: model.get_submodule(name) for name in stage_of}
+        for name in parts:
+            if stage_of[name] % self.cell.pp != self.index:
                 model.set_submodule(name, Elsewhere())
-        model.forward = functools.partial(self.stages.forward, model, first=self.first, last=self.last)
+        for number in range(self.index, self.cell.stages, self.cell.pp):
+            kept = {id(part): part if stage_of[name] == number else Elsewhere() for name, part in parts.items()}
+            stage: Any = copy.deepcopy(model, kept) if self.cell.stages > self.cell.pp else model
+            ends = {"first": number == 0, "last": number == self.cell.stages - 1}
+            stage.forward = functools.partial(self.stages.forward, stage, **ends)
+            found[number] = stage
+        return found
 
-    def connect(self, module: Module, example: Batch | None) -> None:
-        """Take the module, as the strategy has wrapped it, for the stage.
+    def connect(self, modules: Mapping[int, Module], example: Batch | None) -> None:
+        """Take the modules of the stages, as the strategy has wrapped them.
 
-        With an ``example`` of one row it is told what it receives and sends, which else torch finds out.
+        With an ``example`` of one row the one of them is told what it receives and sends, which else torch finds out.
         """
-        self.module = module
+        self.modules = {**modules}
         if example is not None:
+            (module,) = modules.values()
             tokens, hidden, logits = self.stages.shapes(module, example)
             self.shapes = {
                 "input_args": tokens if self.first else hidden,
@@ -99,9 +119,13 @@ class Pipeline:
 
         if count not in self.schedules:
             make: Any = get_schedule_class(str(self.cell.option("pp_schedule")))
+            # Each schedule has its own: a stage keeps the number of micro-batches of the last one that was made ready in it.
+            stages = [
+                PipelineStage(module, number, self.cell.stages, self.device, group=self.group, **self.shapes)
+                for number, module in self.modules.items()
+            ]
             self.schedules[count] = make(
-                # Each has its own: a stage keeps the number of micro-batches of the last schedule that was made ready in it.
-                PipelineStage(self.module, self.index, self.cell.pp, self.device, group=self.group, **self.shapes),
+                stages if self.cell.stages > self.cell.pp else stages[0],
                 n_microbatches=count,
                 loss_fn=lambda logits, labels: self.stages.loss(logits, labels) / divisor,
                 # It would divide once more in each call: https://github.com/pytorch/torchtitan/issues/1733
@@ -113,9 +137,10 @@ class Pipeline:
         """Return what the last stage computes, on all stages."""
         from torch import distributed
 
-        for index in range(self.cell.pp):
-            sent = [self.module(received) if index == self.index else None]
-            distributed.broadcast_object_list(sent, group=self.group, group_src=index)
+        for number in range(self.cell.stages):
+            # The copy waits for a sum over parts of layers; pickle takes what is there.
+            sent = [self.modules[number](received).clone() if number in self.modules else None]
+            distributed.broadcast_object_list(sent, group=self.group, group_src=number % self.cell.pp)
             received = sent[0]
         return received
 
