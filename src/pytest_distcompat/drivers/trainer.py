@@ -441,6 +441,10 @@ def _not_loaded_in_parts(cell: Cell) -> str | None:
         return (
             f"of models whose experts transformers spreads, {', '.join(EXPERTS)} alone is tried, and {model} is not it"
         )
+    if cell.ep > 1 and cell.precision != "fp32":
+        return f"which experts {model} chooses turns on rounding, and {cell.precision} rounds"
+    if cell.precision not in {"fp32", "bf16_mixed", "bf16_pure"}:
+        return f"a model that is cut while it is loaded is not trained in {cell.precision} yet"
     if not cell.option("save_only_model"):
         return "Trainer saves the model alone: 'Resuming is not supported for models sharded at load time'"
     others = [name for name, _ in cell.options if name not in BESIDE]
