@@ -15,7 +15,8 @@ import pytest
 pytest.importorskip("ray", reason="no Ray: make machines")
 pytestmark = [pytest.mark.spawn, pytest.mark.nightly]
 #: The least that Ray takes.
-NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
+#: Ray counts GPUs that it is told of, whether or not they are there.
+NODE = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80 * 2**20}
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def cluster(environment: dict[str, str]) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**environment, "RAY_USAGE_STATS_ENABLED": "0"}.items():
+        for name, value in {**environment, "RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": "0,1"}.items():
             patch.setenv(name, value)
         cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
         yield cluster
@@ -50,3 +51,31 @@ def test_two_nodes_of_a_cluster(cluster: Any, environment: dict[str, str], tmp_p
     # Both are on one machine, so they are numbered.
     assert re.search(r"test_assertion - rank 1 on \S+-1 failed: AssertionError: one is wrong", found)
     assert re.search(r"test_killed - rank 1 on \S+-1 was killed by SIGKILL", found)
+
+
+WORKERS = """
+import psutil
+import pytest
+
+@pytest.mark.distcompat(world_size=2)
+@pytest.mark.parametrize("number", range(8))
+def test_where(process_group, number):
+    agent = next(one for one in psutil.Process().parents() if "join" in one.cmdline())
+    assert agent.environ()["CUDA_VISIBLE_DEVICES"] == "x"
+"""
+
+
+def test_workers_have_their_runs_on_a_node_each_and_gpus_of_their_own(
+    cluster: Any, environment: dict[str, str], tmp_path: Path
+) -> None:
+    while len(cluster.list_all_nodes()) < 2:
+        cluster.add_node(**NODE)
+    cluster.wait_for_nodes()
+    (tmp_path / "test_workers.py").write_text(WORKERS)
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "4"]
+    line += ["--distcompat-worker-nodes", "2", "--distcompat-executor", "ray"]
+    theirs = {**environment, "RAY_ADDRESS": cluster.address}
+    found = subprocess.run(line, env=theirs, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert "8 failed" in found.stdout, found.stdout + found.stderr
+    seen = set(re.findall(r"on \S+-(\d) failed: AssertionError: assert '(\d)' == 'x'", found.stdout))
+    assert seen == {("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")}, found.stdout

@@ -17,17 +17,21 @@ class Executor:
     #: How users start agents that this executor does not start itself; empty if it starts all of them.
     hint: ClassVar[str] = ""
 
-    def unsupported_reason(self) -> str | None:
-        """Return why it cannot start agents here; None if it can."""
+    def unsupported_reason(self, nodes: int) -> str | None:  # noqa: ARG002 - the executors' protocol
+        """Return why it cannot start agents of so many nodes here; None if it can, as far as is known yet."""
         return None
 
-    def names(self, nodes: int) -> list[str]:  # noqa: ARG002 - the executors' protocol
-        """Return the names of so many nodes for ``restart``; none if it cannot start the agent of one node alone."""
+    def names(self, nodes: int) -> list[str]:  # noqa: ARG002
+        """Return the names of so many nodes for ``start_one``, fewer if there are fewer; none if it has no such method."""
         return []
 
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
         """Start the agents of so many nodes."""
         raise NotImplementedError
+
+    def start_one(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str] | None:
+        """Start the agent of one node for one worker of xdist."""
+        return self.restart(join, name, token)
 
     def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str] | None:  # noqa: ARG002
         """Start the agent of the node with that name, perhaps again; None if a user has to."""

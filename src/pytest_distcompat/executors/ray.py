@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
+import os
 import socket
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,30 +27,68 @@ class Ray(Executor):
     name = "ray"
     listen = (socket.gethostname(), 0)
 
-    def unsupported_reason(self) -> str | None:
+    def unsupported_reason(self, nodes: int) -> str | None:  # noqa: ARG002 - pytest's own process does not import ray
         """Return why there is no Ray to use; None if there is."""
         return None if importlib.util.find_spec("ray") else "ray is not installed: pip install 'pytest-distcompat[ray]'"
 
+    def names(self, nodes: int) -> list[str]:
+        """Return the first nodes of the cluster; none if no cluster is there."""
+        listed = subprocess.run(
+            [sys.executable, "-m", __name__, "names"], check=False, stdout=subprocess.PIPE, text=True
+        )
+        return listed.stdout.split()[:nodes]
+
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
         """Start the process that asks Ray for the nodes."""
-        return [self._popen([sys.executable, "-m", __name__, str(nodes), *join], token)]
+        return [self._popen([sys.executable, "-m", __name__, "start", str(nodes), *join], token)]
+
+    def start_one(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
+        """Start the process that asks Ray for this worker's part of one node."""
+        return self._popen([sys.executable, "-m", __name__, "start_one", name, *join], token)
 
 
-def main(nodes: int, join: Sequence[str], token: str) -> str:
+def nodes_by_name() -> dict[str, Any]:
+    """Connect to the cluster and return its nodes, by names in the same order in all processes. Raises ConnectionError."""
+    import ray
+
+    ray.init(address="auto", logging_level="warning", namespace="distcompat")
+    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeID"]))
+    hosts = [node["NodeManagerHostname"] for node in alive]
+    # Several nodes of a cluster can be on one machine.
+    names = [host if hosts.count(host) == 1 else f"{host}-{number}" for number, host in enumerate(hosts)]
+    return dict(zip(names, alive, strict=True))
+
+
+def start_one(name: str, join: Sequence[str], token: str) -> str:
+    """Run the agent of one worker of xdist on that node until the session ends; return what is wrong."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = nodes_by_name()
+    if name not in nodes:
+        return f"the node {name} is gone; there are {', '.join(nodes)}"
+    # By Ray's accounting each worker has GPUs of its own: those of the node in equal parts.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    gpus = int(nodes[name]["Resources"].get("GPU", 0)) // math.ceil(workers / len(nodes))
+    where = NodeAffinitySchedulingStrategy(nodes[name]["NodeID"], soft=False)
+    agent: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0, scheduling_strategy=where)(_agent)
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.get(agent.remote([*join, "--name", name], token))
+    return ""
+
+
+def start(nodes: int, join: Sequence[str], token: str) -> str:
     """Run an agent on each of so many nodes until the session ends; return what is wrong, empty if nothing is."""
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    try:
-        ray.init(address="auto", logging_level="warning", namespace="distcompat")
-    except ConnectionError as error:
-        return f"no Ray cluster is there ({error}); start one by `ray start`, or set RAY_ADDRESS"
-    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    if len(alive) < nodes:
-        return f"the cluster has {len(alive)} of {nodes} nodes"
+    found = nodes_by_name()
+    names = {node["NodeID"]: name for name, node in found.items()}
+    if len(found) < nodes:
+        return f"the cluster has {len(found)} of {nodes} nodes"
     # Ray hides the GPUs that a task did not ask for.
-    gpus = int(min(node["Resources"].get("GPU", 0) for node in alive.values()))
+    gpus = int(min(node["Resources"].get("GPU", 0) for node in found.values()))
     group = placement_group([{"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}] * nodes, strategy="STRICT_SPREAD")
     if not group.wait(PLACEMENT_S):
         free = ", ".join(
@@ -57,14 +96,11 @@ def main(nodes: int, join: Sequence[str], token: str) -> str:
         )
         return f"Ray gave no {nodes} nodes with one CPU and {gpus} GPUs each in {PLACEMENT_S} s; free: {free or 'none'}"
     places = placement_group_table(group)["bundles_to_node_id"]
-    hosts = [alive[places[bundle]]["NodeManagerHostname"] for bundle in range(nodes)]
     agents = []
-    for bundle, host in enumerate(hosts):
-        # Several nodes of a cluster can be on one machine.
-        name = host if Counter(hosts)[host] == 1 else f"{host}-{bundle}"
+    for bundle in range(nodes):
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         agent: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0, scheduling_strategy=where)(_agent)
-        agents.append(agent.remote([*join, "--name", name], token))
+        agents.append(agent.remote([*join, "--name", names[places[bundle]]], token))
     for agent in agents:
         # Where a node of the cluster is gone, the agents of the others go on; they end with this process.
         with contextlib.suppress(ray.exceptions.RayError):
@@ -77,7 +113,21 @@ def _agent(command: Sequence[str], token: str) -> int:
     return subprocess.run(command, input=f"{token}\n", text=True, check=False).returncode
 
 
+def main(action: str, *arguments: str) -> str:
+    """Do one of ``names``, ``start`` and ``start_one``; return what is wrong, empty if nothing is."""
+    try:
+        if action == "names":
+            sys.stdout.write(" ".join(nodes_by_name()))
+            return ""
+        token = sys.stdin.readline().strip()
+        if action == "start_one":
+            return start_one(arguments[0], arguments[1:], token)
+        return start(int(arguments[0]), arguments[1:], token)
+    except ConnectionError as error:
+        return f"no Ray cluster is there ({error}); start one by `ray start`, or set RAY_ADDRESS"
+
+
 if __name__ == "__main__":
-    problem = main(int(sys.argv[1]), sys.argv[2:], sys.stdin.readline().strip())
+    problem = main(*sys.argv[1:])
     if problem:
         sys.exit(f"--distcompat-executor ray: {problem}")

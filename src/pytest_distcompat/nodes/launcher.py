@@ -160,7 +160,7 @@ class NodesLauncher(Launcher):
             self._join = [sys.executable, "-m", "pytest_distcompat.cli", "join", f"{host}:{self._listener.port}"]
             self._join += ["--token-file", "-", "--with-parent"]
             if self._settings.node:
-                process = self._executor.restart(self._join, self._settings.node, self._token)
+                process = self._executor.start_one(self._join, self._settings.node, self._token)
                 self._processes = [process] if process is not None else []
             else:
                 self._processes = self._executor.start(self._join, self._settings.nodes, self._token)

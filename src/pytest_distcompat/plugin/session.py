@@ -237,7 +237,7 @@ class DistcompatSession:
 
         name, token = self.setting("executor").value, self.setting("token_file").value
         executor = EXECUTORS.get(name)()
-        reason = executor.unsupported_reason()
+        reason = executor.unsupported_reason(self.worker_nodes or self.nodes)
         if not reason and self.setting("launcher").value != "warm":
             reason = "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes"
         if not reason and name == "local" and self.gpus and not self.worker_nodes:
@@ -246,14 +246,15 @@ class DistcompatSession:
             reason = "expected --distcompat-token-file FILE, with the token that nodes join with"
         if not reason and executor.hint and self.worker:
             reason = "each worker of xdist would need nodes of its own; expected no -n"
-        names = [] if reason else executor.names(self.worker_nodes or self.nodes)
+        names: list[str] = []
         if self.worker_nodes and not reason:
+            names = executor.names(self.worker_nodes)
             if self.nodes > 1:
                 reason = "runs of one node and of several do not mix; expected no --distcompat-worker-nodes"
             elif not names:
                 reason = f"it cannot start agents on {self.worker_nodes} nodes one by one"
-        if not reason and 0 < len(names) < (self.worker_nodes or self.nodes):
-            reason = f"there are {len(names)} of {self.worker_nodes or self.nodes} nodes: {', '.join(names)}"
+            elif len(names) < self.worker_nodes:
+                reason = f"there are {len(names)} of {self.worker_nodes} nodes: {', '.join(names)}"
         if reason:
             raise pytest.UsageError(f"--distcompat-executor {name}: {reason}")
         limit, listen = float(self.setting("warm_timeout").value), self.setting("listen").value or executor.listen
