@@ -25,8 +25,17 @@ PROFILES = {
     "zoo": "every causal language model of transformers and one model of each other task, under DDP, FSDP2 and ZeRO-3",
     "sweep": "every setting of the installed libraries that the driver makes objects with, one at a time (distcompat settings)",
     "walk": "each strategy of the matrix in fp32, model `mlp`: calls of a live trainer in drawn order, against one process",
-    "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself",
+    "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself, and "
+    "every two axes of the mesh",
 }
+
+#: The axes of a mesh, of which ``full`` puts every two together, and what it puts beside each.
+AXES = ("dp_replicate", "tp", "sp", "cp", "ep", "pp")
+BESIDE_AXES: tuple[tuple[str, OptionValue], ...] = (
+    ("compile", "regional"),
+    ("activation_checkpointing", True),
+    ("grad_accum", 2),
+)
 
 #: Options of how a model is made, stored and sharded; the others concern training. A cell of ``pairwise`` has one of each kind.
 MODEL_OPTIONS = (
@@ -102,6 +111,7 @@ def cells(
         _cell(driver, *pair, size, choice)
         for pair, size, choice in itertools.product(claimed, world_sizes, _choices(driver))
     ]
+    found += _composed(driver, claimed, world_sizes[0], supported)
     return list(dict.fromkeys([*found, *own]))
 
 
@@ -185,6 +195,22 @@ def _cell(driver: type[Driver], strategy: str, precision: str, world_size: int, 
     # A replica has at least two shards, and beside tensor parallelism there is data parallelism, if four ranks are enough.
     least = max(2 * replicas * parts if replicas > 1 else 1, 4 if parts > 1 or options.get("ep") else 1)
     return Cell(strategy, precision, max(world_size, least), tuple(options.items()))
+
+
+def _composed(
+    driver: type[Driver], claimed: Iterable[tuple[str, str]], world_size: int, supported: Callable[[Cell], bool]
+) -> Iterator[Cell]:
+    """Yield every two axes of the mesh beside each other, and each beside what changes the computation of its layers.
+
+    Where one of the two cannot run by itself, the reason is that of its own cell.
+    """
+    choices = [(name, OPTIONS[name].values[1]) for name in AXES if name in driver.options]
+    others = [choice for choice in BESIDE_AXES if choice[0] in driver.options]
+    for (strategy, precision), (one, other) in itertools.product(
+        claimed, (*itertools.combinations(choices, 2), *itertools.product(choices, others))
+    ):
+        if all(supported(_cell(driver, strategy, precision, world_size, choice)) for choice in (one, other)):
+            yield _cell(driver, strategy, precision, world_size, one, other)
 
 
 def _smoke(
