@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.precisions import Precision
+    from pytest_distcompat.strategies import WrapSpec
 
 AnyDriver = TypeVar("AnyDriver", bound=type[Driver])
 
@@ -90,12 +91,17 @@ class Torch(TorchDriver):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._sound = self.strategy.torch
-        self.strategy = dataclasses.replace(self.strategy, torch=lambda *args: self.wrap(*args[:4]))
+        self.strategy = dataclasses.replace(self.strategy, torch=self._wrap_as)
+
+    def _wrap_as(self, *arguments: Any) -> Module:
+        """Keep what the sound wrapping is given besides, and wrap."""
+        self.given: WrapSpec = arguments[4]
+        return self.wrap(*arguments[:4])
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         """As the strategy does it."""
         assert self._sound is not None
-        return self._sound(model, precision, cell, device, self.wrap_spec)
+        return self._sound(model, precision, cell, device, self.given)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Without accumulation there is nothing to skip, and what is wrapped wrongly has no method to skip it by."""

@@ -6,6 +6,7 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -308,11 +309,16 @@ class TorchDriver(TinyDriver):
         if self.precision.float8:
             model = _options.in_8_bits(model, device.type)
         recompute, inside_units = self.cell.option("activation_checkpointing"), self.cell.strategy == "fsdp1"
-        if recompute and not inside_units:
-            _options.recompute(model, self.wrap_spec.block_modules(model))
-        if _options.compiles_blocks(mode):
-            _options.compile_blocks(mode, self.wrap_spec.block_modules(model))
-        self.wrapped = self.strategy.torch(model, self.precision, self.cell, device, self.wrap_spec)
+
+        def prepare(model: Module) -> None:
+            blocks = self.wrap_spec.block_modules(model)
+            if recompute and not inside_units:
+                _options.recompute(model, blocks)
+            if _options.compiles_blocks(mode):
+                _options.compile_blocks(mode, blocks)
+
+        wrap = dataclasses.replace(self.wrap_spec, prepare=prepare)
+        self.wrapped = self.strategy.torch(model, self.precision, self.cell, device, wrap)
         if recompute and inside_units:
             # Inside FSDP1's units, as in its tutorial: around them units are gathered twice, and ``get_state_dict`` leaves
             # ``_fsdp_wrapped_module`` in the optimizer's names.

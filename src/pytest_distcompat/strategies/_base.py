@@ -50,7 +50,8 @@ class WrapSpec:
 
     ``blocks`` are their class names. ``min_num_params`` make a unit under option ``wrap_policy``. ``ignored_modules``
     are the names of modules to leave out, empty unless the cell asks for some. ``tp_plan`` is that of the tiny model, ``experts``
-    the module that expert parallelism cuts.
+    the module that expert parallelism cuts. ``prepare`` recomputes and compiles blocks, after layers are cut and before any is
+    sharded: a plan names no layer of a block that is wrapped, as https://github.com/pytorch/torchtitan orders it.
     """
 
     blocks: tuple[str, ...] = ()
@@ -58,6 +59,7 @@ class WrapSpec:
     ignored_modules: tuple[str, ...] = ()
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     experts: str = ""
+    prepare: Callable[[Module], None] = lambda model: None  # noqa: ARG005
 
     def block_modules(self, model: Module) -> list[Module]:
         """Return the modules of the model to wrap."""

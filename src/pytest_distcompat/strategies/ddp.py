@@ -27,6 +27,7 @@ def _dtypes(precision: Precision) -> Dtypes:
 def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec) -> Module:
     from torch.nn.parallel import DistributedDataParallel
 
+    wrap.prepare(model)
     model.to(device)
     settings: dict[str, Any] = {"device_ids": [device.index] if device.type == "cuda" else None}
     if cell.pp > 1:

@@ -29,6 +29,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     if cell.tp > 1:
         _tensor.parallelize(model, mesh["tp"], wrap.tp_plan, sequence=bool(cell.option("sp")))
         mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
+    wrap.prepare(model)
     ignored = {parameter for module in wrap.modules_to_ignore(model) for parameter in module.parameters()}
     settings: dict[str, Any] = {
         "mesh": mesh,
