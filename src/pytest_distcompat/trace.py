@@ -361,9 +361,24 @@ class Snapshot:
         return self.model.parameters if self.model else ()
 
     @property
+    def buffers(self) -> tuple[ParameterInfo, ...]:
+        """Return the live buffers, none without a model."""
+        return self.model.buffers if self.model else ()
+
+    @property
+    def param_groups(self) -> tuple[Mapping[str, float], ...]:
+        """Return the numbers of the optimizer's groups, none without an optimizer."""
+        return self.optimizer.param_groups if self.optimizer else ()
+
+    @property
     def states(self) -> tuple[StateInfo, ...]:
         """Return the optimizer's state, none without an optimizer."""
         return self.optimizer.states if self.optimizer else ()
+
+    @property
+    def masters(self) -> tuple[StateInfo, ...]:
+        """Return this rank's parts of flat masters, none without an optimizer."""
+        return self.optimizer.masters if self.optimizer else ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the snapshot as plain data, which ``from_json`` reads."""

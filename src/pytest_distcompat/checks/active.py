@@ -39,7 +39,12 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
             continue
         if not cell.only_tp or snapshot.model.wrappers:
             yield from _wrapped(strategy, snapshot.rank, snapshot.model, _left_out(strategy, cell, run))
-        yield from _worlds(cell, snapshot.rank, snapshot.model)
+        for what, size in (
+            ("process group has", snapshot.model.world_size),
+            ("trainer believes in", snapshot.model.trainer_world_size),
+        ):
+            if size not in {None, cell.world_size}:
+                yield f"rank {snapshot.rank}: the {what} {size} ranks; expected {cell.world_size}"
         yield from _tensor_parallel(cell, run.unwrapped, snapshot)
         yield from _pipelined(cell, run.unwrapped, snapshot.rank, snapshot.model)
     for here, part in by_stage(run, built):
@@ -61,9 +66,9 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], bool]:
     """Return a predicate: True for live parameters of modules left out of the sharding, which ``units`` checks."""
-    unwrapped = run.unwrapped
-    names = {info.name for info in unwrapped.parameters} if unwrapped else set()
-    prefixes = tuple(f"{module}." for module in unwrapped.ignored_modules) if unwrapped else ()
+    unwrapped = run.unwrapped or UnwrappedInfo(())
+    names = {info.name for info in unwrapped.parameters}
+    prefixes = tuple(f"{module}." for module in unwrapped.ignored_modules)
     return lambda live: bool(prefixes) and strategy.canonical(live, cell, names).startswith(prefixes)
 
 
@@ -77,16 +82,11 @@ def _wrapped(strategy: Strategy, rank: int, model: ModelInfo, left_out: Callable
         yield f"rank {rank}: also wrapped by {', '.join(sorted(others))}; expected {strategy.wrapper} alone"
     if model.zero_stage != strategy.zero_stage:
         yield f"rank {rank}: ZeRO stage {model.zero_stage} is running; expected {strategy.zero_stage}"
-    wrong = [
-        info
-        for info in model.parameters
-        if info.kind not in {strategy.kind, "FlatParameter"} and not left_out(info.name)
-    ]
+    unlike = (info for info in model.parameters if info.kind not in {strategy.kind, "FlatParameter"})
+    wrong = [f"{info.name!r} is a {info.kind}" for info in unlike if not left_out(info.name)]
     if wrong or not (model.parameters or model.pp_ranks):
-        first = wrong[0] if wrong else None
-        example = f"{first.name!r} is a {first.kind}" if first else "there is none"
-        total = len(model.parameters)
-        yield f"rank {rank}: {len(wrong)} of {total} parameters are not of kind {strategy.kind}, {example}"
+        found = f"{len(wrong)} of {len(model.parameters)} parameters are not of kind {strategy.kind}"
+        yield f"rank {rank}: {found}, {wrong[0] if wrong else 'there is none'}"
 
 
 def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
@@ -151,13 +151,6 @@ def _partitioned_again(strategy: Strategy, cell: Cell, snapshot: Snapshot) -> It
             f"rank {snapshot.rank}: the secondary partition of weights is {text}; "
             f"expected one among {wanted} (zero_hpz_partition_size), when the optimizer steps"
         )
-
-
-def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
-    if model.world_size != cell.world_size:
-        yield f"rank {rank}: the process group has {model.world_size} ranks; expected {cell.world_size}"
-    if model.trainer_world_size not in {None, cell.world_size}:
-        yield f"rank {rank}: the trainer believes in {model.trainer_world_size} ranks; expected {cell.world_size}"
 
 
 def _shards(
@@ -244,13 +237,11 @@ def _each_once(
 
 
 def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:
-    reductions = [*gradient_reductions(cell, snapshot)]
+    reductions = [info.calls * info.numel for info in gradient_reductions(cell, snapshot)]
     if not reductions:
         ops = ", ".join(sorted({info.op for info in snapshot.collectives})) or "none"
         yield f"rank {snapshot.rank}: no gradient was reduced in a step (collectives: {ops}); ranks train on their own"
-        return
-    most = sum(info.calls * info.numel for info in reductions)
-    if most < MIN_REDUCED_FRACTION * trainable:
+    elif (most := sum(reductions)) < MIN_REDUCED_FRACTION * trainable:
         yield (
             f"rank {snapshot.rank}: only {most} elements were reduced in a step, of {trainable} trainable ones; "
             "that is no gradient, ranks train on their own"
@@ -261,8 +252,7 @@ def _same_everywhere(run: RunTrace, trained: tuple[Snapshot, ...]) -> Iterator[s
     """Yield a finding for each rank that holds something else than the first one with the same part of the same tensor."""
     # Tied parameters have different names on different stages.
     stages = stages_of(run)
-    tied = Names(run, run.unwrapped) if stages and run.unwrapped else str
-    for what, held in _replicated(trained, tied):
+    for what, held in _replicated(trained, Names(run, run.unwrapped) if stages and run.unwrapped else str):
         first: dict[Hashable, tuple[int, Hashable]] = {}
         apart: dict[tuple[int, int], list[str]] = defaultdict(list)
         for rank, name, region, value in held:
@@ -288,22 +278,16 @@ def _replicated(
     yield "parameters", ((rank, named(info.name), info.layout.region, info.digest) for rank, info in infos)
     # Flat partitions have no names; ``masters`` are their parts.
     states = (
-        (one.rank, state)
+        (one.rank, f"{state.key} of {named(state.owner)}", state.layout.region, state.digest)
         for one in trained
-        if one.optimizer
-        for state in (*held_states(one.optimizer), *one.optimizer.masters)
+        for state in (*held_states(one), *one.masters)
         if not state.owner.startswith("partition ")
     )
-    yield (
-        "tensors of the optimizer's state",
-        ((rank, f"{one.key} of {named(one.owner)}", one.layout.region, one.digest) for rank, one in states),
+    yield "tensors of the optimizer's state", states
+    gradients = (
+        (one.rank, named(info.name), (nth, info.layout.region), info.square)
+        for one in trained
+        for nth, step in enumerate(one.steps)
+        for info in step.gradients
     )
-    yield (
-        "gradients",
-        (
-            (one.rank, named(info.name), (nth, info.layout.region), info.square)
-            for one in trained
-            for nth, step in enumerate(one.steps)
-            for info in step.gradients
-        ),
-    )
+    yield "gradients", gradients

@@ -56,18 +56,18 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     whole, resumed, moved = (_by_loader(trace.runs.get(name)) for name in ("rows", "resumed_rows", "moved_rows"))
     for name, ranks in whole.items():
         loader = next(iter(ranks.values()))[0].expected
-        epochs = [[_epoch(info, number) for (info,) in ranks.values()] for number in (0, 1)]
-        found = [
-            f"epoch {number}: {text}"
-            for number, batches in enumerate(epochs, 1)
-            for text in _each_once(batches, loader)
-        ]
-        found += _orders(epochs, loader)
+        first, second = ([_epoch(info, number) for (info,) in ranks.values()] for number in (0, 1))
+        found = [f"epoch 1: {text}" for text in _each_once(first, loader)]
+        found += [f"epoch 2: {text}" for text in _each_once(second, loader)]
+        if loader.shuffled and first == second:
+            found.append("epoch 2 has the order of epoch 1; expected another one")
+        if not loader.shuffled and first != second:
+            found.append("epoch 2 has another order than epoch 1; expected the order of the data")
         for rank, infos in resumed.get(name, {}).items():
             found += [text for info in infos for text in _continued(rank, info, ranks[rank][0])]
         if name in moved:
             batches = [_epoch(info, 0) for (info,) in moved[name].values()]
-            before = [one[: 2 * info.done] for (info,), one in zip(moved[name].values(), epochs[1], strict=False)]
+            before = [one[: 2 * info.done] for (info,), one in zip(moved[name].values(), second, strict=False)]
             where = f"at {len(batches)} ranks from the middle of epoch 2 on"
             found += [f"{where}: {text}" for text in _each_once(batches, loader, before)]
         yield from (f"{name}: {text}" for text in dict.fromkeys(found))
@@ -101,14 +101,6 @@ def _each_once(ranks: Sequence[Batches], loader: Loader, before: Sequence[Batche
         yield f"{len(again)} rows are given {times}, first {again[0]}; expected {allowed}"
     if len({len(batches) for batches in ranks}) > 1 and (loader.filled or loader.dropped):
         yield f"ranks are given {', '.join(str(len(batches)) for batches in ranks)} batches; expected equally many"
-
-
-def _orders(epochs: Sequence[Sequence[Batches]], loader: Loader) -> Iterator[str]:
-    first, second = epochs
-    if loader.shuffled and first == second:
-        yield "epoch 2 has the order of epoch 1; expected another one"
-    if not loader.shuffled and first != second:
-        yield "epoch 2 has another order than epoch 1; expected the order of the data"
 
 
 def _continued(rank: int, info: RowsInfo, whole: RowsInfo) -> Iterator[str]:

@@ -86,7 +86,7 @@ def _norms(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[tuple[tup
     for name, held in parts.items():
         for group in shard_groups({rank: info.layout.holders for rank, info in held.items()}):
             own = [held[rank] for rank in group if rank in held]
-            whole = sum(info.numel for info in own) == names.numel(name)
+            whole = sum(info.numel for info in own) == names.sizes.get(name)
             norm = math.sqrt(sum(info.square for info in own)) if whole else None
             for rank in set(group) & norms.keys():
                 norms[rank][name] = norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, first_three
 from pytest_distcompat.checks._values import adapter_name, flat_parameters, values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import TRAIN
@@ -41,28 +41,24 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     for key, digest in (pair for file in written.saved for pair in file.digests.items()):
         saved.setdefault(key, set()).add(digest)
     weights = {name: saved[key] for key, name in _keys(unwrapped, names) if key in saved}
-    missing = [name for name in names if name not in weights]
-    if missing:
-        yield f"{len(missing)} of {len(names)} weights are not saved, first {', '.join(map(repr, missing[:3]))}"
+    if missing := [name for name in names if name not in weights]:
+        yield f"{len(missing)} of {len(names)} weights are not saved, first {first_three(missing)}"
     if flat_parameters(at_save):
         return  # flat parameters have no unwrapped names to compare by
     trained = values(run, at_save)
     yield from trained.wrong
     held = [trained.of(kind) for kind in ("parameter", "buffer", "master")]
     copies = {name: {digest for found in held for digest in found.get(name, ())} for name in names}
-    wrong = [name for name, digests in weights.items() if not copies[name].issuperset(digests)]
-    if wrong:
-        first_wrong = ", ".join(map(repr, wrong[:3]))
+    if wrong := [name for name, digests in weights.items() if not copies[name].issuperset(digests)]:
         finding = f"{len(wrong)} of {len(names)} weights have other values in the checkpoint than at the save"
-        yield f"{finding}, first {first_wrong}"
+        yield f"{finding}, first {first_three(wrong)}"
 
 
 def _required(cell: Cell, unwrapped: UnwrappedInfo) -> list[str]:
     """Return the names to be saved, one for tied ones: parameters and persistent buffers, or those of the adapter."""
     if cell.option("lora"):
         return [info.name for info in unwrapped.parameters if info.trainable]
-    buffers = (info.name for info in unwrapped.buffers if info.persistent)
-    return [*(info.name for info in unwrapped.parameters), *buffers]
+    return [info.name for info in (*unwrapped.parameters, *(one for one in unwrapped.buffers if one.persistent))]
 
 
 def _keys(unwrapped: UnwrappedInfo, names: list[str]) -> Iterator[tuple[str, str]]:
