@@ -476,16 +476,16 @@ def held_indices(shape: Iterable[int], cuts: Iterable[tuple[int, int, int, int]]
     """
     held: list[Sequence[int]] = [range(size) for size in shape]
     for dim, pieces, size, at in cuts:
-        parts = [_chunks(piece, size)[at] for piece in _chunks(held[dim], pieces)]
+        parts = [_chunk(_chunk(held[dim], pieces, nth), size, at) for nth in range(pieces)]
         held[dim] = parts[0] if pieces == 1 else [index for part in parts for index in part]
     return held
 
 
-def _chunks(indices: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Return the chunks that torch makes, the missing ones empty."""
+def _chunk(indices: Sequence[int], count: int, nth: int) -> Sequence[int]:
+    """Return a chunk as torch makes them, a missing one empty."""
     # https://docs.pytorch.org/docs/stable/generated/torch.chunk.html
     size = -(-len(indices) // count)
-    return [indices[nth * size : (nth + 1) * size] for nth in range(count)]
+    return indices[nth * size : (nth + 1) * size]
 
 
 def together(parts: Iterable[tuple[tuple[int, ...], float]]) -> tuple[tuple[int, ...], float]:

@@ -215,7 +215,7 @@ class Rank:
         from torch import Tensor
 
         from pytest_distcompat.probe import sample
-        from pytest_distcompat.probe.calls import read_call
+        from pytest_distcompat.probe.snapshot import read_call
 
         action, calls = self.run.actions[self.index], type(self.driver.walker)
         observes = action.startswith(CALL) and kind_of(calls, Call.parse(action.removeprefix(CALL)).name) == "observer"

@@ -168,7 +168,7 @@ def watched(payload: Mapping[str, Any], log: RankLog) -> None:
 
     def reduce(when: str) -> None:
         distributed.all_reduce(number)
-        note(log, "seen", when=when, calls=sum(observer.collectives.values()))
+        note(log, "seen", when=when, calls=sum(map(len, observer.collectives.values())))
         observer.restart()
 
     reduce("before")

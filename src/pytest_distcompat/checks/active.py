@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested
@@ -158,15 +158,19 @@ def _shards(
 ) -> Iterator[str]:
     """Yield findings unless the ranks of a stage store each parameter once together if sharded, once each if replicated."""
     size, left_out = cell.world_size // cell.pp, _left_out(strategy, cell, run)
-    total = sum(math.prod(info.shape) for info in unwrapped.parameters if not left_out(info.name)) if unwrapped else 0
-    if not total or unwrapped is None:
+    whole = {one.name: math.prod(one.shape) for one in (unwrapped.parameters if unwrapped else ())}
+    total = sum(numel for name, numel in whole.items() if not left_out(name))
+    if not total:
         yield "the unwrapped model has no parameters, or was not recorded"
         return
 
+    def copies_in(parts: list[tuple[Snapshot, set[int]]]) -> float:
+        stored = ((info, len(own)) for one, own in parts for info in one.parameters if not left_out(info.name))
+        return sum(_part(info, cell.tp) * ranks for info, ranks in stored) / total
+
     if not strategy.shards:
-        held = ((info, len(one.ranks)) for one in built for info in one.parameters if not left_out(info.name))
         expected, each = size // cell.tp, f"{cell.tp} ranks of tensor parallelism" if cell.tp > 1 else "rank"
-        if abs((copies := sum(_part(info, cell.tp) * ranks for info, ranks in held) / total) - expected) > 0.01:
+        if abs((copies := copies_in([(one, {*one.ranks}) for one in built])) - expected) > 0.01:
             where = "all ranks" if cell.pp == 1 else named_ranks([one.rank for one in built], cell.world_size)
             yield f"{where} together store {copies:.2f} copies of the parameters; expected {expected}, one a {each}"
         return
@@ -179,15 +183,13 @@ def _shards(
         yield f"shards are in {count} copies ({found}); expected {wanted}{more}"
     for ranks in groups if size > 1 else ():
         parts = [(one, own) for one in built if (own := {*one.ranks}.intersection(ranks))]
-        stored = [(info, len(own)) for one, own in parts for info in one.parameters if not left_out(info.name)]
-        # What tensor parallelism has not cut, each of its ranks has.
-        copies = sum(_part(info, cell.tp) * times for info, times in stored) / total
+        holders = named_ranks(ranks, cell.world_size)
         # More than one copy may be padding: ZeRO-3 pads every shard, which shows on tiny parameters.
-        if not 0.99 <= copies < max(1.01, (1 + len(ranks)) / 2):
-            holders = named_ranks(ranks, cell.world_size)
+        if not 0.99 <= (copies := copies_in(parts)) < max(1.01, (1 + len(ranks)) / 2):
             yield f"{holders} together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
-        else:
-            yield from _each_once(strategy, cell, unwrapped, parts, left_out)
+            continue
+        found_here = _each_once(strategy, cell, whole, parts)
+        yield from (f"{holders} together store {text}" for name, text in found_here if not left_out(name))
 
 
 def _part(info: ParameterInfo, tp: int) -> float:
@@ -211,18 +213,13 @@ def _groups(
 
 
 def _each_once(
-    strategy: Strategy,
-    cell: Cell,
-    unwrapped: UnwrappedInfo,
-    parts: list[tuple[Snapshot, set[int]]],
-    left_out: Callable[[str], bool],
-) -> Iterator[str]:
-    """Yield a finding for each parameter that the ranks do not store once: a small one hardly shows in the sum."""
+    strategy: Strategy, cell: Cell, whole: Mapping[str, int], parts: list[tuple[Snapshot, set[int]]]
+) -> Iterator[tuple[str, str]]:
+    """Yield each parameter that the ranks do not store once, with a finding: a small one hardly shows in the sum."""
     # Flat parameters have no names to compare by. A parameter without a live counterpart is a finding of the check ``names``.
-    whole = {info.name: math.prod(info.shape) for info in unwrapped.parameters}
     stored: dict[str, float] = defaultdict(float)
     flat: set[str] = set()
-    ranks = tuple(sorted(rank for _, own in parts for rank in own))
+    ranks = sum(len(own) for _, own in parts)
     for snapshot, own in parts:
         for info in snapshot.parameters:
             name = strategy.canonical(info.name, cell, whole)
@@ -230,10 +227,9 @@ def _each_once(
             flat |= {name} if info.layout.flat else set()
     for name, numel in whole.items():
         # Only what is cut flat is padded.
-        most = max(numel + len(ranks) - 1, numel * (1 + len(ranks)) / 2) if name in flat else numel
-        if name in stored and not numel <= stored[name] <= most and not left_out(name):
-            found = f"{stored[name]:g} elements of {name!r}, which has {numel}"
-            yield f"{named_ranks(ranks, cell.world_size)} together store {found}; expected each one once"
+        most = max(numel + ranks - 1, numel * (1 + ranks) / 2) if name in flat else numel
+        if name in stored and not numel <= stored[name] <= most:
+            yield name, f"{stored[name]:g} elements of {name!r}, which has {numel}; expected each one once"
 
 
 def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:

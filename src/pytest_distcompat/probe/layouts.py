@@ -96,13 +96,13 @@ def secondary_ranks(model: Module | None) -> int:
     """Return among how many ranks ZeRO++ has cut all weights a second time (hpZ); 0 if it has not, or not now."""
     # DeepSpeed drops these partitions at the end of each step, makes them again in the next forward, and has no public name for
     # them; a test of ``tests/launch/test_private_names.py`` fails when it changes.
-    parameters: list[Any] = list(model.parameters()) if model is not None else []
-    sizes = {
-        one.ds_secondary_tensor_group_size if one.ds_secondary_tensor is not None else 0
-        for one in parameters
-        if hasattr(one, "ds_secondary_tensor")
-    }
+    cut = (one for one in _parameters(model) if hasattr(one, "ds_secondary_tensor"))
+    sizes = {one.ds_secondary_tensor_group_size if one.ds_secondary_tensor is not None else 0 for one in cut}
     return int(sizes.pop()) if len(sizes) == 1 else 0
+
+
+def _parameters(model: Module | None) -> list[Any]:
+    return list(model.parameters()) if model is not None else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,21 +253,14 @@ def _part(
 
     A rank that is not on that mesh has its own, of the same shape: those of another ``tp`` coordinate, say, that share a norm.
     """
-    part, below = list(shape), math.prod(sizes)
+    cuts, below = list[tuple[int, int, int, int]](), math.prod(sizes)
     index = ranks.index(rank) if rank in ranks else None
     for size, (_, dim, pieces) in zip(sizes, placements, strict=True):
         below //= size
         if dim is not None and size > 1:
             at = rank // ranks[below] if index is None else index // below
-            chunks = (_chunk(part[dim], pieces, nth) for nth in range(pieces))
-            part[dim] = sum(_chunk(chunk, size, at % size) for chunk in chunks)
-    return tuple(part)
-
-
-def _chunk(length: int, count: int, nth: int) -> int:
-    """Return the length of a chunk as torch makes them: missing ones are empty."""
-    size = -(-length // count)
-    return max(0, min(size, length - nth * size))
+            cuts.append((dim, pieces, size, at % size))
+    return tuple(map(len, held_indices(shape, cuts)))
 
 
 def flat_layout(group: Any, name: str = "dp_shard") -> Layout:
@@ -290,14 +283,13 @@ def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:
             # Inner modules come later, and their groups count. What FSDP1 has flattened has a private mark;
             # ``tests/scripts/test_private_names.py`` fails when it changes.
             layout = flat_layout(module.process_group)
-            whole = module.sharding_strategy == ShardingStrategy.NO_SHARD
-            layout = _replicated(layout) if whole else layout
+            if module.sharding_strategy == ShardingStrategy.NO_SHARD:
+                layout = _replicated(layout)
             found |= {id(one): layout for one in module.parameters() if getattr(one, "_fsdp_flattened", False)}
         elif isinstance(module, DistributedDataParallel):
             layout = _replicated(flat_layout(module.process_group, "dp_replicate"))
             found |= {id(one): layout for one in module.parameters() if not hasattr(one, "placements")}
-    parameter: Any
-    for parameter in model.parameters() if model is not None else ():
+    for parameter in _parameters(model):
         if hasattr(parameter, "ds_tensor"):
             found[id(parameter)] = flat_layout(parameter.ds_process_group)
         elif hasattr(parameter, "_hp_mapping"):
@@ -324,8 +316,7 @@ def partition_layout(model: Module | None, layouts: Mapping[int, Layout]) -> Lay
     """
     # ``_dp_group`` and ``_hp_mapping`` of ZeRO-1 and 2 are private; ``tests/launch/test_private_names.py`` fails when they go.
     # That of experts is by itself.
-    parameter: Any
-    for parameter in model.parameters() if model is not None else ():
+    for parameter in _parameters(model):
         if hasattr(parameter, "_hp_mapping") and getattr(parameter, "allreduce", True):
             return flat_layout(parameter._dp_group)  # noqa: SLF001 - see above
     return next((layout for layout in layouts.values() if layout.flat), WHOLE)

@@ -35,7 +35,7 @@ class TrackedObjects:
     def read_unwrapped(self, model: Module) -> None:
         """Read a model that is about to be wrapped, once. Parts that are wrapped already count as they were before that."""
         from pytest_distcompat.probe.blocks import unwrapped
-        from pytest_distcompat.probe.parts import read_parts
+        from pytest_distcompat.probe.live import read_parts
 
         model = unwrapped(model)
         known = {key: info for key, (reference, info) in self._unwrapped.items() if reference() is not None}

@@ -58,7 +58,8 @@ def wrap_attribute(owner: Any, name: str, wrapper: Wrapper) -> None:
         try:
             result = original(*args, **kwargs)
         except BaseException:
-            guard.attempt(qualified_name, _close, steps, always=True)
+            if steps is not None:
+                guard.attempt(qualified_name, steps.close, always=True)
             raise
         guard.attempt(f"{qualified_name}, after the call", _finish, steps, result, always=True)
         return result
@@ -80,10 +81,6 @@ def _finish(steps: Steps | None, result: Any) -> None:
     if steps is not None and not guard.failed():
         with contextlib.suppress(StopIteration):
             steps.send(result)
-    _close(steps)
-
-
-def _close(steps: Steps | None) -> None:
     if steps is not None:
         steps.close()
 
@@ -93,11 +90,6 @@ def models(values: Iterable[Any]) -> Iterator[Any]:
     import torch
 
     yield from (value for value in values if isinstance(value, torch.nn.Module))
-
-
-def second(args: Arguments, kwargs: Keywords, name: str) -> Any:
-    """Return the second argument of a call, None if it is not given."""
-    return args[1] if len(args) > 1 else kwargs.get(name)
 
 
 def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, first: int = 0, compiles: bool = False) -> Wrapper:

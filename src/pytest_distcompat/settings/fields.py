@@ -76,17 +76,14 @@ class Field:
 
 def read_fields(sources: list[Source]) -> list[Field]:
     """Return the fields of all sources. It imports the libraries that define them; one that is not installed has none."""
-    there = [one for one in sources if one.target.partition(".")[0] not in _OPTIONAL or _installed(one)]
     found: list[Field] = []
-    for source in there:
-        # TrainingArguments of transformers 4 set variables with which accelerate's plugin then refuses to be made.
-        with mock.patch.dict(os.environ):
-            found += _fields_of(source)
+    for source in sources:
+        library = source.target.partition(".")[0]
+        if library not in _OPTIONAL or importlib.util.find_spec(library) is not None:
+            # TrainingArguments of transformers 4 set variables with which accelerate's plugin then refuses to be made.
+            with mock.patch.dict(os.environ):
+                found += _fields_of(source)
     return found
-
-
-def _installed(source: Source) -> bool:
-    return importlib.util.find_spec(source.target.partition(".")[0]) is not None
 
 
 def _fields_of(source: Source) -> Iterator[Field]:
@@ -115,8 +112,7 @@ def _variables(source: Source, target: Any) -> Iterator[Field]:
     """Yield the environment variables that change a field of what ``target`` makes, with the values that it accepts."""
     values = {
         name: [
-            text(value).rpartition(".")[2] if isinstance(value, enum.Enum) else text(value)
-            for value in _values(kind, default)
+            text(one).rpartition(".")[2] if isinstance(one, enum.Enum) else text(one) for one in _values(kind, default)
         ]
         for name, kind, default, _ in _members(target)
     }
@@ -191,17 +187,9 @@ def _members(target: Any) -> Iterator[tuple[str, Any, Any, Callable[[Any], bool]
 
 def _accepted(field: Any) -> Callable[[Any], bool]:
     """Return a test whether a value is within the limits of a pydantic field."""
-    limits = [
-        (getattr(operator, name), getattr(one, name))
-        for one in field.metadata
-        for name in _LIMITS
-        if hasattr(one, name)
-    ]
-
-    def accepts(value: Any) -> bool:
-        return all(compare(value, limit) for compare, limit in limits)
-
-    return accepts
+    pairs = ((one, name) for one in field.metadata for name in _LIMITS if hasattr(one, name))
+    limits = [(getattr(operator, name), getattr(one, name)) for one, name in pairs]
+    return lambda value: all(compare(value, limit) for compare, limit in limits)
 
 
 def _hints(target: Any) -> dict[str, Any]:
@@ -329,7 +317,7 @@ def _model_named(name: str) -> Any:
         return None
     from pydantic import BaseModel
 
-    kinds = list(BaseModel.__subclasses__())
+    kinds: list[Any] = [BaseModel]
     for kind in kinds:
         kinds += kind.__subclasses__()
     return next((kind for kind in kinds if kind.__name__ == name), None)

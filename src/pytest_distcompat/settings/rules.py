@@ -18,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.settings.fields import Field, Source
 
@@ -142,7 +143,7 @@ def read(sources: tuple[Source, ...], shared: Path | None = None) -> tuple[Field
             if not place.exists():
                 place.write_text(_read(data), encoding="utf-8")
             text = place.read_text(encoding="utf-8")
-    return tuple(Field(**{key: _tuple(value) for key, value in one.items()}) for one in json.loads(text))
+    return tuple(decode(Field, one) for one in json.loads(text))
 
 
 def _read(data: str) -> str:
@@ -150,10 +151,6 @@ def _read(data: str) -> str:
     if done.returncode:
         raise UsageProblem(f"the settings of the installed libraries cannot be read: {done.stderr.strip()[-2000:]}")
     return done.stdout
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[Setting]:
