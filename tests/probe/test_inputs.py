@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pytest_distcompat.probe import Observer
-from pytest_distcompat.probe.inputs import tensors_fed
+from pytest_distcompat.probe.observe import tensors_fed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

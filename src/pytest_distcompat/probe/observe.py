@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +22,8 @@ from torch.utils._python_dispatch import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_distcompat.probe.blocks import is_a, multiplies
-from pytest_distcompat.probe.gradients import read_gradients
-from pytest_distcompat.probe.inputs import tensors_fed
 from pytest_distcompat.probe.layouts import secondary_ranks
+from pytest_distcompat.probe.optimizer import read_gradients
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
 from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, StepInfo
 
@@ -332,3 +331,44 @@ def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any,
         return result
 
     return (args, {**kwargs, "closure": wrapped}) if "closure" in kwargs else ((args[0], wrapped, *args[2:]), kwargs)
+
+
+#: How many levels below an argument are searched.
+DEPTH = 6
+
+
+def tensors_fed(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors with at least one dimension in mappings, sequences and dataclasses."""
+    # If there are none, attributes of other objects are searched too: the batches of torch_geometric keep their tensors there.
+    values = list(arguments)
+    return list(_tensors_in(values, attributes=False)) or list(_tensors_in(values, attributes=True))
+
+
+def _tensors_in(values: Iterable[Any], *, attributes: bool) -> Iterator[torch.Tensor]:
+    """Yield the tensors with at least one dimension, level by level; each object is visited once."""
+    visited: set[int] = set()
+    level = list(values)
+    for _ in range(DEPTH):
+        next_level: list[Any] = []
+        for value in level:
+            if id(value) in visited:
+                continue
+            visited.add(id(value))
+            if not isinstance(value, torch.Tensor):
+                next_level += _children(value, attributes=attributes)
+            elif value.dim():
+                yield value
+        level = next_level
+
+
+def _children(value: Any, *, attributes: bool) -> list[Any]:
+    """Return the values that a container, or with ``attributes`` any object, holds directly."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if attributes and not isinstance(value, (type, torch.nn.Module)):
+        return list(getattr(value, "__dict__", {}).values())
+    return []
