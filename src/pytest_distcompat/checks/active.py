@@ -37,16 +37,19 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         if snapshot.model is None:
             yield f"rank {snapshot.rank}: no model after build; the driver must set self.model"
             continue
+        found = list[str]()
         if not cell.only_tp or snapshot.model.wrappers:
-            yield from _wrapped(strategy, snapshot.rank, snapshot.model, _left_out(strategy, cell, run))
-        for what, size in (
-            ("process group has", snapshot.model.world_size),
-            ("trainer believes in", snapshot.model.trainer_world_size),
-        ):
+            found += _wrapped(strategy, snapshot.model, _left_out(strategy, cell, run))
+        sizes = {
+            "process group has": snapshot.model.world_size,
+            "trainer believes in": snapshot.model.trainer_world_size,
+        }
+        for what, size in sizes.items():
             if size not in {None, cell.world_size}:
-                yield f"rank {snapshot.rank}: the {what} {size} ranks; expected {cell.world_size}"
-        yield from _tensor_parallel(cell, run.unwrapped, snapshot)
-        yield from _pipelined(cell, run.unwrapped, snapshot.rank, snapshot.model)
+                found.append(f"the {what} {size} ranks; expected {cell.world_size}")
+        found += _tensor_parallel(cell, run.unwrapped, snapshot)
+        found += _pipelined(cell, run.unwrapped, snapshot.model)
+        yield from (f"rank {snapshot.rank}: {text}" for text in found)
     for here, part in by_stage(run, built):
         if part is run.unwrapped or any(one.parameters for one in here):
             yield from _shards(strategy, cell, run, here, part)
@@ -56,11 +59,10 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         live, without = here[0].parameters if here else (), unused(run)
         trainable = trained_elements(part) - sum(math.prod(info.shape) for info in live if info.name in without)
         for snapshot in here:
-            yield from _reduced(cell, snapshot, trainable // cell.tp)
+            yield from (f"rank {snapshot.rank}: {text}" for text in _reduced(cell, snapshot, trainable // cell.tp))
     for snapshot in trained:
-        yield from _sequence_cut(cell, snapshot)
-        yield from _attends(cell, snapshot)
-        yield from _partitioned_again(strategy, cell, snapshot)
+        found = [*_sequence_cut(cell, snapshot), *_attends(cell, snapshot), *_cut_again(strategy, cell, snapshot)]
+        yield from (f"rank {snapshot.rank}: {text}" for text in found)
     yield from _same_everywhere(run, trained)
 
 
@@ -72,21 +74,21 @@ def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], 
     return lambda live: bool(prefixes) and strategy.canonical(live, cell, names).startswith(prefixes)
 
 
-def _wrapped(strategy: Strategy, rank: int, model: ModelInfo, left_out: Callable[[str], bool]) -> Iterator[str]:
+def _wrapped(strategy: Strategy, model: ModelInfo, left_out: Callable[[str], bool]) -> Iterator[str]:
     running = ", ".join(f"{name} x {count}" for name, count in model.wrappers.items()) or "a bare model"
     if strategy.wrapper not in model.wrappers:
-        yield f"rank {rank}: {model.type} runs as {running}; expected {strategy.wrapper} for {strategy.name}"
+        yield f"{model.type} runs as {running}; expected {strategy.wrapper} for {strategy.name}"
     # torch.compile's wrapper is no strategy. A DeepSpeed engine holds no wrapper of torch.
     others = set(model.wrappers) - {strategy.wrapper, "OptimizedModule"}
     if others and strategy.wrapper in model.wrappers:
-        yield f"rank {rank}: also wrapped by {', '.join(sorted(others))}; expected {strategy.wrapper} alone"
+        yield f"also wrapped by {', '.join(sorted(others))}; expected {strategy.wrapper} alone"
     if model.zero_stage != strategy.zero_stage:
-        yield f"rank {rank}: ZeRO stage {model.zero_stage} is running; expected {strategy.zero_stage}"
+        yield f"ZeRO stage {model.zero_stage} is running; expected {strategy.zero_stage}"
     unlike = (info for info in model.parameters if info.kind not in {strategy.kind, "FlatParameter"})
     wrong = [f"{info.name!r} is a {info.kind}" for info in unlike if not left_out(info.name)]
     if wrong or not (model.parameters or model.pp_ranks):
         found = f"{len(wrong)} of {len(model.parameters)} parameters are not of kind {strategy.kind}"
-        yield f"rank {rank}: {found}, {wrong[0] if wrong else 'there is none'}"
+        yield f"{found}, {wrong[0] if wrong else 'there is none'}"
 
 
 def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
@@ -99,19 +101,19 @@ def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snap
         if sizes - {1} != {wanted} - {1}:
             found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
             expected = f"expected {wanted} parts of {kind} parallelism, along a mesh dimension named {name!r}"
-            yield f"rank {snapshot.rank}: {what} are {found}; {expected}"
+            yield f"{what} are {found}; {expected}"
 
 
-def _pipelined(cell: Cell, unwrapped: UnwrappedInfo | None, rank: int, model: ModelInfo) -> Iterator[str]:
+def _pipelined(cell: Cell, unwrapped: UnwrappedInfo | None, model: ModelInfo) -> Iterator[str]:
     """Yield a finding unless the model was cut into stages for as many ranks as were asked for."""
     if not requested(cell, unwrapped, "pp"):
         return
     expected = f"expected the layers of some of the stages on each of {cell.pp} ranks (pp {cell.pp})"
     if (found := len(model.pp_ranks) or 1) != cell.pp:
-        yield f"rank {rank}: the model is on {found} rank{'s' * (found > 1)} of a pipeline; {expected}"
+        yield f"the model is on {found} rank{'s' * (found > 1)} of a pipeline; {expected}"
     elif cell.pp > 1 and unwrapped and not 0 < len(model.parameters) < len(unwrapped.parameters):
         share = f"all {len(model.parameters)}" if model.parameters else "no"
-        yield f"rank {rank}: the model has {share} parameters; {expected}"
+        yield f"the model has {share} parameters; {expected}"
 
 
 def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
@@ -122,11 +124,9 @@ def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     peers = cell.tp_peers(snapshot.rank)
     ops = {info.op for info in snapshot.collectives if set(info.ranks) == {*peers} and "float" in info.dtype}
     if not any(op.startswith("reduce_scatter") for op in ops):
-        found = ", ".join(sorted(ops)) or "none"
-        yield (
-            f"rank {snapshot.rank}: no sum of {named_ranks(peers, 0)} was scattered in a step (collectives of activations: "
-            f"{found}); expected sequence parallelism to cut what lies between layers along the sequence"
-        )
+        found = f"(collectives of activations: {', '.join(sorted(ops)) or 'none'})"
+        expected = "expected sequence parallelism to cut what lies between layers along the sequence"
+        yield f"no sum of {named_ranks(peers, 0)} was scattered in a step {found}; {expected}"
 
 
 def _attends(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
@@ -134,23 +134,20 @@ def _attends(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     # Where the same ranks share one sequence and all shards, that of parameters proves nothing; there ``parity`` is left.
     peers = {*cell.cp_peers(snapshot.rank)}
     if cell.cp > 1 and not any(set(info.ranks) == peers and "float" in info.dtype for info in snapshot.collectives):
-        yield (
-            f"rank {snapshot.rank}: {named_ranks(sorted(peers), 0)} exchanged nothing among themselves in a step; expected "
+        expected = (
             f"context parallelism (cp {cell.cp}): attention to the keys and values of the other parts of the sequence"
         )
+        yield f"{named_ranks(sorted(peers), 0)} exchanged nothing among themselves in a step; expected {expected}"
 
 
-def _partitioned_again(strategy: Strategy, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+def _cut_again(strategy: Strategy, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding unless ZeRO++ had cut all weights a second time (hpZ), among as many ranks as it was asked to."""
     wanted = int(cell.settings("ds_config").get("zero_optimization.zero_hpz_partition_size", 1))
     found = {step.secondary for step in snapshot.steps}
     if strategy.shards and wanted > 1 and found != {wanted}:
         sizes = " and ".join(map(str, sorted(found - {0})))
-        text = f"among {sizes} ranks" if sizes else "nowhere"
-        yield (
-            f"rank {snapshot.rank}: the secondary partition of weights is {text}; "
-            f"expected one among {wanted} (zero_hpz_partition_size), when the optimizer steps"
-        )
+        expected = f"expected one among {wanted} (zero_hpz_partition_size), when the optimizer steps"
+        yield f"the secondary partition of weights is {f'among {sizes} ranks' if sizes else 'nowhere'}; {expected}"
 
 
 def _shards(
@@ -236,12 +233,10 @@ def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:
     reductions = [info.calls * info.numel for info in gradient_reductions(cell, snapshot)]
     if not reductions:
         ops = ", ".join(sorted({info.op for info in snapshot.collectives})) or "none"
-        yield f"rank {snapshot.rank}: no gradient was reduced in a step (collectives: {ops}); ranks train on their own"
+        yield f"no gradient was reduced in a step (collectives: {ops}); ranks train on their own"
     elif (most := sum(reductions)) < MIN_REDUCED_FRACTION * trainable:
-        yield (
-            f"rank {snapshot.rank}: only {most} elements were reduced in a step, of {trainable} trainable ones; "
-            "that is no gradient, ranks train on their own"
-        )
+        found = f"only {most} elements were reduced in a step, of {trainable} trainable ones"
+        yield f"{found}; that is no gradient, ranks train on their own"
 
 
 def _same_everywhere(run: RunTrace, trained: tuple[Snapshot, ...]) -> Iterator[str]:
@@ -258,10 +253,8 @@ def _same_everywhere(run: RunTrace, trained: tuple[Snapshot, ...]) -> Iterator[s
         for (rank, peer), names in sorted(apart.items()):
             here, there = stages.get(rank), stages.get(peer)
             both = f" (stages {there} and {here} have them, and train them apart)" if here != there else ""
-            yield (
-                f"rank {rank}: {len(names)} {what} differ from rank {peer}'s after three steps, "
-                f"first {names[0]!r}{both}; replicas must stay equal"
-            )
+            found = f"{len(names)} {what} differ from rank {peer}'s after three steps, first {names[0]!r}{both}"
+            yield f"rank {rank}: {found}; replicas must stay equal"
         if apart:
             return  # what is made from them differs too
 

@@ -24,15 +24,13 @@ def tested_once(cell: Cell, driver: type[Driver]) -> str | None:
     names = ((name, precision) for precision in PRECISIONS.names() for name in STRATEGIES.names())
     cells = (Cell(*pair, cell.world_size, nodes=cell.nodes) for pair in names)
     first = next((one for one in cells if not driver.unsupported_reason(one)), cell)
-    if cell != first:
-        return f"data are loaded alike in all cells, and that is tested in {first.strategy}-{first.precision}"
-    return None
+    elsewhere = f"data are loaded alike in all cells, and that is tested in {first.strategy}-{first.precision}"
+    return elsewhere if cell != first else None
 
 
 def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
-    return (
-        tested_once(cell, driver) if driver.loaders else "the driver declares no loaders, whose rows() gives the rows"
-    )
+    missing = "the driver declares no loaders, whose rows() gives the rows"
+    return tested_once(cell, driver) if driver.loaders else missing
 
 
 @check(

@@ -63,23 +63,16 @@ def _apart(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
             yield f"rank {snapshot.rank}: no tensor was found in the inputs of step {nth + 1}, so ranks cannot be compared"
         peer = first.setdefault(places[snapshot.rank], snapshot)
         if peer.inputs != snapshot.inputs:
-            yield (
-                f"ranks {peer.rank} and {snapshot.rank} are fed different batches in step {nth + 1}; "
-                f"expected the same, as they hold {_peers(cell, peer.rank, snapshot.rank)}"
-            )
+            layers, stages = f"parts of the same layers (tp {cell.tp})", f"stages of the same pipeline (pp {cell.pp})"
+            shared = layers if snapshot.rank in cell.tp_peers(peer.rank) else stages
+            finding = f"ranks {peer.rank} and {snapshot.rank} are fed different batches in step {nth + 1}"
+            yield f"{finding}; expected the same, as they hold {shared}"
         for batch in set(snapshot.inputs) - {""}:
             other = fed.setdefault(batch, snapshot.rank)
             if places[other] != places[snapshot.rank]:
                 alike = cell.dp_rank(other) == cell.dp_rank(snapshot.rank)
                 expected = f"; expected another part of the sequence on each (cp {cell.cp})" if alike else ""
                 yield f"ranks {other} and {snapshot.rank} are fed the same batch in step {nth + 1}{expected}"
-
-
-def _peers(cell: Cell, rank: int, other: int) -> str:
-    """Return what the two ranks share, and why."""
-    if other in cell.tp_peers(rank):
-        return f"parts of the same layers (tp {cell.tp})"
-    return f"stages of the same pipeline (pp {cell.pp})"
 
 
 def _draws_nothing(cell: Cell, driver: type[Driver]) -> str | None:

@@ -48,12 +48,8 @@ def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped:
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, built)
     if not (strategy.shards or strategy.flat_masters):
         # Of the experts each rank has its part.
-        trained -= sum(
-            info.local_numel * (expert_parts(info) - 1)
-            for one in built[:1]
-            for info in one.parameters
-            if info.trainable
-        )
+        infos = (info for info in (built[0].parameters if built else ()) if info.trainable)
+        trained -= sum(info.local_numel * (expert_parts(info) - 1) for info in infos)
     others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
     copies, padding = size // cell.tp, 0
     if strategy.shards or strategy.flat_masters:
@@ -84,14 +80,8 @@ def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped:
 
 def _replicated_by_tp(cell: Cell, built: tuple[Snapshot, ...]) -> int:
     """Return the trained elements that tensor parallelism leaves whole on each of its ranks, once for each further rank."""
-    if cell.tp == 1:
-        return 0
-    return (cell.tp - 1) * sum(
-        math.prod(info.shape)
-        for snapshot in built[:1]
-        for info in snapshot.parameters
-        if info.trainable and not cut_along(info, "tp")
-    )
+    infos = (info for info in (built[0].parameters if built else ()) if info.trainable and not cut_along(info, "tp"))
+    return (cell.tp - 1) * sum(math.prod(info.shape) for info in infos)
 
 
 def _copies(built: tuple[Snapshot, ...], size: int) -> int:

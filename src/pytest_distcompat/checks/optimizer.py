@@ -73,10 +73,11 @@ def _partitions(cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[str,
     for info in {info.name: info for snapshot in built for info in snapshot.parameters}.values():
         expected, times = math.prod(info.shape), 1 if cut_along(info, "tp") else cell.tp
         if trainable[info.name] and held[info.name] != expected * times:
-            yield (
-                f"all ranks together: {held[info.name]} of {expected} elements of trainable parameter {info.name!r} are in "
-                f"the optimizer; expected each one {'once' if times == 1 else f'{times} times'}"
+            found = (
+                f"{held[info.name]} of {expected} elements of trainable parameter {info.name!r} are in the optimizer"
             )
+            often = "once" if times == 1 else f"{times} times"
+            yield f"all ranks together: {found}; expected each one {often}"
 
 
 def _moves(

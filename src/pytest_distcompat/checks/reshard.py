@@ -35,11 +35,8 @@ def _not_by_name(cell: Cell) -> str | None:
     """Return why shards of two world sizes cannot be compared by name; None if they can."""
     if cell.option("save_only_model"):
         return "checkpoints hold the model alone: there is no training to resume"
-    if not cell.option("use_orig_params"):
-        return (
-            "FSDP1 keeps flat parameters: they have no names by which the shards of two world sizes could be compared"
-        )
-    return None
+    flat = "FSDP1 keeps flat parameters: they have no names by which the shards of two world sizes could be compared"
+    return None if cell.option("use_orig_params") else flat
 
 
 def _not_resharded(cell: Cell, driver: type[Driver]) -> str | None:
@@ -186,19 +183,16 @@ def _losses(cell: Cell, train: RunTrace, port: RunTrace, when: str) -> Iterator[
     precision = PRECISIONS.get(cell.precision)
     rounds = precision.compute != "float32" and not flat_parameters(train.at("save"))
     # Ranks that were peers of tensor parallelism are fed other batches now.
-    if rounds or Cell.parse(port.cell).dp_size != cell.dp_size:
-        for nth in range(2):
-            yield from finite_losses(port.at("step", nth), f"step {nth + 1} {when}")
-        return
+    compares = not rounds and Cell.parse(port.cell).dp_size == cell.dp_size
     tolerance = 2 * precision.loss_tolerance
     for nth in range(2):
         whole = {snapshot.rank: snapshot.loss for snapshot in train.at("step", SAVED + nth)}
         for snapshot in port.at("step", nth):
             expected = whole.get(snapshot.rank)
-            if snapshot.loss is None or expected is None:
+            if compares and (snapshot.loss is None or expected is None):
                 yield f"rank {snapshot.rank}: no loss to compare; expected step() to return it"
-            elif not math.isfinite(snapshot.loss):
-                yield from finite_losses([snapshot], f"step {nth + 1} {when}")
-            elif not math.isclose(snapshot.loss, expected, rel_tol=tolerance):
+            elif infinite := [*finite_losses([snapshot], f"step {nth + 1} {when}")]:
+                yield from infinite
+            elif compares and not math.isclose(snapshot.loss or 0.0, expected or 0.0, rel_tol=tolerance):
                 finding = f"loss {nth + 1} {when} is {snapshot.loss:.6g}; {expected:.6g} in the run that never stopped"
                 yield f"rank {snapshot.rank}: {finding} ({tolerance:.0e} allowed)"

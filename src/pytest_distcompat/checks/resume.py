@@ -152,10 +152,8 @@ def _losses(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]
         if expected.loss is None or found.loss is None:
             yield f"rank {found.rank}: no loss to compare; expected step() to return it"
         elif math.isfinite(expected.loss) and not math.isclose(expected.loss, found.loss, rel_tol=tolerance):
-            yield (
-                f"rank {found.rank}: loss {nth + 1} after the load is {found.loss:.6g}; "
-                f"{expected.loss:.6g} in the run that never stopped"
-            )
+            finding = f"loss {nth + 1} after the load is {found.loss:.6g}"
+            yield f"rank {found.rank}: {finding}; {expected.loss:.6g} in the run that never stopped"
 
 
 def _numbers(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]) -> Iterator[str]:

@@ -66,9 +66,8 @@ def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:
     if unwrapped.blocks:
         return None
     reason = f"no module of it is a {classes}" if classes else "it declares none (_no_split_modules)"
-    return (
-        f"the model's blocks are not known: {reason}; name their classes by blocks= of launch, or blocks of the driver"
-    )
+    hint = "name their classes by blocks= of launch, or blocks of the driver"
+    return f"the model's blocks are not known: {reason}; {hint}"
 
 
 def _names(cell: Cell, unwrapped: UnwrappedInfo, live: Collection[str]) -> set[str]:

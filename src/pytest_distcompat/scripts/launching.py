@@ -125,11 +125,7 @@ def launch(
         saved_name=(saved_name, saved_name is None or callable(saved_name), "expected a function of a saved key"),
         timeout=(limit, isinstance(limit, (int, float)) and limit > 0, "expected a number of seconds above 0"),
         world_size=(ranks, isinstance(ranks, int) and ranks > 0, RANKS),
-        watch_steps=(
-            watch_steps,
-            isinstance(watch_steps, int) and watch_steps >= 0,
-            "expected a number of steps, 0 for no probe",
-        ),
+        watch_steps=(watch_steps, isinstance(watch_steps, int) and watch_steps >= 0, _STEPS),
         cwd=(str(cwd), working_directory.is_dir(), "there is no such directory"),
         environment=(texts, isinstance(texts, Mapping), "expected a mapping of names to texts"),
     )
@@ -183,14 +179,9 @@ def launch(
             reproduce=_reproduce(line, with_probe(added, directory), host.device),
         ).run()
     ending = replace(ending, leaks=tuple(map(leak_message, lease.own_leak)))
-    run = ScriptRun(
-        ending,
-        cell if strategy else None,
-        directory,
-        host.device,
-        Path(output) if output else None,
-        saved_name or ScriptRun.saved_name,
-    )
+    left = Path(output) if output else None
+    names = saved_name or ScriptRun.saved_name
+    run = ScriptRun(ending, cell if strategy else None, directory, host.device, left, names)
     if host.directory is None and not run.failed:
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
     if fails:
@@ -200,8 +191,8 @@ def launch(
     return run
 
 
-#: What a number of ranks must be.
-RANKS = "expected a number of ranks, 1 or more"
+#: What a number of ranks must be, and one of steps.
+RANKS, _STEPS = "expected a number of ranks, 1 or more", "expected a number of steps, 0 for no probe"
 
 
 def check_arguments(**arguments: tuple[object, bool, str]) -> None:
@@ -226,8 +217,7 @@ def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, 
         cell = Cell(strategy or "ddp", precision, world_size, tuple(options.items()))
     except ValueError as error:
         raise UsageProblem(str(error)) from None
-    problem = STRATEGIES.get(cell.strategy).unsupported_reason(cell)
-    if problem:
+    if problem := STRATEGIES.get(cell.strategy).unsupported_reason(cell):
         raise UsageProblem(f"{cell.id}: {problem}")
     return cell
 

@@ -40,9 +40,8 @@ class Recorder:
 
         self.rank, self.config = rank, config
         self.observer = Observer(guard.guarded)
-        self.device = (
-            config.device if config.device == "cpu" else f"{config.device}:{os.environ.get('LOCAL_RANK', '0')}"
-        )
+        number = "" if config.device == "cpu" else f":{os.environ.get('LOCAL_RANK', '0')}"
+        self.device = f"{config.device}{number}"
         self.steps = 0
         self.depth = self._ignored_depth = 0
         self.tracked = TrackedObjects(config.blocks)
@@ -211,11 +210,8 @@ class Recorder:
 
         if self.in_full:
             infos |= self.observer.infos()
-        self._write_snapshot(
-            "step",
-            (self.steps + 1) * STRIDE,
-            **infos | {"loss": loss, "scheduler": read_scheduler(self.tracked.schedulers_of(self._optimizer))},
-        )
+        infos |= {"loss": loss, "scheduler": read_scheduler(self.tracked.schedulers_of(self._optimizer))}
+        self._write_snapshot("step", (self.steps + 1) * STRIDE, **infos)
         self.observer.restart()
         self.steps += 1
         self._saves = 0
@@ -266,10 +262,8 @@ class Recorder:
             self._optimizer = self.tracked.optimizers_with(optimizer, model) if optimizer is not None else None
             if model is not None:
                 self._model = weakref.ref(model)
-                self._untrained_snapshots = {
-                    "build_model": {"unwrapped": self.tracked.unwrapped_of(model)},
-                    "load": self._read_fields(whole=True),
-                }
+                unwrapped = {"unwrapped": self.tracked.unwrapped_of(model)}
+                self._untrained_snapshots = {"build_model": unwrapped, "load": self._read_fields(whole=True)}
 
     def record_final_model(self) -> None:
         """Record the trained model when training may be over, once after each step."""

@@ -195,9 +195,8 @@ class ScriptRun:
     def _too_short(self) -> str:
         """Return why the step that checks judge was not recorded in full; empty if it was."""
         if (watched := ProbeConfig.read(self.directory).steps) < JUDGED_STEP:
-            return (
-                f"watch_steps={watched}: the check looks at step {JUDGED_STEP} in full; expected {JUDGED_STEP} or more"
-            )
+            found = f"watch_steps={watched}: the check looks at step {JUDGED_STEP} in full"
+            return f"{found}; expected {JUDGED_STEP} or more"
         if (taken := len(self.trace.indices("step"))) < JUDGED_STEP:
             steps = f"{taken} optimizer step{'s' * (taken != 1)}"
             return f"the run took {steps}: the check looks at step {JUDGED_STEP}; let the script take {JUDGED_STEP} or more"

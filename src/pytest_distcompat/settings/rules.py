@@ -109,18 +109,12 @@ def ruled(found: Field, known: Collection[str] = ()) -> Setting:
     rule = rule_of(found.name)
     values = tuple(rule.get("values", found.values))
     state = "excluded" if rule.get("excluded") else "hinted" if "values" in rule else "swept" if values else "unknown"
-    return Setting(
-        found.name,
-        state,
-        () if state == "excluded" else values,
-        rule.get("reason", ""),
-        tuple(one for one in found.strategies if one in rule.get("strategies", found.strategies)),
-        rule.get("precision", found.precision),
-        rule.get("options", {}),
-        tuple(rule.get("without", ())),
-        tuple(rule.get("checks", ())),
-        _twice(found, values, known),
-    )
+    strategies = tuple(one for one in found.strategies if one in rule.get("strategies", found.strategies))
+    without, checks = tuple(rule.get("without", ())), tuple(rule.get("checks", ()))
+    where = strategies, rule.get("precision", found.precision), rule.get("options", {})
+    tried = () if state == "excluded" else values
+    twice = _twice(found, values, known)
+    return Setting(found.name, state, tried, rule.get("reason", ""), *where, without, checks, twice)
 
 
 @functools.cache
