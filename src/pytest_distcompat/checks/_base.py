@@ -42,6 +42,8 @@ RESUMED = CHECKPOINT_OPTIONS | {
     *("precision", "world_size", "compile", "grad_accum", "grad_accum_dtype", "async_save", "ignored_modules")
 }
 EXPORTED = CHECKPOINT_OPTIONS | {"precision", "world_size", "compile", "activation_checkpointing", "grad_accum_dtype"}
+#: How far the runs of scenario RESUME must have come: two steps after the save, and after the load.
+UNTIL_RESUMED = (("train", "step", 4), ("resume", "step", 1))
 #: What the parts of a checkpoint depend on, which another number of ranks or another strategy must find by name.
 RESHARDED = frozenset({"model", "state_dict", "use_orig_params", *MESH}) - {"dp_replicate", "pp_schedule"}
 

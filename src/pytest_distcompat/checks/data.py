@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import RESUMED, check, every_rank, named_ranks, pairs
+from pytest_distcompat.checks._base import RESUMED, UNTIL_RESUMED, check, every_rank, named_ranks, pairs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import model_of
 from pytest_distcompat.scenario import RESUME, SAVED
@@ -19,13 +19,7 @@ def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
     return "checkpoints hold no optimizer state, so training cannot resume" if cell.option("save_only_model") else None
 
 
-@check(
-    scenario=RESUME,
-    until=(("train", "step", 4), ("resume", "step", 1)),
-    order=9,
-    not_applicable=_inputs_not_observed,
-    depends_on=RESUMED,
-)
+@check(scenario=RESUME, until=UNTIL_RESUMED, order=9, not_applicable=_inputs_not_observed, depends_on=RESUMED)
 def data(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks are fed different batches, and that a resumed run continues in the middle of the epoch.
 
@@ -81,13 +75,7 @@ def _draws_nothing(cell: Cell, driver: type[Driver]) -> str | None:
     return "checkpoints hold no random state" if cell.option("save_only_model") else None
 
 
-@check(
-    scenario=RESUME,
-    until=(("train", "step", 4), ("resume", "step", 1)),
-    order=9,
-    not_applicable=_draws_nothing,
-    depends_on=RESUMED,
-)
+@check(scenario=RESUME, until=UNTIL_RESUMED, order=9, not_applicable=_draws_nothing, depends_on=RESUMED)
 def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks drop different activations, and that a resumed run draws what the run that never stopped drew.
 

@@ -7,7 +7,16 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import RESUMED, and_others, check, every_rank, finite_losses, pairs, trained_again
+from pytest_distcompat.checks._base import (
+    RESUMED,
+    UNTIL_RESUMED,
+    and_others,
+    check,
+    every_rank,
+    finite_losses,
+    pairs,
+    trained_again,
+)
 from pytest_distcompat.checks._values import held_states, same_dtype, unlike
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME, SAVED, TRAIN
@@ -25,7 +34,7 @@ ORDER_TOLERANCE = 5e-3
 RATE_TOLERANCE = 1e-9
 
 
-@check(scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=4, depends_on=RESUMED)
+@check(scenario=RESUME, until=UNTIL_RESUMED, order=4, depends_on=RESUMED)
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded in a fresh process group restores everything, and that training goes on from it.
 

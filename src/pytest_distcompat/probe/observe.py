@@ -103,20 +103,17 @@ class Observer:
             self.attach(model)
         for name, module in model.named_modules():
             if is_a(module, "TensorParallel_Layer"):
-                module.register_forward_hook(Hook(self._guarded("a forward hook of a layer", self._forward_hook(name))))
+                module.register_forward_hook(self._forward_hook(name))
 
     def attach_to_layers(self, model: Module) -> list[RemovableHandle]:
         """Register hooks on trainable parameters and on leaf modules that multiply by a matrix; return handles of the hooks."""
         reach = Hook(self._guarded("the gradient of a parameter", self._record_reached))
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._reached.update(dict.fromkeys(trainable, False))
+        layers = ((name, module) for name, module in model.named_modules() if multiplies(module))
         return [
             *(parameter.register_post_accumulate_grad_hook(reach) for parameter in trainable),  # type: ignore[no-untyped-call]  # torch
-            *(
-                module.register_forward_hook(Hook(self._guarded("a forward hook of a layer", self._forward_hook(name))))
-                for name, module in model.named_modules()
-                if multiplies(module)
-            ),
+            *(module.register_forward_hook(self._forward_hook(name)) for name, module in layers),
         ]
 
     def _record_reached(self, parameter: torch.Tensor) -> None:
@@ -200,7 +197,7 @@ class Observer:
             "float8": self.float8,
         }
 
-    def _forward_hook(self, name: str) -> Any:
+    def _forward_hook(self, name: str) -> Hook:
         def hook(module: Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self._active and inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
                 weight = getattr(module, "weight", None)
@@ -209,7 +206,7 @@ class Observer:
                 # One module for each combination of dtypes keeps the trace readable.
                 self.compute.setdefault(dtypes, ComputeInfo(name, *dtypes))
 
-        return hook
+        return Hook(self._guarded("a forward hook of a layer", hook))
 
     def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Record what the optimizer steps on; return the arguments with a closure wrapped, to record again after it."""

@@ -9,6 +9,7 @@ import enum
 import importlib.util
 import inspect
 import itertools
+import json
 import operator
 import os
 import pkgutil
@@ -22,6 +23,7 @@ from unittest import mock
 
 #: Whole numbers and fractions to try: small ones, a prime, and one that is larger than any tiny model.
 NUMBERS, FRACTIONS = (0, 1, 2, 7, 1_000_003), (0.0, 0.5, 1.0)
+_VALUES: Mapping[type, tuple[Any, ...]] = {type(None): (None,), bool: (True, False), int: NUMBERS, float: FRACTIONS}
 #: A key that no config model has, so that the model's error names the model.
 _UNKNOWN_KEY = "distcompat_unknown"
 #: Libraries that a driver may do without.
@@ -197,14 +199,11 @@ def _hints(target: Any) -> dict[str, Any]:
     try:
         return typing.get_type_hints(target)
     except Exception:
-        raw = dict(getattr(target, "__annotations__", {}))
+        found = dict(getattr(target, "__annotations__", {}))
         space = {**vars(builtins), **vars(typing), **vars(sys.modules[target.__module__])}
-        found = {}
-        for name, kind in raw.items():
-            try:
+        for name, kind in found.items():
+            with contextlib.suppress(Exception):
                 found[name] = eval(kind, space) if isinstance(kind, str) else kind  # noqa: S307 - an installed library's annotation
-            except Exception:
-                found[name] = kind
         return found
 
 
@@ -223,23 +222,17 @@ def _values(kind: Any, default: Any) -> list[Any]:
     """Return the values to try for a type; none where the type does not say."""
     found: list[Any] = []
     for part in _parts(kind):
-        if part is type(None):
-            # None beside nothing that can be derived is the default of most such fields, and says nothing alone.
-            found += [None]
-        elif part is bool:
-            found += [True, False]
+        if isinstance(part, type) and part in _VALUES:
+            found += _VALUES[part]
         elif isinstance(part, type) and issubclass(part, enum.Enum):
             found += list(part)
         elif typing.get_origin(part) is typing.Literal:
-            found += list(typing.get_args(part))
-        elif part is int:
-            found += NUMBERS
-        elif part is float:
-            found += FRACTIONS
+            found += typing.get_args(part)
         elif part is str and str(default).lower() in {"true", "false"}:
             found += [True, False]
         elif getattr(part, "__qualname__", "") == "dtype":
             found += [getattr(sys.modules["torch"], name) for name in ("float32", "bfloat16", "float16")]
+    # None beside nothing that can be derived is the default of most such fields, and says nothing alone.
     return found if any(value is not None for value in found) or default is not None else []
 
 
@@ -249,7 +242,7 @@ def text(value: Any) -> str:
         return f"{type(value).__module__}.{type(value).__qualname__}.{value.name}"
     value = value.value if isinstance(value, enum.Enum) else value
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     # A cell's id has hyphens between its parts.
     return str(value).replace("-", "~").replace(" ", "")
 
