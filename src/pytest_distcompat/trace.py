@@ -249,14 +249,11 @@ class FileInfo:
 
     def renamed(self, name: Callable[[str], str]) -> FileInfo:
         """Return the file with ``name(key)`` in place of each key."""
-        return dataclasses.replace(
-            self,
-            keys=tuple(map(name, self.keys)),
-            shapes={name(key): shape for key, shape in self.shapes.items()},
-            dtypes={name(key): dtype for key, dtype in self.dtypes.items()},
-            digests={name(key): digest for key, digest in self.digests.items()},
-            files={name(key): file for key, file in self.files.items()},
-        )
+        mappings = ("shapes", "dtypes", "digests", "files")
+        renamed: dict[str, Any] = {
+            field: {name(key): one for key, one in getattr(self, field).items()} for field in mappings
+        }
+        return dataclasses.replace(self, keys=tuple(map(name, self.keys)), **renamed)
 
 
 #: How many elements of a tensor are here, their sum, and the sum of their squares.

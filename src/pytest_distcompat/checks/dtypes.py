@@ -68,13 +68,9 @@ def _not_trained(strategy: Strategy, cell: Cell, unwrapped: UnwrappedInfo, model
     shared = {_unit(model, info) for info in model.parameters if info.trainable}
     frozen = [info for info in model.parameters if not info.trainable and info.local_numel]
     pairs = [(info, loaded.get(strategy.canonical(info.name, cell, loaded))) for info in frozen]
-    wider = [
-        (info, dtype)
-        for info, dtype in pairs
-        # FSDP1 keeps all of a unit in one flat parameter, which has one dtype.
-        if dtype and _wider(info.dtype, dtype) and not ("FSDP1" in info.kind and _unit(model, info) in shared)
-    ]
-    if wider:
+    # FSDP1 keeps all of a unit in one flat parameter, which has one dtype.
+    alone = ((info, dtype) for info, dtype in pairs if "FSDP1" not in info.kind or _unit(model, info) not in shared)
+    if wider := [(info, dtype) for info, dtype in alone if dtype and _wider(info.dtype, dtype)]:
         info, dtype = wider[0]
         finding = f"{len(wider)} of {len(frozen)} frozen parameters are stored in {info.dtype}, first {info.name!r}"
         yield f"{finding}; loaded in {dtype}"
@@ -97,8 +93,7 @@ def _buffers(strategy: Strategy, row: Dtypes, cell: Cell, unwrapped: UnwrappedIn
     }
     pairs = [(info, expected.get(strategy.canonical(info.name, cell, expected), info.dtype)) for info in model.buffers]
     # Missing and new buffers are findings of the check ``names``.
-    wrong = [(info, dtype) for info, dtype in pairs if info.dtype != dtype]
-    if wrong:
+    if wrong := [(info, dtype) for info, dtype in pairs if info.dtype != dtype]:
         info, dtype = wrong[0]
         yield f"{len(wrong)} buffers are in {info.dtype}, first {info.name!r}; expected {dtype}"
 

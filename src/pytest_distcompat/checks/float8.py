@@ -12,7 +12,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import STAGES, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import Snapshot, Trace
+from pytest_distcompat.trace import Trace
 
 #: How many layers a recipe may leave in more bits, the first and the last: accelerate's leaves both by default.
 UNCONVERTED_LAYERS = 2
@@ -44,20 +44,16 @@ def float8(cell: Cell, trace: Trace) -> Iterator[str]:
             if found < max(1, linears - UNCONVERTED_LAYERS):
                 finding = f"{found} of {linears} linear layers are in 8 bits after {action}"
                 yield f"rank {snapshot.rank}: {finding}; expected all but the first and the last"
-    for snapshot in run.at("step", 2):
-        yield from _computed(cell, snapshot)
-
-
-def _computed(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
-    if snapshot.loss is None or not math.isfinite(snapshot.loss):
-        yield f"rank {snapshot.rank}: the loss is {snapshot.loss}; expected a number"
-    layers = snapshot.model.float8 if snapshot.model else 0
     # Transformer Engine casts in its own kernels, and no hook sees inside a compiled graph.
     observed = cell.option("fp8_backend") == "torchao" and not cell.option("compile")
-    # An activation and a weight for each layer, at least; the backward pass casts more.
-    if observed and snapshot.float8 < 2 * layers:
-        finding = f"{snapshot.float8} tensors were made in 8 bits in a step of {layers} such layers"
-        yield f"rank {snapshot.rank}: {finding}; expected two factors of each product at least"
+    for snapshot in run.at("step", 2):
+        if snapshot.loss is None or not math.isfinite(snapshot.loss):
+            yield f"rank {snapshot.rank}: the loss is {snapshot.loss}; expected a number"
+        layers = snapshot.model.float8 if snapshot.model else 0
+        # An activation and a weight for each layer, at least; the backward pass casts more.
+        if observed and snapshot.float8 < 2 * layers:
+            finding = f"{snapshot.float8} tensors were made in 8 bits in a step of {layers} such layers"
+            yield f"rank {snapshot.rank}: {finding}; expected two factors of each product at least"
 
 
 def _one_stage(cell: Cell, driver: type[Driver]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -228,30 +227,23 @@ def read_parts(model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[
     # ``fully_shard`` is called for blocks before it is called for the root, and FSDP1 may be too.
     if not any(id(part) in known for part in model.modules()):
         return _partitioned(model, read_unwrapped(model, blocks))
-    merged = UnwrappedInfo(())
+    read: list[tuple[str, UnwrappedInfo]] = []
     for name, part in _parts(model, "", known):
-        info = known.get(id(part)) or (
-            _read_without_children(part)
-            if any(id(module) in known for module in part.modules())
-            else read_unwrapped(part)
-        )
-        merged = UnwrappedInfo(
-            (*merged.parameters, *(_under(name, one) for one in info.parameters)),
-            (*merged.buffers, *(_under(name, one) for one in info.buffers)),
-            (*merged.state_dict, *(join(name, key) for key in info.state_dict)),
-            (*merged.tied, *(tuple(join(name, one) for one in group) for group in info.tied)),
-            linears=merged.linears + info.linears,
-            products=(merged.products or 0) + (info.products or 0),
-        )
-    tied = tied_names(model)
-    classes = blocks or declared_blocks(model)
+        above = any(id(module) in known for module in part.modules())
+        read.append((name, known.get(id(part)) or (_read_without_children(part) if above else read_unwrapped(part))))
+    tied, classes = tied_names(model), blocks or declared_blocks(model)
     duplicates = {name for group in tied for name in group[1:]}
-    return dataclasses.replace(
-        merged,
-        parameters=tuple(info for info in merged.parameters if info.name not in duplicates),
-        tied=(*merged.tied, *(group for group in tied if group not in merged.tied)),
+    parameters = (_under(name, one) for name, info in read for one in info.parameters)
+    inside = [tuple(join(name, one) for one in group) for name, info in read for group in info.tied]
+    return UnwrappedInfo(
+        tuple(info for info in parameters if info.name not in duplicates),
+        tuple(_under(name, one) for name, info in read for one in info.buffers),
+        tuple(join(name, key) for name, info in read for key in info.state_dict),
+        (*inside, *(group for group in tied if group not in inside)),
         blocks=named_blocks(model, classes),
         block_classes=classes,
+        linears=sum(info.linears for _, info in read),
+        products=sum(info.products or 0 for _, info in read),
     )
 
 
@@ -284,22 +276,17 @@ def _not_saved(module: Module) -> Collection[str]:
 
 
 def _under(prefix: str, info: ParameterInfo) -> ParameterInfo:
-    return dataclasses.replace(info, name=join(prefix, info.name))
+    return replace(info, name=join(prefix, info.name))
 
 
 def _partitioned(model: Module, unwrapped: UnwrappedInfo) -> UnwrappedInfo:
     """Return ``unwrapped`` with the full shapes of parameters that ``deepspeed.zero.Init`` partitioned when it made them."""
     partitioned: dict[str, Any] = {name: p for name, p in model.named_parameters() if hasattr(p, "ds_shape")}
-    infos = tuple(
-        dataclasses.replace(
-            info,
-            shape=tuple(partitioned[info.name].ds_shape),
-            local_numel=int(partitioned[info.name].ds_numel),
-            dtype=dtype_name(partitioned[info.name].dtype),
-            digest="",
-        )
-        if info.name in partitioned
-        else info
-        for info in unwrapped.parameters
-    )
-    return dataclasses.replace(unwrapped, parameters=infos)
+
+    def whole(info: ParameterInfo) -> ParameterInfo:
+        if (p := partitioned.get(info.name)) is None:
+            return info
+        shape, dtype = tuple(p.ds_shape), dtype_name(p.dtype)
+        return replace(info, shape=shape, local_numel=int(p.ds_numel), dtype=dtype, digest="")
+
+    return replace(unwrapped, parameters=tuple(map(whole, unwrapped.parameters)))

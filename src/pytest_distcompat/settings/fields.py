@@ -112,12 +112,11 @@ def _made(source: Source, members: Iterator[tuple[str, Any, Any, Any]]) -> Itera
 
 def _variables(source: Source, target: Any) -> Iterator[Field]:
     """Yield the environment variables that change a field of what ``target`` makes, with the values that it accepts."""
-    values = {
-        name: [
-            text(one).rpartition(".")[2] if isinstance(one, enum.Enum) else text(one) for one in _values(kind, default)
-        ]
-        for name, kind, default, _ in _members(target)
-    }
+
+    def spelled(value: Any) -> str:
+        return text(value).rpartition(".")[2] if isinstance(value, enum.Enum) else text(value)
+
+    values = {name: [*map(spelled, _values(kind, default))] for name, kind, default, _ in _members(target)}
     _in_environment(target, {}, {})  # the first time, the variables of what it imports are read too
     read: dict[str, Any] = {}
     base, again = _in_environment(target, {}, read), _in_environment(target, {}, {})

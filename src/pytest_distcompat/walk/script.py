@@ -40,10 +40,8 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
 def _classes(kind: type[Calls], names: Sequence[str]) -> list[str]:
     """Return the source of the classes, with no more methods than the calls need."""
     classes = [one for one in reversed(kind.__mro__) if issubclass(one, Calls)]
-    needed, sources = (
-        {"__init__", "outputs", "save", "load"} & set(dir(kind)) | set(names),
-        dict[tuple[str, str], str](),
-    )
+    needed = {"__init__", "outputs", "save", "load"} & set(dir(kind)) | set(names)
+    sources: dict[tuple[str, str], str] = {}
     while new := [
         (one, name) for one in classes for name in needed if name in vars(one) and (one.__name__, name) not in sources
     ]:
