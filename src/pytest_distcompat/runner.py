@@ -169,7 +169,7 @@ def read_run(directory: Path) -> tuple[RunTrace, str]:
 
 def _snapshots(events: Mapping[int, Sequence[Event]]) -> tuple[Snapshot, ...]:
     taken = (event for logged in events.values() for event in of_kind(SnapshotTaken, logged))
-    return tuple(Snapshot.from_json(event.snapshot) for event in taken)
+    return tuple(decode(Snapshot, event.snapshot) for event in taken)
 
 
 def _saved_everywhere(earlier: RunTrace, run: Run) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_distcompat.decode import decode, encode
 from pytest_distcompat.excerpt import name_nodes
 
 #: Placements of a dimension along which all ranks hold the same, and of one whose ranks hold pieces of the flattened tensor.
@@ -376,16 +375,6 @@ class Snapshot:
     def masters(self) -> tuple[StateInfo, ...]:
         """Return this rank's parts of flat masters, none without an optimizer."""
         return self.optimizer.masters if self.optimizer else ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the snapshot as plain data, which ``from_json`` reads."""
-        data: dict[str, Any] = encode(self)
-        return data
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Snapshot:
-        """Return the snapshot that ``to_json`` wrote."""
-        return decode(cls, data)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat import clock
 from pytest_distcompat.calls import CALL, REFERENCE_CALL, Call, kind_of
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.decode import decode, prepare
+from pytest_distcompat.decode import decode, encode, prepare
 from pytest_distcompat.driver import RESUME_AT, STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import DRIVERS, find_driver
 from pytest_distcompat.drivers._calls import Calls
@@ -135,7 +135,7 @@ class Rank:
     def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
         action = self.run.actions[self.index]
         snapshot = Snapshot(self.driver.world.rank, self.run.name, action, self.index, seconds=seconds, **infos)
-        self.log.write(SnapshotTaken(action, self.index, snapshot.to_json()))
+        self.log.write(SnapshotTaken(action, self.index, encode(snapshot)))
         self._begin()
 
     def _perform_own(self) -> None:

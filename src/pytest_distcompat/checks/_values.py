@@ -51,11 +51,6 @@ class Values:
         """Return the digests of one kind by unwrapped name."""
         return self.digests.get(kind, {})
 
-    @property
-    def weights(self) -> Mapping[str, tuple[str, ...]]:
-        """Return what is optimized: flat masters where there are some, else the live parameters."""
-        return {**self.of("parameter"), **self.of("master")}
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -356,9 +351,12 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[st
     """Return the values that the export should hold: masters, or the copies in a lower dtype where it has that dtype."""
     # Each tensor's own dtype decides: trained weights may be exported in float32 beside frozen ones in bfloat16.
     trained = values(train, train.at("export"))
+    copies, masters = trained.of("parameter"), trained.of("master")
+    # Flat masters where there are some are what is optimized, else the live parameters.
+    weights = {**copies, **masters}
     model = next((snapshot.model for snapshot in train.at("export") if snapshot.model), None)
-    if not trained.of("master") or reload.unwrapped is None or model is None:
-        return trained.weights
+    if not masters or reload.unwrapped is None or model is None:
+        return weights
     live = max(BYTES.get(info.dtype, 4) for info in model.parameters)
     # The dtype in the file, not the loaded one: PEFT widens what it loads.
     files = (file for snapshot in train.at("files", 1) for file in snapshot.files)
@@ -367,8 +365,5 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[st
         info.name: BYTES.get(written.get(info.name) or written.get(adapter_name(info.name)) or info.dtype, 4)
         for info in reload.unwrapped.parameters
     }
-    copies = trained.of("parameter")
-    return {
-        name: copies[name] if name in copies and sizes.get(name, 4) <= live < BYTES["float32"] else master
-        for name, master in trained.weights.items()
-    }
+    low = {name for name in copies if sizes.get(name, 4) <= live < BYTES["float32"]}
+    return {name: copies[name] if name in low else weight for name, weight in weights.items()}

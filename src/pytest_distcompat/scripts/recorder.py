@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
+from pytest_distcompat.decode import encode
 from pytest_distcompat.scripts import guard
 from pytest_distcompat.scripts.environment import ProbeConfig
 from pytest_distcompat.scripts.hosted_rank import HostedRank
@@ -295,7 +296,7 @@ class Recorder:
         from pytest_distcompat.events import SnapshotTaken
 
         snapshot = Snapshot(self.rank.rank, "train", action, index, **infos)
-        self.rank.log.write(SnapshotTaken(action, index, snapshot.to_json()))
+        self.rank.log.write(SnapshotTaken(action, index, encode(snapshot)))
 
 
 #: How many seconds a rank waits for the others to write their parts of a checkpoint.

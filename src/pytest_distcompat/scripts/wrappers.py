@@ -148,23 +148,23 @@ def saves(where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = 
     return wrapper
 
 
-def loads(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
-    """Wrap a call that reads a checkpoint."""
-    with recorder.inside_call() as outermost:
-        yield
-    if outermost:
-        recorder.call_unobserved(recorder.after_load)
+def _around(before: str = "", after: str = "") -> Wrapper:
+    """Make a wrapper that calls methods of the recorder, of these names, before and after the call."""
+
+    def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+        with recorder.inside_call() as outermost:
+            if outermost and before:
+                recorder.call_unobserved(getattr(recorder, before))
+            yield
+        if outermost and after:
+            recorder.call_unobserved(getattr(recorder, after))
+
+    return wrapper
 
 
-def may_end_training(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
-    """Wrap a call that comes when training is over: the trained model is recorded before the script drops it."""
-    with recorder.inside_call() as outermost:
-        if outermost:
-            recorder.call_unobserved(recorder.record_final_model)
-        yield
-
-
-def ignores_steps(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
-    """Wrap a call whose optimizer steps do not belong to the training."""
-    with recorder.inside_call():
-        yield
+#: Wraps a call that reads a checkpoint.
+loads = _around(after="after_load")
+#: Wraps a call that comes when training is over: the trained model is recorded before the script drops it.
+may_end_training = _around(before="record_final_model")
+#: Wraps a call whose optimizer steps do not belong to the training.
+ignores_steps = _around()

@@ -156,11 +156,3 @@ def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[S
         places = tuple(dict.fromkeys((*was.places, *found.places)))
         fields[found.name] = dataclasses.replace(was, strategies=strategies, places=places)
     return [ruled(found, fields) for found in fields.values()]
-
-
-def unused_rules(settings: Collection[Setting]) -> list[str]:
-    """Return the patterns of the rules that match no setting, but for those of older releases."""
-    patterns = [pattern for rule in rules() if not rule.get("older") for pattern in rule["fields"]]
-    beside = {part.partition("=")[0] for one in settings for text in one.twice for part in text.split("+")}
-    names = {one.name for one in settings} | beside
-    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
