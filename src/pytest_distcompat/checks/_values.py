@@ -158,12 +158,8 @@ def by_stage(
         return
     names = Names(run, unwrapped)
     for stage in sorted({*stages.values()}):
-        held = {
-            names(info.name)
-            for one in run.at("build")
-            if stages.get(one.rank) == stage
-            for info in (*one.parameters, *one.buffers)
-        }
+        built = [one for one in run.at("build") if stages.get(one.rank) == stage]
+        held = {names(info.name) for one in built for info in (*one.parameters, *one.buffers)}
         part = replace(
             unwrapped,
             parameters=tuple(info for info in unwrapped.parameters if names(info.name) in held),

@@ -32,12 +32,7 @@ else:
 FORMAT = 1
 
 #: ``may_refuse``: only some machines support it; ``may_fail``: it fails only sometimes.
-KINDS: dict[str, Callable[..., Expectation]] = {
-    "fails": fails,
-    "may_fail": may_fail,
-    "refuses": refuses,
-    "may_refuse": may_refuse,
-}
+KINDS: dict[str, Callable[..., Expectation]] = {make.__name__: make for make in (fails, may_fail, refuses, may_refuse)}
 
 _TEXTS = ("id", "link", "reason", "match", "also", "kind", "device", "fixed_in", "script", "test", "until")
 #: The keys that an issue needs, and those that one that is shipped needs besides, since others read it too.

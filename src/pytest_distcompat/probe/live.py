@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
-
-from pytest_distcompat.probe.blocks import declared_blocks, join, named_blocks, unwrapped
-from pytest_distcompat.probe.tensors import dtype_name
-from pytest_distcompat.trace import ParameterInfo, UnwrappedInfo
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.blocks import is_a, multiplies
+from pytest_distcompat.probe.blocks import declared_blocks, is_a, join, multiplies, named_blocks, unwrapped
 from pytest_distcompat.probe.layouts import autotp_cut, layout_of, named_parameters, wrapper_layouts
 from pytest_distcompat.probe.optimizer import entries, master_copies
-from pytest_distcompat.probe.tensors import digest, local_of, zero3_shard
-from pytest_distcompat.trace import STAGE, Layout, MeshDim, ModelInfo
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
+from pytest_distcompat.trace import STAGE, Layout, MeshDim, ModelInfo, ParameterInfo, UnwrappedInfo
 
 if TYPE_CHECKING:
     from torch.nn import Module

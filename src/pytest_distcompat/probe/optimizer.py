@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,30 +12,17 @@ import torch
 
 from pytest_distcompat.probe.layouts import (
     WHOLE,
+    Expert,
     autotp_cut,
     layout_of,
     moe_experts,
+    named_parameters,
     partition_layout,
+    starts_of,
     wrapper_layouts,
 )
-from pytest_distcompat.probe.tensors import local_of, valueless
-from pytest_distcompat.trace import GradientInfo, Layout, together
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-import contextlib
-import hashlib
-import json
-from typing import TYPE_CHECKING
-
-from pytest_distcompat.probe.layouts import (
-    Expert,
-    named_parameters,
-    starts_of,
-)
-from pytest_distcompat.probe.tensors import digest, dtype_name, zero3_shard
-from pytest_distcompat.trace import OptimizerInfo, StateInfo
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, valueless, zero3_shard
+from pytest_distcompat.trace import GradientInfo, Layout, OptimizerInfo, StateInfo, together
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from pytest_distcompat.probe.optimizer import flat_masters
-from pytest_distcompat.probe.tensors import digest, local_of, zero3_shard
-from pytest_distcompat.trace import CallInfo, Sums
-
-if TYPE_CHECKING:
-    import torch
-    from torch.nn import Module
-
 import hashlib
 import resource
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_distcompat.probe.live import read_model, require_module
-from pytest_distcompat.probe.optimizer import links, read_optimizer, read_scheduler
+from pytest_distcompat.probe.optimizer import flat_masters, links, read_optimizer, read_scheduler
+from pytest_distcompat.probe.tensors import digest, local_of, zero3_shard
+from pytest_distcompat.trace import CallInfo, Sums
 
 if TYPE_CHECKING:
     from torch.nn import Module

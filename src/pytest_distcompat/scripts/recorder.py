@@ -193,7 +193,7 @@ class Recorder:
         self._write_snapshot("build", BUILD, **infos)
         if self._loaded:
             self._loaded = False
-            self._write_snapshot("load", self.steps * STRIDE + LOAD, **infos)
+            self._write_snapshot("load", self._index(LOAD), **infos)
 
     def after_step(self) -> None:
         """Read the model after a step of the optimizer or engine. ``finish_step`` adds the scheduler, which steps later."""
@@ -223,23 +223,19 @@ class Recorder:
 
     # Checkpoints.
 
-    @property
-    def _save_index(self) -> int:
-        return self.steps * STRIDE + SAVE + 2 * self._saves
-
     def before_save(self, everyone: bool) -> None:
         """Log that a checkpoint is about to be written, if ``everyone`` writes a part of it."""
         self.finish_step()
         if everyone:
             from pytest_distcompat.events import Action
 
-            self.rank.log.write(Action("save", self._save_index))
+            self.rank.log.write(Action("save", self._index(SAVE + 2 * self._saves)))
 
     def after_save(self, path: Any, everyone: bool, model: bool) -> None:
         """Record a checkpoint that ``everyone`` has written, or a file of one rank; ``model``: it should hold the model."""
         from pytest_distcompat.scripts.events import Saved
 
-        index = self._save_index
+        index = self._index(SAVE + 2 * self._saves)
         self.rank.log.write(Saved(str(Path(path).resolve()), index, everyone, model))
         if everyone and self._model is not None:
             self._saves += 1
@@ -255,7 +251,7 @@ class Recorder:
         """Record a loaded checkpoint; before the first step, since parts may follow, only then or at the end."""
         self.finish_step()
         if self._built and self._model is not None:
-            self._write_snapshot("load", self.steps * STRIDE + LOAD, **self._read_fields(whole=True))
+            self._write_snapshot("load", self._index(LOAD), **self._read_fields(whole=True))
         else:
             self._loaded = True
             optimizer = self.tracked.last_optimizer()
@@ -272,7 +268,7 @@ class Recorder:
         model = self._model() if self._model is not None else None
         if model is not None and self._final_recorded_at != self.steps:
             self._final_recorded_at = self.steps
-            self._write_snapshot("export", self.steps * STRIDE + END, **self._read_fields(whole=True))
+            self._write_snapshot("export", self._index(END), **self._read_fields(whole=True))
 
     def _read_fields(self, *, whole: bool) -> dict[str, Any]:
         from pytest_distcompat.probe.snapshot import read_snapshot_fields
@@ -291,6 +287,9 @@ class Recorder:
             whole=whole,
             without_gradient=self.observer.without_gradient(),
         )
+
+    def _index(self, offset: int) -> int:
+        return self.steps * STRIDE + offset
 
     def _write_snapshot(self, action: str, index: int, **infos: Any) -> None:
         from pytest_distcompat.events import SnapshotTaken
