@@ -95,12 +95,13 @@ def _constant_part(finding: str) -> str:
 
 def _broken_off(check: Check, trace: Trace) -> RunFailure | None:
     """Return the failure of a run that ended before the snapshots that the check needs, None if there is none."""
-    for run in (one for one in trace if one.end is not None):
-        assert run.end is not None
+    for run in trace:
+        if (end := run.end) is None:
+            continue
         needed = [run.at(action, nth) for name, action, nth in check.until if name == run.name]
-        broken = run.end.index < 0 or any(not reached or run.end.index <= reached[0].index for reached in needed)
-        if (run.name in check.raises and run.end.kind != "raised") or (needed and broken):
-            return run.end
+        broken = end.index < 0 or any(not reached or end.index <= reached[0].index for reached in needed)
+        if (run.name in check.raises and end.kind != "raised") or (needed and broken):
+            return end
     return None
 
 

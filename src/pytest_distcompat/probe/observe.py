@@ -71,7 +71,8 @@ class Observer:
         self.float8 = 0
         #: Returns the trainer's model and optimizer, and whether gradients are recorded one by one too; None for no model.
         self.trainer: Callable[[], tuple[Module | None, Any, bool]] = lambda: (None, None, False)
-        self._active = False
+        #: Whether hooks record. Operators are recorded in ``watching`` and ``recording_operators`` only.
+        self.active = False
         self._mode: _OperatorMode | None = None
         self._outer_modes = 0
         #: The ``id`` of the outermost optimizer that is stepping, 0 for none, what it steps on, and its dtypes of state.
@@ -123,29 +124,25 @@ class Observer:
         """Record the digests of the model's input tensors, sorted: a wrapper may pass by keyword what it got by position."""
         if torch.compiler.is_compiling():
             return  # a trainer may compile without being asked to
-        if self._active and torch.is_grad_enabled():
+        if self.active and torch.is_grad_enabled():
             with self.aside():
                 self.inputs.append(digest_of_inputs((*args, *kwargs.values())))
-
-    def set_active(self, *, on: bool) -> None:
-        """Turn the recording of all hooks on or off. Operators are recorded in ``recording_operators`` only."""
-        self._active = on
 
     @contextlib.contextmanager
     def recording_operators(self) -> Iterator[None]:
         """Record the operators inside, if the hooks are active. For a single call of a user's script."""
-        with _OperatorMode(self) if self._active else contextlib.nullcontext():
+        with _OperatorMode(self) if self.active else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Record the training inside; its operators only while ``record_operators`` has turned that on."""
-        self._active, self._outer_modes = True, len(_get_current_dispatch_mode_stack())
+        self.active, self._outer_modes = True, len(_get_current_dispatch_mode_stack())
         self._stepping = 0
         try:
             yield
         finally:
-            self._active = False
+            self.active = False
             self.record_operators(on=False)
 
     def record_operators(self, *, on: bool) -> None:
@@ -199,7 +196,7 @@ class Observer:
 
     def _forward_hook(self, name: str) -> Hook:
         def hook(module: Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if self._active and inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
+            if self.active and inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
                 weight = getattr(module, "weight", None)
                 stored = dtype_name(weight.dtype) if isinstance(weight, torch.Tensor) else ""
                 dtypes = (stored, dtype_name(inputs[0].dtype), dtype_name(output.dtype))
@@ -212,7 +209,7 @@ class Observer:
         """Record what the optimizer steps on; return the arguments with a closure wrapped, to record again after it."""
         # A step inside a step belongs to the outer one: ZeroRedundancyOptimizer lets another optimizer step on this
         # rank's part.
-        if not self._active or self._stepping not in {0, id(optimizer)}:
+        if not self.active or self._stepping not in {0, id(optimizer)}:
             return None
         self._stepping, self._state = id(optimizer), set()
         self._record_gradients(optimizer)

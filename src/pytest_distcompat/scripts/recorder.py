@@ -105,13 +105,9 @@ class Recorder:
             self._update_observer()
 
     def _update_observer(self) -> None:
-        self.observer.set_active(on=self.in_full and not self._ignored_depth)
+        self.observer.active = self.in_full and not self._ignored_depth
 
     # Models.
-
-    def before_wrap(self, model: Module) -> None:
-        """Record the unwrapped model, before a call that wraps it."""
-        self.tracked.read_unwrapped(model)
 
     def after_wrap(self, value: Any) -> None:
         """Track a model or an optimizer that a call has wrapped."""

@@ -103,7 +103,7 @@ def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, first: int = 0, co
             nested = [element for value in args if isinstance(value, (list, tuple)) for element in value]
             unwrapped = list(models((*args[first:], *nested, *kwargs.values())))
             for model in unwrapped if outermost else ():
-                recorder.call_unobserved(recorder.before_wrap, model)
+                recorder.call_unobserved(recorder.tracked.read_unwrapped, model)
             if compiles and unwrapped:
                 recorder.remove_hooks()
             result = yield
