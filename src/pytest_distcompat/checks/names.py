@@ -53,7 +53,7 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from expected.keys(files)
 
 
-#: The finding when no saved file is one that ``probe.read_files`` can read.
+#: The finding when no saved file is one that ``probe.files`` can read.
 NO_READABLE_FILE = (
     "no file holds a model by names; read are .safetensors, torch.distributed.checkpoint, DeepSpeed's, and what torch.save wrote "
     "(.pt, .pth, .bin, .ckpt, .tar): a state dict by itself, or under 'model', 'model_state_dict', 'state_dict', 'model_state' "

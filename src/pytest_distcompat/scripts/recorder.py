@@ -37,7 +37,7 @@ class Recorder:
     """State of the probe in one rank of a script."""
 
     def __init__(self, rank: HostedRank, config: ProbeConfig) -> None:
-        from pytest_distcompat.probe import Observer
+        from pytest_distcompat.probe.observe import Observer
 
         self.rank, self.config = rank, config
         self.observer = Observer(guard.guarded)
@@ -203,7 +203,7 @@ class Recorder:
         infos, self._pending = self._pending, None
         losses, self._losses = self._losses, []
         loss = sum(map(float, losses)) / len(losses) if losses else None
-        from pytest_distcompat.probe import read_scheduler
+        from pytest_distcompat.probe.optimizer import read_scheduler
 
         if self.in_full:
             infos |= self.observer.infos()

@@ -60,7 +60,7 @@ class TrackedObjects:
 
     def wrapper_of(self, optimizer: Any) -> Any:
         """Return the trainer's wrapper of that torch optimizer, or the optimizer itself if no wrapper was seen."""
-        from pytest_distcompat.probe import torch_optimizer
+        from pytest_distcompat.probe.optimizer import torch_optimizer
 
         wrappers = reversed(_alive(self.optimizers))
         return next((one for one in wrappers if torch_optimizer(one) is optimizer), optimizer)
