@@ -166,12 +166,11 @@ def pytest_collection_modifyitems(
     """Keep tests that a ``conftest.py`` (composer's) deselects for another size than ``WORLD_SIZE``."""
     found = list(items)
     yield
-    selected = {id(item) for item in items}
-    deselected: dict[int, list[pytest.Item]] = {}
+    selected, deselected = {*items}, dict[int, list[pytest.Item]]()
     for item in found:
         mark = item.get_closest_marker(MARK)
         size = mark.kwargs.get(_SIZE, 0) if mark is not None else 0
-        if id(item) not in selected and size > 1:
+        if item not in selected and size > 1:
             deselected.setdefault(size, []).append(item)
     if not deselected or "WORLD_SIZE" in os.environ:
         return
@@ -180,16 +179,16 @@ def pytest_collection_modifyitems(
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WORLD_SIZE", str(size))
             others(session=session, config=config, items=candidates)
-    restored = {id(item) for candidates in deselected.values() for item in candidates}
-    if [item for item in found if id(item) in selected] == items:
-        items[:] = [item for item in found if id(item) in selected | restored]
+    restored = {item for candidates in deselected.values() for item in candidates}
+    if [item for item in found if item in selected] == items:
+        items[:] = [item for item in found if item in selected | restored]
     else:
-        items += [item for item in found if id(item) in restored]
+        items += [item for item in found if item in restored]
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and "deselected" in reporter.stats:
         # The conftest reported each item once or twice.
-        unique = {id(item): item for item in reporter.stats["deselected"] if id(item) not in restored}
-        reporter.stats["deselected"] = list(unique.values())
+        once = dict.fromkeys(reporter.stats["deselected"])
+        reporter.stats["deselected"] = [item for item in once if item not in restored]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -223,20 +222,16 @@ def _sizes(item: Any) -> list[int]:
     test_class = getattr(item, "cls", None)
     if item.get_closest_marker(MARK) is not None or (test_class and issubclass(test_class, unittest.TestCase)):
         return []
-    mark = item.get_closest_marker(_SIZE)
+    mark, where = item.get_closest_marker(_SIZE), f"{item.nodeid}: @pytest.mark.{_SIZE}"
     if mark is not None and len(mark.args) != 1:
-        raise pytest.Collector.CollectError(
-            f"{item.nodeid}: @pytest.mark.{_SIZE} takes a number of ranks, or a list of them"
-        )
+        raise pytest.Collector.CollectError(f"{where} takes a number of ranks, or a list of them")
     declared: Any = mark.args[0] if mark is not None else getattr(test_class, _SIZE, None)
     sizes: list[Any] = list(declared) if isinstance(declared, (list, tuple)) else [declared]
     if not all(type(size) is int and size > 0 for size in sizes):
         if mark is None:
             # An unrelated attribute of that name.
             return []
-        raise pytest.Collector.CollectError(
-            f"{item.nodeid}: @pytest.mark.{_SIZE}({declared!r}): expected whole numbers above 0"
-        )
+        raise pytest.Collector.CollectError(f"{where}({declared!r}): expected whole numbers above 0")
     alone = sizes == [1] and not (test_class and issubclass(test_class, DistributedTest))
     return [] if alone else sizes
 
@@ -255,8 +250,7 @@ def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     count = int(mark.args[0])
     if mark.kwargs.get("gpus") and not session.gpus:
         pytest.skip(f"the test needs {count} GPUs, there are none to use")
-    problem = session.too_large(count)
-    if problem:
+    if problem := session.too_large(count):
         pytest.skip(problem)
     request.node.stash[_LEAKED] = ""
     with session.pool.lease(count, who=request.node.nodeid) as lease:
@@ -287,11 +281,9 @@ def pytest_runtest_makereport(
     report = yield
     leaked = item.stash.get(_LEAKED, "")
     if call.when == "teardown" and leaked:
-        crash = getattr(report.longrepr, "reprcrash", None)
         text = "\n\n".join(filter(None, (report.longreprtext, leaked)))
-        if crash is None:
-            represent(report, text)
-        else:
-            represent(report, text, (crash.path, crash.lineno, ""), short=crash.message)
+        crash = getattr(report.longrepr, "reprcrash", None)
+        place = (crash.path, crash.lineno, "") if crash else None
+        represent(report, text, place, short=crash.message if crash else "")
         unexcused(report)
     return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -118,23 +119,20 @@ _KINDS: dict[str, Callable[[int], float]] = {
 
 def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
     """Return what rank 0 sends in the recorded step of a simulation, in a ring: by kind of collective and mesh dimension."""
-    found: dict[tuple[str, str, int], list[int]] = {}
+    calls, sent = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]]()
     for snapshot in run.trained[:1] if run.simulated else ():
-        dims = max((info.layout.dims for info in snapshot.parameters), key=len, default=())
+        dims = [
+            (dim.name, dim.size) for dim in max((info.layout.dims for info in snapshot.parameters), key=len, default=())
+        ]
         # An operator without ranks, such as ``wait_tensor``, sends nothing.
         for info in (one for one in snapshot.collectives if one.ranks):
             op = next((kind for kind in _KINDS if info.op.replace("_", "").startswith(kind.replace("_", ""))), info.op)
             part = _KINDS[op](len(info.ranks)) if op in _KINDS else 1.0
-            sent = info.total * BYTES.get(info.dtype, 4) * part
-            known = found.setdefault(
-                (op, _along([(dim.name, dim.size) for dim in dims], info.ranks), len(info.ranks)), [0, 0]
-            )
-            known[0] += info.calls
-            known[1] += round(sent)
-    return [
-        {"collective": op, "mesh": along, "ranks": ranks, "calls": calls, "bytes": size}
-        for (op, along, ranks), (calls, size) in found.items()
-    ]
+            kind = op, _along(dims, info.ranks), len(info.ranks)
+            calls[kind] += info.calls
+            sent[kind] += round(info.total * BYTES.get(info.dtype, 4) * part)
+    names = "collective", "mesh", "ranks", "calls", "bytes"
+    return [dict(zip(names, (*kind, calls[kind], sent[kind]), strict=True)) for kind in calls]
 
 
 def _along(dims: Iterable[tuple[str, int]], ranks: tuple[int, ...]) -> str:

@@ -82,24 +82,22 @@ def check_driver(
     chosen = _cells(cells, device)
     if not chosen:
         raise UsageProblem(f"cells={cells!r:.200}: expected at least one cell")
-    reasons: dict[Cell, dict[Check, str | None]] = {}
     for cell in chosen:
         STRATEGIES.get(cell.strategy)
         PRECISIONS.get(cell.precision)
-        reasons[cell] = {check: not_applicable(check, cell, kind, limits) for check in wanted}
-    asked = [(cell, check) for cell in chosen for check in wanted if not reasons[cell][check]]
+    reasons = {(cell, check): not_applicable(check, cell, kind, limits) for cell in chosen for check in wanted}
+    asked = (pair for pair, reason in reasons.items() if not reason)
     sizes = (run.cell(cell).world_size for cell, check in asked for run in check.runs(cell, kind).runs)
     device = choose_device(device, max(sizes, default=1))
     known = applying(shipped(), concerned(kind), device)
     verdicts: list[Verdict] = []
     with local_runner(kind, chosen, device=device, timeout=timeout, limits=limits, store=store) as runner:
         for cell in chosen:
-            unsupported = unsupported_reason(kind, cell, device)
-            if unsupported:
+            if unsupported := unsupported_reason(kind, cell, device):
                 verdicts.append(skipped(wanted[0].name, cell, unsupported))
                 continue
-            for check, reason in reasons[cell].items():
-                if not reason:
+            for check in wanted:
+                if not (reason := reasons[cell, check]):
                     verdicts.append(run_check(runner, name, cell, check, (*expect, *known))[0])
                 elif checks is not None:
                     verdicts.append(skipped(check.name, cell, reason))

@@ -12,7 +12,7 @@ from pytest_distcompat.checks import Check
 from pytest_distcompat.checks._base import message
 from pytest_distcompat.expect import Expectation, fails, may_refuse, refuses
 from pytest_distcompat.status import Status, Verdict
-from pytest_distcompat.trace import RunFailure, RunTrace, Trace
+from pytest_distcompat.trace import RunFailure, Trace
 
 #: Why a claim that holds in a simulation has not passed.
 NO_VALUES = "simulated: no values were computed"
@@ -22,6 +22,8 @@ _VARIABLE = re.compile(r"[^\w\s,;:'\"/=<>-]+|\branks? \d+|\b\d\w*")
 _ACCIDENTS = "AttributeError|KeyError|IndexError|NameError|UnboundLocalError|ZeroDivisionError|RecursionError"
 #: The longest ``match`` of a declaration to paste, in characters.
 _LONGEST_MATCH = 240
+#: The actions in which a trainer is to refuse what it does not support.
+_BUILDS = frozenset({"build_model", "build"})
 
 
 def skipped(check: str, cell: Cell, reason: str) -> Verdict:
@@ -48,9 +50,10 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
     if over := [one for one in covering if one.ended]:
         verdict = _judge(check, cell, trace, [one for one in covering if one not in over])
         excused = next((one for one in over if one.matches(verdict.message)), None)
-        if excused is None or verdict.status is not Status.FAILED:
-            return verdict
-        return replace(verdict, message=f"{verdict.message}\n\nthe quarantine ended on {excused.until}: {excused}")
+        if excused and verdict.status is Status.FAILED:
+            ended = f"the quarantine ended on {excused.until}: {excused}"
+            return replace(verdict, message=f"{verdict.message}\n\n{ended}")
+        return verdict
     end = _broken_off(check, trace)
     if end is not None and end.kind != "raised":
         return Verdict(check.name, cell.id, Status(end.kind), end.text)
@@ -64,12 +67,9 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
         found = [end.text or end.message or "broke off without a word"]
     else:
         found = check.findings(cell, trace)
-    text = "\n".join(found)
+    text, failures = "\n".join(found), [one for one in covering if one.kind == "fails"]
     # An issue that names no check covers this failure only if its message matches.
-    declared = [
-        one for one in covering if one.kind == "fails" and (one.strict or one.check != "*" or one.matches(text))
-    ]
-    if declared:
+    if declared := [one for one in failures if one.strict or one.check != "*" or one.matches(text)]:
         return _known(check, cell, declared, found, whole=end is None)
     return Verdict(check.name, cell.id, Status.FAILED if found else Status.PASSED, message(found))
 
@@ -78,9 +78,8 @@ def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
     """Return the expectation that would declare this failure; None where none can, as for a crash or a hang."""
     end = _broken_off(check, trace)
     facets: dict[str, Any] = {"strategy": cell.strategy, "precision": cell.precision, **dict(cell.options)}
-    # Without the rank: it is chance which rank raises first.
-    found = [end.message.partition(" raised ")[2] or end.text] if end else check.findings(cell, trace)
-    if end is not None and end.action in {"build_model", "build"}:
+    found = [_without_rank(end) or end.text] if end else check.findings(cell, trace)
+    if end is not None and end.action in _BUILDS:
         made = refuses(match=_constant_part(found[0]) or ".", **facets)
     else:
         match = "|".join(dict.fromkeys(map(_constant_part, found)))
@@ -97,20 +96,13 @@ def _constant_part(finding: str) -> str:
 def _broken_off(check: Check, trace: Trace) -> RunFailure | None:
     """Return the failure of a run that ended before the snapshots that the check needs, None if there is none."""
     for run in trace:
-        if run.end is None:
+        if (end := run.end) is None:
             continue
-        if run.name in check.raises and run.end.kind != "raised":
-            return run.end
-        needed = [_index(run, action, nth) for name, action, nth in check.until if name == run.name]
-        if needed and (run.end.index < 0 or any(index < 0 or run.end.index <= index for index in needed)):
-            return run.end
+        needed = [run.at(action, nth) for name, action, nth in check.until if name == run.name]
+        broken = end.index < 0 or any(not reached or end.index <= reached[0].index for reached in needed)
+        if (run.name in check.raises and end.kind != "raised") or (needed and broken):
+            return end
     return None
-
-
-def _index(run: RunTrace, action: str, nth: int) -> int:
-    """Return the index of the nth such action in the run, -1 if no rank reached it."""
-    snapshots = run.at(action, nth)
-    return snapshots[0].index if snapshots else -1
 
 
 def _expected_refusal(covering: Iterable[Expectation], end: RunFailure | None) -> Expectation | None:
@@ -125,7 +117,7 @@ def _refused_setting(end: RunFailure | None) -> list[Expectation]:
 
     Errors of Python itself in a library's code (``AttributeError``) speak of nothing that a user has set.
     """
-    early = end is not None and end.action in {"build_model", "build"}
+    early = end is not None and end.action in _BUILDS
     return [may_refuse(match=rf"raised (?!{_ACCIDENTS})[\w.]+: \S")] if early else []
 
 
@@ -134,28 +126,28 @@ def _refused(refusal: Expectation, end: RunFailure | None) -> bool:
 
 
 def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: RunFailure | None) -> Verdict:
-    declared = f"declared: {refusal}"
+    declared, status, reason = f"declared: {refusal}", Status.FAILED, refusal.reason
     if end is None:
-        text = (
-            f"expected to be refused at build with a message like {refusal.match!r}, but it ran to the end\n{declared}"
-        )
-        return Verdict(check.name, cell.id, Status.FAILED, text, refusal.reason)
-    if end.kind != "raised":
-        return Verdict(check.name, cell.id, Status(end.kind), end.text, refusal.reason)
-    if not refusal.matches(end.message + "\n" + end.text):
+        wanted = f"expected to be refused at build with a message like {refusal.match!r}"
+        text = f"{wanted}, but it ran to the end\n{declared}"
+    elif end.kind != "raised":
+        status, text = Status(end.kind), end.text
+    elif not _refused(refusal, end):
         text = f"{end.text}\n\nrefused with another message than {refusal.match!r}\n{declared}"
-        return Verdict(check.name, cell.id, Status.FAILED, text, refusal.reason)
-    if end.action not in {"build_model", "build"}:
+    elif end.action not in _BUILDS:
         text = f"refused only at {end.action!r}, after build; expected at build\n{declared}\n\n{end.text}"
-        return Verdict(check.name, cell.id, Status.LATE, text, refusal.reason)
-    built = sorted(snapshot.rank for run in trace if run.end == end for snapshot in run.at("build"))
-    if built:
-        ranks = ", ".join(map(str, built))
-        text = f"refused on some ranks only; built on rank{'s' * (len(built) > 1)} {ranks}\n{declared}\n\n{end.text}"
-        return Verdict(check.name, cell.id, Status.FAILED, text, refusal.reason)
-    # Without the rank: it is chance which rank refuses first.
-    exception = end.message.partition(" raised ")[2] or end.message
-    return Verdict(check.name, cell.id, Status.REFUSED, end.message, refusal.reason or exception)
+        status = Status.LATE
+    elif built := sorted(snapshot.rank for run in trace if run.end == end for snapshot in run.at("build")):
+        ranks = f"rank{'s' * (len(built) > 1)} {', '.join(map(str, built))}"
+        text = f"refused on some ranks only; built on {ranks}\n{declared}\n\n{end.text}"
+    else:
+        status, text, reason = Status.REFUSED, end.message, refusal.reason or _without_rank(end)
+    return Verdict(check.name, cell.id, status, text, reason)
+
+
+def _without_rank(end: RunFailure) -> str:
+    """Return the exception that a run ended with: it is chance which rank raises first."""
+    return end.message.partition(" raised ")[2]
 
 
 def _known(check: Check, cell: Cell, declared: list[Expectation], found: list[str], *, whole: bool) -> Verdict:

@@ -15,6 +15,7 @@ from typing import Any
 from filelock import FileLock
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.decode import decode
 from pytest_distcompat.events import Done, Event, SnapshotTaken, of_kind
 from pytest_distcompat.launch import Ending, Launcher, RankEnd, Request
 from pytest_distcompat.launch.ending import current_action
@@ -59,20 +60,17 @@ class Runner:
 
     def trace(self, driver: str, cell: Cell, scenario: Scenario) -> Trace:
         """Return the trace of a scenario. Runs that another check already needed are read, not run again."""
-        runs: list[RunTrace] = []
+        runs: dict[str, RunTrace] = {}
         notes: dict[str, str] = {}
         wanted = {run.name: run for run in scenario.runs}
         for run in scenario.runs:
-            before = {done.name: done for done in runs}
-            broken = before[run.after].end if run.after else None
-            if broken is not None and not _saved_everywhere(before[run.after], run):
+            earlier = runs.get(run.after)
+            if earlier is not None and earlier.end is not None and not _saved_everywhere(earlier, run):
                 run_cell = run.cell(cell)
-                runs.append(RunTrace(run.name, run_cell.world_size, (), end=broken, cell=run_cell.id))
-                continue
-            trace, command = self._trace(driver, cell, run, wanted.get(run.after))
-            runs.append(trace)
-            notes[run.name] = command
-        return dataclasses.replace(Trace.of(driver, runs), notes=notes, limits=self._limits)
+                runs[run.name] = RunTrace(run.name, run_cell.world_size, (), end=earlier.end, cell=run_cell.id)
+            else:
+                runs[run.name], notes[run.name] = self._trace(driver, cell, run, wanted.get(run.after))
+        return Trace(driver, runs, notes, self._limits)
 
     def directories(self, driver: str, cell: Cell, scenario: Scenario) -> dict[Path, str]:
         """Return the directories of a scenario's runs, each with the name of its run."""
@@ -164,16 +162,14 @@ def _threads(cell: Cell, device: str) -> dict[str, str]:
 def read_run(directory: Path) -> tuple[RunTrace, str]:
     """Return a finished run and the command that repeats it. Raises FileNotFoundError for an unfinished one."""
     data = json.loads((directory / DONE).read_text(encoding="utf-8"))
-    fields = data["trace"]
-    snapshots = _snapshots(LogReader(directory, range(fields["world_size"])).read())
-    end = RunFailure(**fields["end"]) if fields["end"] else None
-    known = {"snapshots": snapshots, "end": end, "nodes": tuple(fields.get("nodes", ()))}
-    return RunTrace(**{**fields, **known}), data["command"]
+    run = decode(RunTrace, data["trace"])
+    snapshots = _snapshots(LogReader(directory, range(run.world_size)).read())
+    return dataclasses.replace(run, snapshots=snapshots), data["command"]
 
 
 def _snapshots(events: Mapping[int, Sequence[Event]]) -> tuple[Snapshot, ...]:
     taken = (event for logged in events.values() for event in of_kind(SnapshotTaken, logged))
-    return tuple(Snapshot.from_json(event.snapshot) for event in taken)
+    return tuple(decode(Snapshot, event.snapshot) for event in taken)
 
 
 def _saved_everywhere(earlier: RunTrace, run: Run) -> bool:

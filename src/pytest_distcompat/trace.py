@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_distcompat.decode import decode, encode
 from pytest_distcompat.excerpt import name_nodes
 
 #: Placements of a dimension along which all ranks hold the same, and of one whose ranks hold pieces of the flattened tensor.
@@ -249,14 +248,11 @@ class FileInfo:
 
     def renamed(self, name: Callable[[str], str]) -> FileInfo:
         """Return the file with ``name(key)`` in place of each key."""
-        return dataclasses.replace(
-            self,
-            keys=tuple(map(name, self.keys)),
-            shapes={name(key): shape for key, shape in self.shapes.items()},
-            dtypes={name(key): dtype for key, dtype in self.dtypes.items()},
-            digests={name(key): digest for key, digest in self.digests.items()},
-            files={name(key): file for key, file in self.files.items()},
-        )
+        mappings = ("shapes", "dtypes", "digests", "files")
+        renamed: dict[str, Any] = {
+            field: {name(key): one for key, one in getattr(self, field).items()} for field in mappings
+        }
+        return dataclasses.replace(self, keys=tuple(map(name, self.keys)), **renamed)
 
 
 #: How many elements of a tensor are here, their sum, and the sum of their squares.
@@ -361,19 +357,24 @@ class Snapshot:
         return self.model.parameters if self.model else ()
 
     @property
+    def buffers(self) -> tuple[ParameterInfo, ...]:
+        """Return the live buffers, none without a model."""
+        return self.model.buffers if self.model else ()
+
+    @property
+    def param_groups(self) -> tuple[Mapping[str, float], ...]:
+        """Return the numbers of the optimizer's groups, none without an optimizer."""
+        return self.optimizer.param_groups if self.optimizer else ()
+
+    @property
     def states(self) -> tuple[StateInfo, ...]:
         """Return the optimizer's state, none without an optimizer."""
         return self.optimizer.states if self.optimizer else ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the snapshot as plain data, which ``from_json`` reads."""
-        data: dict[str, Any] = encode(self)
-        return data
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Snapshot:
-        """Return the snapshot that ``to_json`` wrote."""
-        return decode(cls, data)
+    @property
+    def masters(self) -> tuple[StateInfo, ...]:
+        """Return this rank's parts of flat masters, none without an optimizer."""
+        return self.optimizer.masters if self.optimizer else ()
 
 
 @dataclass(frozen=True)
@@ -461,16 +462,16 @@ def held_indices(shape: Iterable[int], cuts: Iterable[tuple[int, int, int, int]]
     """
     held: list[Sequence[int]] = [range(size) for size in shape]
     for dim, pieces, size, at in cuts:
-        parts = [_chunks(piece, size)[at] for piece in _chunks(held[dim], pieces)]
+        parts = [_chunk(_chunk(held[dim], pieces, nth), size, at) for nth in range(pieces)]
         held[dim] = parts[0] if pieces == 1 else [index for part in parts for index in part]
     return held
 
 
-def _chunks(indices: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Return the chunks that torch makes, the missing ones empty."""
+def _chunk(indices: Sequence[int], count: int, nth: int) -> Sequence[int]:
+    """Return a chunk as torch makes them, a missing one empty."""
     # https://docs.pytorch.org/docs/stable/generated/torch.chunk.html
     size = -(-len(indices) // count)
-    return [indices[nth * size : (nth + 1) * size] for nth in range(count)]
+    return indices[nth * size : (nth + 1) * size]
 
 
 def together(parts: Iterable[tuple[tuple[int, ...], float]]) -> tuple[tuple[int, ...], float]:

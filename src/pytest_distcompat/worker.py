@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat import clock
 from pytest_distcompat.calls import CALL, REFERENCE_CALL, Call, kind_of
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.decode import decode, prepare
+from pytest_distcompat.decode import decode, encode, prepare
 from pytest_distcompat.driver import RESUME_AT, STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import DRIVERS, find_driver
 from pytest_distcompat.drivers._calls import Calls
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.launch import RankLog
-    from pytest_distcompat.probe import Observer
+    from pytest_distcompat.probe.observe import Observer
 
 # Fork servers import this module: their ranks need not look for the registered items again.
 installed_entry_points()
@@ -55,7 +55,7 @@ def is_training(action: str) -> bool:
 
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """Perform one run on this rank; the payload is a ``SuitePayload`` as plain data."""
-    from pytest_distcompat.probe import Observer
+    from pytest_distcompat.probe.observe import Observer
 
     asked = decode(SuitePayload, payload)
     _capture_log(asked.log_level, log)
@@ -135,7 +135,7 @@ class Rank:
     def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
         action = self.run.actions[self.index]
         snapshot = Snapshot(self.driver.world.rank, self.run.name, action, self.index, seconds=seconds, **infos)
-        self.log.write(SnapshotTaken(action, self.index, snapshot.to_json()))
+        self.log.write(SnapshotTaken(action, self.index, encode(snapshot)))
         self._begin()
 
     def _perform_own(self) -> None:
@@ -191,7 +191,7 @@ class Rank:
             infos |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
             infos |= {"tokens": int(_number(driver.tokens, "tokens") or 0), **self.observer.infos()}
             if driver.pp_group is not None:
-                from pytest_distcompat.probe import digest_of_inputs
+                from pytest_distcompat.probe.observe import digest_of_inputs
 
                 with self.observer.aside():
                     infos["inputs"] = tuple(digest_of_inputs([batch]) for batch in driver.fed)
@@ -214,8 +214,7 @@ class Rank:
         """Return what a walk compares after an action, which returned a loss, outputs, whole tensors or nothing."""
         from torch import Tensor
 
-        from pytest_distcompat.probe import sample
-        from pytest_distcompat.probe.calls import read_call
+        from pytest_distcompat.probe.snapshot import read_call, sample
 
         action, calls = self.run.actions[self.index], type(self.driver.walker)
         observes = action.startswith(CALL) and kind_of(calls, Call.parse(action.removeprefix(CALL)).name) == "observer"
@@ -255,7 +254,7 @@ class Rank:
             return self._attach(self.unwrapped)
 
     def _attach(self, model: Module) -> dict[str, Any]:
-        from pytest_distcompat.probe import read_unwrapped
+        from pytest_distcompat.probe.live import read_unwrapped
 
         driver = self.driver
         infos = {"unwrapped": read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options)}
@@ -266,7 +265,7 @@ class Rank:
 
     def _files(self) -> dict[str, Any]:
         """Read the saved files, then the exported ones, on rank 0."""
-        from pytest_distcompat.probe import read_files, read_saved
+        from pytest_distcompat.probe.files import read_files, read_saved
 
         if self.driver.world.rank:
             return {}
@@ -289,7 +288,7 @@ class Rank:
         return self._snapshot(whole=True) if self.driver.can("export") else {}
 
     def _evaluate(self) -> dict[str, Any]:
-        from pytest_distcompat.probe import sample
+        from pytest_distcompat.probe.snapshot import sample
 
         if not self.driver.can("evaluate"):
             return {}
@@ -298,7 +297,7 @@ class Rank:
             return {"outputs": sample(self.driver.evaluate(model))}
 
     def _reference(self) -> dict[str, Any]:
-        from pytest_distcompat.probe import read_optimizer
+        from pytest_distcompat.probe.optimizer import read_optimizer
 
         driver, model = self.driver, self.unwrapped
         assert model is not None

@@ -161,14 +161,14 @@ def watched(payload: Mapping[str, Any], log: RankLog) -> None:
     from torch import distributed
     from torch.utils.flop_counter import FlopCounterMode
 
-    from pytest_distcompat.probe import Observer
+    from pytest_distcompat.probe.observe import Observer
 
     _join()
     observer, number = Observer(), torch.ones(1)
 
     def reduce(when: str) -> None:
         distributed.all_reduce(number)
-        note(log, "seen", when=when, calls=sum(observer.collectives.values()))
+        note(log, "seen", when=when, calls=sum(map(len, observer.collectives.values())))
         observer.restart()
 
     reduce("before")
@@ -237,7 +237,7 @@ def compiled(payload: Mapping[str, Any], log: RankLog) -> None:
     import torch
 
     from pytest_distcompat.drivers._options import recompute
-    from pytest_distcompat.probe import read_model
+    from pytest_distcompat.probe.live import read_model
 
     class Block(torch.nn.Linear):
         """One of our own: torch leaves its own layers alone if they are compiled in place."""

@@ -20,7 +20,7 @@ from tests.launch.conftest import notes
 
 from pytest_distcompat.launch import Ending, Request, WarmLauncher, library_state
 from pytest_distcompat.launch.process_state import _at_exit
-from pytest_distcompat.probe.parts import _not_saved
+from pytest_distcompat.probe.live import _not_saved
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Run
@@ -283,7 +283,7 @@ def test_the_hysteresis_of_deepspeeds_scaler(dynamic: bool, expected: dict[str, 
     import torch
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
-    from pytest_distcompat.probe.numbers import read_scaler
+    from pytest_distcompat.probe.snapshot import read_scaler
 
     arguments = {
         "init_scale": 8.0,
@@ -295,14 +295,14 @@ def test_the_hysteresis_of_deepspeeds_scaler(dynamic: bool, expected: dict[str, 
     scaler = CreateLossScaler(torch.half, 8.0, dynamic, arguments)
     found = read_scaler(None, SimpleNamespace(loss_scale=8.0, loss_scaler=scaler))
     assert found == {"scale": 8.0, **expected}, (
-        "DeepSpeed's scalers are not what they were: see probe/numbers.py:_patience"
+        "DeepSpeed's scalers are not what they were: see probe/snapshot.py:_hysteresis"
     )
 
 
 @needs_deepspeed
 def test_the_scaler_of_deepspeed(with_deepspeed: Ending) -> None:
     assert [event["there"] for event in events(with_deepspeed, "scaler")] == [True, True], (
-        f"ZeRO's optimizer has no loss_scaler any more: see probe/numbers.py:_patience\n{with_deepspeed.text()}"
+        f"ZeRO's optimizer has no loss_scaler any more: see probe/snapshot.py:_hysteresis\n{with_deepspeed.text()}"
     )
 
 
@@ -392,7 +392,7 @@ def test_the_number_of_exit_functions() -> None:
 
 
 def test_the_buffers_that_a_state_dict_leaves_out() -> None:
-    """Said by ``_non_persistent_buffers_set``, which ``probe.parts`` reads."""
+    """Said by ``_non_persistent_buffers_set``, which ``probe.live`` reads."""
     import torch
 
     module = torch.nn.Module()

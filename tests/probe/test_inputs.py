@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from pytest_distcompat.probe import Observer
-from pytest_distcompat.probe.inputs import tensors_fed
+from pytest_distcompat.probe.observe import Observer, tensors_fed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

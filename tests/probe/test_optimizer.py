@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_distcompat.probe import Observer, read_optimizer, read_unwrapped, sample
-from pytest_distcompat.probe.live import read_model
-from pytest_distcompat.probe.optimizer import read_scheduler
-from pytest_distcompat.probe.snapshot import read_snapshot_fields
+from pytest_distcompat.probe.live import read_model, read_unwrapped
+from pytest_distcompat.probe.observe import Observer
+from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler
+from pytest_distcompat.probe.snapshot import read_snapshot_fields, sample
 from pytest_distcompat.probe.tensors import digest
 
 

@@ -14,7 +14,7 @@ import yaml
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scripts import command, write_configuration
+from pytest_distcompat.scripts import launching, write_configuration
 from pytest_distcompat.scripts.configuration import find_configuration
 from pytest_distcompat.strategies import STRATEGIES
 
@@ -100,20 +100,20 @@ def test_commands(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     settings = {"world_size": 4, "directory": tmp_path}
-    by_torchrun = command.build(str(script), ["--x"], "torchrun", configuration=None, **settings)  # type: ignore[arg-type]
+    by_torchrun = launching.command_line(str(script), ["--x"], "torchrun", configuration=None, **settings)  # type: ignore[arg-type]
     assert by_torchrun[0][-4:] == ("--nproc-per-node", "4", str(script), "--x")
-    by_accelerate = command.build("-m", ["trl", "sft"], "accelerate", configuration=tmp_path, **settings)  # type: ignore[arg-type]
+    by_accelerate = launching.command_line("-m", ["trl", "sft"], "accelerate", configuration=tmp_path, **settings)  # type: ignore[arg-type]
     assert by_accelerate[0][-5:] == ("--config_file", str(tmp_path), "-m", "trl", "sft")
-    by_itself = command.build(sys.executable, ["train"], "cli", configuration=None, **settings)  # type: ignore[arg-type]
+    by_itself = launching.command_line(sys.executable, ["train"], "cli", configuration=None, **settings)  # type: ignore[arg-type]
     assert by_itself[0] == (sys.executable, "train")
     assert by_itself[1]["PET_NPROC_PER_NODE"] == "4"
     with pytest.raises(UsageProblem, match="no command 'no-such-trainer'"):
-        command.build("no-such-trainer", [], "cli", configuration=None, **settings)  # type: ignore[arg-type]
+        launching.command_line("no-such-trainer", [], "cli", configuration=None, **settings)  # type: ignore[arg-type]
 
 
 def test_a_launcher_is_no_rank_of_another_group() -> None:
     theirs = {"RANK": "3", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x", "PET_NNODES": "2", "HOME": "/root"}
-    assert command.without_rank(theirs) == {"HOME": "/root"}
+    assert launching.without_rank(theirs) == {"HOME": "/root"}
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])

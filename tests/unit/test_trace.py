@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from pytest_distcompat.decode import decode, encode
 from pytest_distcompat.trace import (
     CallInfo,
     CollectiveInfo,
@@ -56,23 +57,23 @@ FULL = Snapshot(
     "snapshot", [FULL, Snapshot(0, "train", "build_model", 0), replace(FULL, model=None, loss=None)]
 )
 def test_a_snapshot_comes_back_from_json(snapshot: Snapshot) -> None:
-    assert Snapshot.from_json(json.loads(json.dumps(snapshot.to_json()))) == snapshot
+    assert decode(Snapshot, json.loads(json.dumps(encode(snapshot)))) == snapshot
 
 
 def test_a_snapshot_is_written_with_every_field() -> None:
-    assert FULL.to_json() == asdict(FULL)
+    assert encode(FULL) == asdict(FULL)
 
 
 def test_a_loss_that_is_no_number_comes_back_too() -> None:
-    back = Snapshot.from_json(json.loads(json.dumps(replace(FULL, loss=math.nan).to_json())))
+    back = decode(Snapshot, json.loads(json.dumps(encode(replace(FULL, loss=math.nan)))))
     assert back.loss is not None
     assert math.isnan(back.loss)
 
 
 def test_unknown_keys_of_a_newer_probe_are_ignored() -> None:
-    data = FULL.to_json()
+    data = encode(FULL)
     data["model"]["colour"] = data["colour"] = "blue"
-    assert Snapshot.from_json(data) == FULL
+    assert decode(Snapshot, data) == FULL
 
 
 def run(*places: tuple[int, str, int]) -> RunTrace:

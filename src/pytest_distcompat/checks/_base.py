@@ -32,17 +32,8 @@ REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter
 #: Options that change what a checkpoint holds, or how.
 CHECKPOINT_OPTIONS = frozenset(
     {
-        "model",
-        "state_dict",
-        "use_orig_params",
-        "cpu_offload",
-        "param_groups",
-        "frozen",
-        "lora",
-        "save_only_model",
-        "float32_norms",
-        "optimizer",
-        *MESH,
+        *("model", "state_dict", "use_orig_params", "cpu_offload", "param_groups", "frozen", "lora", "save_only_model"),
+        *("float32_norms", "optimizer", *MESH),
     }
 )
 
@@ -51,6 +42,8 @@ RESUMED = CHECKPOINT_OPTIONS | {
     *("precision", "world_size", "compile", "grad_accum", "grad_accum_dtype", "async_save", "ignored_modules")
 }
 EXPORTED = CHECKPOINT_OPTIONS | {"precision", "world_size", "compile", "activation_checkpointing", "grad_accum_dtype"}
+#: How far the runs of scenario RESUME must have come: two steps after the save, and after the load.
+UNTIL_RESUMED = (("train", "step", 4), ("resume", "step", 1))
 #: What the parts of a checkpoint depend on, which another number of ranks or another strategy must find by name.
 RESHARDED = frozenset({"model", "state_dict", "use_orig_params", *MESH}) - {"dp_replicate", "pp_schedule"}
 
@@ -120,22 +113,8 @@ def check(
     depends_on: frozenset[str] | None = None,
 ) -> Callable[[Claim], Check]:
     """Make a Check of a function: its name becomes the check's name, its docstring states the claim."""
-
-    def make(claim: Claim) -> Check:
-        return Check(
-            claim.__name__.rstrip("_"),
-            scenario,
-            until,
-            claim,
-            order,
-            not_applicable,
-            limit,
-            raises,
-            costly,
-            depends_on,
-        )
-
-    return make
+    others = (order, not_applicable, limit, raises, costly, depends_on)
+    return lambda claim: Check(claim.__name__.rstrip("_"), scenario, until, claim, *others)
 
 
 def message(findings: list[str]) -> str:
@@ -173,13 +152,22 @@ def requested(cell: Cell, unwrapped: UnwrappedInfo | None, option: str) -> bool:
 
 def named_ranks(ranks: Sequence[int], world_size: int) -> str:
     """Return the words for some ranks in a finding: "all ranks", "rank 1" or "ranks 0, 2"."""
-    if len(ranks) == world_size:
-        return "all ranks"
-    return _listed(ranks)
+    return "all ranks" if len(ranks) == world_size else _listed(ranks)
 
 
 def _listed(ranks: Sequence[int | str]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def and_others(names: Iterable[str]) -> str:
+    """Return the words for some names in a finding: the first in their order, and how many there are besides."""
+    first, *others = sorted(names)
+    return f"{first!r}{f' and {len(others)} others' if others else ''}"
+
+
+def first_three(names: Sequence[str]) -> str:
+    """Return the first three names, for the end of a finding that says how many there are."""
+    return ", ".join(map(repr, names[:3]))
 
 
 def every_rank(snapshots: tuple[Snapshot, ...], world_size: int, action: str) -> Iterator[str]:
@@ -221,11 +209,8 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
 def saved_as_elsewhere(cell: Cell) -> str | None:
     """Return why another cell tests the claim; None if this one does."""
     # Runs at other world sizes are the most expensive ones.
-    others = [name for name, _ in cell.options if name not in CHECKPOINT_OPTIONS]
-    if others:
-        return (
-            f"{others[0]} changes how the model is trained, not what is saved, and what is saved is tested without it"
-        )
+    if other := next((name for name, _ in cell.options if name not in CHECKPOINT_OPTIONS), None):
+        return f"{other} changes how the model is trained, not what is saved, and what is saved is tested without it"
     if cell.precision not in {"fp32", "bf16_mixed"}:
         return f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_mixed, where it is tested"
     return None

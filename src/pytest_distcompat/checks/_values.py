@@ -11,15 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import named_ranks
+from pytest_distcompat.checks._base import and_others, named_ranks
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.digests import combine, concatenate
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
     REPLICATE,
     STAGE,
-    Layout,
-    OptimizerInfo,
     ParameterInfo,
     RunTrace,
     Snapshot,
@@ -53,21 +51,14 @@ class Values:
         """Return the digests of one kind by unwrapped name."""
         return self.digests.get(kind, {})
 
-    @property
-    def weights(self) -> Mapping[str, tuple[str, ...]]:
-        """Return what is optimized: flat masters where there are some, else the live parameters."""
-        return {**self.of("parameter"), **self.of("master")}
-
 
 @dataclass(frozen=True)
 class _Part:
-    """One rank's part of a tensor."""
+    """One rank's part of a tensor, and how many elements it has."""
 
     rank: int
-    digest: str
+    info: ParameterInfo | StateInfo
     numel: int
-    dtype: str
-    layout: Layout
 
 
 class Names:
@@ -89,10 +80,6 @@ class Names:
             self._found[live] = self.tied_to.get(name, name)
         return self._found[live]
 
-    def numel(self, name: str) -> int | None:
-        """Return the number of elements of a parameter or buffer of the unwrapped model; None for an unknown name."""
-        return self.sizes.get(name)
-
 
 def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
     """Return what all ranks together hold at these snapshots of that run."""
@@ -102,29 +89,27 @@ def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
     parts: dict[tuple[Kind, str], list[_Part]] = defaultdict(list)
     for snapshot in snapshots:
         for kind, name, info, numel in _held(snapshot, names):
-            parts[kind, name].append(_Part(snapshot.rank, info.digest, numel, info.dtype, info.layout))
+            parts[kind, name].append(_Part(snapshot.rank, info, numel))
     digests: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
+    dtypes: dict[Kind, dict[str, frozenset[str]]] = defaultdict(dict)
     wrong, not_elementwise = [], not_elementwise_kinds(snapshots)
+    for (kind, name), held in parts.items():
+        dtypes[kind][name] = frozenset(part.info.dtype for part in held)
     for (kind, name), held in sorted(parts.items()):
         if kind in not_elementwise or kind == "step":
             # Of step counts there is one for each parameter, or for each flat partition of a rank.
-            digests[kind][name] = tuple(sorted({part.digest for part in held}))
+            digests[kind][name] = tuple(sorted({part.info.digest for part in held}))
             continue
-        size, wholes = names.numel(name), set[str]()
-        groups = shard_groups({part.rank: part.layout.holders for part in held})
-        live = shard_groups({part.rank: part.layout.holders for part in parts.get(("parameter", name), ())})
+        groups, live = (
+            shard_groups({part.rank: part.info.layout.holders for part in some})
+            for some in (held, parts.get(("parameter", name), ()))
+        )
         if any(len(group) > 1 and group in live for group in groups):
             # Each copy of the parameter has this state, or should have it.
             groups = tuple(sorted({*groups, *live}))
-        for ranks in groups:
-            whole, problem = _whole([part for part in held if part.rank in ranks], ranks, size, run.world_size)
-            wholes |= {whole} if whole else set()
-            if problem:
-                wrong.append(f"{kind} {name!r}: {problem}")
-        digests[kind][name] = tuple(sorted(wholes))
-    dtypes: dict[Kind, dict[str, frozenset[str]]] = defaultdict(dict)
-    for (kind, name), held in parts.items():
-        dtypes[kind][name] = frozenset(part.dtype for part in held)
+        wholes = [_whole(held, ranks, names.sizes.get(name), run.world_size) for ranks in groups]
+        wrong += [f"{kind} {name!r}: {problem}" for _, problem in wholes if problem]
+        digests[kind][name] = tuple(sorted({whole for whole, _ in wholes if whole}))
     return Values(digests, tuple(wrong), not_elementwise, dtypes)
 
 
@@ -135,10 +120,8 @@ def not_elementwise_kinds(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
     states: set[Kind] = set()
     by_element: set[Kind] = set()
     for snapshot in snapshots:
-        if snapshot.model is None or snapshot.optimizer is None:
-            continue
-        sizes = {info.name: info.local_numel for info in snapshot.model.parameters if info.local_numel > 1}
-        for state in snapshot.optimizer.states:
+        sizes = {info.name: info.local_numel for info in snapshot.parameters if info.local_numel > 1}
+        for state in snapshot.states:
             if state.key != "step" and state.numel and state.owner in sizes:
                 states.add(state.key)
                 by_element |= {state.key} if state.numel == sizes[state.owner] else set()
@@ -147,18 +130,16 @@ def not_elementwise_kinds(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
 
 def _held(snapshot: Snapshot, names: Names) -> Iterator[tuple[Kind, str, ParameterInfo | StateInfo, int]]:
     """Yield (kind, unwrapped name, info, numel) of what a rank holds; of flat partitions only step counts."""
-    if snapshot.model is not None:
-        for info in snapshot.model.parameters:
-            yield "parameter", names(info.name), info, info.local_numel
-        for info in snapshot.model.buffers:
-            if names(info.name) in names.persistent:
-                yield "buffer", names(info.name), info, info.local_numel
-    if snapshot.optimizer is not None:
-        for state in (*held_states(snapshot.optimizer), *snapshot.optimizer.masters):
-            if not state.owner.startswith("partition "):
-                yield state.key, names(state.owner), state, state.numel
-            elif state.key == "step":
-                yield "step", "partitions", state, state.numel
+    for info in snapshot.parameters:
+        yield "parameter", names(info.name), info, info.local_numel
+    for info in snapshot.buffers:
+        if names(info.name) in names.persistent:
+            yield "buffer", names(info.name), info, info.local_numel
+    for state in (*held_states(snapshot), *snapshot.masters):
+        if not state.owner.startswith("partition "):
+            yield state.key, names(state.owner), state, state.numel
+        elif state.key == "step":
+            yield "step", "partitions", state, state.numel
 
 
 def stages_of(run: RunTrace) -> Mapping[int, int]:
@@ -177,12 +158,8 @@ def by_stage(
         return
     names = Names(run, unwrapped)
     for stage in sorted({*stages.values()}):
-        held = {
-            names(info.name)
-            for one in run.at("build")
-            if stages.get(one.rank) == stage
-            for info in (*one.parameters, *(one.model.buffers if one.model else ()))
-        }
+        built = [one for one in run.at("build") if stages.get(one.rank) == stage]
+        held = {names(info.name) for one in built for info in (*one.parameters, *one.buffers)}
         part = replace(
             unwrapped,
             parameters=tuple(info for info in unwrapped.parameters if names(info.name) in held),
@@ -195,10 +172,8 @@ def by_stage(
 def across_stages(run: RunTrace, groups: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each copy of a model, from the groups that hold one of a stage together."""
     pipelines = {one.rank: one.model.pp_ranks for one in run.at("build") if one.model}
-    copies = {
-        tuple(sorted({*group, *(peer for rank in group for peer in pipelines.get(rank, ()))})) for group in groups
-    }
-    return tuple(sorted(copies))
+    copies = ({*group}.union(*(pipelines.get(rank, ()) for rank in group)) for group in groups)
+    return tuple(sorted({tuple(sorted(ranks)) for ranks in copies}))
 
 
 def named_stage(run: RunTrace, ranks: Sequence[int]) -> str:
@@ -220,26 +195,25 @@ def expert_parts(info: ParameterInfo) -> int:
     return dim.size if dim is not None and dim.placement == STAGE else 1
 
 
-def held_states(optimizer: OptimizerInfo) -> Iterator[StateInfo]:
+def held_states(snapshot: Snapshot) -> Iterator[StateInfo]:
     """Yield a rank's optimizer states, without those of parameters of which it holds no element."""
     # Those say nothing: torch creates them at the first save, by a step of a fresh optimizer.
     empty: dict[str, bool] = {}
-    for state in optimizer.states:
+    for state in snapshot.states:
         if state.key != "step":
             empty[state.owner] = empty.get(state.owner, True) and not state.numel
-    return (state for state in optimizer.states if not empty.get(state.owner))
+    return (state for state in snapshot.states if not empty.get(state.owner))
 
 
-def _whole(held: list[_Part], ranks: tuple[int, ...], numel: int | None, world_size: int) -> tuple[str, str]:
+def _whole(parts: list[_Part], ranks: tuple[int, ...], numel: int | None, world_size: int) -> tuple[str, str]:
     """Return the digest of the whole tensor that these ranks hold together, and what is wrong with its parts; or empty texts."""
-    elements = sum(part.numel for part in held)
+    held = sorted((part for part in parts if part.rank in ranks), key=lambda part: ranks.index(part.rank))
+    elements, digests = sum(part.numel for part in held), [part.info.digest for part in held]
     if numel is None:
-        return held[0].digest if held else "", "is no name of the unwrapped model"
+        return digests[0] if held else "", "is no name of the unwrapped model"
     if elements != numel:
         return "", f"the parts of {named_ranks(ranks, world_size)} are {elements} elements; expected {numel}"
-    if any(part.layout.flat for part in held):
-        return concatenate(part.digest for part in sorted(held, key=lambda part: ranks.index(part.rank))), ""
-    return combine(part.digest for part in held), ""
+    return (concatenate if any(part.info.layout.flat for part in held) else combine)(digests), ""
 
 
 def differences(saved: Values, loaded: Values, when: str, *, states: bool = True) -> Iterator[str]:
@@ -274,8 +248,9 @@ def other_dtypes(saved: Values, loaded: Values, when: str, *, states: bool = Tru
             old, new = " and ".join(sorted(was[name])), " and ".join(sorted(now[name]))
             if not same_dtype(old, new):
                 changed[old, new].append(name)
-        for (old, new), (first, *others) in changed.items():
-            yield f"{kind} {first!r}{f' and {len(others)} others' if others else ''}: {new} instead of {old} {when}"
+        yield from (
+            f"{kind} {and_others(names)}: {new} instead of {old} {when}" for (old, new), names in changed.items()
+        )
 
 
 def same_dtype(was: str, now: str) -> bool:
@@ -299,20 +274,16 @@ def compare(
         ("other values", {name for name in both if len(now[name]) == 1 and was[name] != now[name]}),
     ):
         if names:
-            first, *others = sorted(names)
-            yield f"{kind} {first!r}{f' and {len(others)} others' if others else ''}: {title} {when}"
+            yield f"{kind} {and_others(names)}: {title} {when}"
 
 
 def settings(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...], when: str) -> Iterator[str]:
     """Yield a finding for each number of a param group, and each scheduler state, that is not what was saved."""
-    if not saved:
-        return
-    before = saved[0]
-    for snapshot in loaded:
-        where = f"rank {snapshot.rank}"
+    for snapshot in loaded if saved else ():
+        where, before = f"rank {snapshot.rank}", saved[0]
         if snapshot.scheduler != before.scheduler:
             yield f"{where}: scheduler is at {snapshot.scheduler!r} {when}; saved at {before.scheduler!r}"
-        was, now = (one.optimizer.param_groups if one.optimizer else () for one in (before, snapshot))
+        was, now = before.param_groups, snapshot.param_groups
         if len(was) != len(now):
             yield f"{where}: the optimizer has {len(now)} param groups {when}; {len(was)} were saved"
         for number, key, old, new in unlike(was, now):
@@ -333,9 +304,7 @@ def unlike(
 
 def flat_parameters(snapshots: tuple[Snapshot, ...]) -> bool:
     """Tell whether the live parameters are FSDP1's flat ones, which have no unwrapped names."""
-    return any(
-        info.kind == "FlatParameter" for snapshot in snapshots if snapshot.model for info in snapshot.model.parameters
-    )
+    return any(info.kind == "FlatParameter" for snapshot in snapshots for info in snapshot.parameters)
 
 
 def unused(run: RunTrace) -> frozenset[str]:
@@ -346,16 +315,14 @@ def unused(run: RunTrace) -> frozenset[str]:
     stages, of_stage = stages_of(run), defaultdict[int, set[str]](set)
     empty, held = set[str](), set[str]()
     for snapshot in (one for nth in range(3) for one in run.at("step", nth)):
-        if snapshot.steps and snapshot.optimizer and snapshot.model:
-            without = set(snapshot.optimizer.without_gradient)
-            empty |= {info.name for info in snapshot.model.parameters if 0 in info.shape}
+        without = set(snapshot.optimizer.without_gradient) if snapshot.optimizer else set[str]()
+        for info in snapshot.parameters if snapshot.steps and snapshot.optimizer else ():
             # A shard of FSDP1 has only its own shape, which may be empty on one rank.
-            held |= {info.name for info in snapshot.model.parameters if 0 not in info.shape}
-            for info in snapshot.model.parameters:
-                # A rank that holds no element of it may have no gradient either. DeepSpeed's optimizers hold partitions (None).
-                if info.held != 0 and info.local_numel:
-                    of_stage[stages.get(snapshot.rank, 0)].add(info.name)
-                    gradients[info.name].add(info.name not in without or not info.trainable)
+            (empty if 0 in info.shape else held).add(info.name)
+            # A rank that holds no element of it may have no gradient either. DeepSpeed's optimizers hold partitions (None).
+            if info.held != 0 and info.local_numel:
+                of_stage[stages.get(snapshot.rank, 0)].add(info.name)
+                gradients[info.name].add(info.name not in without or not info.trainable)
     found = {name for name, had in gradients.items() if had == {False}}
     return frozenset(empty - held) | frozenset(found.difference(*(all_ for all_ in of_stage.values() if all_ <= found)))
 
@@ -380,21 +347,19 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[st
     """Return the values that the export should hold: masters, or the copies in a lower dtype where it has that dtype."""
     # Each tensor's own dtype decides: trained weights may be exported in float32 beside frozen ones in bfloat16.
     trained = values(train, train.at("export"))
+    copies, masters = trained.of("parameter"), trained.of("master")
+    # Flat masters where there are some are what is optimized, else the live parameters.
+    weights = {**copies, **masters}
     model = next((snapshot.model for snapshot in train.at("export") if snapshot.model), None)
-    if not trained.of("master") or reload.unwrapped is None or model is None:
-        return trained.weights
+    if not masters or reload.unwrapped is None or model is None:
+        return weights
     live = max(BYTES.get(info.dtype, 4) for info in model.parameters)
     # The dtype in the file, not the loaded one: PEFT widens what it loads.
-    written = {
-        key: dtype for snapshot in train.at("files", 1) for file in snapshot.files for key, dtype in file.dtypes.items()
-    }
-    exported = {
-        info.name: written.get(info.name) or written.get(adapter_name(info.name)) or info.dtype
+    files = (file for snapshot in train.at("files", 1) for file in snapshot.files)
+    written = {key: dtype for file in files for key, dtype in file.dtypes.items()}
+    sizes = {
+        info.name: BYTES.get(written.get(info.name) or written.get(adapter_name(info.name)) or info.dtype, 4)
         for info in reload.unwrapped.parameters
     }
-    sizes = {name: BYTES.get(dtype, 4) for name, dtype in exported.items()}
-    copies = trained.of("parameter")
-    return {
-        name: copies[name] if name in copies and sizes.get(name, 4) <= live < BYTES["float32"] else master
-        for name, master in trained.weights.items()
-    }
+    low = {name for name in copies if sizes.get(name, 4) <= live < BYTES["float32"]}
+    return {name: copies[name] if name in low else weight for name, weight in weights.items()}

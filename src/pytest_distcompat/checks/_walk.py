@@ -15,7 +15,7 @@ from pytest_distcompat.checks._values import Names
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
-from pytest_distcompat.trace import ModelInfo, RunTrace, Snapshot, Sums, Trace
+from pytest_distcompat.trace import RunTrace, Snapshot, Sums, Trace
 
 #: How far sums of parameters may be from the reference's, relative to the largest possible; the second for rounded products.
 TOLERANCE, ROUNDED_TOLERANCE = 1e-5, 5e-2
@@ -43,14 +43,9 @@ def walk(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     for name, run in trace.runs.items():
         if name.endswith("-reference"):
-            actions = {snapshot.index: snapshot.action for snapshot in run.snapshots}
-            calls = [
-                text.removeprefix(REFERENCE_CALL)
-                for _, text in sorted(actions.items())
-                if text.startswith(REFERENCE_CALL)
-            ]
             sound, wrong = findings(cell, trace, name)
-            yield from (f"{', '.join(calls[: sound + 1])}: {text}" for text in wrong)
+            calls = ", ".join(str(place[0]) for place in _places(run)[: sound + 1])
+            yield from (f"{calls}: {text}" for text in wrong)
 
 
 def findings(cell: Cell, trace: Trace, reference: str) -> tuple[int, list[str]]:
@@ -89,30 +84,21 @@ def _after(cell: Cell, trace: Trace, reference: str, place: Place) -> Iterator[s
     before = {snapshot.rank: snapshot for snapshot in run.at_index(index - 1)}
     # A trainer that loads may wrap the model only then.
     first = trace.runs[reference.replace("reference", "0")]
-    built, names = {snapshot.rank: snapshot for snapshot in first.at("build")}, _names(run)
+    assert run.unwrapped is not None
+    built, names = {snapshot.rank: snapshot for snapshot in first.at("build")}, Names(run, run.unwrapped)
     found: dict[str, list[int]] = defaultdict(list)
     for snapshot in here:
-        if call.name in _QUIET or (snapshot.call and snapshot.call.observes):
-            _note(found, snapshot, _changed(before[snapshot.rank], snapshot))
-        _note(found, snapshot, _structure(built[snapshot.rank], snapshot))
-        _note(found, snapshot, _unlike(names, snapshot, there[0]))
-        _note(found, snapshot, _numbers(cell, call, snapshot, there[0]))
+        quiet = call.name in _QUIET or (snapshot.call and snapshot.call.observes)
+        for text in (
+            *(_changed(before[snapshot.rank], snapshot) if quiet else ()),
+            *_structure(built[snapshot.rank], snapshot),
+            *_unlike(names, snapshot, there[0]),
+            *_numbers(cell, call, snapshot, there[0]),
+        ):
+            found[text].append(snapshot.rank)
     yield from (f"{call}: {named_ranks(ranks, run.world_size)}: {text}" for text, ranks in found.items())
-    yield from (
-        f"{call}: {text}" for text in (*_loss(cell, call, here, there[0]), *_values(cell, names, here, there[0]))
-    )
-
-
-def _note(found: dict[str, list[int]], snapshot: Snapshot, texts: Iterator[str]) -> None:
-    for text in texts:
-        found[text].append(snapshot.rank)
-
-
-def _names(run: RunTrace) -> Names:
-    first = run.first("build_model")
-    assert first is not None
-    assert first.unwrapped is not None
-    return Names(run, first.unwrapped)
+    others = (*_loss(cell, call, here, there[0]), *_values(cell, names, here, there[0]))
+    yield from (f"{call}: {text}" for text in others)
 
 
 def _changed(before: Snapshot, after: Snapshot) -> Iterator[str]:
@@ -127,52 +113,38 @@ def _changed(before: Snapshot, after: Snapshot) -> Iterator[str]:
         if getattr(before, what) != getattr(after, what):
             yield f"the {what} changed{_first(getattr(before, what), getattr(after, what))}"
     for what in ("parameters", "buffers"):
-        was, now = ({info.name: info for info in getattr(one.model, what)} for one in (before, after))
-        yield from _one(f"{what} changed", [name for name in was | now if was.get(name) != now.get(name)], was, now)
+        was, now = ({info.name: info for info in getattr(one, what)} for one in (before, after))
+        yield from _one(f"{what} changed", was, now)
     if before.call and after.call:
-        old, new = before.call.gradients, after.call.gradients
-        yield from _one("gradients changed", [name for name in old if old[name] != new.get(name)], old, new)
-        if before.call.evaluating != after.call.evaluating:
-            found = [len(one.call.evaluating) for one in (before, after) if one.call]
-            yield f"{found[1]} modules are in evaluation mode; {found[0]} were"
+        old, new = before.call, after.call
+        yield from _one("gradients changed", old.gradients, {name: new.gradients.get(name) for name in old.gradients})
+        if old.evaluating != new.evaluating:
+            yield f"{len(new.evaluating)} modules are in evaluation mode; {len(old.evaluating)} were"
 
 
 def _structure(built: Snapshot, after: Snapshot) -> Iterator[str]:
     """Yield what is not as it was built: names, kinds, shapes, dtypes and shards of parameters."""
-
-    def fields(model: ModelInfo | None) -> dict[str, Any]:
-        infos = model.parameters if model else ()
-        return {info.name: (info.kind, info.shape, info.dtype, info.layout, info.local_numel) for info in infos}
-
-    was, now = fields(built.model), fields(after.model)
-    yield from _one(
-        "parameters are not as built", [name for name in was | now if was.get(name) != now.get(name)], was, now
+    was, now = (
+        {info.name: (info.kind, info.shape, info.dtype, info.layout, info.local_numel) for info in one.parameters}
+        for one in (built, after)
     )
+    yield from _one("parameters are not as built", was, now)
 
 
 def _unlike(names: Names, here: Snapshot, there: Snapshot) -> Iterator[str]:
     """Yield what is not as in the reference, exactly: what is trainable, in the optimizer, its numbers, buffers, modes."""
-    assert here.model
-    assert there.model
-    expected = {info.name: info for info in there.model.parameters}
-    found = {names(info.name): info for info in here.model.parameters if info.kind != "FlatParameter"}
-    was, now = ({name: info.trainable for name, info in one.items()} for one in (expected, found))
-    yield from _one("not trainable as in the reference", [name for name in now if now[name] != was.get(name)], was, now)
-    held = {name: info.held for name, info in found.items() if info.held is not None}
-    was_held = {name: expected[name].held for name in held if name in expected}
-    yield from _one(
-        "not in the optimizer as in the reference", [n for n in was_held if held[n] != was_held[n]], was_held, held
-    )
+    expected = {info.name: info for info in there.parameters}
+    found = {names(info.name): info for info in here.parameters if info.kind != "FlatParameter"}
+    was = {name: expected[name].trainable if name in expected else None for name in found}
+    yield from _one("not trainable as in the reference", was, {name: info.trainable for name, info in found.items()})
+    held = {name: info.held for name, info in found.items() if info.held is not None and name in expected}
+    yield from _one("not in the optimizer as in the reference", {name: expected[name].held for name in held}, held)
     if here.optimizer and there.optimizer:
-        rates = [
-            sorted({f"{group.get('lr', 0):.6g}" for group in one.optimizer.param_groups})
-            for one in (here, there)
-            if one.optimizer
-        ]
+        rates = [sorted({f"{group.get('lr', 0):.6g}" for group in one.param_groups}) for one in (here, there)]
         if rates[0] != rates[1]:
             yield f"the learning rates are {', '.join(rates[0])}; {', '.join(rates[1])} in the reference"
-    old, new = ({names(info.name): info.digest for info in one.buffers} for one in (there.model, here.model))
-    yield from _one("buffers are not the reference's", [name for name in new if new[name] != old.get(name)], old, new)
+    old, new = ({names(info.name): info.digest for info in one.buffers} for one in (there, here))
+    yield from _one("buffers are not the reference's", {name: old.get(name) for name in new}, new)
     if here.call and there.call and bool(here.call.evaluating) != bool(there.call.evaluating):
         yield f"{len(here.call.evaluating)} modules are in evaluation mode; {len(there.call.evaluating)} in the reference"
 
@@ -209,18 +181,17 @@ def _values(cell: Cell, names: Names, here: Sequence[Snapshot], there: Snapshot)
             parts[names(name)].append(sums)
     wrong = {}
     for name, held in parts.items():
-        size = names.numel(name) or 0
+        size = names.sizes.get(name, 0)
         whole = [(size, sum(one[1] for one in held), sum(one[2] for one in held))]
         for sums in whole if sum(one[0] for one in held) == size else held:
             if name not in expected or not _close(sums, expected[name], tolerance):
                 wrong[name] = sums
-    yield from _one("parameters are not the reference's", list(wrong), expected, wrong)
+    yield from _one("parameters are not the reference's", expected, wrong, [*wrong])
     for snapshot in here:
         returned = {names(name): sums for name, sums in (snapshot.call.returned if snapshot.call else {}).items()}
-        off = [
-            name for name, sums in returned.items() if name in expected and not _close(sums, expected[name], tolerance)
-        ]
-        yield from _one(f"rank {snapshot.rank}: what it returned is not the reference's", off, expected, returned)
+        both = [name for name in returned if name in expected]
+        off = [name for name in both if not _close(returned[name], expected[name], tolerance)]
+        yield from _one(f"rank {snapshot.rank}: what it returned is not the reference's", expected, returned, off)
 
 
 def _close(found: Sums, expected: Sums, tolerance: float) -> bool:
@@ -233,12 +204,15 @@ def _close(found: Sums, expected: Sums, tolerance: float) -> bool:
     )
 
 
-def _one(what: str, names: list[str], was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one finding for all the names."""
+def _one(
+    what: str, was: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str] | None = None
+) -> Iterator[str]:
+    """Yield one finding for all the names, by default those whose values differ."""
+    if names is None:
+        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     if names:
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        values = _first(was.get(names[0]), now.get(names[0]))
-        yield f"{what}: {names[0]!r}{others}{values}"
+        yield f"{what}: {names[0]!r}{others}{_first(was.get(names[0]), now.get(names[0]))}"
 
 
 def _first(was: Any, now: Any) -> str:

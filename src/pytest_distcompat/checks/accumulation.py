@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, gradient_reductions
+from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, pairs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario, without
 from pytest_distcompat.strategies import STRATEGIES
@@ -41,41 +41,33 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
     wraps another backward pass, and never if the last micro-batch of a short step is not recognized.
     """
     many = int(cell.option("grad_accum"))
-    trained, single = trace.run("train"), trace.run("single")
-    alone = {snapshot.rank: snapshot for snapshot in single.at("step", FULL_STEPS - 1)}
+    trained, alone = trace.run("train"), trace.run("single").at("step", FULL_STEPS - 1)
     every_micro_batch = STRATEGIES.get(cell.strategy).reduces_each_micro_batch
-    yield from every_rank(tuple(alone.values()), cell.world_size, "three steps of one micro-batch")
+    yield from every_rank(alone, cell.world_size, "three steps of one micro-batch")
     for nth in range(STEPS):
         snapshots = trained.at("step", nth)
         yield from every_rank(snapshots, cell.world_size, f"step {nth + 1}")
-        for snapshot in snapshots:
-            if snapshot.rank not in alone:
-                continue
-            found = [
-                *_fed(snapshot, alone[snapshot.rank], many, full=nth < FULL_STEPS),
-                *_stepped(snapshot, alone[snapshot.rank]),
-            ]
+        for once, snapshot in pairs(tuple(alone), snapshots):
+            found = [*_fed(snapshot, once, many, full=nth < FULL_STEPS)]
+            if len(snapshot.steps) != len(once.steps):
+                found.append(
+                    f"the optimizer stepped {len(snapshot.steps)} times; {len(once.steps)} with one micro-batch"
+                )
             if snapshot.inputs or nth < FULL_STEPS:
                 # Inside a compiled graph no hook sees the inputs.
-                micros = (len(snapshot.inputs) // max(1, len(alone[snapshot.rank].inputs))) if snapshot.inputs else many
-                found += _reduced(cell, snapshot, alone[snapshot.rank], micros if every_micro_batch else 1)
+                micros = (len(snapshot.inputs) // max(1, len(once.inputs))) if snapshot.inputs else many
+                found += _reduced(cell, snapshot, once, micros if every_micro_batch else 1)
             yield from (f"step {nth + 1}: rank {snapshot.rank}: {text}" for text in found)
 
 
 def _fed(snapshot: Snapshot, alone: Snapshot, many: int, *, full: bool) -> Iterator[str]:
     if not alone.inputs:
         return
-    most = many * len(alone.inputs)
-    fed = len(snapshot.inputs)
+    most, fed, different = many * len(alone.inputs), len(snapshot.inputs), len(set(snapshot.inputs))
     if fed > most or not fed or (full and fed < most):
         yield f"fed {fed} micro-batches; expected {most}{'' if full else ' at most'}"
-    if len(set(snapshot.inputs)) < fed:
-        yield f"{fed - len(set(snapshot.inputs))} of {fed} micro-batches are one that was fed before in the same step"
-
-
-def _stepped(snapshot: Snapshot, alone: Snapshot) -> Iterator[str]:
-    if len(snapshot.steps) != len(alone.steps):
-        yield f"the optimizer stepped {len(snapshot.steps)} times; {len(alone.steps)} with one micro-batch"
+    if different < fed:
+        yield f"{fed - different} of {fed} micro-batches are one that was fed before in the same step"
 
 
 def _reduced(cell: Cell, snapshot: Snapshot, alone: Snapshot, times: int) -> Iterator[str]:

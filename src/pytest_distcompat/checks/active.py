@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested
@@ -37,11 +37,19 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         if snapshot.model is None:
             yield f"rank {snapshot.rank}: no model after build; the driver must set self.model"
             continue
+        found = list[str]()
         if not cell.only_tp or snapshot.model.wrappers:
-            yield from _wrapped(strategy, snapshot.rank, snapshot.model, _left_out(strategy, cell, run))
-        yield from _worlds(cell, snapshot.rank, snapshot.model)
-        yield from _tensor_parallel(cell, run.unwrapped, snapshot)
-        yield from _pipelined(cell, run.unwrapped, snapshot.rank, snapshot.model)
+            found += _wrapped(strategy, snapshot.model, _left_out(strategy, cell, run))
+        sizes = {
+            "process group has": snapshot.model.world_size,
+            "trainer believes in": snapshot.model.trainer_world_size,
+        }
+        for what, size in sizes.items():
+            if size not in {None, cell.world_size}:
+                found.append(f"the {what} {size} ranks; expected {cell.world_size}")
+        found += _tensor_parallel(cell, run.unwrapped, snapshot)
+        found += _pipelined(cell, run.unwrapped, snapshot.model)
+        yield from (f"rank {snapshot.rank}: {text}" for text in found)
     for here, part in by_stage(run, built):
         if part is run.unwrapped or any(one.parameters for one in here):
             yield from _shards(strategy, cell, run, here, part)
@@ -51,42 +59,36 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         live, without = here[0].parameters if here else (), unused(run)
         trainable = trained_elements(part) - sum(math.prod(info.shape) for info in live if info.name in without)
         for snapshot in here:
-            yield from _reduced(cell, snapshot, trainable // cell.tp)
+            yield from (f"rank {snapshot.rank}: {text}" for text in _reduced(cell, snapshot, trainable // cell.tp))
     for snapshot in trained:
-        yield from _sequence_cut(cell, snapshot)
-        yield from _attends(cell, snapshot)
-        yield from _partitioned_again(strategy, cell, snapshot)
+        found = [*_sequence_cut(cell, snapshot), *_attends(cell, snapshot), *_cut_again(strategy, cell, snapshot)]
+        yield from (f"rank {snapshot.rank}: {text}" for text in found)
     yield from _same_everywhere(run, trained)
 
 
 def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], bool]:
     """Return a predicate: True for live parameters of modules left out of the sharding, which ``units`` checks."""
-    unwrapped = run.unwrapped
-    names = {info.name for info in unwrapped.parameters} if unwrapped else set()
-    prefixes = tuple(f"{module}." for module in unwrapped.ignored_modules) if unwrapped else ()
+    unwrapped = run.unwrapped or UnwrappedInfo(())
+    names = {info.name for info in unwrapped.parameters}
+    prefixes = tuple(f"{module}." for module in unwrapped.ignored_modules)
     return lambda live: bool(prefixes) and strategy.canonical(live, cell, names).startswith(prefixes)
 
 
-def _wrapped(strategy: Strategy, rank: int, model: ModelInfo, left_out: Callable[[str], bool]) -> Iterator[str]:
+def _wrapped(strategy: Strategy, model: ModelInfo, left_out: Callable[[str], bool]) -> Iterator[str]:
     running = ", ".join(f"{name} x {count}" for name, count in model.wrappers.items()) or "a bare model"
     if strategy.wrapper not in model.wrappers:
-        yield f"rank {rank}: {model.type} runs as {running}; expected {strategy.wrapper} for {strategy.name}"
+        yield f"{model.type} runs as {running}; expected {strategy.wrapper} for {strategy.name}"
     # torch.compile's wrapper is no strategy. A DeepSpeed engine holds no wrapper of torch.
     others = set(model.wrappers) - {strategy.wrapper, "OptimizedModule"}
     if others and strategy.wrapper in model.wrappers:
-        yield f"rank {rank}: also wrapped by {', '.join(sorted(others))}; expected {strategy.wrapper} alone"
+        yield f"also wrapped by {', '.join(sorted(others))}; expected {strategy.wrapper} alone"
     if model.zero_stage != strategy.zero_stage:
-        yield f"rank {rank}: ZeRO stage {model.zero_stage} is running; expected {strategy.zero_stage}"
-    wrong = [
-        info
-        for info in model.parameters
-        if info.kind not in {strategy.kind, "FlatParameter"} and not left_out(info.name)
-    ]
+        yield f"ZeRO stage {model.zero_stage} is running; expected {strategy.zero_stage}"
+    unlike = (info for info in model.parameters if info.kind not in {strategy.kind, "FlatParameter"})
+    wrong = [f"{info.name!r} is a {info.kind}" for info in unlike if not left_out(info.name)]
     if wrong or not (model.parameters or model.pp_ranks):
-        first = wrong[0] if wrong else None
-        example = f"{first.name!r} is a {first.kind}" if first else "there is none"
-        total = len(model.parameters)
-        yield f"rank {rank}: {len(wrong)} of {total} parameters are not of kind {strategy.kind}, {example}"
+        found = f"{len(wrong)} of {len(model.parameters)} parameters are not of kind {strategy.kind}"
+        yield f"{found}, {wrong[0] if wrong else 'there is none'}"
 
 
 def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
@@ -99,19 +101,19 @@ def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snap
         if sizes - {1} != {wanted} - {1}:
             found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
             expected = f"expected {wanted} parts of {kind} parallelism, along a mesh dimension named {name!r}"
-            yield f"rank {snapshot.rank}: {what} are {found}; {expected}"
+            yield f"{what} are {found}; {expected}"
 
 
-def _pipelined(cell: Cell, unwrapped: UnwrappedInfo | None, rank: int, model: ModelInfo) -> Iterator[str]:
+def _pipelined(cell: Cell, unwrapped: UnwrappedInfo | None, model: ModelInfo) -> Iterator[str]:
     """Yield a finding unless the model was cut into stages for as many ranks as were asked for."""
     if not requested(cell, unwrapped, "pp"):
         return
     expected = f"expected the layers of some of the stages on each of {cell.pp} ranks (pp {cell.pp})"
     if (found := len(model.pp_ranks) or 1) != cell.pp:
-        yield f"rank {rank}: the model is on {found} rank{'s' * (found > 1)} of a pipeline; {expected}"
+        yield f"the model is on {found} rank{'s' * (found > 1)} of a pipeline; {expected}"
     elif cell.pp > 1 and unwrapped and not 0 < len(model.parameters) < len(unwrapped.parameters):
         share = f"all {len(model.parameters)}" if model.parameters else "no"
-        yield f"rank {rank}: the model has {share} parameters; {expected}"
+        yield f"the model has {share} parameters; {expected}"
 
 
 def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
@@ -122,11 +124,9 @@ def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     peers = cell.tp_peers(snapshot.rank)
     ops = {info.op for info in snapshot.collectives if set(info.ranks) == {*peers} and "float" in info.dtype}
     if not any(op.startswith("reduce_scatter") for op in ops):
-        found = ", ".join(sorted(ops)) or "none"
-        yield (
-            f"rank {snapshot.rank}: no sum of {named_ranks(peers, 0)} was scattered in a step (collectives of activations: "
-            f"{found}); expected sequence parallelism to cut what lies between layers along the sequence"
-        )
+        found = f"(collectives of activations: {', '.join(sorted(ops)) or 'none'})"
+        expected = "expected sequence parallelism to cut what lies between layers along the sequence"
+        yield f"no sum of {named_ranks(peers, 0)} was scattered in a step {found}; {expected}"
 
 
 def _attends(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
@@ -134,30 +134,20 @@ def _attends(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     # Where the same ranks share one sequence and all shards, that of parameters proves nothing; there ``parity`` is left.
     peers = {*cell.cp_peers(snapshot.rank)}
     if cell.cp > 1 and not any(set(info.ranks) == peers and "float" in info.dtype for info in snapshot.collectives):
-        yield (
-            f"rank {snapshot.rank}: {named_ranks(sorted(peers), 0)} exchanged nothing among themselves in a step; expected "
+        expected = (
             f"context parallelism (cp {cell.cp}): attention to the keys and values of the other parts of the sequence"
         )
+        yield f"{named_ranks(sorted(peers), 0)} exchanged nothing among themselves in a step; expected {expected}"
 
 
-def _partitioned_again(strategy: Strategy, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+def _cut_again(strategy: Strategy, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding unless ZeRO++ had cut all weights a second time (hpZ), among as many ranks as it was asked to."""
     wanted = int(cell.settings("ds_config").get("zero_optimization.zero_hpz_partition_size", 1))
     found = {step.secondary for step in snapshot.steps}
     if strategy.shards and wanted > 1 and found != {wanted}:
         sizes = " and ".join(map(str, sorted(found - {0})))
-        text = f"among {sizes} ranks" if sizes else "nowhere"
-        yield (
-            f"rank {snapshot.rank}: the secondary partition of weights is {text}; "
-            f"expected one among {wanted} (zero_hpz_partition_size), when the optimizer steps"
-        )
-
-
-def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
-    if model.world_size != cell.world_size:
-        yield f"rank {rank}: the process group has {model.world_size} ranks; expected {cell.world_size}"
-    if model.trainer_world_size not in {None, cell.world_size}:
-        yield f"rank {rank}: the trainer believes in {model.trainer_world_size} ranks; expected {cell.world_size}"
+        expected = f"expected one among {wanted} (zero_hpz_partition_size), when the optimizer steps"
+        yield f"the secondary partition of weights is {f'among {sizes} ranks' if sizes else 'nowhere'}; {expected}"
 
 
 def _shards(
@@ -165,15 +155,19 @@ def _shards(
 ) -> Iterator[str]:
     """Yield findings unless the ranks of a stage store each parameter once together if sharded, once each if replicated."""
     size, left_out = cell.world_size // cell.pp, _left_out(strategy, cell, run)
-    total = sum(math.prod(info.shape) for info in unwrapped.parameters if not left_out(info.name)) if unwrapped else 0
-    if not total or unwrapped is None:
+    whole = {one.name: math.prod(one.shape) for one in (unwrapped.parameters if unwrapped else ())}
+    total = sum(numel for name, numel in whole.items() if not left_out(name))
+    if not total:
         yield "the unwrapped model has no parameters, or was not recorded"
         return
 
+    def copies_in(parts: list[tuple[Snapshot, set[int]]]) -> float:
+        stored = ((info, len(own)) for one, own in parts for info in one.parameters if not left_out(info.name))
+        return sum(_part(info, cell.tp) * ranks for info, ranks in stored) / total
+
     if not strategy.shards:
-        held = ((info, len(one.ranks)) for one in built for info in one.parameters if not left_out(info.name))
         expected, each = size // cell.tp, f"{cell.tp} ranks of tensor parallelism" if cell.tp > 1 else "rank"
-        if abs((copies := sum(_part(info, cell.tp) * ranks for info, ranks in held) / total) - expected) > 0.01:
+        if abs((copies := copies_in([(one, {*one.ranks}) for one in built])) - expected) > 0.01:
             where = "all ranks" if cell.pp == 1 else named_ranks([one.rank for one in built], cell.world_size)
             yield f"{where} together store {copies:.2f} copies of the parameters; expected {expected}, one a {each}"
         return
@@ -186,15 +180,13 @@ def _shards(
         yield f"shards are in {count} copies ({found}); expected {wanted}{more}"
     for ranks in groups if size > 1 else ():
         parts = [(one, own) for one in built if (own := {*one.ranks}.intersection(ranks))]
-        stored = [(info, len(own)) for one, own in parts for info in one.parameters if not left_out(info.name)]
-        # What tensor parallelism has not cut, each of its ranks has.
-        copies = sum(_part(info, cell.tp) * times for info, times in stored) / total
+        holders = named_ranks(ranks, cell.world_size)
         # More than one copy may be padding: ZeRO-3 pads every shard, which shows on tiny parameters.
-        if not 0.99 <= copies < max(1.01, (1 + len(ranks)) / 2):
-            holders = named_ranks(ranks, cell.world_size)
+        if not 0.99 <= (copies := copies_in(parts)) < max(1.01, (1 + len(ranks)) / 2):
             yield f"{holders} together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
-        else:
-            yield from _each_once(strategy, cell, unwrapped, parts, left_out)
+            continue
+        found_here = _each_once(strategy, cell, whole, parts)
+        yield from (f"{holders} together store {text}" for name, text in found_here if not left_out(name))
 
 
 def _part(info: ParameterInfo, tp: int) -> float:
@@ -218,18 +210,13 @@ def _groups(
 
 
 def _each_once(
-    strategy: Strategy,
-    cell: Cell,
-    unwrapped: UnwrappedInfo,
-    parts: list[tuple[Snapshot, set[int]]],
-    left_out: Callable[[str], bool],
-) -> Iterator[str]:
-    """Yield a finding for each parameter that the ranks do not store once: a small one hardly shows in the sum."""
+    strategy: Strategy, cell: Cell, whole: Mapping[str, int], parts: list[tuple[Snapshot, set[int]]]
+) -> Iterator[tuple[str, str]]:
+    """Yield each parameter that the ranks do not store once, with a finding: a small one hardly shows in the sum."""
     # Flat parameters have no names to compare by. A parameter without a live counterpart is a finding of the check ``names``.
-    whole = {info.name: math.prod(info.shape) for info in unwrapped.parameters}
     stored: dict[str, float] = defaultdict(float)
     flat: set[str] = set()
-    ranks = tuple(sorted(rank for _, own in parts for rank in own))
+    ranks = sum(len(own) for _, own in parts)
     for snapshot, own in parts:
         for info in snapshot.parameters:
             name = strategy.canonical(info.name, cell, whole)
@@ -237,32 +224,26 @@ def _each_once(
             flat |= {name} if info.layout.flat else set()
     for name, numel in whole.items():
         # Only what is cut flat is padded.
-        most = max(numel + len(ranks) - 1, numel * (1 + len(ranks)) / 2) if name in flat else numel
-        if name in stored and not numel <= stored[name] <= most and not left_out(name):
-            found = f"{stored[name]:g} elements of {name!r}, which has {numel}"
-            yield f"{named_ranks(ranks, cell.world_size)} together store {found}; expected each one once"
+        most = max(numel + ranks - 1, numel * (1 + ranks) / 2) if name in flat else numel
+        if name in stored and not numel <= stored[name] <= most:
+            yield name, f"{stored[name]:g} elements of {name!r}, which has {numel}; expected each one once"
 
 
 def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:
-    reductions = [*gradient_reductions(cell, snapshot)]
+    reductions = [info.calls * info.numel for info in gradient_reductions(cell, snapshot)]
     if not reductions:
         ops = ", ".join(sorted({info.op for info in snapshot.collectives})) or "none"
-        yield f"rank {snapshot.rank}: no gradient was reduced in a step (collectives: {ops}); ranks train on their own"
-        return
-    most = sum(info.calls * info.numel for info in reductions)
-    if most < MIN_REDUCED_FRACTION * trainable:
-        yield (
-            f"rank {snapshot.rank}: only {most} elements were reduced in a step, of {trainable} trainable ones; "
-            "that is no gradient, ranks train on their own"
-        )
+        yield f"no gradient was reduced in a step (collectives: {ops}); ranks train on their own"
+    elif (most := sum(reductions)) < MIN_REDUCED_FRACTION * trainable:
+        found = f"only {most} elements were reduced in a step, of {trainable} trainable ones"
+        yield f"{found}; that is no gradient, ranks train on their own"
 
 
 def _same_everywhere(run: RunTrace, trained: tuple[Snapshot, ...]) -> Iterator[str]:
     """Yield a finding for each rank that holds something else than the first one with the same part of the same tensor."""
     # Tied parameters have different names on different stages.
     stages = stages_of(run)
-    tied = Names(run, run.unwrapped) if stages and run.unwrapped else str
-    for what, held in _replicated(trained, tied):
+    for what, held in _replicated(trained, Names(run, run.unwrapped) if stages and run.unwrapped else str):
         first: dict[Hashable, tuple[int, Hashable]] = {}
         apart: dict[tuple[int, int], list[str]] = defaultdict(list)
         for rank, name, region, value in held:
@@ -272,10 +253,8 @@ def _same_everywhere(run: RunTrace, trained: tuple[Snapshot, ...]) -> Iterator[s
         for (rank, peer), names in sorted(apart.items()):
             here, there = stages.get(rank), stages.get(peer)
             both = f" (stages {there} and {here} have them, and train them apart)" if here != there else ""
-            yield (
-                f"rank {rank}: {len(names)} {what} differ from rank {peer}'s after three steps, "
-                f"first {names[0]!r}{both}; replicas must stay equal"
-            )
+            found = f"{len(names)} {what} differ from rank {peer}'s after three steps, first {names[0]!r}{both}"
+            yield f"rank {rank}: {found}; replicas must stay equal"
         if apart:
             return  # what is made from them differs too
 
@@ -288,22 +267,16 @@ def _replicated(
     yield "parameters", ((rank, named(info.name), info.layout.region, info.digest) for rank, info in infos)
     # Flat partitions have no names; ``masters`` are their parts.
     states = (
-        (one.rank, state)
+        (one.rank, f"{state.key} of {named(state.owner)}", state.layout.region, state.digest)
         for one in trained
-        if one.optimizer
-        for state in (*held_states(one.optimizer), *one.optimizer.masters)
+        for state in (*held_states(one), *one.masters)
         if not state.owner.startswith("partition ")
     )
-    yield (
-        "tensors of the optimizer's state",
-        ((rank, f"{one.key} of {named(one.owner)}", one.layout.region, one.digest) for rank, one in states),
+    yield "tensors of the optimizer's state", states
+    gradients = (
+        (one.rank, named(info.name), (nth, info.layout.region), info.square)
+        for one in trained
+        for nth, step in enumerate(one.steps)
+        for info in step.gradients
     )
-    yield (
-        "gradients",
-        (
-            (one.rank, named(info.name), (nth, info.layout.region), info.square)
-            for one in trained
-            for nth, step in enumerate(one.steps)
-            for info in step.gradients
-        ),
-    )
+    yield "gradients", gradients

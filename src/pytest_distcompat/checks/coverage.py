@@ -1,7 +1,8 @@
-"""Is each row of the data given to one rank, once an epoch?"""
+"""Is each row of the data given to one rank, once an epoch, and is a metric over several ranks that of one process?"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,7 +10,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import ROWS
+from pytest_distcompat.scenario import EVALUATION, ROWS
 from pytest_distcompat.scenario import coverage as runs_of_loaders
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Trace
@@ -23,15 +24,13 @@ def tested_once(cell: Cell, driver: type[Driver]) -> str | None:
     names = ((name, precision) for precision in PRECISIONS.names() for name in STRATEGIES.names())
     cells = (Cell(*pair, cell.world_size, nodes=cell.nodes) for pair in names)
     first = next((one for one in cells if not driver.unsupported_reason(one)), cell)
-    if cell != first:
-        return f"data are loaded alike in all cells, and that is tested in {first.strategy}-{first.precision}"
-    return None
+    elsewhere = f"data are loaded alike in all cells, and that is tested in {first.strategy}-{first.precision}"
+    return elsewhere if cell != first else None
 
 
 def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
-    return (
-        tested_once(cell, driver) if driver.loaders else "the driver declares no loaders, whose rows() gives the rows"
-    )
+    missing = "the driver declares no loaders, whose rows() gives the rows"
+    return tested_once(cell, driver) if driver.loaders else missing
 
 
 @check(
@@ -56,18 +55,18 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     whole, resumed, moved = (_by_loader(trace.runs.get(name)) for name in ("rows", "resumed_rows", "moved_rows"))
     for name, ranks in whole.items():
         loader = next(iter(ranks.values()))[0].expected
-        epochs = [[_epoch(info, number) for (info,) in ranks.values()] for number in (0, 1)]
-        found = [
-            f"epoch {number}: {text}"
-            for number, batches in enumerate(epochs, 1)
-            for text in _each_once(batches, loader)
-        ]
-        found += _orders(epochs, loader)
+        first, second = ([_epoch(info, number) for (info,) in ranks.values()] for number in (0, 1))
+        found = [f"epoch 1: {text}" for text in _each_once(first, loader)]
+        found += [f"epoch 2: {text}" for text in _each_once(second, loader)]
+        if loader.shuffled and first == second:
+            found.append("epoch 2 has the order of epoch 1; expected another one")
+        if not loader.shuffled and first != second:
+            found.append("epoch 2 has another order than epoch 1; expected the order of the data")
         for rank, infos in resumed.get(name, {}).items():
             found += [text for info in infos for text in _continued(rank, info, ranks[rank][0])]
         if name in moved:
             batches = [_epoch(info, 0) for (info,) in moved[name].values()]
-            before = [one[: 2 * info.done] for (info,), one in zip(moved[name].values(), epochs[1], strict=False)]
+            before = [one[: 2 * info.done] for (info,), one in zip(moved[name].values(), second, strict=False)]
             where = f"at {len(batches)} ranks from the middle of epoch 2 on"
             found += [f"{where}: {text}" for text in _each_once(batches, loader, before)]
         yield from (f"{name}: {text}" for text in dict.fromkeys(found))
@@ -103,14 +102,6 @@ def _each_once(ranks: Sequence[Batches], loader: Loader, before: Sequence[Batche
         yield f"ranks are given {', '.join(str(len(batches)) for batches in ranks)} batches; expected equally many"
 
 
-def _orders(epochs: Sequence[Sequence[Batches]], loader: Loader) -> Iterator[str]:
-    first, second = epochs
-    if loader.shuffled and first == second:
-        yield "epoch 2 has the order of epoch 1; expected another one"
-    if not loader.shuffled and first != second:
-        yield "epoch 2 has another order than epoch 1; expected the order of the data"
-
-
 def _continued(rank: int, info: RowsInfo, whole: RowsInfo) -> Iterator[str]:
     expected, found = _epoch(whole, info.epoch)[info.done :], _epoch(info, 0)
     if found != expected:
@@ -122,3 +113,38 @@ def _continued(rank: int, info: RowsInfo, whole: RowsInfo) -> Iterator[str]:
 def _listed(batches: Batches) -> str:
     rows = [str(row) for batch in batches for row in batch]
     return ", ".join(rows[:6]) + (" ..." if len(rows) > 6 else "") if rows else "none"
+
+
+#: Relative: means are summed in another order.
+TOLERANCE = 1e-5
+
+
+def _has_metrics(cell: Cell, driver: type[Driver]) -> str | None:
+    return tested_once(cell, driver) if driver.can("metrics") else "the driver has no metrics()"
+
+
+@check(
+    scenario=EVALUATION,
+    until=(("rows", "metrics", 0), ("alone", "metrics", 0)),
+    order=9,
+    not_applicable=_has_metrics,
+    costly=True,
+)
+def evaluation(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that each metric over rows that do not divide by the ranks equals the metric of one process, on every rank.
+
+    If it fails: rows that fill the last batches are counted twice, or a mean of the ranks' means is taken. Gather with
+    ``gather_for_metrics``, which leaves such rows out.
+    """
+    here, there = trace.run("rows").at("metrics"), trace.run("alone").first("metrics")
+    yield from every_rank(here, cell.world_size, "metrics")
+    expected = there.metrics if there else {}
+    if not expected:
+        yield "metrics() returns no metric in one process, so there is nothing to compare with"
+        return
+    for snapshot in here:
+        for name in sorted(expected.keys() | snapshot.metrics.keys()):
+            found, alone = (one.get(name, math.nan) for one in (snapshot.metrics, expected))
+            if not math.isclose(found, alone, rel_tol=TOLERANCE):
+                texts = (f"{one[name]:.6g}" if name in one else "missing" for one in (snapshot.metrics, expected))
+                yield f"rank {snapshot.rank}: {name} is {'; '.join(texts)} in one process"

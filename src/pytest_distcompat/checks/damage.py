@@ -1,4 +1,4 @@
-"""Is a corrupted checkpoint an error that names the file?"""
+"""Is a corrupted checkpoint an error that names the file, and does one work in a directory with any name?"""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, only_where_it_differs
-from pytest_distcompat.scenario import DAMAGE
+from pytest_distcompat.checks._base import check, every_rank, only_where_it_differs
+from pytest_distcompat.checks._values import differences, flat_parameters, settings, values
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.scenario import BLOCKED_RUN, DAMAGE, NAMED_RUN, PATHS, PATHS_AT_BUILD, Scenario
 from pytest_distcompat.trace import RunTrace, Trace
 
 _FRAMES = re.compile(r'^( +)File ".*\n(?:\1  .*\n?)*', re.MULTILINE)
@@ -59,3 +61,48 @@ def short(message: str) -> str:
     """Return the first and the last line: an exception of several ranks lists the ranks' own between them."""
     lines = [line for line in message.splitlines() if line.strip()] or [""]
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+
+
+def _runs(_cell: Cell, driver: type[Driver]) -> Scenario:
+    return PATHS_AT_BUILD if driver.knows_directory else PATHS
+
+
+@check(
+    scenario=_runs,
+    costly=True,
+    until=(("named", "step", 1), ("reopened", "step", 0), ("blocked", "damage", 0)),
+    order=14,
+    not_applicable=only_where_it_differs,
+    depends_on=frozenset(),
+    raises=("blocked",),
+)
+def paths(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that saving to and loading from a directory with an unusual name restores everything bit by bit.
+
+    The name has spaces, parent directories, non-ASCII letters, ``pytorch_model_fsdp`` and ``optimizer``. Where a file is in
+    the directory's place, an error names it: in the save, and before the first step of a trainer that is told when built.
+
+    If it fails: a file is probably found by a word anywhere in its path
+    (https://github.com/huggingface/accelerate/pull/4119), or nobody looks at the directory before hours of training.
+    """
+    named, reopened = trace.run("named"), trace.run("reopened")
+    saved, loaded = named.at("save"), reopened.at("load")
+    when = f"after the load from {NAMED_RUN.directory!r}"
+    yield from every_rank(saved, cell.world_size, "save")
+    yield from every_rank(loaded, cell.world_size, "load")
+    if not flat_parameters(saved):
+        yield from differences(values(named, saved), values(reopened, loaded), when)
+    yield from settings(saved, loaded, when)
+    yield from _blocked(trace.run("blocked"))
+
+
+def _blocked(run: RunTrace) -> Iterator[str]:
+    """Yield a finding unless the run ends in an error in time that names the directory."""
+    end, blocked = run.end, f"a file is where the checkpoint's directory {BLOCKED_RUN.directory!r} should be"
+    if end is None and not run.at("step"):
+        yield f"{blocked}: the trainer was built without an error, although it is told then where to save"
+    elif end is None or run.at("save"):
+        after = "went on" if end is None else f"failed in {end.action!r} only: {short(end.message)}"
+        yield f"{blocked}: nothing was raised in the save, and training {after}"
+    elif BLOCKED_RUN.directory not in without_frames(end.text):
+        yield f"{blocked}: the error does not name it: {short(end.message)}"

@@ -1,13 +1,15 @@
-"""Does each rank train on its own data, and does a resumed run continue where it stopped?"""
+"""Does each rank train on its own data and random numbers, and does a resumed run continue where it stopped?"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import RESUMED, check, every_rank, pairs
+from pytest_distcompat.checks._base import RESUMED, UNTIL_RESUMED, check, every_rank, named_ranks, pairs
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import RESUME
+from pytest_distcompat.models import model_of
+from pytest_distcompat.scenario import RESUME, SAVED
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 
@@ -17,13 +19,7 @@ def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
     return "checkpoints hold no optimizer state, so training cannot resume" if cell.option("save_only_model") else None
 
 
-@check(
-    scenario=RESUME,
-    until=(("train", "step", 4), ("resume", "step", 1)),
-    order=9,
-    not_applicable=_inputs_not_observed,
-    depends_on=RESUMED,
-)
+@check(scenario=RESUME, until=UNTIL_RESUMED, order=9, not_applicable=_inputs_not_observed, depends_on=RESUMED)
 def data(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks are fed different batches, and that a resumed run continues in the middle of the epoch.
 
@@ -61,10 +57,10 @@ def _apart(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
             yield f"rank {snapshot.rank}: no tensor was found in the inputs of step {nth + 1}, so ranks cannot be compared"
         peer = first.setdefault(places[snapshot.rank], snapshot)
         if peer.inputs != snapshot.inputs:
-            yield (
-                f"ranks {peer.rank} and {snapshot.rank} are fed different batches in step {nth + 1}; "
-                f"expected the same, as they hold {_peers(cell, peer.rank, snapshot.rank)}"
-            )
+            layers, stages = f"parts of the same layers (tp {cell.tp})", f"stages of the same pipeline (pp {cell.pp})"
+            shared = layers if snapshot.rank in cell.tp_peers(peer.rank) else stages
+            finding = f"ranks {peer.rank} and {snapshot.rank} are fed different batches in step {nth + 1}"
+            yield f"{finding}; expected the same, as they hold {shared}"
         for batch in set(snapshot.inputs) - {""}:
             other = fed.setdefault(batch, snapshot.rank)
             if places[other] != places[snapshot.rank]:
@@ -73,8 +69,51 @@ def _apart(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
                 yield f"ranks {other} and {snapshot.rank} are fed the same batch in step {nth + 1}{expected}"
 
 
-def _peers(cell: Cell, rank: int, other: int) -> str:
-    """Return what the two ranks share, and why."""
-    if other in cell.tp_peers(rank):
-        return f"parts of the same layers (tp {cell.tp})"
-    return f"stages of the same pipeline (pp {cell.pp})"
+def _draws_nothing(cell: Cell, driver: type[Driver]) -> str | None:
+    if "model" in driver.options and not model_of(cell).random:
+        return f"the model {model_of(cell).name} draws no random numbers"
+    return "checkpoints hold no random state" if cell.option("save_only_model") else None
+
+
+@check(scenario=RESUME, until=UNTIL_RESUMED, order=9, not_applicable=_draws_nothing, depends_on=RESUMED)
+def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that ranks drop different activations, and that a resumed run draws what the run that never stopped drew.
+
+    The check compares torch's random states after each step, on ranks that draw in every step. Ranks of one
+    tensor-parallel group may draw alike.
+
+    If it fails: seed each rank differently once the model is made, as by accelerate's
+    ``set_seed(seed, device_specific=True)``. Save the random state of each rank, not that of rank 0 alone.
+    """
+    whole, resumed = trace.run("train"), trace.run("resume")
+    steps = [whole.at("step", nth) for nth in range(SAVED + 2)]
+    for nth, here in enumerate(steps):
+        yield from every_rank(here, cell.world_size, f"step {nth + 1}")
+    # A loader draws a seed as each epoch begins, and all ranks draw the same one: only who draws in every step drops activations.
+    draws = set(range(cell.world_size))
+    for before, after in itertools.pairwise(steps):
+        draws &= {now.rank for was, now in pairs(before, after) if was.rng != now.rng}
+    if model_of(cell).random and len(draws) < cell.world_size:
+        idle = named_ranks(sorted(set(range(cell.world_size)) - draws), cell.world_size)
+        yield f"{idle}: a step draws no random numbers; the model {model_of(cell).name} draws some in each forward"
+    for nth in range(1, SAVED):
+        yield from _alike(cell, [one for one in steps[nth] if one.rank in draws], nth)
+    for nth, before in enumerate((whole.at("save"), *steps[SAVED:])):
+        after = resumed.at("load") if not nth else resumed.at("step", nth - 1)
+        when = f"step {nth} after the load" if nth else "the load"
+        yield from every_rank(after, cell.world_size, when)
+        wrong = [one.rank for was, one in pairs(before, after) if was.rng != one.rng and one.rank in draws]
+        yield from (
+            f"rank {rank}: other random numbers follow {when} than in the run that never stopped" for rank in wrong
+        )
+        if wrong:
+            return  # later ones follow from these
+
+
+def _alike(cell: Cell, drawn: list[Snapshot], nth: int) -> Iterator[str]:
+    first: dict[str, int] = {}
+    for snapshot in drawn:
+        other = first.setdefault(snapshot.rng, snapshot.rank)
+        # Peers of tensor parallelism have the same activations, of which they must drop the same.
+        if cell.dp_rank(other) != cell.dp_rank(snapshot.rank):
+            yield f"ranks {other} and {snapshot.rank} draw the same random numbers in step {nth + 1}"

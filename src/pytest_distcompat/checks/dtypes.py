@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 
@@ -33,36 +32,34 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(trained, cell.world_size, "three steps")
     smallest = _smallest_gradient(cell, unwrapped)
     pipelined = bool(stages_of(trace.run())) and any(one.compute for one in trained)
+    # No hook sees inside a compiled graph, and hooks are lost with a layer that is replaced.
+    observed = not cell.option("compile") and cell.option("fp8_backend") != "te"
     for snapshot in trained:
-        yield from _stored(row, snapshot)
+        found = [*_stored(row, snapshot)]
         if unwrapped and snapshot.model:
-            findings = (
-                _not_trained(strategy, cell, unwrapped, snapshot.model),
-                _buffers(strategy, row, cell, unwrapped, snapshot.model),
-            )
-            yield from (f"rank {snapshot.rank}: {text}" for text in itertools.chain(*findings))
-        # No hook sees inside a compiled graph, and hooks are lost with a layer that is replaced.
-        observed = not cell.option("compile") and cell.option("fp8_backend") != "te"
+            found += _not_trained(strategy, cell, unwrapped, snapshot.model)
+            found += _buffers(strategy, row, cell, unwrapped, snapshot.model)
         # A model without layers that multiply matrices has no products, nor has a stage of embeddings alone.
         without = pipelined and not snapshot.compute
-        if observed and not without and not (unwrapped and unwrapped.products == 0):
-            yield from _computed(row, snapshot)
+        computed = {info.output for info in snapshot.compute}
+        if observed and not without and not (unwrapped and unwrapped.products == 0) and computed != {row.compute}:
+            found.append(f"matrix products ran in {_list(computed)}; expected {row.compute}")
         if cell.world_size > cell.tp * cell.pp:
-            yield from _reduced(
-                row, cell, snapshot, smallest, dtype_requested=requested(cell, unwrapped, "reduce_dtype")
-            )
-        yield from _accumulated(row, cell, snapshot)
-    yield from _stepped(row, trained)
+            found += _reduced(row, cell, snapshot, smallest, exact=requested(cell, unwrapped, "reduce_dtype"))
+        found += _accumulated(row, cell, snapshot)
+        yield from (f"rank {snapshot.rank}: {text}" for text in found)
+    for snapshot in trained:
+        yield from (f"rank {snapshot.rank}: {text}" for text in _stepped(row, snapshot))
 
 
 def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
     infos = [info for info in snapshot.parameters if info.trainable and info.local_numel]
     wrong = [info for info in infos if info.dtype != row.storage]
     if wrong:
-        yield (
-            f"rank {snapshot.rank}: {len(wrong)} of {len(infos)} trainable parameters are stored in "
-            f"{_list(info.dtype for info in wrong)}, first {wrong[0].name!r}; expected {row.storage}"
+        finding = (
+            f"{len(wrong)} of {len(infos)} trainable parameters are stored in {_list(info.dtype for info in wrong)}"
         )
+        yield f"{finding}, first {wrong[0].name!r}; expected {row.storage}"
 
 
 def _not_trained(strategy: Strategy, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
@@ -71,13 +68,9 @@ def _not_trained(strategy: Strategy, cell: Cell, unwrapped: UnwrappedInfo, model
     shared = {_unit(model, info) for info in model.parameters if info.trainable}
     frozen = [info for info in model.parameters if not info.trainable and info.local_numel]
     pairs = [(info, loaded.get(strategy.canonical(info.name, cell, loaded))) for info in frozen]
-    wider = [
-        (info, dtype)
-        for info, dtype in pairs
-        # FSDP1 keeps all of a unit in one flat parameter, which has one dtype.
-        if dtype and _wider(info.dtype, dtype) and not ("FSDP1" in info.kind and _unit(model, info) in shared)
-    ]
-    if wider:
+    # FSDP1 keeps all of a unit in one flat parameter, which has one dtype.
+    alone = ((info, dtype) for info, dtype in pairs if "FSDP1" not in info.kind or _unit(model, info) not in shared)
+    if wider := [(info, dtype) for info, dtype in alone if dtype and _wider(info.dtype, dtype)]:
         info, dtype = wider[0]
         finding = f"{len(wider)} of {len(frozen)} frozen parameters are stored in {info.dtype}, first {info.name!r}"
         yield f"{finding}; loaded in {dtype}"
@@ -100,16 +93,9 @@ def _buffers(strategy: Strategy, row: Dtypes, cell: Cell, unwrapped: UnwrappedIn
     }
     pairs = [(info, expected.get(strategy.canonical(info.name, cell, expected), info.dtype)) for info in model.buffers]
     # Missing and new buffers are findings of the check ``names``.
-    wrong = [(info, dtype) for info, dtype in pairs if info.dtype != dtype]
-    if wrong:
+    if wrong := [(info, dtype) for info, dtype in pairs if info.dtype != dtype]:
         info, dtype = wrong[0]
         yield f"{len(wrong)} buffers are in {info.dtype}, first {info.name!r}; expected {dtype}"
-
-
-def _computed(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
-    found = {info.output for info in snapshot.compute}
-    if found != {row.compute}:
-        yield f"rank {snapshot.rank}: matrix products ran in {_list(found)}; expected {row.compute}"
 
 
 def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:
@@ -119,14 +105,13 @@ def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:
     return max(2, min(sizes, default=0) // cell.world_size)
 
 
-def _reduced(row: Dtypes, cell: Cell, snapshot: Snapshot, smallest: int, *, dtype_requested: bool) -> Iterator[str]:
+def _reduced(row: Dtypes, cell: Cell, snapshot: Snapshot, smallest: int, *, exact: bool) -> Iterator[str]:
     """Yield a finding if gradients are reduced in a wrong dtype."""
     # A wider one is wrong only if the dtype was requested: torch's autocast around FSDP2 reduces so.
     expected = "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce
     found = {info.dtype for info in gradient_reductions(cell, snapshot) if info.numel >= smallest}
-    wrong = {dtype for dtype in found if dtype != expected and (dtype_requested or not _wider(dtype, expected))}
-    if wrong or not found:
-        yield f"rank {snapshot.rank}: gradients were reduced in {_list(found)}; expected {expected}"
+    if not found or any(dtype != expected and (exact or not _wider(dtype, expected)) for dtype in found):
+        yield f"gradients were reduced in {_list(found)}; expected {expected}"
 
 
 def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
@@ -134,36 +119,25 @@ def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     found = snapshot.optimizer.accumulates if snapshot.optimizer else ""
     expected = "float32" if cell.option("grad_accum_dtype") == "fp32" else row.storage
     if found not in {"", expected}:
-        yield f"rank {snapshot.rank}: gradients are added up in {found}; expected {expected}"
+        yield f"gradients are added up in {found}; expected {expected}"
 
 
-def _stepped(row: Dtypes, trained: tuple[Snapshot, ...]) -> Iterator[str]:
-    for snapshot in trained:
-        if not snapshot.steps:
-            yield f"rank {snapshot.rank}: no optimizer stepped"
-        if not _holds(snapshot):
-            continue
-        for step in snapshot.steps:
-            for verb, found, expected in (
-                ("updates", step.master, row.master),
-                ("is given gradients in", step.gradient, row.gradient),
-                ("keeps state in", step.state, row.state),
-            ):
-                stateless = verb == "keeps state in" and not found and not _keeps_state(snapshot)
-                if set(found) != {expected} and not stateless:
-                    optimizer = f"rank {snapshot.rank}: {step.optimizer}"
-                    masters = " masters" if found and verb == "updates" else ""
-                    yield f"{optimizer} {verb} {_list(found)}{masters}; expected {expected}"
-
-
-def _keeps_state(snapshot: Snapshot) -> bool:
-    """Tell whether the optimizer keeps state; SGD without momentum keeps none."""
-    return any(state.key not in {"step", "master"} for state in snapshot.states)
-
-
-def _holds(snapshot: Snapshot) -> bool:
-    """Tell whether this rank holds trainable elements: of a small model the last of many ranks may hold none."""
-    return any(info.trainable and info.local_numel for info in snapshot.parameters)
+def _stepped(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
+    if not snapshot.steps:
+        yield "no optimizer stepped"
+    # Of a small model the last of many ranks may hold no trainable element.
+    holds = any(info.trainable and info.local_numel for info in snapshot.parameters)
+    # SGD without momentum keeps no state.
+    stateless = all(state.key in {"step", "master"} for state in snapshot.states)
+    for step in snapshot.steps if holds else ():
+        for verb, found, expected in (
+            ("updates", step.master, row.master),
+            ("is given gradients in", step.gradient, row.gradient),
+            ("keeps state in", step.state, row.state),
+        ):
+            if set(found) != {expected} and not (verb == "keeps state in" and not found and stateless):
+                masters = " masters" if found and verb == "updates" else ""
+                yield f"{step.optimizer} {verb} {_list(found)}{masters}; expected {expected}"
 
 
 def _list(dtypes: Iterable[str]) -> str:

@@ -1,17 +1,17 @@
-"""Do the exported weights load with the model's own library, and compute what was trained?"""
+"""Do the exported weights load with the model's own library, and does a checkpoint of the model alone hold the whole?"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import EXPORTED, check, every_rank
+from pytest_distcompat.checks._base import EXPORTED, and_others, check, every_rank, first_three
 from pytest_distcompat.checks._values import adapter_name, compare, exported_weights, flat_parameters, values
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import EXPORT
+from pytest_distcompat.scenario import EXPORT, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
 
@@ -50,12 +50,12 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from same_values(train, reload)
     yield from every_rank(train.at("evaluate"), cell.world_size, "evaluate")
     # A rank with statistics of its own (BatchNorm), which are not those in the file, computes something else.
-    exported = {info.name: {info.digest} for info in reload.unwrapped.buffers}
+    exported = {info.name: info.digest for info in reload.unwrapped.buffers}
     own = {
         snapshot.rank
         for snapshot in train.at("export")
         for name, digests in values(train, (snapshot,)).of("buffer").items()
-        if not set(digests) <= exported.get(name, set(digests))
+        if name in exported and {*digests} - {exported[name]}
     }
     alike = tuple(one for one in train.at("evaluate") if one.rank not in own or len(own) == cell.world_size)
     yield from _outputs(cell, alike, reload.at("evaluate"))
@@ -77,22 +77,18 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
         for key in file.keys:
             if key in file.shapes and key in shapes and tuple(file.shapes[key]) != shapes[key]:
                 yield f"file {file.path!r}: {key!r} has shape {tuple(file.shapes[key])}; {shapes[key]} in the unwrapped model"
-        unknown = sorted(set(file.keys) - wanted)
-        if unknown:
-            key, *others = unknown
-            closest = strategy.canonical(key, cell, known)
+        if unknown := set(file.keys) - wanted:
+            closest = strategy.canonical(key := min(unknown), cell, known)
             hint = f"; expected {closest!r}" if closest in wanted and closest != key else ""
-            named = f"{key!r}{f' and {len(others)} others are' if others else ' is'}"
-            yield f"file {file.path!r}: key {named} none of the model's own{hint}"
+            are = "is" if len(unknown) == 1 else "are"
+            yield f"file {file.path!r}: key {and_others(unknown)} {are} none of the model's own{hint}"
     for index in files:
         if index.holds == "index":
             yield from _in_files(index, models)
     found = {key for file in models for key in file.keys}
     tied = {name: set(group) for group in unwrapped.tied for name in group}
-    missing = sorted(name for name in wanted - found if not tied.get(name, set()) & found)
-    if missing:
-        first = ", ".join(repr(name) for name in missing[:3])
-        yield f"{len(missing)} of {len(wanted)} names are in no exported file, first {first}"
+    if missing := sorted(name for name in wanted - found if not tied.get(name, set()) & found):
+        yield f"{len(missing)} of {len(wanted)} names are in no exported file, first {first_three(missing)}"
 
 
 def _in_files(index: FileInfo, models: list[FileInfo]) -> Iterator[str]:
@@ -125,15 +121,16 @@ def same_values(train: RunTrace, reload: RunTrace, *, only: Collection[str] | No
     loaded = reload.unwrapped
     if loaded is None or flat_parameters(train.at("export")):
         return  # a flat parameter has no names to compare by; the outputs are compared instead
-    now = {info.name: (info.digest,) for info in loaded.parameters}
-    yield from compare("parameter", _chosen(exported_weights(train, reload), only), now, "after the reload")
-    reloaded = {info.name: (info.digest,) for info in loaded.buffers if info.persistent}
-    trained = values(train, train.at("export")).of("buffer")
-    yield from compare("buffer", _chosen(trained, only), reloaded, "after the reload")
-
-
-def _chosen(found: Mapping[str, tuple[str, ...]], only: Collection[str] | None) -> Mapping[str, tuple[str, ...]]:
-    return found if only is None else {name: value for name, value in found.items() if name in only}
+    for kind, trained, infos in (
+        ("parameter", exported_weights(train, reload), loaded.parameters),
+        (
+            "buffer",
+            values(train, train.at("export")).of("buffer"),
+            [info for info in loaded.buffers if info.persistent],
+        ),
+    ):
+        chosen = {name: value for name, value in trained.items() if only is None or name in only}
+        yield from compare(kind, chosen, {info.name: (info.digest,) for info in infos}, "after the reload")
 
 
 def _outputs(cell: Cell, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot, ...]) -> Iterator[str]:
@@ -142,15 +139,13 @@ def _outputs(cell: Cell, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot
         yield "the reloaded model computed nothing"
         return
     expected = reloaded[0].outputs
-    infinite = sum(not math.isfinite(value) for value in expected)
-    if infinite:
+    if infinite := sum(not math.isfinite(value) for value in expected):
         yield f"{infinite} of {len(expected)} outputs of the reloaded model are infinite; expected finite numbers"
         return
-    largest = max(abs(value) for value in expected)
+    largest = max(map(abs, expected))
     allowed = largest * PRECISIONS.get(cell.precision).norm_tolerance
     for snapshot in trained:
-        if len(snapshot.outputs) != len(expected):
-            got = len(snapshot.outputs)
+        if (got := len(snapshot.outputs)) != len(expected):
             yield f"rank {snapshot.rank}: {got} outputs of the trained model; {len(expected)} of the reloaded one"
             continue
         apart = [abs(one - other) for one, other in zip(snapshot.outputs, expected, strict=True)]
@@ -158,3 +153,54 @@ def _outputs(cell: Cell, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot
         if not all(off <= allowed for off in apart):
             distance = f"up to {max(apart):.3g} apart ({allowed:.1e} allowed, of {largest:.3g})"
             yield f"rank {snapshot.rank}: outputs of the trained and of the reloaded model are {distance}"
+
+
+def _saves_optimizer(cell: Cell, driver: type[Driver]) -> str | None:
+    return None if cell.option("save_only_model") else "the cell saves the optimizer too"
+
+
+@check(scenario=TRAIN, until=(("train", "files", 0),), order=15, not_applicable=_saves_optimizer)
+def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that a checkpoint saved with save_only_model holds all weights, and no optimizer or scheduler state.
+
+    The weights are bit by bit those trained at the save. A trainer that cannot do that must raise when it is built, as
+    ``refuses(..., save_only_model=True, match=...)`` declares. transformers raised at the first checkpoint, after hours
+    (https://github.com/huggingface/transformers/issues/36626).
+
+    If it fails: weights were not gathered, or were filtered by a name that wrapping had changed.
+    """
+    run = trace.run()
+    unwrapped, at_save, written = run.unwrapped, run.at("save"), run.first("files")
+    yield from every_rank(at_save, cell.world_size, "save")
+    if unwrapped is None or written is None:
+        yield "the saved files were not read"
+        return
+    for owner, holds in (("an optimizer", "optimizer"), ("a scheduler", "scheduler")):
+        paths = [repr(file.path) for file in written.saved if file.holds == holds]
+        if paths:
+            yield f"state of {owner} is in {', '.join(paths[:3])}; the checkpoint is of the model alone"
+    names = [info.name for info in (*unwrapped.parameters, *(one for one in unwrapped.buffers if one.persistent))]
+    if cell.option("lora"):
+        names = [info.name for info in unwrapped.parameters if info.trainable]
+    saved: dict[str, set[str]] = {}
+    for key, digest in (pair for file in written.saved for pair in file.digests.items()):
+        saved.setdefault(key, set()).add(digest)
+    weights = {name: saved[key] for key, name in _keys(unwrapped, names) if key in saved}
+    if missing := [name for name in names if name not in weights]:
+        yield f"{len(missing)} of {len(names)} weights are not saved, first {first_three(missing)}"
+    if flat_parameters(at_save):
+        return  # flat parameters have no unwrapped names to compare by
+    trained = values(run, at_save)
+    yield from trained.wrong
+    held = [trained.of(kind) for kind in ("parameter", "buffer", "master")]
+    copies = {name: {digest for found in held for digest in found.get(name, ())} for name in names}
+    if wrong := [name for name, digests in weights.items() if not copies[name].issuperset(digests)]:
+        finding = f"{len(wrong)} of {len(names)} weights have other values in the checkpoint than at the save"
+        yield f"{finding}, first {first_three(wrong)}"
+
+
+def _keys(unwrapped: UnwrappedInfo, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield each key that a weight may have in a file, with the weight's name: PEFT's, a tied one, its own."""
+    yield from ((adapter_name(name), name) for name in names)
+    yield from ((name, group[0]) for group in unwrapped.tied for name in group if group[0] in names)
+    yield from ((name, name) for name in names)

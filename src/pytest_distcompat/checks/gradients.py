@@ -86,7 +86,7 @@ def _norms(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[tuple[tup
     for name, held in parts.items():
         for group in shard_groups({rank: info.layout.holders for rank, info in held.items()}):
             own = [held[rank] for rank in group if rank in held]
-            whole = sum(info.numel for info in own) == names.numel(name)
+            whole = sum(info.numel for info in own) == names.sizes.get(name)
             norm = math.sqrt(sum(info.square for info in own)) if whole else None
             for rank in set(group) & norms.keys():
                 norms[rank][name] = norm
@@ -111,9 +111,8 @@ def _holders(run: RunTrace) -> Callable[[Sequence[int], Sequence[str]], list[int
 def _numbers(cell: Cell, run: RunTrace) -> dict[str, int]:
     """Return what gradients may be too large or too small by, by name."""
     # A pipeline splits a batch into more micro-batches than accumulation asks for.
-    micros = (
-        max((len(one.inputs) for one in run.at("step")), default=1) if cell.pp > 1 else int(cell.option("grad_accum"))
-    )
+    split = max((len(one.inputs) for one in run.at("step")), default=1)
+    micros = split if cell.pp > 1 else int(cell.option("grad_accum"))
     numbers = {"the number of ranks": cell.world_size, "micro-batches a step": micros}
     numbers |= {f"the size of {name}": int(cell.option(name)) for name in ("tp", "cp", "ep", "pp")}
     if cell.dp_size < cell.world_size:
@@ -164,16 +163,14 @@ def _differences(
             alike.append([name])
     # What clipping does to all gradients because some are wrong shows in most of them: it is no finding of its own.
     scales = [names for names in alike if ratios[names[0]] and math.isfinite(ratios[names[0]])]
-    scaled = [names for names in scales if len(names) > max(sound, len(expected) / 2)]
-    common = ratios[scaled[0][0]] if scaled and len(alike) > 1 else 1.0
-    for names in alike:
-        if len(alike) > 1 and names in scaled:
-            continue
-        first = names[0]
-        first_here, first_there = (one.get(first) or 0.0 for one in (norms, expected))
-        values = f"{first!r} has norm {first_here:.6g}; {first_there:.6g} in the reference"
+    most = max(sound, len(expected) / 2)
+    scaled = [names for names in scales if len(names) > most] if len(alike) > 1 else []
+    common = ratios[scaled[0][0]] if scaled else 1.0
+    for names in (one for one in alike if one not in scaled):
+        here, there = (one.get(names[0]) or 0.0 for one in (norms, expected))
+        values = f"{names[0]!r} has norm {here:.6g}; {there:.6g} in the reference"
         everything = f"all {len(names)} parameters" if len(names) == len(expected) else _listed(names)
-        ratio = _ratio(numbers, ratios[first], common)
+        ratio = _ratio(numbers, ratios[names[0]], common)
         yield names, f"the gradient of {everything} {ratio}: {values} ({tolerance:.0e} allowed)"
 
 

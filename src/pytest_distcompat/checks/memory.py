@@ -43,25 +43,21 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
 def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None) -> Iterator[str]:
     """Yield findings about the state that the ranks of a stage keep, for what they hold of the unwrapped model."""
     strategy, ranks = STRATEGIES.get(cell.strategy), [snapshot.rank for snapshot in snapshots]
+    sharded = strategy.shards or strategy.flat_masters
     built, size = tuple(one for one in run.at("build") if one.rank in ranks), cell.world_size // cell.pp
     where = "all ranks" if cell.pp == 1 else named_ranks(ranks, cell.world_size)
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, built)
-    if not (strategy.shards or strategy.flat_masters):
+    if not sharded:
         # Of the experts each rank has its part.
-        trained -= sum(
-            info.local_numel * (expert_parts(info) - 1)
-            for one in built[:1]
-            for info in one.parameters
-            if info.trainable
-        )
+        infos = (info for info in (built[0].parameters if built else ()) if info.trainable)
+        trained -= sum(info.local_numel * (expert_parts(info) - 1) for info in infos)
     others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
     copies, padding = size // cell.tp, 0
-    if strategy.shards or strategy.flat_masters:
+    if sharded:
         declared = requested(cell, unwrapped, "dp_replicate")
         copies, padding = int(cell.option("dp_replicate")) if declared else _copies(built, size), MAX_PADDING
     state_sharded = any(ZERO_OPTIMIZER in snapshot.optimizer.chain for snapshot in snapshots if snapshot.optimizer)
-    found: Counter[str] = Counter()
-    tensors: Counter[str] = Counter()
+    found, tensors = Counter[str](), Counter[str]()
     for snapshot in snapshots:
         for (key, _), numel in state_elements(snapshot).items():
             found[key] += numel * len(snapshot.ranks)
@@ -84,14 +80,8 @@ def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped:
 
 def _replicated_by_tp(cell: Cell, built: tuple[Snapshot, ...]) -> int:
     """Return the trained elements that tensor parallelism leaves whole on each of its ranks, once for each further rank."""
-    if cell.tp == 1:
-        return 0
-    return (cell.tp - 1) * sum(
-        math.prod(info.shape)
-        for snapshot in built[:1]
-        for info in snapshot.parameters
-        if info.trainable and not cut_along(info, "tp")
-    )
+    infos = (info for info in (built[0].parameters if built else ()) if info.trainable and not cut_along(info, "tp"))
+    return (cell.tp - 1) * sum(math.prod(info.shape) for info in infos)
 
 
 def _copies(built: tuple[Snapshot, ...], size: int) -> int:

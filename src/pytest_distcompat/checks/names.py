@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, named_ranks
+from pytest_distcompat.checks._base import check, every_rank, first_three, named_ranks
 from pytest_distcompat.checks._values import (
     across_stages,
     adapter_name,
@@ -53,7 +53,7 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from expected.keys(files)
 
 
-#: The finding when no saved file is one that ``probe.read_files`` can read.
+#: The finding when no saved file is one that ``probe.files`` can read.
 NO_READABLE_FILE = (
     "no file holds a model by names; read are .safetensors, torch.distributed.checkpoint, DeepSpeed's, and what torch.save wrote "
     "(.pt, .pth, .bin, .ckpt, .tar): a state dict by itself, or under 'model', 'model_state_dict', 'state_dict', 'model_state' "
@@ -99,13 +99,15 @@ class _Expected:
             return
         if flat_parameters((snapshot,)):
             return  # flat parameters have no names of their own; the files have
-        found = Counter(self.canonical(info.name) for info in snapshot.model.parameters)
-        raw = {self.canonical(info.name): info.name for info in snapshot.model.parameters}
+        found: dict[str, list[str]] = defaultdict(list)
+        for info in snapshot.parameters:
+            found[self.canonical(info.name)].append(info.name)
         for name in sorted(set(found) - self.parameters):
-            yield f"{where}: live parameter {raw[name]!r} maps to {name!r}, which is no name of the unwrapped model"
-        for name in sorted(name for name, count in found.items() if count > 1):
-            yield f"{where}: {found[name]} live parameters map to {name!r}; expected one"
-        for info in snapshot.model.parameters:
+            yield f"{where}: live parameter {found[name][-1]!r} maps to {name!r}, which is no name of the unwrapped model"
+        for name, live in sorted(found.items()):
+            if len(live) > 1:
+                yield f"{where}: {len(live)} live parameters map to {name!r}; expected one"
+        for info in snapshot.parameters:
             expected = self.shape(info.name)
             # A shard of FSDP1 has only its own shape.
             if info.kind != "FSDP1 shard" and expected not in {None, tuple(info.shape)}:
@@ -117,32 +119,27 @@ class _Expected:
         built = {snapshot.rank: snapshot for snapshot in run.at("build")}
         for ranks in across_stages(run, (_with_experts(one) for one in snapshots.values())):
             live = [info for rank in ranks if rank in snapshots for info in snapshots[rank].parameters]
-            buffers = [
-                info for rank in ranks if rank in built and (model := built[rank].model) for info in model.buffers
-            ]
-            flat = any(flat_parameters((snapshots[rank],)) for rank in ranks if rank in snapshots)
-            where = named_ranks(ranks, 0)
+            buffers = [info for rank in ranks if rank in built for info in built[rank].buffers]
+            flat = any(info.kind == "FlatParameter" for info in live)
+            stage = " on any stage" if len(ranks) > 1 else ""
             for kind, infos, wanted in (
                 ("parameter", live, set() if flat else self.parameters),
                 ("buffer", buffers, {self.same(info.name) for info in self.unwrapped.buffers}),
             ):
                 for name in sorted(wanted - {self.canonical(info.name) for info in infos}):
-                    stage = " on any stage" if len(ranks) > 1 else ""
-                    yield f"{where}: {kind} {name!r} of the unwrapped model has no live counterpart{stage}"
+                    text = f"{kind} {name!r} of the unwrapped model has no live counterpart{stage}"
+                    yield f"{named_ranks(ranks, 0)}: {text}"
 
     def buffers(self, snapshot: Snapshot) -> Iterator[str]:
         """Yield findings for buffers right after build; the check ``dtypes`` covers a buffer in another dtype."""
-        where, live = f"rank {snapshot.rank}", snapshot.model.buffers if snapshot.model else ()
-        found = {self.canonical(info.name): info for info in live}
+        found = {self.canonical(info.name): info for info in snapshot.buffers}
         for unwrapped in self.unwrapped.buffers:
             info = found.get(self.same(unwrapped.name))
-            if info is None:
-                continue
-            if unwrapped.digest == EMPTY and 0 not in unwrapped.shape:
-                continue  # on the meta device it has no values
-            elif info.dtype == unwrapped.dtype and info.digest != unwrapped.digest:
+            # On the meta device it has no values.
+            known = unwrapped.digest != EMPTY or 0 in unwrapped.shape
+            if info and known and info.dtype == unwrapped.dtype and info.digest != unwrapped.digest:
                 buffer = f"buffer {unwrapped.name!r} ({'' if unwrapped.persistent else 'non-'}persistent)"
-                yield f"{where}: {buffer} has other values after build than in the unwrapped model"
+                yield f"rank {snapshot.rank}: {buffer} has other values after build than in the unwrapped model"
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of the unwrapped parameter or buffer; None if there is none of that name."""
@@ -184,9 +181,7 @@ class _Expected:
 
     def _only_holders(self, run: RunTrace, names: set[str]) -> list[int]:
         """Return the ranks whose stage holds all parameters of these names, where other stages hold none of them."""
-        held = {
-            snapshot.rank: {self.canonical(info.name) for info in snapshot.parameters} for snapshot in run.at("build")
-        }
+        held = {one.rank: {self.canonical(info.name) for info in one.parameters} for one in run.at("build")}
         some = [rank for rank, live in held.items() if live & names] if stages_of(run) else []
         return some if all(names <= held[rank] for rank in some) else []
 
@@ -221,16 +216,11 @@ def _has_state(snapshots: tuple[Snapshot, ...]) -> bool:
 
 def _state_under_one_parameter(snapshots: tuple[Snapshot, ...]) -> bool:
     """Tell whether the optimizer keeps all state under one parameter, as LBFGS does: it is larger than its owner."""
-    for snapshot in snapshots:
-        if snapshot.model is not None and snapshot.optimizer is not None:
-            sizes = {info.name: info.local_numel for info in snapshot.model.parameters}
-            if any(state.numel > max(1, sizes.get(state.owner, state.numel)) for state in snapshot.optimizer.states):
-                return True
-    return False
+    sizes = {(one.rank, info.name): info.local_numel for one in snapshots for info in one.parameters}
+    states = ((sizes.get((one.rank, state.owner)), state.numel) for one in snapshots for state in one.states)
+    return any(size is not None and numel > max(1, size) for size, numel in states)
 
 
 def _missing(kind: str, wanted: set[str], covered: set[str]) -> Iterator[str]:
-    missing = sorted(wanted - covered)
-    if missing:
-        names = ", ".join(repr(name) for name in missing[:3])
-        yield f"{len(missing)} of {len(wanted)} {kind} are in no saved file, first {names}"
+    if missing := sorted(wanted - covered):
+        yield f"{len(missing)} of {len(wanted)} {kind} are in no saved file, first {first_three(missing)}"

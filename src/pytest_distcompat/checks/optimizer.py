@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
@@ -53,11 +53,9 @@ def _held(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]:
     if snapshot.optimizer is None or snapshot.model is None:
         yield f"{where}: no optimizer after build; the driver must set self.model and self.optimizer"
         return
-    if snapshot.optimizer.foreign:
-        yield (
-            f"{where}: {snapshot.optimizer.foreign} of {snapshot.optimizer.entries} tensors in the optimizer are no parameters "
-            "of the live model (stale)"
-        )
+    if foreign := snapshot.optimizer.foreign:
+        found = f"{foreign} of {snapshot.optimizer.entries} tensors in the optimizer"
+        yield f"{where}: {found} are no parameters of the live model (stale)"
     for info in snapshot.model.parameters:
         if trainable[info.name] and info.held is not None and info.held != 1:
             count = "not in the optimizer" if not info.held else f"in the optimizer {info.held} times"
@@ -69,17 +67,17 @@ def _partitions(cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[str,
 
     What tensor parallelism leaves whole each of its ranks has.
     """
-    held: dict[str, int] = defaultdict(int)
+    held = Counter[str]()
     for snapshot in built:
-        for name, numel in (snapshot.optimizer.partitioned if snapshot.optimizer else {}).items():
-            held[name] += numel
+        held.update(snapshot.optimizer.partitioned if snapshot.optimizer else {})
     for info in {info.name: info for snapshot in built for info in snapshot.parameters}.values():
         expected, times = math.prod(info.shape), 1 if cut_along(info, "tp") else cell.tp
         if trainable[info.name] and held[info.name] != expected * times:
-            yield (
-                f"all ranks together: {held[info.name]} of {expected} elements of trainable parameter {info.name!r} are in "
-                f"the optimizer; expected each one {'once' if times == 1 else f'{times} times'}"
+            found = (
+                f"{held[info.name]} of {expected} elements of trainable parameter {info.name!r} are in the optimizer"
             )
+            often = "once" if times == 1 else f"{times} times"
+            yield f"all ranks together: {found}; expected each one {often}"
 
 
 def _moves(
@@ -89,9 +87,7 @@ def _moves(
     # Of a master its change is enough, if any live parameter changed: a bfloat16 copy near 1 takes more than three steps
     # to change.
     before, after, without_any = _digests(built), _digests(trained), unused(run)
-    ranks = {snapshot.rank for snapshot in trained if snapshot.model} & {
-        snapshot.rank for snapshot in built if snapshot.model
-    }
+    ranks = {one.rank for one in trained if one.model} & {one.rank for one in built if one.model}
     without_gradient, masters = _without_gradient(trained), _masters_moved(built, trained)
     live = {name for name in trainable if any(before[name].get(rank) != after[name].get(rank) for rank in ranks)}
     for name, train in trainable.items():
@@ -113,30 +109,21 @@ def _moves(
 def _masters_moved(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -> set[str]:
     """Return the parameters whose master changed on any rank that had one after build."""
     before, after = (
-        {
-            (snapshot.rank, state.owner): state.digest
-            for snapshot in snapshots
-            for state in _states(snapshot)
-            if state.key == "master"
-        }
-        for snapshots in (built, trained)
+        {(one.rank, state.owner): state.digest for one in some for state in _states(one) if state.key == "master"}
+        for some in (built, trained)
     )
     return {owner for (rank, owner), digest in after.items() if before.get((rank, owner), digest) != digest}
 
 
 def _states(snapshot: Snapshot) -> tuple[StateInfo, ...]:
     """Return the state of live parameters and flat partitions, and the parameters' parts of the partitions."""
-    return (*snapshot.optimizer.states, *snapshot.optimizer.masters) if snapshot.optimizer else ()
+    return (*snapshot.states, *snapshot.masters)
 
 
 def _without_gradient(trained: tuple[Snapshot, ...]) -> set[str]:
     """Return the owners of optimizer state that is all zero on every rank, step counts and masters aside."""
-    zero: dict[str, bool] = {}
-    for snapshot in trained:
-        for state in _states(snapshot):
-            if state.key not in {"step", "master"} and state.numel:
-                zero[state.owner] = zero.get(state.owner, True) and is_zero(state.digest)
-    return {owner for owner, all_zero in zero.items() if all_zero}
+    states = [state for one in trained for state in _states(one) if state.key not in {"step", "master"} and state.numel]
+    return {state.owner for state in states} - {state.owner for state in states if not is_zero(state.digest)}
 
 
 def _digests(snapshots: tuple[Snapshot, ...]) -> dict[str, dict[int, str]]:

@@ -139,14 +139,12 @@ def _expected(here: float, there: float, tolerance: float, largest: float) -> st
 
 
 def _rates(here: tuple[Snapshot, ...], there: Snapshot) -> Iterator[str]:
-    expected = [group.get("lr") for group in there.optimizer.param_groups] if there.optimizer else []
+    expected = [group.get("lr") for group in there.param_groups]
     for snapshot in here:
-        found = [group.get("lr") for group in snapshot.optimizer.param_groups] if snapshot.optimizer else []
-        if len(set(expected)) == 1 and len(set(found)) == 1:
-            # A trainer may keep parameters in more groups than it was given.
-            pairs = [(found[0], expected[0])]
-        else:
-            pairs = list(zip(found, expected, strict=False))
+        found = [group.get("lr") for group in snapshot.param_groups]
+        # A trainer may keep parameters in more groups than it was given.
+        alike = len(set(expected)) == 1 and len(set(found)) == 1
+        pairs = [(found[0], expected[0])] if alike else list(zip(found, expected, strict=False))
         if any(not math.isclose(one or 0, other or 0, rel_tol=RATE_TOLERANCE) for one, other in pairs):
             yield f"rank {snapshot.rank}: the learning rate is {_list(found)}; {_list(expected)} in the reference"
 
@@ -173,21 +171,15 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
         expected = math.sqrt(_square(there[0]))
         shares = {one.rank: together((step.holders, step.square) for step in one.steps) for one in here if one.steps}
         shards = shard_groups({rank: holders for rank, (holders, _) in shares.items()}, cell.world_size)
-        groups = across_stages(trace.run("train"), shards)
-        norms = {
-            f"{named_ranks(ranks, cell.world_size)}{' together' if len(ranks) > 1 else ''}": math.sqrt(
-                sum(shares[rank][1] for rank in ranks if rank in shares)
-                - _of_later_stages(trace.run("train"), [one for one in here if one.rank in ranks])
-            )
-            for ranks in groups
-        }
-        largest = max(largest, expected)
-        wrong = {
-            holders: norm for holders, norm in norms.items() if not _close(norm, expected, tolerances[step], largest)
-        }
-        for holders, norm in wrong.items():
-            finding = f"the gradients that the optimizer gets have norm {norm:.6g}; {expected:.6g} in the reference"
-            yield f"step {step + 1}: {holders}: {finding} ({tolerances[step]:.0e} allowed)"
+        largest, wrong = max(largest, expected), False
+        for ranks in across_stages(trace.run("train"), shards):
+            later = _of_later_stages(trace.run("train"), [one for one in here if one.rank in ranks])
+            norm = math.sqrt(sum(shares[rank][1] for rank in ranks if rank in shares) - later)
+            if not _close(norm, expected, tolerances[step], largest):
+                wrong = True
+                holders = f"{named_ranks(ranks, cell.world_size)}{' together' if len(ranks) > 1 else ''}"
+                finding = f"the gradients that the optimizer gets have norm {norm:.6g}; {expected:.6g} in the reference"
+                yield f"step {step + 1}: {holders}: {finding} ({tolerances[step]:.0e} allowed)"
         if wrong:
             return
 

@@ -1,4 +1,4 @@
-"""Does training resume from a checkpoint as if it had never stopped?"""
+"""Does training resume from a checkpoint as if it had never stopped, and does saving leave what is trained as it is?"""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import RESUMED, check, every_rank, finite_losses, pairs, trained_again
+from pytest_distcompat.checks._base import (
+    RESUMED,
+    UNTIL_RESUMED,
+    and_others,
+    check,
+    every_rank,
+    finite_losses,
+    pairs,
+    trained_again,
+)
 from pytest_distcompat.checks._values import held_states, same_dtype, unlike
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import RESUME, SAVED
+from pytest_distcompat.scenario import RESUME, SAVED, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import ModelInfo, OptimizerInfo, RunTrace, Snapshot, Trace
+from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
 
 #: Relative. State must come back bit by bit, but a GPU may sum a loss in any order.
 LOSS_TOLERANCE = 1e-4
@@ -25,7 +34,7 @@ ORDER_TOLERANCE = 5e-3
 RATE_TOLERANCE = 1e-9
 
 
-@check(scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=4, depends_on=RESUMED)
+@check(scenario=RESUME, until=UNTIL_RESUMED, order=4, depends_on=RESUMED)
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded in a fresh process group restores everything, and that training goes on from it.
 
@@ -43,8 +52,9 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
     steps = [whole.at("step", nth) for nth in range(SAVED + 2)]
-    infinite = ([*finite_losses(_with_loss(snapshots), f"step {nth}")] for nth, snapshots in enumerate(steps, 1))
-    # Later findings follow from the first.
+    # ``_losses`` reports those without a loss. Later findings follow from the first.
+    with_loss = ([one for one in snapshots if one.loss is not None] for snapshots in steps)
+    infinite = ([*finite_losses(snapshots, f"step {nth}")] for nth, snapshots in enumerate(with_loss, 1))
     yield from next(filter(None, infinite), [])
     yield from trained_again(loaded, (snapshot for snapshots in steps[:SAVED] for snapshot in snapshots))
     for before, after in pairs(trained, saved):
@@ -61,22 +71,16 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
         if before.scheduler != after.scheduler:
             yield f"rank {after.rank}: scheduler is at {after.scheduler!r}; saved at {before.scheduler!r}"
     # Numbers that differ at the load differ after every later step.
-    wrong = [
-        text for before, after in pairs(saved, loaded) for text in _groups(before.optimizer, after.optimizer, "", "")
-    ]
+    wrong = [text for before, after in pairs(saved, loaded) for text in _groups(before, after, "")]
+    ordered = PRECISIONS.get(cell.precision).compute == "float32" or cell.world_size <= 2
     for nth in (0, 1):
         expected, found = whole.at("step", SAVED + nth), resumed.at("step", nth)
         yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
         yield from every_rank(found, cell.world_size, f"step {nth + 1} after the load")
-        yield from _losses(nth, expected, found, _tolerance(cell))
+        yield from _losses(nth, expected, found, LOSS_TOLERANCE if ordered else ORDER_TOLERANCE)
         if not wrong:
             wrong = list(_numbers(nth, expected, found))
             yield from wrong
-
-
-def _with_loss(snapshots: tuple[Snapshot, ...]) -> Iterator[Snapshot]:
-    """Yield the snapshots that have a loss; ``_losses`` reports the others."""
-    return (snapshot for snapshot in snapshots if snapshot.loss is not None)
 
 
 #: Name -> (digest, dtype).
@@ -87,22 +91,22 @@ _Buffers = Mapping[str, Collection[tuple[str, str]]]
 
 def _without_nonpersistent(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
     """Return the snapshots without buffers that are not persistent: a fresh process makes those anew."""
-    buffers = run.unwrapped.buffers if run.unwrapped else ()
-    known = {info.name: info.persistent for info in buffers}
+    known = {info.name: info.persistent for info in (run.unwrapped.buffers if run.unwrapped else ())}
     canonical = STRATEGIES.get(cell.strategy).canonical
 
-    def persistent(model: ModelInfo) -> ModelInfo:
-        held = (info for info in model.buffers if known.get(canonical(info.name, cell, known), not known))
-        return replace(model, buffers=tuple(held))
+    def persistent(held: tuple[ParameterInfo, ...]) -> tuple[ParameterInfo, ...]:
+        return tuple(info for info in held if known.get(canonical(info.name, cell, known), not known))
 
-    return tuple(replace(snapshot, model=snapshot.model and persistent(snapshot.model)) for snapshot in snapshots)
+    return tuple(
+        replace(one, model=one.model and replace(one.model, buffers=persistent(one.buffers))) for one in snapshots
+    )
 
 
 def _buffers(snapshots: tuple[Snapshot, ...]) -> _Buffers:
     """Return the values that any rank had, by buffer."""
     found: dict[str, set[tuple[str, str]]] = {}
     for snapshot in snapshots:
-        for info in snapshot.model.buffers if snapshot.model else ():
+        for info in snapshot.buffers:
             found.setdefault(info.name, set()).add((info.digest, info.dtype))
     return found
 
@@ -110,39 +114,33 @@ def _buffers(snapshots: tuple[Snapshot, ...]) -> _Buffers:
 def same_state(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers | None = None) -> Iterator[str]:
     """Yield findings for state that an action changed although it must not."""
     yield from _model(before, after, action, anywhere or {})
-    yield from _optimizer(before.optimizer, after.optimizer, f"rank {after.rank}", action)
+    where = f"rank {after.rank}: "
+    was, now = ({f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in held_states(one)} for one in (before, after))
+    if was and not now:
+        held = f"{len(was)} tensors were saved" if action == "load" else f"it held {len(was)} tensors before"
+        yield f"{where}the optimizer's state is empty after the {action}; {held}"
+        return
+    yield from _differences(f"{where}optimizer state", was, now, action)
+    yield from _groups(before, after, action)
 
 
 def _model(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers) -> Iterator[str]:
     """Yield findings for changed parameters and buffers; a buffer may also have any of its values in ``anywhere``."""
-    old, new = before.model, after.model
-    for kind, was, now in (
-        ("parameter", old and old.parameters, new and new.parameters),
-        ("buffer", old and old.buffers, new and new.buffers),
-    ):
-        held = {info.name: (info.digest, info.dtype) for info in was or ()}
-        found = {info.name: (info.digest, info.dtype) for info in now or ()}
+    for kind in ("parameter", "buffer"):
+        held, found = (
+            {info.name: (info.digest, info.dtype) for info in (one.buffers if kind == "buffer" else one.parameters)}
+            for one in (before, after)
+        )
         if kind == "buffer":
             found = {name: held.get(name, one) if one in anywhere.get(name, ()) else one for name, one in found.items()}
         yield from _differences(f"rank {after.rank}: {kind}", held, found, action)
 
 
-def _optimizer(before: OptimizerInfo | None, after: OptimizerInfo | None, where: str, action: str) -> Iterator[str]:
-    was = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (held_states(before) if before else ())}
-    now = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (held_states(after) if after else ())}
-    if was and not now:
-        held = f"{len(was)} tensors were saved" if action == "load" else f"it held {len(was)} tensors before"
-        yield f"{where}: the optimizer's state is empty after the {action}; {held}"
-        return
-    yield from _differences(f"{where}: optimizer state", was, now, action)
-    yield from _groups(before, after, where, action)
-
-
-def _groups(before: OptimizerInfo | None, after: OptimizerInfo | None, where: str, action: str) -> Iterator[str]:
-    groups = (before.param_groups if before else (), after.param_groups if after else ())
-    if len(groups[0]) != len(groups[1]):
-        yield f"{where}: the optimizer has {len(groups[1])} param groups after the {action}; {len(groups[0])} before"
-    for number, key, old, new in unlike(*groups):
+def _groups(before: Snapshot, after: Snapshot, action: str) -> Iterator[str]:
+    where, was, now = f"rank {after.rank}", before.param_groups, after.param_groups
+    if len(was) != len(now):
+        yield f"{where}: the optimizer has {len(now)} param groups after the {action}; {len(was)} before"
+    for number, key, old, new in unlike(was, now):
         yield f"{where}: {key} of the optimizer's group {number} is {new} after the {action}; {old} before"
 
 
@@ -155,13 +153,7 @@ def _differences(kind: str, was: _Tensors, now: _Tensors, action: str) -> Iterat
         (f"another dtype after the {action}", {key for key in both if not same_dtype(was[key][1], now[key][1])}),
     ):
         if wrong:
-            first, *others = sorted(wrong)
-            yield f"{kind} {first!r}{f' and {len(others)} others' if others else ''}: {title}"
-
-
-def _tolerance(cell: Cell) -> float:
-    ordered = PRECISIONS.get(cell.precision).compute == "float32" or cell.world_size <= 2
-    return LOSS_TOLERANCE if ordered else ORDER_TOLERANCE
+            yield f"{kind} {and_others(wrong)}: {title}"
 
 
 def _losses(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...], tolerance: float) -> Iterator[str]:
@@ -169,18 +161,45 @@ def _losses(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]
         if expected.loss is None or found.loss is None:
             yield f"rank {found.rank}: no loss to compare; expected step() to return it"
         elif math.isfinite(expected.loss) and not math.isclose(expected.loss, found.loss, rel_tol=tolerance):
-            yield (
-                f"rank {found.rank}: loss {nth + 1} after the load is {found.loss:.6g}; "
-                f"{expected.loss:.6g} in the run that never stopped"
-            )
+            finding = f"loss {nth + 1} after the load is {found.loss:.6g}"
+            yield f"rank {found.rank}: {finding}; {expected.loss:.6g} in the run that never stopped"
 
 
 def _numbers(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]) -> Iterator[str]:
     """Yield findings for numbers of param groups after a step; those of the last step affect no loss."""
     when = f"after step {nth + 1} of the resumed run"
     for expected, found in pairs(whole, resumed):
-        was, now = (one.optimizer.param_groups if one.optimizer else () for one in (expected, found))
-        for number, key, old, new in unlike(was, now, RATE_TOLERANCE):
+        for number, key, old, new in unlike(expected.param_groups, found.param_groups, RATE_TOLERANCE):
             if old is not None and new is not None:
                 finding = f"{key} of the optimizer's group {number} is {new:.6g} {when}"
                 yield f"rank {found.rank}: {finding}; {old:.6g} in the run that never stopped"
+
+
+@check(scenario=TRAIN, until=(("train", "save", 0), ("train", "exported", 0)), order=9)
+def observers(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that neither saving a checkpoint nor exporting the weights changes what is trained.
+
+    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by bit.
+
+    If it fails: look for a step of the optimizer that creates state to save, for weights that are cast or moved in place, and
+    for what draws random numbers.
+    """
+    train = trace.run("train")
+    for action, before, after in (
+        ("save", train.at("step", SAVED - 1), train.at("save")),
+        ("export", train.at("export"), train.at("exported")),
+    ):
+        yield from every_rank(after, cell.world_size, action)
+        for was, now in pairs(before, after):
+            if was.model is None or now.model is None:
+                continue  # the driver has no export()
+            yield from same_state(was, now, action)
+            trainable = [{info.name for info in one.parameters if info.trainable} for one in (was, now)]
+            for what, old, new in (
+                ("scheduler", was.scheduler, now.scheduler),
+                ("gradient scaler", was.scaler, now.scaler),
+                ("random state", was.rng, now.rng),
+                ("set of trainable parameters", *trainable),
+            ):
+                if old != new:
+                    yield f"rank {now.rank}: the {what} is another after the {action}"

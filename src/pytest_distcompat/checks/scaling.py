@@ -46,10 +46,9 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
         scale = snapshot.scaler.get("scale")
         if scale is None:
             yield f"rank {snapshot.rank}: nothing scales the loss; small gradients vanish in float16"
-        elif scale <= 1:
-            yield f"rank {snapshot.rank}: the loss is scaled by {scale:g}; expected more than 1"
-        elif not math.isfinite(scale):
-            yield f"rank {snapshot.rank}: the loss is scaled by {scale:g}; expected a finite number"
+        elif scale <= 1 or not math.isfinite(scale):
+            expected = "more than 1" if scale <= 1 else "a finite number"
+            yield f"rank {snapshot.rank}: the loss is scaled by {scale:g}; expected {expected}"
     for moment, snapshots in (("the first step", before), ("the overflow", corrupted), ("the step after it", after)):
         scales = {snapshot.scaler["scale"] for snapshot in snapshots if "scale" in snapshot.scaler}
         if len(scales) > 1:
@@ -58,7 +57,7 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
     for old, new in pairs(before, corrupted):
         yield from _skipped(old, new)
     for old, new in pairs(corrupted, after):
-        if new.optimizer and new.optimizer.states and _values(old) == _values(new):
+        if new.states and _values(old) == _values(new):
             yield f"rank {new.rank}: nothing changed in the step after the overflow; expected training to go on"
 
 
@@ -68,14 +67,11 @@ def _skipped(old: Snapshot, new: Snapshot) -> Iterator[str]:
     if changed:
         others = f" and {len(changed) - 1} others" if len(changed) > 1 else ""
         yield f"rank {new.rank}: {changed[0]}{others} changed in a step whose gradients overflow; expected it to be skipped"
-    scales = old.scaler.get("scale"), new.scaler.get("scale")
-    if scales[0] is not None and scales[1] is not None and scales[1] >= scales[0] and not _tolerates(old, new):
-        yield f"rank {new.rank}: the scale is {scales[1]:g} after an overflow at {scales[0]:g}; expected a smaller one"
-
-
-def _tolerates(old: Snapshot, new: Snapshot) -> bool:
-    """Tell whether hysteresis tolerated it: https://www.deepspeed.ai/docs/config-json/#fp16-training-options."""
-    return new.scaler.get("hysteresis", 1.0) < old.scaler.get("hysteresis", 1.0)
+    scale, scale_after = old.scaler.get("scale"), new.scaler.get("scale")
+    # Hysteresis may tolerate an overflow: https://www.deepspeed.ai/docs/config-json/#fp16-training-options.
+    tolerated = new.scaler.get("hysteresis", 1.0) < old.scaler.get("hysteresis", 1.0)
+    if scale is not None and scale_after is not None and scale_after >= scale and not tolerated:
+        yield f"rank {new.rank}: the scale is {scale_after:g} after an overflow at {scale:g}; expected a smaller one"
 
 
 def _values(snapshot: Snapshot) -> dict[str, str]:

@@ -38,8 +38,7 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
     if unwrapped is None:
         yield "the unwrapped model was not recorded"
         return
-    unknown = _unknown(cell, unwrapped)
-    if unknown:
+    if unknown := _unknown(cell, unwrapped):
         yield unknown
         return
     trained = run.trained
@@ -57,11 +56,9 @@ def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:
     """Return a finding if the expected units are not known, so that the check cannot pass; None otherwise."""
     if cell.option("ignored_modules") and not unwrapped.ignored_modules:
         return "it is not known which module was to be left out of the sharding"
-    sharded_by_block = STRATEGIES.get(cell.strategy).wrapper in _WITH_UNITS and cell.option("wrap_policy") != "size"
-    by_block = (
-        sharded_by_block or cell.option("activation_checkpointing") or cell.option("compile") in {"regional", "partial"}
-    )
-    if not by_block:
+    sharded = STRATEGIES.get(cell.strategy).wrapper in _WITH_UNITS and cell.option("wrap_policy") != "size"
+    compiled = cell.option("compile") in {"regional", "partial"}
+    if not (sharded or compiled or cell.option("activation_checkpointing")):
         return None
     classes = " or ".join(map(repr, unwrapped.block_classes))
     if "" in unwrapped.blocks:
@@ -69,9 +66,8 @@ def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:
     if unwrapped.blocks:
         return None
     reason = f"no module of it is a {classes}" if classes else "it declares none (_no_split_modules)"
-    return (
-        f"the model's blocks are not known: {reason}; name their classes by blocks= of launch, or blocks of the driver"
-    )
+    hint = "name their classes by blocks= of launch, or blocks of the driver"
+    return f"the model's blocks are not known: {reason}; {hint}"
 
 
 def _names(cell: Cell, unwrapped: UnwrappedInfo, live: Collection[str]) -> set[str]:
@@ -119,15 +115,15 @@ def _recomputed(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Itera
         if found and requested(cell, unwrapped, "activation_checkpointing"):
             yield f"the activations of {_list(found)} are recomputed without activation_checkpointing"
         return
-    yield from _compare("the activations are recomputed of", found, set(unwrapped.blocks))
+    if found != (expected := set(unwrapped.blocks)):
+        yield f"the activations are recomputed of {_list(found)}; expected {_list(expected)}"
 
 
 def _inside(unwrapped: UnwrappedInfo) -> set[str]:
     """Return the blocks and all modules inside them; a parent of blocks may be marked without being recomputed."""
     owners = {info.name.rpartition(".")[0] for info in unwrapped.parameters}
-    inside = {owner for owner in owners if any(owner.startswith(f"{block}.") for block in unwrapped.blocks)}
-    parents = {".".join(owner.split(".")[:n]) for owner in inside for n in range(1, owner.count(".") + 1)}
-    return set(unwrapped.blocks) | inside | {parent for parent in parents if _under(parent, unwrapped.blocks)}
+    parts = {".".join(owner.split(".")[:n]) for owner in owners for n in range(1, owner.count(".") + 2)}
+    return set(unwrapped.blocks) | {part for part in parts if _under(part, unwrapped.blocks)}
 
 
 def _under(name: str, blocks: Collection[str]) -> bool:
@@ -151,21 +147,12 @@ def _compiled(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterato
 
 def _left_out(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     strategy = STRATEGIES.get(cell.strategy)
-    names = {info.name for info in unwrapped.parameters}
+    names = {info.name: info.local_numel for info in unwrapped.parameters}
     for info in model.parameters:
         name = strategy.canonical(info.name, cell, names)
-        inside = any(name.startswith(f"{module}.") for module in unwrapped.ignored_modules)
-        if inside and info.kind == strategy.kind != "Tensor" and info.local_numel != _numel(unwrapped, name):
+        cut = info.kind == strategy.kind != "Tensor" and info.local_numel != names.get(name, 0)
+        if cut and _under(name, unwrapped.ignored_modules):
             yield f"{name!r} is sharded ({info.kind}, {info.layout}); it was to be left out of the sharding"
-
-
-def _numel(unwrapped: UnwrappedInfo, name: str) -> int:
-    return next((info.local_numel for info in unwrapped.parameters if info.name == name), 0)
-
-
-def _compare(subject: str, found: set[str], expected: set[str]) -> Iterator[str]:
-    if found != expected:
-        yield f"{subject} {_list(found)}; expected {_list(expected)}"
 
 
 def _list(names: Collection[str]) -> str:

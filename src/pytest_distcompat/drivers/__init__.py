@@ -47,6 +47,7 @@ def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
     model_modules = (module for _, model in sorted(models.items()) for module in model.preload)
     compile_modules = COMPILE if any(cell.option("compile") for cell in cells) else ()
     registered = (module for registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in registry.modules)
-    plugin_modules = (WORKER, "pytest_distcompat.probe", "pytest_distcompat.probe.snapshot", *registered)
+    read = (f"pytest_distcompat.probe.{name}" for name in ("files", "observe", "snapshot"))
+    plugin_modules = (WORKER, *read, *registered)
     # Not the driver's own module, unless it lists itself: at import it may read its rank from the environment.
     return tuple(dict.fromkeys((*driver.preload, *model_modules, *compile_modules, *plugin_modules)))

@@ -32,12 +32,7 @@ else:
 FORMAT = 1
 
 #: ``may_refuse``: only some machines support it; ``may_fail``: it fails only sometimes.
-KINDS: dict[str, Callable[..., Expectation]] = {
-    "fails": fails,
-    "may_fail": may_fail,
-    "refuses": refuses,
-    "may_refuse": may_refuse,
-}
+KINDS: dict[str, Callable[..., Expectation]] = {make.__name__: make for make in (fails, may_fail, refuses, may_refuse)}
 
 _TEXTS = ("id", "link", "reason", "match", "also", "kind", "device", "fixed_in", "script", "test", "until")
 #: The keys that an issue needs, and those that one that is shipped needs besides, since others read it too.
@@ -140,9 +135,8 @@ def read_file(path: Path, needed: Iterable[str] = _NEEDED) -> tuple[KnownIssue, 
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageProblem(f"known issues {path}: {error}") from error
     if data.get("version") != FORMAT:
-        raise UsageProblem(
-            f"known issues {path}: version is {data.get('version')!r}; this release reads version {FORMAT}"
-        )
+        found = f"version is {data.get('version')!r}"
+        raise UsageProblem(f"known issues {path}: {found}; this release reads version {FORMAT}")
     wrong = sorted(set(data) - {"version", "issue"})
     if wrong:
         raise UsageProblem(f"known issues {path}: no key named {wrong[0]!r}. Known: issue, version")
@@ -255,9 +249,5 @@ def concerning(issues: Iterable[KnownIssue], libraries: Iterable[str], device: s
 
 def applying(issues: Iterable[KnownIssue], libraries: Iterable[str], device: str) -> tuple[Expectation, ...]:
     """Return the expectations of the issues that apply to all items, without those that name a ``test``."""
-    return tuple(
-        expectation
-        for issue in concerning(issues, libraries, device)
-        if issue.speaks_of("")
-        for expectation in issue.expectations
-    )
+    chosen = (issue for issue in concerning(issues, libraries, device) if issue.speaks_of(""))
+    return tuple(expectation for issue in chosen for expectation in issue.expectations)

@@ -2,26 +2,3 @@
 
 It takes part in no collective and changes nothing, so it can run after any action on any rank.
 """
-
-from pytest_distcompat.probe.files import read_files
-from pytest_distcompat.probe.live import read_model, read_unwrapped
-from pytest_distcompat.probe.numbers import peak_memory, read_rng, read_scaler, sample
-from pytest_distcompat.probe.observe import Observer, digest_of_inputs
-from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler, torch_optimizer
-from pytest_distcompat.probe.saved import read_saved
-
-__all__ = [
-    "Observer",
-    "digest_of_inputs",
-    "peak_memory",
-    "read_files",
-    "read_model",
-    "read_optimizer",
-    "read_rng",
-    "read_saved",
-    "read_scaler",
-    "read_scheduler",
-    "read_unwrapped",
-    "sample",
-    "torch_optimizer",
-]

@@ -1,4 +1,4 @@
-"""Reader of saved files: the keys in each file, in each library's own format."""
+"""Reader of saved files: the keys in each file, or its values, in each library's own format."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pytest_distcompat.probe.tensors import digest
 from pytest_distcompat.trace import FileInfo
 
 
@@ -21,20 +22,39 @@ def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
 
     Call it when all ranks have finished writing. The keys of a composite model begin with the name of their module.
     """
-    infos: list[FileInfo] = []
-    with readable(directory) as root:
-        for path in sorted(path for path in root.rglob("*") if path.is_file()):
-            module = module_prefix(directory / path.relative_to(root).parent)
-            infos += (
-                info.renamed(lambda key: module + key) if module and info.holds != "optimizer" else info  # noqa: B023 - called here
-                for info in _infos(path, root, prefix)
-            )
+    return tuple(
+        info.renamed(lambda key: module + key) if module and info.holds != "optimizer" else info  # noqa: B023 - called here
+        for path, name, module in _files(directory)
+        for info in _infos(path, prefix, name)
+    )
+
+
+def read_saved(directory: Path) -> tuple[FileInfo, ...]:
+    """Return every file below the directory that holds a model, with digests of its values, an optimizer or a scheduler.
+
+    Call it when all ranks have finished writing. It reads all tensors of the model, which is too slow for every cell.
+    """
+    infos = []
+    for path, name, module in _files(directory):
+        for holds, content in _values(path):
+            named = {f"{module if holds == 'model' else ''}{key}": value for key, value in content.items()}
+            digests = {key: digest(value) for key, value in named.items()} if holds == "model" else {}
+            if named:
+                infos.append(FileInfo(name, "", holds, tuple(named), digests=digests))
     return tuple(infos)
 
 
-def _infos(path: Path, root: Path, prefix: str) -> Iterator[FileInfo]:
+def _files(directory: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield each file below the directory: its path, that path from the directory on, and what comes before its keys."""
+    with readable(directory) as root:
+        for path in sorted(path for path in root.rglob("*") if path.is_file()):
+            name = path.relative_to(root)
+            yield path, str(name), module_prefix(directory / name.parent)
+
+
+def _infos(path: Path, prefix: str, relative: str) -> Iterator[FileInfo]:
     """Yield what one file holds, under the keys that stand in it."""
-    name = prefix + str(path.relative_to(root))
+    name = prefix + relative
     if path.suffix == ".safetensors":
         shapes, dtypes = _safetensors(path)
         yield FileInfo(name, "safetensors", "model", tuple(shapes), shapes, dtypes)
@@ -44,9 +64,30 @@ def _infos(path: Path, root: Path, prefix: str) -> Iterator[FileInfo]:
             files, size = index["weight_map"], (index.get("metadata") or {}).get("total_size")
             yield FileInfo(name, "index", "index", tuple(files), files=dict(files.items()), total_size=size)
     elif path.name == ".metadata":
-        yield from _dcp(path.parent, prefix + str(path.parent.relative_to(root)))
+        yield from _dcp(path.parent, prefix + str(Path(relative).parent))
     elif path.suffix in PICKLED:
-        yield from _pickled(path, name)
+        yield from _pickled(_load(path), name)
+
+
+def _values(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the parts of a file: ``model`` with its tensors, ``optimizer`` and ``scheduler`` with their entries."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        yield "model", load_file(path)
+    elif path.name == ".metadata":
+        yield from _dcp_values(path.parent)
+    elif path.suffix in PICKLED and isinstance(data := _load(path), Mapping):
+        # A state dict, an optimizer's, a scheduler's, or several by name.
+        if "param_groups" in data and "state" in data:
+            yield "optimizer", data
+        elif "last_epoch" in data:
+            yield "scheduler", data
+        elif data and all(isinstance(value, torch.Tensor) for value in data.values()):
+            yield "model", data
+        else:
+            names = ((part, name) for part, names in _PARTS.items() for name in names)
+            yield from ((part, data[name]) for part, name in names if isinstance(data.get(name), Mapping))
 
 
 def module_directories(directory: Path) -> dict[str, str]:
@@ -72,20 +113,15 @@ def module_prefix(directory: Path) -> str:
 @contextlib.contextmanager
 def readable(directory: Path) -> Iterator[Path]:
     """Provide a path of the directory that torch and safetensors can open: they accept UTF-8 only. It need not exist."""
-    try:
-        str(directory).encode()
-    except UnicodeEncodeError:
+    with contextlib.ExitStack() as stack:
         try:
-            descriptor = os.open(directory, os.O_RDONLY)
-        except FileNotFoundError:
+            str(directory).encode()
+        except UnicodeEncodeError:
             # A trainer that saves nothing makes no directory.
-            yield directory
-            return
-        try:
-            yield Path(f"/proc/self/fd/{descriptor}")
-        finally:
-            os.close(descriptor)
-    else:
+            if directory.exists():
+                descriptor = os.open(directory, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                directory = Path(f"/proc/self/fd/{descriptor}")
         yield directory
 
 
@@ -97,6 +133,7 @@ PICKLED = frozenset({".pt", ".pth", ".bin", ".ckpt", ".tar"})
 MODEL = ("module", "model", "model_state_dict", "state_dict", "model_state")
 OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
+_PARTS = {"model": MODEL, "optimizer": OPTIMIZER, "scheduler": SCHEDULER}
 
 
 #: The dtype names of safetensors and torch's name for each: https://huggingface.co/docs/safetensors/index#format.
@@ -129,6 +166,25 @@ def _dcp(directory: Path, name: str) -> Iterator[FileInfo]:
         yield FileInfo(name, "dcp", "optimizer", optimizer)
 
 
+def _dcp_values(directory: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the parts of a torch.distributed.checkpoint, read without the other ranks."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    metadata = FileSystemReader(directory).read_metadata()
+    stored, parts = metadata.state_dict_metadata, dcp_parts(metadata)
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in stored.items()
+        if parts[key][0] == "model" and isinstance(entry, TensorStorageMetadata)
+    }
+    load(tensors, checkpoint_id=directory, no_dist=True)
+    yield "model", {parts[key][1]: tensor for key, tensor in tensors.items()}
+    for part in ("optimizer", "scheduler"):
+        yield part, {key: entry for key, entry in stored.items() if parts[key][0] == part}
+
+
 def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
     """Map each key to its part (``model``, ``optimizer``, ``scheduler`` or empty) and its name there.
 
@@ -144,25 +200,19 @@ def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
     }
     parts = {key: _part_of(path) or ("", key) for key, path in paths.items()}
     if not any(part == "model" for part, _ in parts.values()):
-        top_level = {
-            key for key in parts if len(paths[key]) == 1 and hasattr(metadata.state_dict_metadata[key], "size")
-        }
-        parts |= {key: ("model", key) for key in top_level}
+        stored = metadata.state_dict_metadata
+        parts |= {key: ("model", key) for key in parts if len(paths[key]) == 1 and hasattr(stored[key], "size")}
     return parts
 
 
 def _part_of(path: list[str]) -> tuple[str, str] | None:
     """Return the part that the path leads into and the rest of the path; None if no segment names a part."""
-    for depth, segment in enumerate(path[:-1]):
-        for part, names in (("model", MODEL), ("optimizer", OPTIMIZER), ("scheduler", SCHEDULER)):
-            if segment in names:
-                return part, ".".join(path[depth + 1 :])
-    return None
+    found = ((part, depth) for depth, one in enumerate(path[:-1]) for part, names in _PARTS.items() if one in names)
+    return next(((part, ".".join(path[depth + 1 :])) for part, depth in found), None)
 
 
-def _pickled(path: Path, name: str) -> Iterator[FileInfo]:
+def _pickled(data: Any, name: str) -> Iterator[FileInfo]:
     """Yield the parts of a torch.save file: DeepSpeed's model states, a full state dict, an optimizer's."""
-    data = _load(path)
     if not isinstance(data, Mapping):
         return
     deepspeed = isinstance(data.get("param_shapes"), list)
@@ -209,10 +259,7 @@ def _uncut(data: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> di
 def _load(path: Path) -> Any:
     """Return the file's content with its tensors memory-mapped; None if torch cannot load it."""
     # The trainer under test has just written the file, so unpickling it adds no danger.
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    except (RuntimeError, pickle.UnpicklingError, EOFError):
-        try:
-            return torch.load(path, map_location="cpu", weights_only=False)
-        except (RuntimeError, pickle.UnpicklingError, EOFError):
-            return None
+    for mmap in (True, False):
+        with contextlib.suppress(RuntimeError, pickle.UnpicklingError, EOFError):
+            return torch.load(path, map_location="cpu", mmap=mmap, weights_only=False)
+    return None

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 #: Placements of one tensor, each as its text, its tensor dimension (None unless it shards) and its split factor.
 _Placements = tuple[tuple[str, int | None, int], ...]
-
+#: The ranks of a mesh, its sizes, and this rank's coordinate: empty if the rank is no part of it.
+_Place = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 #: This rank holds the whole tensor.
 WHOLE = Layout()
@@ -30,7 +31,7 @@ def layout_of(tensor: Any, other: Layout = WHOLE) -> Layout:
     if not hasattr(tensor, "placements"):
         return other
     mesh = tensor.device_mesh
-    return _layout(tuple(mesh.mesh_dim_names or ("",) * mesh.ndim), *_place(mesh), _placements(tensor))
+    return _layout(tuple(mesh.mesh_dim_names or ("",) * mesh.ndim), _place(mesh), _placements(tensor))
 
 
 def starts_of(tensor: Any) -> torch.Tensor | None:
@@ -39,8 +40,7 @@ def starts_of(tensor: Any) -> torch.Tensor | None:
         return cut.starts()
     if not hasattr(tensor, "placements"):
         return None
-    _, sizes, coordinate = _place(tensor.device_mesh)
-    return _starts(tuple(tensor.shape), sizes, coordinate, _placements(tensor))
+    return _starts(tuple(tensor.shape), _place(tensor.device_mesh), _placements(tensor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def autotp_cut(parameter: Any) -> Cut | None:
     from deepspeed.utils import groups
     from torch import distributed
 
-    ranks = tuple(distributed.get_process_group_ranks(groups.get_tensor_model_parallel_group()))
+    ranks = _ranks_of(groups.get_tensor_model_parallel_group())
     coordinate, sizes = ranks.index(distributed.get_rank()), meta["partition_sizes"]
     first, shape = sum(sizes[:coordinate]), tuple(meta["logical_shape"])
     return Cut(shape, meta["partition_dim"], first, sizes[coordinate], ranks, coordinate)
@@ -96,13 +96,13 @@ def secondary_ranks(model: Module | None) -> int:
     """Return among how many ranks ZeRO++ has cut all weights a second time (hpZ); 0 if it has not, or not now."""
     # DeepSpeed drops these partitions at the end of each step, makes them again in the next forward, and has no public name for
     # them; a test of ``tests/launch/test_private_names.py`` fails when it changes.
-    parameters: list[Any] = list(model.parameters()) if model is not None else []
-    sizes = {
-        one.ds_secondary_tensor_group_size if one.ds_secondary_tensor is not None else 0
-        for one in parameters
-        if hasattr(one, "ds_secondary_tensor")
-    }
+    cut = (one for one in _parameters(model) if hasattr(one, "ds_secondary_tensor"))
+    sizes = {one.ds_secondary_tensor_group_size if one.ds_secondary_tensor is not None else 0 for one in cut}
     return int(sizes.pop()) if len(sizes) == 1 else 0
+
+
+def _parameters(model: Module | None) -> list[Any]:
+    return list(model.parameters()) if model is not None else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,10 +141,7 @@ def moe_experts(model: Module | None) -> Mapping[int, Expert]:
     )
     for moe in modules if groups else ():
         if hasattr(moe, "deepspeed_moe") and moe.ep_size > 1:
-            peers, replicas = (
-                tuple(distributed.get_process_group_ranks(group))
-                for group in (moe.deepspeed_moe.ep_group, groups[moe.expert_group_name])
-            )
+            peers, replicas = map(_ranks_of, (moe.deepspeed_moe.ep_group, groups[moe.expert_group_name]))
             first = peers.index(distributed.get_rank()) * moe.num_local_experts
             for here, expert in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
                 place = Expert(here, first + here, peers, replicas)
@@ -161,8 +158,6 @@ def named_parameters(model: Module) -> Iterator[tuple[str, Any]]:
         yield name.replace(here, number) if place else name, parameter
 
 
-#: The ranks of a mesh, its sizes, and this rank's coordinate: empty if the rank is no part of it.
-_Place = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 #: Mesh -> rank -> place. A mesh computes its ranks anew each time, in a millisecond.
 _places: Any = weakref.WeakKeyDictionary()
 
@@ -194,13 +189,8 @@ def _placements(tensor: Any) -> _Placements:
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(
-    names: tuple[str, ...],
-    ranks: tuple[int, ...],
-    sizes: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: _Placements,
-) -> Layout:
+def _layout(names: tuple[str, ...], place: _Place, placements: _Placements) -> Layout:
+    ranks, sizes, coordinate = place
     if not coordinate:
         return WHOLE
     dims = zip(names, sizes, coordinate, (text for text, _, _ in placements), strict=True)
@@ -210,14 +200,9 @@ def _layout(
 
 
 @functools.lru_cache(maxsize=1024)
-def _starts(
-    shape: tuple[int, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...], placements: _Placements
-) -> torch.Tensor | None:
-    cuts = (
-        (dim, factor, size, at)
-        for size, at, (_, dim, factor) in zip(sizes, coordinate, placements, strict=False)
-        if dim is not None
-    )
+def _starts(shape: tuple[int, ...], place: _Place, placements: _Placements) -> torch.Tensor | None:
+    along = zip(*place[1:], placements, strict=False)
+    cuts = ((dim, factor, size, at) for size, at, (_, dim, factor) in along if dim is not None)
     held = [torch.tensor(indices, dtype=torch.int64) for indices in held_indices(shape, cuts)]
     cut = [dim for dim, size in enumerate(shape) if len(held[dim]) != size]
     if not cut or not all(map(len, held)):
@@ -234,47 +219,42 @@ def _starts(
 
 def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
     """Return all ranks in classes that hold parts of the same sizes, by the layouts of rank 0; the last rank is by itself."""
-    cut = {
-        (tuple(one.shape), _place(one.device_mesh)[:2], _placements(one))
-        for one in tensors
-        if hasattr(one, "placements")
-    }
+    placed = (one for one in tensors if hasattr(one, "placements"))
+    cut = {(tuple(one.shape), _place(one.device_mesh), _placements(one)) for one in placed}
     found: dict[Any, list[int]] = {}
     for rank in range(size):
-        parts = tuple(_part(shape, ranks, sizes, placements, rank) for shape, (ranks, sizes), placements in cut)
+        parts = tuple(_part(*one, rank) for one in cut)
         found.setdefault((parts, rank == size - 1 > 0), []).append(rank)
     return [tuple(ranks) for ranks in found.values()]
 
 
-def _part(
-    shape: tuple[int, ...], ranks: tuple[int, ...], sizes: tuple[int, ...], placements: _Placements, rank: int
-) -> tuple[int, ...]:
+def _part(shape: tuple[int, ...], place: _Place, placements: _Placements, rank: int) -> tuple[int, ...]:
     """Return the shape of a rank's part of a DTensor on rank 0's mesh.
 
     A rank that is not on that mesh has its own, of the same shape: those of another ``tp`` coordinate, say, that share a norm.
     """
-    part, below = list(shape), math.prod(sizes)
+    (ranks, sizes, _), cuts = place, list[tuple[int, int, int, int]]()
+    below = math.prod(sizes)
     index = ranks.index(rank) if rank in ranks else None
     for size, (_, dim, pieces) in zip(sizes, placements, strict=True):
         below //= size
         if dim is not None and size > 1:
             at = rank // ranks[below] if index is None else index // below
-            chunks = (_chunk(part[dim], pieces, nth) for nth in range(pieces))
-            part[dim] = sum(_chunk(chunk, size, at % size) for chunk in chunks)
-    return tuple(part)
+            cuts.append((dim, pieces, size, at % size))
+    return tuple(map(len, held_indices(shape, cuts)))
 
 
-def _chunk(length: int, count: int, nth: int) -> int:
-    """Return the length of a chunk as torch makes them: missing ones are empty."""
-    size = -(-length // count)
-    return max(0, min(size, length - nth * size))
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    from torch import distributed
+
+    return tuple(distributed.get_process_group_ranks(group))
 
 
 def flat_layout(group: Any, name: str = "dp_shard") -> Layout:
     """Return the layout of this rank's piece of a flattened tensor that the ranks of a process group hold in their order."""
     from torch import distributed
 
-    ranks = tuple(distributed.get_process_group_ranks(group))
+    ranks = _ranks_of(group)
     dims = (MeshDim(name, len(ranks), ranks.index(distributed.get_rank()), FLAT),)
     return Layout(dims, ranks if len(ranks) > 1 else ())
 
@@ -290,14 +270,13 @@ def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:
             # Inner modules come later, and their groups count. What FSDP1 has flattened has a private mark;
             # ``tests/scripts/test_private_names.py`` fails when it changes.
             layout = flat_layout(module.process_group)
-            whole = module.sharding_strategy == ShardingStrategy.NO_SHARD
-            layout = _replicated(layout) if whole else layout
+            if module.sharding_strategy == ShardingStrategy.NO_SHARD:
+                layout = _replicated(layout)
             found |= {id(one): layout for one in module.parameters() if getattr(one, "_fsdp_flattened", False)}
         elif isinstance(module, DistributedDataParallel):
             layout = _replicated(flat_layout(module.process_group, "dp_replicate"))
             found |= {id(one): layout for one in module.parameters() if not hasattr(one, "placements")}
-    parameter: Any
-    for parameter in model.parameters() if model is not None else ():
+    for parameter in _parameters(model):
         if hasattr(parameter, "ds_tensor"):
             found[id(parameter)] = flat_layout(parameter.ds_process_group)
         elif hasattr(parameter, "_hp_mapping"):
@@ -324,8 +303,7 @@ def partition_layout(model: Module | None, layouts: Mapping[int, Layout]) -> Lay
     """
     # ``_dp_group`` and ``_hp_mapping`` of ZeRO-1 and 2 are private; ``tests/launch/test_private_names.py`` fails when they go.
     # That of experts is by itself.
-    parameter: Any
-    for parameter in model.parameters() if model is not None else ():
+    for parameter in _parameters(model):
         if hasattr(parameter, "_hp_mapping") and getattr(parameter, "allreduce", True):
             return flat_layout(parameter._dp_group)  # noqa: SLF001 - see above
     return next((layout for layout in layouts.values() if layout.flat), WHOLE)

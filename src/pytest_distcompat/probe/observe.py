@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +22,10 @@ from torch.utils._python_dispatch import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_distcompat.probe.blocks import is_a, multiplies
-from pytest_distcompat.probe.gradients import read_gradients
-from pytest_distcompat.probe.inputs import tensors_fed
 from pytest_distcompat.probe.layouts import secondary_ranks
+from pytest_distcompat.probe.optimizer import read_gradients
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
-from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, GradientInfo, StepInfo
+from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, StepInfo
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -37,11 +36,6 @@ if TYPE_CHECKING:
 _Kind = tuple[str, str, tuple[int, ...]]
 #: (description of the call, function) -> the function that is called instead.
 Guarded = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-
-
-def _unguarded(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    del where
-    return function
 
 
 class Hook:
@@ -59,20 +53,6 @@ class Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-@dataclass
-class _Step:
-    """Observations of a step that is under way; ``optimizer`` is the ``id`` of the outermost optimizer."""
-
-    optimizer: int
-    master: set[str] = field(default_factory=set)
-    gradient: set[str] = field(default_factory=set)
-    state: set[str] = field(default_factory=set)
-    square: float = 0.0
-    holders: tuple[int, ...] = ()
-    gradients: tuple[GradientInfo, ...] = ()
-    secondary: int = 0
-
-
 class Observer:
     """Hooks that record what steps do, inside ``watching()``. Make one for each run.
 
@@ -80,21 +60,25 @@ class Observer:
     partitions, which no param_group has between steps.
     """
 
-    def __init__(self, guarded: Guarded = _unguarded) -> None:
+    def __init__(self, guarded: Guarded = lambda _where, function: function) -> None:
         """Register the step hooks; ``guarded`` wraps each function that torch calls, to keep exceptions away from a script."""
         self._guarded = guarded
         self.steps: list[StepInfo] = []
         self.compute: dict[tuple[str, str, str], ComputeInfo] = {}
-        self.collectives: Counter[_Kind] = Counter()
-        self.sizes: dict[_Kind, tuple[int, int]] = {}
+        #: The sizes of the tensors of each kind of collective.
+        self.collectives: dict[_Kind, list[int]] = defaultdict(list)
         self.inputs: list[str] = []
         self.float8 = 0
         #: Returns the trainer's model and optimizer, and whether gradients are recorded one by one too; None for no model.
         self.trainer: Callable[[], tuple[Module | None, Any, bool]] = lambda: (None, None, False)
-        self._active = False
+        #: Whether hooks record. Operators are recorded in ``watching`` and ``recording_operators`` only.
+        self.active = False
         self._mode: _OperatorMode | None = None
         self._outer_modes = 0
-        self._step: _Step | None = None
+        #: The ``id`` of the outermost optimizer that is stepping, 0 for none, what it steps on, and its dtypes of state.
+        self._stepping = 0
+        self._step: StepInfo | None = None
+        self._state: set[str] = set()
         #: Tensor that an optimizer holds -> whether it had a gradient in any step.
         self._stepped: Any = WeakIdKeyDictionary()
         #: Trainable parameter of the model -> whether autograd computed a gradient for it since the last restart.
@@ -120,20 +104,17 @@ class Observer:
             self.attach(model)
         for name, module in model.named_modules():
             if is_a(module, "TensorParallel_Layer"):
-                module.register_forward_hook(Hook(self._guarded("a forward hook of a layer", self._forward_hook(name))))
+                module.register_forward_hook(self._forward_hook(name))
 
     def attach_to_layers(self, model: Module) -> list[RemovableHandle]:
         """Register hooks on trainable parameters and on leaf modules that multiply by a matrix; return handles of the hooks."""
         reach = Hook(self._guarded("the gradient of a parameter", self._record_reached))
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._reached.update(dict.fromkeys(trainable, False))
+        layers = ((name, module) for name, module in model.named_modules() if multiplies(module))
         return [
             *(parameter.register_post_accumulate_grad_hook(reach) for parameter in trainable),  # type: ignore[no-untyped-call]  # torch
-            *(
-                module.register_forward_hook(Hook(self._guarded("a forward hook of a layer", self._forward_hook(name))))
-                for name, module in model.named_modules()
-                if multiplies(module)
-            ),
+            *(module.register_forward_hook(self._forward_hook(name)) for name, module in layers),
         ]
 
     def _record_reached(self, parameter: torch.Tensor) -> None:
@@ -143,32 +124,25 @@ class Observer:
         """Record the digests of the model's input tensors, sorted: a wrapper may pass by keyword what it got by position."""
         if torch.compiler.is_compiling():
             return  # a trainer may compile without being asked to
-        if self._active and torch.is_grad_enabled():
+        if self.active and torch.is_grad_enabled():
             with self.aside():
                 self.inputs.append(digest_of_inputs((*args, *kwargs.values())))
-
-    def set_active(self, *, on: bool) -> None:
-        """Turn the recording of all hooks on or off. Operators are recorded in ``recording_operators`` only."""
-        self._active = on
 
     @contextlib.contextmanager
     def recording_operators(self) -> Iterator[None]:
         """Record the operators inside, if the hooks are active. For a single call of a user's script."""
-        if not self._active:
-            yield
-            return
-        with _OperatorMode(self):
+        with _OperatorMode(self) if self.active else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Record the training inside; its operators only while ``record_operators`` has turned that on."""
-        self._active, self._outer_modes = True, len(_get_current_dispatch_mode_stack())
-        self._step = None
+        self.active, self._outer_modes = True, len(_get_current_dispatch_mode_stack())
+        self._stepping = 0
         try:
             yield
         finally:
-            self._active = False
+            self.active = False
             self.record_operators(on=False)
 
     def record_operators(self, *, on: bool) -> None:
@@ -195,13 +169,9 @@ class Observer:
 
     def restart(self) -> None:
         """Forget everything recorded, for the next action."""
-        self.steps.clear()
-        self._stepped.clear()
+        for recorded in (self.steps, self._stepped, self.compute, self.collectives, self.inputs):
+            recorded.clear()
         self._reached.update(dict.fromkeys(self._reached, False))
-        self.compute.clear()
-        self.collectives.clear()
-        self.sizes.clear()
-        self.inputs.clear()
         self.float8 = 0
 
     def without_gradient(self) -> frozenset[int]:
@@ -213,60 +183,56 @@ class Observer:
 
     def infos(self) -> dict[str, Any]:
         """Return the fields of a Snapshot that were recorded here."""
-        collectives = tuple(
-            CollectiveInfo(op, dtype, calls, *self.sizes[op, dtype, ranks], ranks)
-            for (op, dtype, ranks), calls in sorted(self.collectives.items())
-        )
         return {
             "steps": tuple(self.steps),
             "compute": tuple(self.compute.values()),
-            "collectives": collectives,
+            "collectives": tuple(
+                CollectiveInfo(op, dtype, len(sizes), max(sizes), sum(sizes), ranks)
+                for (op, dtype, ranks), sizes in sorted(self.collectives.items())
+            ),
             "inputs": tuple(self.inputs),
             "float8": self.float8,
         }
 
-    def _forward_hook(self, name: str) -> Any:
+    def _forward_hook(self, name: str) -> Hook:
         def hook(module: Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if self._active and inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
+            if self.active and inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
                 weight = getattr(module, "weight", None)
                 stored = dtype_name(weight.dtype) if isinstance(weight, torch.Tensor) else ""
                 dtypes = (stored, dtype_name(inputs[0].dtype), dtype_name(output.dtype))
                 # One module for each combination of dtypes keeps the trace readable.
                 self.compute.setdefault(dtypes, ComputeInfo(name, *dtypes))
 
-        return hook
+        return Hook(self._guarded("a forward hook of a layer", hook))
 
     def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Record what the optimizer steps on; return the arguments with a closure wrapped, to record again after it."""
         # A step inside a step belongs to the outer one: ZeroRedundancyOptimizer lets another optimizer step on this
         # rank's part.
-        if not self._active:
+        if not self.active or self._stepping not in {0, id(optimizer)}:
             return None
-        if self._step is not None and self._step.optimizer != id(optimizer):
-            return None
-        step = self._step = _Step(id(optimizer))
-        self._record_gradients(optimizer, step)
+        self._stepping, self._state = id(optimizer), set()
+        self._record_gradients(optimizer)
         record = self._guarded("the closure of an optimizer's step", self._record_gradients)
-        return with_closure(args, kwargs, functools.partial(record, optimizer, step))
+        return with_closure(args, kwargs, functools.partial(record, optimizer))
 
-    def _record_gradients(self, optimizer: Any, step: _Step) -> None:
+    def _record_gradients(self, optimizer: Any) -> None:
         # The optimizer may hold frozen parameters too, which it does not update.
         tensors = [p for group in optimizer.param_groups for p in group["params"] if p.numel() and p.requires_grad]
-        step.master = {dtype_name(p.dtype) for p in tensors}
         for p in tensors:
             self._stepped[p] = self._stepped.get(p, False) or p.grad is not None
         gradients = [local_of(p.grad) for p in tensors if p.grad is not None]
-        step.gradient = {dtype_name(grad.dtype) for grad in gradients}
         with self.aside():
             model, inner, single = self.trainer()
-            step.square, step.holders, step.gradients = read_gradients(model, inner, tensors, single=single)
-            step.secondary = secondary_ranks(model)
+            square, holders, singles = read_gradients(model, inner, tensors, single=single)
+            master, gradient = (tuple(sorted({dtype_name(one.dtype) for one in some})) for some in (tensors, gradients))
+            name, secondary = type(optimizer).__name__, secondary_ranks(model)
+            self._step = StepInfo(name, master, gradient, (), square, singles, holders, secondary)
 
     def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        step = self._step
-        if step is None:
+        if not self._stepping:
             return
-        step.state |= {
+        self._state |= {
             dtype_name(value.dtype)
             for values in optimizer.state.values()
             if isinstance(values, Mapping)
@@ -274,26 +240,18 @@ class Observer:
             # A scalar beside them (NAdam's ``mu_product``) is no state of the elements.
             if key != "step" and isinstance(value, torch.Tensor) and value.numel() and value.dim()
         }
-        if step.optimizer == id(optimizer):
-            self._step = None
-            master, gradient, state = (tuple(sorted(dtypes)) for dtypes in (step.master, step.gradient, step.state))
-            name, square = type(optimizer).__name__, step.square
-            infos = square, step.gradients, step.holders, step.secondary
-            self.steps.append(StepInfo(name, master, gradient, state, *infos))
+        if self._stepping == id(optimizer) and self._step is not None:
+            self.steps.append(dataclasses.replace(self._step, state=tuple(sorted(self._state))))
+            self._stepping = 0
 
     def _record_operator(self, func: Any, args: Any, result: Any) -> None:
         """Record a collective, or a cast to 8 bits: a result in 8 bits without an input in 8 bits (a view has one)."""
         if func.namespace in {"c10d", "_c10d_functional"}:
             name = func._schema.name.split("::")[1].strip("_")  # noqa: SLF001 - an operator's name is not public
-            self._record_collective(name, _tensors(args), group_ranks(func, args))
+            ranks = group_ranks(func, args)
+            for tensor in _tensors(args):
+                self.collectives[name, dtype_name(tensor.dtype), ranks].append(tensor.numel())
         self.float8 += _in_8_bits(result) and not any(map(_in_8_bits, args))
-
-    def _record_collective(self, op: str, tensors: list[torch.Tensor], ranks: tuple[int, ...]) -> None:
-        for tensor in tensors:
-            key = (op, dtype_name(tensor.dtype), ranks)
-            self.collectives[key] += 1
-            most, total = self.sizes.get(key, (0, 0))
-            self.sizes[key] = (max(most, tensor.numel()), total + tensor.numel())
 
 
 def digest_of_inputs(values: Any) -> str:
@@ -347,15 +305,9 @@ def group_ranks(func: Any, args: Any) -> tuple[int, ...]:
 
 def _tensors(args: Any) -> list[torch.Tensor]:
     """Return the input tensors of a c10d operator: the last of its tensor arguments (outputs come first)."""
-    candidates: list[list[torch.Tensor]] = []
-    for argument in args:
-        if isinstance(argument, torch.Tensor):
-            candidates.append([argument])
-        elif isinstance(argument, (list, tuple)):
-            tensors = [x for x in argument if isinstance(x, torch.Tensor)]
-            if tensors:
-                candidates.append(tensors)
-    return candidates[-1] if candidates else []
+    lists = (argument if isinstance(argument, (list, tuple)) else [argument] for argument in reversed(args))
+    tensors = ([one for one in some if isinstance(one, torch.Tensor)] for some in lists)
+    return next(filter(None, tensors), [])
 
 
 def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any, Any] | None:
@@ -373,3 +325,44 @@ def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any,
         return result
 
     return (args, {**kwargs, "closure": wrapped}) if "closure" in kwargs else ((args[0], wrapped, *args[2:]), kwargs)
+
+
+#: How many levels below an argument are searched.
+DEPTH = 6
+
+
+def tensors_fed(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors with at least one dimension in mappings, sequences and dataclasses."""
+    # If there are none, attributes of other objects are searched too: the batches of torch_geometric keep their tensors there.
+    values = list(arguments)
+    return list(_tensors_in(values, attributes=False)) or list(_tensors_in(values, attributes=True))
+
+
+def _tensors_in(values: Iterable[Any], *, attributes: bool) -> Iterator[torch.Tensor]:
+    """Yield the tensors with at least one dimension, level by level; each object is visited once."""
+    visited: set[int] = set()
+    level = list(values)
+    for _ in range(DEPTH):
+        next_level: list[Any] = []
+        for value in level:
+            if id(value) in visited:
+                continue
+            visited.add(id(value))
+            if not isinstance(value, torch.Tensor):
+                next_level += _children(value, attributes=attributes)
+            elif value.dim():
+                yield value
+        level = next_level
+
+
+def _children(value: Any, *, attributes: bool) -> list[Any]:
+    """Return the values that a container, or with ``attributes`` any object, holds directly."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if attributes and not isinstance(value, (type, torch.nn.Module)):
+        return list(getattr(value, "__dict__", {}).values())
+    return []

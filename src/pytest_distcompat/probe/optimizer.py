@@ -1,4 +1,4 @@
-"""Reader of optimizers and learning rate schedulers."""
+"""Reader of optimizers, single parameters' gradients as they get them, and learning rate schedulers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pytest_distcompat.probe.layouts import (
     wrapper_layouts,
 )
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, valueless, zero3_shard
-from pytest_distcompat.trace import Layout, OptimizerInfo, StateInfo
+from pytest_distcompat.trace import GradientInfo, Layout, OptimizerInfo, StateInfo, together
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -72,16 +72,10 @@ def master_copies(optimizer: Any) -> dict[int, torch.Tensor]:
     """Map the ``id`` of each float32 master copy to the parameter in low precision that it is a copy of."""
     # DeepSpeed has them where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that are not documented;
     # ``tests/launch/test_private_names.py`` fails when they change.
-    for link in links(optimizer):
-        low, high = getattr(link, "fp16_groups", None), getattr(link, "fp32_groups", None)
-        if low and high:
-            groups = zip(low, high, strict=True)
-            return {
-                id(master): parameter
-                for parameters, masters in groups
-                for parameter, master in zip(parameters, masters, strict=True)
-            }
-    return {}
+    groups = ((getattr(link, "fp16_groups", None), getattr(link, "fp32_groups", None)) for link in links(optimizer))
+    low, high = next(((low, high) for low, high in groups if low and high), ((), ()))
+    copies = (zip(*group, strict=True) for group in zip(low, high, strict=True))
+    return {id(master): parameter for group in copies for parameter, master in group}
 
 
 def owner_names(model: Module, optimizer: Any) -> dict[int, str]:
@@ -101,17 +95,13 @@ def read_optimizer(
     """
     chains = [chain(one) for one in several(optimizer)]
     inner = [one[-1] for one in chains]
+    hint = "self.optimizer of the driver is to be the optimizer that steps, or what wraps it; of several, a list"
     for one in inner:
         if not hasattr(one, "param_groups"):
-            hint = (
-                "self.optimizer of the driver is to be the optimizer that steps, or what wraps it; of several, a list"
-            )
             raise TypeError(f"{type(one).__name__} has no param_groups: {hint}")
     stepping = [_delegate(one) for one in inner]
-    types = [
-        tuple(type(link).__name__ for link in dict.fromkeys((*one, last)))
-        for one, last in zip(chains, stepping, strict=True)
-    ]
+    all_links = (dict.fromkeys((*one, last)) for one, last in zip(chains, stepping, strict=True))
+    types = [tuple(type(link).__name__ for link in found) for found in all_links]
     type_names = types[0] if len(types) == 1 else (" + ".join(map(" > ".join, types)),)
     groups = tuple(_numbers(group) for one in inner for group in one.param_groups)
     if not whole:
@@ -183,26 +173,20 @@ def _partitioned(model: Module) -> dict[str, int]:
     # ZeRO-3 has ``safe_get_local_fp32_param`` and the public ``ds_tensor`` and ``ds_numel`` for it. ZeRO-1 and 2 have only the
     # private ``_hp_mapping``: the public accessors (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce,
     # which a probe must not, and always return float32. ``tests/launch/test_private_names.py`` fails when it changes.
-    numels: dict[str, int] = {}
-    for name, parameter in named_parameters(model):
-        if not parameter.requires_grad:
-            continue
-        if hasattr(parameter, "ds_tensor"):
-            numels[name] = zero3_shard(parameter).numel() if _has_master(parameter) else 0
-        elif hasattr(parameter, "_hp_mapping"):
-            mapping = parameter._hp_mapping  # noqa: SLF001 - see above
-            numels[name] = 0 if mapping is None else int(mapping.lp_fragment_address.numel)
-    return numels
+    held = {id(parameter): master.numel() for _, parameter, master in flat_masters(model)}
+    return {
+        name: held.get(id(parameter), 0)
+        for name, parameter in named_parameters(model)
+        if parameter.requires_grad and (hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping"))
+    }
 
 
 def _accumulation_dtype(optimizer: Any) -> str:
     """Return the dtype in which DeepSpeed accumulates gradients; empty without DeepSpeed."""
     # The attributes are private; ``tests/launch/test_private_names.py`` fails when they change.
-    for link in links(optimizer):
-        for attribute in ("gradient_accumulation_dtype", "grad_acc_dtype"):
-            if isinstance(dtype := getattr(link, attribute, None), torch.dtype):
-                return dtype_name(dtype)
-    return ""
+    names = ("gradient_accumulation_dtype", "grad_acc_dtype")
+    dtypes = (getattr(link, name, None) for link in links(optimizer) for name in names)
+    return next((dtype_name(dtype) for dtype in dtypes if isinstance(dtype, torch.dtype)), "")
 
 
 def _masters(model: Module, inner: Any, layout: Layout) -> Iterator[StateInfo]:
@@ -282,13 +266,68 @@ def _read_scheduler(scheduler: Any) -> str:
     if not hasattr(scheduler, "state_dict") and not hasattr(scheduler, "__dict__"):
         description = f"self.scheduler of the driver is a {type(scheduler).__name__}: {scheduler!r:.100}"
         raise TypeError(f"{description}; expected the scheduler, None, or of several a list")
-    attributes = scheduler.state_dict() if hasattr(scheduler, "state_dict") else vars(scheduler)
-    state = {key: value for key, value in attributes.items() if isinstance(value, (int, float, list, str))}
+    attributes = dict(scheduler.state_dict() if hasattr(scheduler, "state_dict") else vars(scheduler))
     # A scheduler counts its calls since it was made; that count is no state of training.
-    state.pop("_step_count", None)
+    attributes.pop("_step_count", None)
+    state = {key: value for key, value in attributes.items() if isinstance(value, (int, float, list, str))}
     text = json.dumps(state, sort_keys=True, default=repr)
     rates: Any = None
     # A user's own scheduler may lack this method, and DeepSpeed's OneCycle raises before its first step.
     with contextlib.suppress(AttributeError, AssertionError):
         rates = scheduler.get_last_lr()
     return f"last_epoch={state.get('last_epoch')} lr={rates} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def square_of(gradient: torch.Tensor) -> float:
+    """Return the sum of the squares of this rank's elements, in float64; 0 for one without values."""
+    local = local_of(gradient)
+    return 0.0 if valueless(local) else float(local.double().square().sum())
+
+
+def read_gradients(
+    model: Module | None, optimizer: Any, tensors: Iterable[torch.Tensor], *, single: bool
+) -> tuple[float, tuple[int, ...], tuple[GradientInfo, ...]]:
+    """Return ``square``, ``holders`` and ``gradients`` of a ``StepInfo``.
+
+    Args:
+        model: The trainer's model; None if it is not known.
+        optimizer: The trainer's optimizer, with its wrappers.
+        tensors: What the torch optimizer is about to update.
+        single: Whether the gradients of single parameters are read too.
+    """
+    names = owner_names(model, optimizer) if model is not None else {}
+    layouts, copies = wrapper_layouts(model), master_copies(optimizer)
+    partition = partition_layout(model, layouts)
+    found, flat, squares = [], {}, list[tuple[Layout, float]]()
+    for tensor in tensors:
+        if tensor.grad is None:
+            continue
+        of_partition = bool(names) and id(tensor) not in names
+        low = copies.get(id(tensor), tensor)
+        layout = layouts.get(id(low)) or layout_of(tensor, partition if of_partition else WHOLE)
+        # A part of a parameter may have the gradient of the whole.
+        layout = layout_of(tensor.grad, layout)
+        squares.append((layout, square_of(tensor.grad)))
+        if of_partition:
+            flat[local_of(tensor).untyped_storage().data_ptr()] = tensor
+        elif names:
+            found.append(GradientInfo(names[id(tensor)], local_of(tensor.grad).numel(), squares[-1][1], layout))
+    if model is not None and flat and (single or any(map(autotp_cut, model.parameters())) or moe_experts(model)):
+        fragments = tuple(_of_fragments(model, flat, partition))
+        found += fragments
+        if any(info.layout != partition for info in fragments):
+            # What tensor parallelism has left whole its ranks hold several times, unlike the rest of the partition.
+            squares = [(info.layout, info.square) for info in found]
+    holders, square = together((layout.holders, one) for layout, one in squares)
+    return square, holders, tuple(found) if single and model is not None else ()
+
+
+def _of_fragments(model: Module, flat: Mapping[int, torch.Tensor], layout: Layout) -> Iterator[GradientInfo]:
+    """Yield the parts of flat partitions' gradients; a parameter's master is a view of its partition."""
+    experts = moe_experts(model)
+    for name, parameter, master in flat_masters(model):
+        partition = flat.get(master.untyped_storage().data_ptr())
+        if partition is not None and partition.grad is not None:
+            start = master.storage_offset() - partition.storage_offset()
+            gradient = partition.grad.reshape(-1).narrow(0, start, master.numel())
+            yield GradientInfo(name, master.numel(), square_of(gradient), fragment_place(parameter, layout, experts)[0])

@@ -6,7 +6,7 @@ https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,10 @@ def find_configuration(given: str | Path | None, cell: Cell, directory: Path, bl
         return path
     names = [f"{cell.strategy}-{cell.precision}", cell.strategy, *FILE_ALIASES.get(cell.strategy, ())]
     candidates = [path / f"{name}.{suffix}" for name in names for suffix in ("yaml", "yml", "json")]
-    file = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if file is None:
-        raise UsageProblem(
-            f"{given}: no configuration for {cell.strategy}; looked for "
-            f"{', '.join(candidate.name for candidate in candidates)}"
-        )
-    return file
+    if file := next((candidate for candidate in candidates if candidate.is_file()), None):
+        return file
+    looked_for = ", ".join(candidate.name for candidate in candidates)
+    raise UsageProblem(f"{given}: no configuration for {cell.strategy}; looked for {looked_for}")
 
 
 def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
@@ -73,8 +70,7 @@ def unsupported_reason(cell: Cell) -> str | None:
 
 def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
     strategy, precision = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision)
-    problem = unsupported_reason(cell)
-    if problem:
+    if problem := unsupported_reason(cell):
         raise UsageProblem(f"{cell.id}: {problem}")
     mixed = "fp8" if precision.float8 else _MIXED[precision.compute] if precision.mixed else "no"
     settings: dict[str, Any] = {
@@ -93,7 +89,9 @@ def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
         settings["fp8_config"] = {"backend": "TE" if cell.option("fp8_backend") == "te" else "AO"}
     if strategy.zero_stage is not None:
         file = path.with_suffix(".deepspeed.json")
-        file.write_text(json.dumps(_deepspeed(cell), indent=2) + "\n", encoding="utf-8")
+        assert strategy.deepspeed is not None
+        content = dict(strategy.deepspeed(precision, cell)) | dict.fromkeys(_LEFT_TO_THE_SCRIPT, "auto")
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         # The JSON file sets the precision, and accelerate does not accept it twice.
         del settings["mixed_precision"]
         settings["distributed_type"] = "DEEPSPEED"
@@ -106,22 +104,14 @@ def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def _deepspeed(cell: Cell) -> dict[str, Any]:
-    strategy, precision = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision)
-    assert strategy.deepspeed is not None
-    return dict(strategy.deepspeed(precision, cell)) | dict.fromkeys(_LEFT_TO_THE_SCRIPT, "auto")
-
-
 def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
     """Return the ``fsdp_config`` of TrainingArguments with accelerate's keys, and with ``blocks`` in place of a declaration."""
     strategy = STRATEGIES.get(cell.strategy)
     assert strategy.transformers is not None
     # With replicas the strategy would import accelerate here, and ``parallelism_config`` describes them.
     one_replica = cell.without("dp_replicate")
-    config: Mapping[str, Any] = strategy.transformers(PRECISIONS.get(cell.precision), one_replica, WrapSpec())[
-        "fsdp_config"
-    ]
-    renamed = ((_RENAMED.get(name, name), value) for name, value in config.items())
+    arguments = strategy.transformers(PRECISIONS.get(cell.precision), one_replica, WrapSpec())
+    renamed = ((_RENAMED.get(name, name), value) for name, value in arguments["fsdp_config"].items())
     settings = {f"fsdp_{name}": value for name, value in renamed if name}
     if blocks and cell.option("wrap_policy") != "size":
         settings["fsdp_transformer_layer_cls_to_wrap"] = ",".join(blocks)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import and_others
 from pytest_distcompat.checks._values import adapter_name
 from pytest_distcompat.checks.export import names_in, same_values
 from pytest_distcompat.decode import decode
@@ -44,8 +45,7 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
     """Yield the differences between the trained model and the one that was read."""
     for title in ("missing", "unexpected", "mismatched"):
         if read[title]:
-            key, *others = read[title]
-            yield f"from_pretrained: {title} key {key!r}{f' and {len(others)} others' if others else ''}"
+            yield f"from_pretrained: {title} key {and_others(read[title])}"
     first, unwrapped = run.first("build_model"), run.unwrapped
     if first is None or unwrapped is None:
         yield "the unwrapped model was not recorded"

@@ -81,7 +81,8 @@ class HostedRank:
         hook = sys.excepthook
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
-            guard.attempt("sys.excepthook", self._fail_in_main, error, trace, always=True)
+            if _ends_process(trace):
+                guard.attempt("sys.excepthook", self.fail, error, always=True)
             hook(kind, error, trace)
 
         def exit_(status: Any = None, /) -> None:
@@ -97,10 +98,6 @@ class HostedRank:
             from multiprocessing import util
 
             util.Finalize(None, end, exitpriority=-100)
-
-    def _fail_in_main(self, error: BaseException, trace: TracebackType | None) -> None:
-        if _ends_process(trace):
-            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Log the exception that ended the rank."""

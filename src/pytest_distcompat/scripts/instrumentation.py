@@ -81,11 +81,11 @@ def _optimizer_steps(torch: ModuleType) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     def before(optimizer: Any, *_: Any) -> None:
-        if (recorder := wrappers.current_recorder()) is not None:
+        if recorder := wrappers.current_recorder():
             recorder.call_unobserved(recorder.before_step, optimizer)
 
     def after(*_: Any) -> None:
-        if (recorder := wrappers.current_recorder()) is not None:
+        if recorder := wrappers.current_recorder():
             recorder.call_unobserved(recorder.after_step)
 
     register_optimizer_step_pre_hook(guard.guarded("before an optimizer's step", before))
@@ -112,15 +112,14 @@ def _first_of_method(args: Arguments, kwargs: Keywords) -> Any:
     return _first(args[1:], kwargs)
 
 
-def _torch_file(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Return the path of ``torch.save(obj, f)``, None for a file object."""
-    file = wrappers.second(args, kwargs, "f")
-    return file if isinstance(file, (str, os.PathLike)) else None
+def _second(name: str) -> Callable[[Any, Arguments, Keywords], Any]:
+    """Return a function that picks the second argument, of that name; None for a file object."""
 
+    def path(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
+        found = args[1] if len(args) > 1 else kwargs.get(name)
+        return found if isinstance(found, (str, os.PathLike)) else None
 
-def _filename(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Return the path of ``save_file(tensors, filename)`` and ``save_model(model, filename)``."""
-    return wrappers.second(args, kwargs, "filename")
+    return path
 
 
 def _dcp_path(_result: Any, _args: Arguments, kwargs: Keywords) -> Any:
@@ -132,8 +131,8 @@ def _exports(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
     """Wrap ``model.save_pretrained(save_directory)``: record the trained model and the files."""
     if not recorder.depth:
         recorder.call_unobserved(recorder.record_final_model)
-    path = wrappers.second(args, kwargs, "save_directory") if kwargs.get("is_main_process", True) else None
-    yield from wrappers.saves(lambda *_: path, everyone=False)(recorder, args, kwargs)
+    path = _second("save_directory") if kwargs.get("is_main_process", True) else lambda *_: None
+    yield from wrappers.saves(path, everyone=False)(recorder, args, kwargs)
 
 
 def _tracks(choose_list: Callable[[TrackedObjects], list[weakref.ref[Any]]]) -> Wrapper:
@@ -208,7 +207,7 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
         "autograd.backward": wrappers.trains(_first),
         "compile": wrappers.wraps(lambda result, _args: wrappers.models([result]), compiles=True),
         "nn.Module.compile": wrappers.wraps(lambda _result, _args: (), compiles=True),
-        "save": wrappers.saves(_torch_file, everyone=False, model=False),
+        "save": wrappers.saves(_second("f"), everyone=False, model=False),
         "nn.parallel.DistributedDataParallel.__init__": wrappers.constructs,
         "optim.Optimizer.__init__": _tracks(lambda tracked: tracked.torch_optimizers),
         "optim.lr_scheduler.LRScheduler.__init__": _tracks(lambda tracked: tracked.schedulers),
@@ -252,8 +251,8 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
         "DeepSpeedEngine.load_checkpoint": wrappers.loads,
     },
     "safetensors.torch": {
-        "save_file": wrappers.saves(_filename, everyone=False, model=False),
-        "save_model": wrappers.saves(_filename, everyone=False),
+        "save_file": wrappers.saves(_second("filename"), everyone=False, model=False),
+        "save_model": wrappers.saves(_second("filename"), everyone=False),
     },
     "transformers.modeling_utils": {"PreTrainedModel.save_pretrained": _exports},
     "transformers.trainer": {
@@ -268,12 +267,5 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
     },
     # All ranks call it, and it writes through a file system of Lightning's own:
     # https://lightning.ai/docs/pytorch/stable/common/trainer.html.
-    **{
-        f"{package}.trainer": {
-            "Trainer.save_checkpoint": wrappers.saves(
-                lambda _result, args, kwargs: wrappers.second(args, kwargs, "filepath")
-            )
-        }
-        for package in LIGHTNING
-    },
+    **{f"{package}.trainer": {"Trainer.save_checkpoint": wrappers.saves(_second("filepath"))} for package in LIGHTNING},
 }

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +16,13 @@ from pathlib import Path
 from pytest_distcompat.cell import Cell, OptionValue
 from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.launch.environment import OF_THE_AGENT
 from pytest_distcompat.launch.hosting import Hosted
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
 from pytest_distcompat.leased import leak_message
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scripts import command as commands
 from pytest_distcompat.scripts.configuration import find_configuration
 from pytest_distcompat.scripts.environment import ON_CPU, ProbeConfig, with_probe
 from pytest_distcompat.scripts.result import ScriptRun
@@ -44,8 +45,7 @@ class Host:
     @classmethod
     def here(cls) -> Host:
         """Return a host with all GPUs of this machine, or with two ranks on its CPU."""
-        gpu_count = visible_gpus()
-        if gpu_count:
+        if gpu_count := visible_gpus():
             return cls("cuda", gpu_count, Pool(None, gpus()))
         return cls("cpu", CPU_WORLD_SIZE, Pool(None, cpu_slots()))
 
@@ -125,11 +125,7 @@ def launch(
         saved_name=(saved_name, saved_name is None or callable(saved_name), "expected a function of a saved key"),
         timeout=(limit, isinstance(limit, (int, float)) and limit > 0, "expected a number of seconds above 0"),
         world_size=(ranks, isinstance(ranks, int) and ranks > 0, RANKS),
-        watch_steps=(
-            watch_steps,
-            isinstance(watch_steps, int) and watch_steps >= 0,
-            "expected a number of steps, 0 for no probe",
-        ),
+        watch_steps=(watch_steps, isinstance(watch_steps, int) and watch_steps >= 0, _STEPS),
         cwd=(str(cwd), working_directory.is_dir(), "there is no such directory"),
         environment=(texts, isinstance(texts, Mapping), "expected a mapping of names to texts"),
     )
@@ -139,31 +135,25 @@ def launch(
     except (re.error, TypeError) as error:
         raise UsageProblem(f"fails={fails!r:.200}: expected a regular expression ({error})") from None
     given: Sequence[object] = args
-    several = next((one for one in given if isinstance(one, (list, tuple, dict, set))), None)
-    if several is not None:
-        raise UsageProblem(f"{several!r:.200} is given as one argument: launch(script, *args) takes them one by one")
+    for one in given:
+        if isinstance(one, (list, tuple, dict, set)):
+            raise UsageProblem(f"{one!r:.200} is given as one argument: launch(script, *args) takes them one by one")
     classes = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     cell = _cell(strategy, precision, ranks, options or {})
     arguments = tuple(map(str, args))
     # Make no file that is not used: a script may do what no file can describe (fp8 under DeepSpeed).
     uses_file = launcher == "accelerate" or any("{configuration}" in argument for argument in arguments)
     if configuration and not uses_file:
-        raise UsageProblem(
-            f"configuration={str(configuration)!r} is not used: launcher {launcher!r} takes none, and no argument has "
-            "{configuration} in it"
-        )
+        unused = f"launcher {launcher!r} takes none, and no argument has {{configuration}} in it"
+        raise UsageProblem(f"configuration={str(configuration)!r} is not used: {unused}")
     if "{configuration}" in "".join(arguments) and not (strategy or configuration):
         raise UsageProblem("{configuration} stands for no file: give configuration=, or strategy= to have one made")
     directory = host.new_directory(arguments[0] if script == "-m" and arguments else Path(script).stem)
     uses_file = uses_file and bool(strategy or configuration)
     file = find_configuration(configuration, cell, directory, classes) if uses_file else None
-    line, variables = commands.build(
-        str(script),
-        [argument.replace("{configuration}", str(file)) for argument in arguments],
-        launcher,
-        world_size=cell.world_size,
-        directory=directory,
-        configuration=file,
+    filled = [argument.replace("{configuration}", str(file)) for argument in arguments]
+    line, variables = command_line(
+        str(script), filled, launcher, world_size=ranks, directory=directory, configuration=file
     )
     ProbeConfig(watch_steps, host.device, stop_after, classes).write(directory)
     added = {**variables, **(environment or {})}
@@ -171,26 +161,21 @@ def launch(
         added[ON_CPU] = "1"
     with host.pool.lease(cell.world_size, who=f"script {script} {cell.id} in {directory}") as lease:
         added |= lease.environment
-        complete = commands.without_rank(on_device(os.environ, host.device)) | added
+        complete = without_rank(on_device(os.environ, host.device)) | added
         ending = Hosted(
             name=launcher if launcher != "cli" else str(script),
             line=line,
             environment=with_probe(complete, directory),
-            world_size=cell.world_size,
+            world_size=ranks,
             directory=directory,
             timeout=limit,
             cwd=working_directory,
             reproduce=_reproduce(line, with_probe(added, directory), host.device),
         ).run()
     ending = replace(ending, leaks=tuple(map(leak_message, lease.own_leak)))
-    run = ScriptRun(
-        ending,
-        cell if strategy else None,
-        directory,
-        host.device,
-        Path(output) if output else None,
-        saved_name or ScriptRun.saved_name,
-    )
+    left = Path(output) if output else None
+    names = saved_name or ScriptRun.saved_name
+    run = ScriptRun(ending, cell if strategy else None, directory, host.device, left, names)
     if host.directory is None and not run.failed:
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
     if fails:
@@ -200,8 +185,8 @@ def launch(
     return run
 
 
-#: What a number of ranks must be.
-RANKS = "expected a number of ranks, 1 or more"
+#: What a number of ranks must be, and one of steps.
+RANKS, _STEPS = "expected a number of ranks, 1 or more", "expected a number of steps, 0 for no probe"
 
 
 def check_arguments(**arguments: tuple[object, bool, str]) -> None:
@@ -226,8 +211,7 @@ def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, 
         cell = Cell(strategy or "ddp", precision, world_size, tuple(options.items()))
     except ValueError as error:
         raise UsageProblem(str(error)) from None
-    problem = STRATEGIES.get(cell.strategy).unsupported_reason(cell)
-    if problem:
+    if problem := STRATEGIES.get(cell.strategy).unsupported_reason(cell):
         raise UsageProblem(f"{cell.id}: {problem}")
     return cell
 
@@ -236,3 +220,48 @@ def _reproduce(line: tuple[str, ...], environment: Mapping[str, str], device: st
     """Return the shell command that repeats the run, with the variables that ``launch`` has added."""
     added = on_device(environment, device) if device == "cpu" else dict(environment)
     return shlex.join(["env", *(f"{name}={value}" for name, value in added.items()), *line])
+
+
+LAUNCHERS = ("torchrun", "accelerate", "cli")
+
+
+def command_line(
+    script: str, args: Sequence[str], launcher: str, *, world_size: int, directory: Path, configuration: Path | None
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the command line that runs ``script`` on ``world_size`` ranks with logs in ``directory``, and its variables.
+
+    A ``cli`` command that ends in torchrun gets the number of ranks by torchrun's own variables (``PET_*``,
+    https://docs.pytorch.org/docs/stable/elastic/run.html). Raises UsageProblem for an unknown launcher, a missing
+    script or command.
+    """
+    logs = directory / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    environment = {"PET_LOG_DIR": str(logs), "PET_REDIRECTS": "3"}
+    if launcher == "cli":
+        # This Python's environment need not be activated.
+        executable = shutil.which(script) or shutil.which(script, path=str(Path(sys.executable).parent))
+        if executable is None:
+            raise UsageProblem(f"there is no command {script!r} on the PATH")
+        environment |= {"PET_NPROC_PER_NODE": str(world_size), "PET_STANDALONE": "1"}
+        return (executable, *args), environment
+    if script == "-m" and not args:
+        raise UsageProblem("'-m' needs the name of a module after it")
+    if script != "-m" and not Path(script).is_file():
+        raise UsageProblem(f"there is no script {script!r}; a module goes by '-m', 'name', a command by launcher='cli'")
+    if launcher == "torchrun":
+        # Standalone: the kernel chooses the port, so that two runs at a time cannot connect to each other.
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    elif launcher == "accelerate":
+        start = [sys.executable, "-m", "accelerate.commands.launch"]
+        # It ignores torchrun's variables, but has these two of torchrun's options.
+        start += ["--num_processes", str(world_size), "--main_process_port", "0", "--tee", "3", "--log_dir", str(logs)]
+        start += ["--config_file", str(configuration)] if configuration is not None else []
+    else:
+        raise UsageProblem(f"no launcher named {launcher!r}. Known: {', '.join(LAUNCHERS)}")
+    return (*start, script if script == "-m" else str(Path(script).resolve()), *args), environment
+
+
+def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables of one rank: a launcher that inherits them would take itself for a rank."""
+    ranks = {name for name in environment if OF_THE_AGENT.fullmatch(name) or name.startswith(("TORCHELASTIC_", "PET_"))}
+    return {name: value for name, value in environment.items() if name not in ranks}

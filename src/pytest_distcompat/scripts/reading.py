@@ -58,7 +58,7 @@ def main(request_file: str, answer_file: str) -> None:
 
 def _read_files(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys in the files at or below each of the ``paths``."""
-    from pytest_distcompat.probe import read_files
+    from pytest_distcompat.probe.files import read_files
 
     files = {}
     for path in map(Path, request["paths"]):
@@ -71,8 +71,8 @@ def _read_files(request: Mapping[str, Any]) -> dict[str, Any]:
 def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
     """Load the model at ``path`` and return it as an unwrapped model, or return the ``problem``."""
     from pytest_distcompat.checks.export import PREFIX
-    from pytest_distcompat.probe import read_files, read_unwrapped
-    from pytest_distcompat.probe.files import module_directories
+    from pytest_distcompat.probe.files import module_directories, read_files
+    from pytest_distcompat.probe.live import read_unwrapped
 
     path, checkpoints = Path(request["path"]), [Path(checkpoint) for checkpoint in request["checkpoints"]]
     directory = path if path.is_dir() else path.parent
@@ -126,7 +126,7 @@ def _model_class(directory: Path) -> Any:
 
 def _read_values(path: Path, checkpoints: Collection[Path]) -> UnwrappedInfo:
     """Return the values in the files of a model without ``config.json``, which no library can load."""
-    from pytest_distcompat.probe import read_saved
+    from pytest_distcompat.probe.files import read_saved
     from pytest_distcompat.trace import ParameterInfo, UnwrappedInfo
 
     infos = _files_of_model(read_saved(path if path.is_dir() else path.parent), path, checkpoints)

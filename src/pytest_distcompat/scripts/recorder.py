@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
+from pytest_distcompat.decode import encode
 from pytest_distcompat.scripts import guard
 from pytest_distcompat.scripts.environment import ProbeConfig
 from pytest_distcompat.scripts.hosted_rank import HostedRank
@@ -36,13 +37,12 @@ class Recorder:
     """State of the probe in one rank of a script."""
 
     def __init__(self, rank: HostedRank, config: ProbeConfig) -> None:
-        from pytest_distcompat.probe import Observer
+        from pytest_distcompat.probe.observe import Observer
 
         self.rank, self.config = rank, config
         self.observer = Observer(guard.guarded)
-        self.device = (
-            config.device if config.device == "cpu" else f"{config.device}:{os.environ.get('LOCAL_RANK', '0')}"
-        )
+        number = "" if config.device == "cpu" else f":{os.environ.get('LOCAL_RANK', '0')}"
+        self.device = f"{config.device}{number}"
         self.steps = 0
         self.depth = self._ignored_depth = 0
         self.tracked = TrackedObjects(config.blocks)
@@ -105,13 +105,9 @@ class Recorder:
             self._update_observer()
 
     def _update_observer(self) -> None:
-        self.observer.set_active(on=self.in_full and not self._ignored_depth)
+        self.observer.active = self.in_full and not self._ignored_depth
 
     # Models.
-
-    def before_wrap(self, model: Module) -> None:
-        """Record the unwrapped model, before a call that wraps it."""
-        self.tracked.read_unwrapped(model)
 
     def after_wrap(self, value: Any) -> None:
         """Track a model or an optimizer that a call has wrapped."""
@@ -193,7 +189,7 @@ class Recorder:
         self._write_snapshot("build", BUILD, **infos)
         if self._loaded:
             self._loaded = False
-            self._write_snapshot("load", self.steps * STRIDE + LOAD, **infos)
+            self._write_snapshot("load", self._index(LOAD), **infos)
 
     def after_step(self) -> None:
         """Read the model after a step of the optimizer or engine. ``finish_step`` adds the scheduler, which steps later."""
@@ -207,15 +203,12 @@ class Recorder:
         infos, self._pending = self._pending, None
         losses, self._losses = self._losses, []
         loss = sum(map(float, losses)) / len(losses) if losses else None
-        from pytest_distcompat.probe import read_scheduler
+        from pytest_distcompat.probe.optimizer import read_scheduler
 
         if self.in_full:
             infos |= self.observer.infos()
-        self._write_snapshot(
-            "step",
-            (self.steps + 1) * STRIDE,
-            **infos | {"loss": loss, "scheduler": read_scheduler(self.tracked.schedulers_of(self._optimizer))},
-        )
+        infos |= {"loss": loss, "scheduler": read_scheduler(self.tracked.schedulers_of(self._optimizer))}
+        self._write_snapshot("step", (self.steps + 1) * STRIDE, **infos)
         self.observer.restart()
         self.steps += 1
         self._saves = 0
@@ -226,23 +219,19 @@ class Recorder:
 
     # Checkpoints.
 
-    @property
-    def _save_index(self) -> int:
-        return self.steps * STRIDE + SAVE + 2 * self._saves
-
     def before_save(self, everyone: bool) -> None:
         """Log that a checkpoint is about to be written, if ``everyone`` writes a part of it."""
         self.finish_step()
         if everyone:
             from pytest_distcompat.events import Action
 
-            self.rank.log.write(Action("save", self._save_index))
+            self.rank.log.write(Action("save", self._index(SAVE + 2 * self._saves)))
 
     def after_save(self, path: Any, everyone: bool, model: bool) -> None:
         """Record a checkpoint that ``everyone`` has written, or a file of one rank; ``model``: it should hold the model."""
         from pytest_distcompat.scripts.events import Saved
 
-        index = self._save_index
+        index = self._index(SAVE + 2 * self._saves)
         self.rank.log.write(Saved(str(Path(path).resolve()), index, everyone, model))
         if everyone and self._model is not None:
             self._saves += 1
@@ -258,7 +247,7 @@ class Recorder:
         """Record a loaded checkpoint; before the first step, since parts may follow, only then or at the end."""
         self.finish_step()
         if self._built and self._model is not None:
-            self._write_snapshot("load", self.steps * STRIDE + LOAD, **self._read_fields(whole=True))
+            self._write_snapshot("load", self._index(LOAD), **self._read_fields(whole=True))
         else:
             self._loaded = True
             optimizer = self.tracked.last_optimizer()
@@ -266,10 +255,8 @@ class Recorder:
             self._optimizer = self.tracked.optimizers_with(optimizer, model) if optimizer is not None else None
             if model is not None:
                 self._model = weakref.ref(model)
-                self._untrained_snapshots = {
-                    "build_model": {"unwrapped": self.tracked.unwrapped_of(model)},
-                    "load": self._read_fields(whole=True),
-                }
+                unwrapped = {"unwrapped": self.tracked.unwrapped_of(model)}
+                self._untrained_snapshots = {"build_model": unwrapped, "load": self._read_fields(whole=True)}
 
     def record_final_model(self) -> None:
         """Record the trained model when training may be over, once after each step."""
@@ -277,7 +264,7 @@ class Recorder:
         model = self._model() if self._model is not None else None
         if model is not None and self._final_recorded_at != self.steps:
             self._final_recorded_at = self.steps
-            self._write_snapshot("export", self.steps * STRIDE + END, **self._read_fields(whole=True))
+            self._write_snapshot("export", self._index(END), **self._read_fields(whole=True))
 
     def _read_fields(self, *, whole: bool) -> dict[str, Any]:
         from pytest_distcompat.probe.snapshot import read_snapshot_fields
@@ -297,11 +284,14 @@ class Recorder:
             without_gradient=self.observer.without_gradient(),
         )
 
+    def _index(self, offset: int) -> int:
+        return self.steps * STRIDE + offset
+
     def _write_snapshot(self, action: str, index: int, **infos: Any) -> None:
         from pytest_distcompat.events import SnapshotTaken
 
         snapshot = Snapshot(self.rank.rank, "train", action, index, **infos)
-        self.rank.log.write(SnapshotTaken(action, index, snapshot.to_json()))
+        self.rank.log.write(SnapshotTaken(action, index, encode(snapshot)))
 
 
 #: How many seconds a rank waits for the others to write their parts of a checkpoint.

@@ -98,8 +98,7 @@ class ScriptRun:
     @functools.cached_property
     def trace(self) -> RunTrace:
         """Return the snapshots of the run, without those of its files."""
-        cell = self.cell or Cell("ddp", "fp32", len(self.ending.ranks))
-        return run_trace("train", self.ending, cell)
+        return run_trace("train", self.ending, self._assumed_cell)
 
     @property
     def losses(self) -> tuple[tuple[float | None, ...], ...]:
@@ -126,13 +125,9 @@ class ScriptRun:
 
         """
         verdicts = self.verdicts(*names)
-        bad = [verdict for verdict in verdicts if not verdict.ok and verdict.status != "skipped"]
-        if all(verdict.status == "skipped" for verdict in verdicts):
-            bad = verdicts
-        if bad:
-            messages = "\n\n".join(
-                f"{verdict.check} ({verdict.cell}): {verdict.status}\n{verdict.message}" for verdict in bad
-            )
+        judged = [verdict for verdict in verdicts if verdict.status != "skipped"]
+        if bad := [verdict for verdict in judged if not verdict.ok] if judged else verdicts:
+            messages = "\n\n".join(f"{one.check} ({one.cell}): {one.status}\n{one.message}" for one in bad)
             context = self.text() if self.failed else "\n".join((*self.labels, f"logs: {self.directory}"))
             raise Incompatible(f"{messages}\n\n{context}", hard=self.hard)
 
@@ -146,17 +141,20 @@ class ScriptRun:
                 raise UsageProblem(f"{name!r} is no check of a script's run. Known: {', '.join(known)}")
         return [self._verdict(name) for name in names]
 
+    @property
+    def _assumed_cell(self) -> Cell:
+        return self.cell or Cell("ddp", "fp32", len(self.ending.ranks))
+
     def _verdict(self, name: str) -> Verdict:
         if self.cell is None and name != FINAL_MODEL_CHECK:
             raise UsageProblem(f"check {name!r}: launch() got no strategy, so nothing says what should run")
-        cell = self.cell or Cell("ddp", "fp32", self.trace.world_size)
+        cell = self._assumed_cell
         if self.failed:
             # A check of a failed run has the status of the run.
             status = Status.FAILED if self.ending.kind == "raised" else Status(self.ending.kind)
             causes = filter(None, (f"the run failed: {self.ending.headline()}", self._probe_failure()))
             return Verdict(name, cell.id, status, "\n".join(causes))
-        problem = self.missing_evidence()
-        if problem:
+        if problem := self.missing_evidence():
             return Verdict(name, cell.id, Status.FAILED, problem)
         if name == FINAL_MODEL_CHECK:
             checkpoints = [saved.path for saved in self.saved() if saved.everyone]
@@ -165,15 +163,12 @@ class ScriptRun:
             )
             return Verdict(name, cell.id, Status.FAILED if findings else Status.PASSED, "\n".join(findings))
         check = CHECKS.get(name)
-        reason = check.not_applicable(cell, Driver)
-        if reason:
+        if reason := check.not_applicable(cell, Driver):
             return skipped(name, cell, f"the check does not apply: {reason}")
-        short = self._too_short()
-        if short:
+        if short := self._too_short():
             return Verdict(name, cell.id, Status.FAILED, short)
         run = self.trace if name != "names" else self.trace_with_files
-        trace = Trace.of("script", [run])
-        return judge(check, cell, replace(trace, saves=self._should_save))
+        return judge(check, cell, Trace("script", {run.name: run}, saves=self._should_save))
 
     def missing_evidence(self, *, trains: bool = True) -> str:
         """Return why there is nothing to judge, empty if there is; a run that ``trains`` must have taken a step."""
@@ -182,12 +177,8 @@ class ScriptRun:
         if not ProbeConfig.read(self.directory).steps:
             return "nothing to probe: watch_steps=0 leaves the probe out"
         if trains and not self.trace.at("build"):
-            unseen = self._logged(UnseenModel)
-            reason = (
-                f"{unseen[0].optimizer} stepped, on a model that nothing wrapped"
-                if unseen
-                else "no optimizer of torch's stepped"
-            )
+            unseen = (f"{one.optimizer} stepped, on a model that nothing wrapped" for one in self._logged(UnseenModel))
+            reason = next(unseen, "no optimizer of torch's stepped")
             return f"nothing to probe: {reason}. A model is seen when it passes through one of: {MODEL_CALLS}"
         return ""
 
@@ -203,14 +194,11 @@ class ScriptRun:
 
     def _too_short(self) -> str:
         """Return why the step that checks judge was not recorded in full; empty if it was."""
-        watched = ProbeConfig.read(self.directory).steps
-        if watched < JUDGED_STEP:
-            return (
-                f"watch_steps={watched}: the check looks at step {JUDGED_STEP} in full; expected {JUDGED_STEP} or more"
-            )
-        taken = len(self.trace.indices("step"))
-        if taken < JUDGED_STEP:
-            steps = "1 optimizer step" if taken == 1 else f"{taken} optimizer steps"
+        if (watched := ProbeConfig.read(self.directory).steps) < JUDGED_STEP:
+            found = f"watch_steps={watched}: the check looks at step {JUDGED_STEP} in full"
+            return f"{found}; expected {JUDGED_STEP} or more"
+        if (taken := len(self.trace.indices("step"))) < JUDGED_STEP:
+            steps = f"{taken} optimizer step{'s' * (taken != 1)}"
             return f"the run took {steps}: the check looks at step {JUDGED_STEP}; let the script take {JUDGED_STEP} or more"
         return ""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,26 @@ from pytest_distcompat.scripts.recorder import STRIDE
 from pytest_distcompat.scripts.result import ScriptRun
 from pytest_distcompat.trace import Snapshot
 
+
+def _optimizer_of(snapshot: Snapshot) -> Any:
+    states = (*snapshot.states, *snapshot.masters)
+    # A load may return a single number as a tensor, whose dtype says nothing.
+    held = {f"{one.key} of {one.owner}": (one.digest, "" if one.numel == 1 else one.dtype) for one in states}
+    return held, snapshot.param_groups
+
+
+#: How each quantity of one rank in one step is read.
+_READERS: Mapping[str, Callable[[Snapshot], Any]] = {
+    "losses": lambda one: (one.loss,),
+    "grad_norms": lambda one: tuple(math.sqrt(step.square) for step in one.steps),
+    "parameters": lambda one: {info.name: (info.digest, info.dtype) for info in (*one.parameters, *one.buffers)},
+    "optimizer": _optimizer_of,
+    "scheduler": lambda one: one.scheduler,
+    "rng": lambda one: one.rng,
+    "data": lambda one: one.inputs,
+}
 #: The quantities that can be compared, step by step and rank by rank.
-SAME = ("losses", "grad_norms", "parameters", "optimizer", "scheduler", "rng", "data")
+SAME = tuple(_READERS)
 #: Relative tolerance of losses and gradient norms on a GPU, where the order of sums is not fixed.
 TOLERANCE = 1e-4
 #: Calls that write a checkpoint which the probe recognizes.
@@ -49,23 +68,20 @@ class RoundTrip:
     def findings(self) -> list[str]:
         """Return what is wrong. If a run took the wrong steps, that is the only finding."""
         for title, run in (("run", self.through), ("stopped run", self.stopped), ("resumed run", self.resumed)):
-            problem = run.missing_evidence(trains=run is not self.resumed or self.steps_left > 0)
-            if problem:
+            if problem := run.missing_evidence(trains=run is not self.resumed or self.steps_left > 0):
                 return [f"the {title}: {problem}"]
-        misplaced = list(self._wrong_steps())
-        if misplaced:
+        if misplaced := list(self._wrong_steps()):
             return misplaced
         differences = list(self._differing_steps())
         return list(dict.fromkeys([*self._not_repeatable(), *self._loaded(explain=bool(differences)), *differences]))
 
     def check(self) -> None:
         """Raise Incompatible with the findings, if there are any."""
-        findings = self.findings
-        if findings:
+        if findings := self.findings:
             runs = (self.through, self.stopped, self.resumed)
             logs = (f"logs: {run.directory}" for run in runs)
-            hard = any(run.hard for run in runs)
-            raise Incompatible("\n".join((*findings, *self.resumed.labels, *logs)), hard=hard)
+            text = "\n".join((*findings, *self.resumed.labels, *logs))
+            raise Incompatible(text, hard=any(run.hard for run in runs))
 
     def _wrong_steps(self) -> Iterator[str]:
         """Yield a finding if a run took another number of steps than it should; the resumed run takes those that are left."""
@@ -84,13 +100,9 @@ class RoundTrip:
         """Yield a finding if the two runs from the start differ: then a third cannot be compared with them."""
         for nth in range(self.save_at):
             for one, other in pairs(_step(self.through, nth), _step(self.stopped, nth)):
-                wrong = [quantity for quantity in ("losses", "data") if not self._equal(quantity, one, other)]
-                if wrong:
-                    quantities = " and ".join(wrong)
-                    yield (
-                        f"rank {one.rank}: {quantities} differ in step {nth + 1} of two runs from the start: the script is not "
-                        "repeatable (is a seed missing?)"
-                    )
+                if wrong := [quantity for quantity in ("losses", "data") if not self._equal(quantity, one, other)]:
+                    finding = f"{' and '.join(wrong)} differ in step {nth + 1} of two runs from the start"
+                    yield f"rank {one.rank}: {finding}: the script is not repeatable (is a seed missing?)"
                     return
 
     def _loaded(self, *, explain: bool) -> Iterator[str]:
@@ -122,14 +134,11 @@ class RoundTrip:
 
     def _equal(self, quantity: str, one: Snapshot, other: Snapshot) -> bool:
         """Tell whether a quantity is equal on two ranks, within the tolerance on a GPU."""
-        was, now = _value(quantity, one), _value(quantity, other)
+        was, now = _READERS[quantity](one), _READERS[quantity](other)
         if self.through.device == "cpu" or quantity in {"scheduler", "data"}:
             return bool(was == now)
-        if quantity in _EXACT:
-            return True
-        return len(was) == len(now) and all(
-            math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(was, now, strict=True)
-        )
+        close = (math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(was, now, strict=False))
+        return quantity in _EXACT or (len(was) == len(now) and all(close))
 
 
 def resume_roundtrip(
@@ -217,10 +226,9 @@ def _missing_checkpoint(run: ScriptRun, save_at: int) -> str:
 
 def _filled(template: str | Path, replacements: Mapping[str, str]) -> str:
     """Return the argument with each ``{name}`` replaced by its value."""
-    argument = str(template)
-    for name, value in replacements.items():
-        argument = argument.replace(f"{{{name}}}", value)
-    return argument
+    return functools.reduce(
+        lambda text, one: text.replace(f"{{{one[0]}}}", one[1]), replacements.items(), str(template)
+    )
 
 
 def _steps_taken(run: ScriptRun) -> int:
@@ -237,29 +245,9 @@ def _saved_or_loaded(run: ScriptRun, save_at: int) -> tuple[Snapshot, ...]:
     return run.trace.at("load") or (run.trace.at_index(saved[0]) if saved else ())
 
 
-def _value(quantity: str, snapshot: Snapshot) -> Any:
-    """Return a quantity of one rank in one step."""
-    model, optimizer = snapshot.model, snapshot.optimizer
-    if quantity == "losses":
-        return (snapshot.loss,)
-    if quantity == "grad_norms":
-        return tuple(math.sqrt(step.square) for step in snapshot.steps)
-    if quantity == "parameters":
-        return {info.name: (info.digest, info.dtype) for info in (*model.parameters, *model.buffers)} if model else {}
-    if quantity == "optimizer":
-        states = (*optimizer.states, *optimizer.masters) if optimizer else ()
-        # A load may return a single number as a tensor, whose dtype says nothing.
-        dtypes = ("" if state.numel == 1 else state.dtype for state in states)
-        held = {f"{one.key} of {one.owner}": (one.digest, dtype) for one, dtype in zip(states, dtypes, strict=True)}
-        return held, optimizer and optimizer.param_groups
-    if quantity == "scheduler":
-        return snapshot.scheduler
-    return snapshot.rng if quantity == "rng" else snapshot.inputs
-
-
 def _difference(quantity: str, one: Snapshot, other: Snapshot) -> str:
     """Describe a difference: by both values if they are short, else by the first name that differs."""
-    was, now = _value(quantity, one), _value(quantity, other)
+    was, now = _READERS[quantity](one), _READERS[quantity](other)
     if quantity in {"losses", "grad_norms"}:
         return f"{_numbers(now)} instead of {_numbers(was)}"
     if quantity == "scheduler":

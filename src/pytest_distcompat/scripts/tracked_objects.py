@@ -35,7 +35,7 @@ class TrackedObjects:
     def read_unwrapped(self, model: Module) -> None:
         """Read a model that is about to be wrapped, once. Parts that are wrapped already count as they were before that."""
         from pytest_distcompat.probe.blocks import unwrapped
-        from pytest_distcompat.probe.parts import read_parts
+        from pytest_distcompat.probe.live import read_parts
 
         model = unwrapped(model)
         known = {key: info for key, (reference, info) in self._unwrapped.items() if reference() is not None}
@@ -60,7 +60,7 @@ class TrackedObjects:
 
     def wrapper_of(self, optimizer: Any) -> Any:
         """Return the trainer's wrapper of that torch optimizer, or the optimizer itself if no wrapper was seen."""
-        from pytest_distcompat.probe import torch_optimizer
+        from pytest_distcompat.probe.optimizer import torch_optimizer
 
         wrappers = reversed(_alive(self.optimizers))
         return next((one for one in wrappers if torch_optimizer(one) is optimizer), optimizer)

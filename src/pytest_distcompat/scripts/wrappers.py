@@ -58,7 +58,8 @@ def wrap_attribute(owner: Any, name: str, wrapper: Wrapper) -> None:
         try:
             result = original(*args, **kwargs)
         except BaseException:
-            guard.attempt(qualified_name, _close, steps, always=True)
+            if steps is not None:
+                guard.attempt(qualified_name, steps.close, always=True)
             raise
         guard.attempt(f"{qualified_name}, after the call", _finish, steps, result, always=True)
         return result
@@ -80,10 +81,6 @@ def _finish(steps: Steps | None, result: Any) -> None:
     if steps is not None and not guard.failed():
         with contextlib.suppress(StopIteration):
             steps.send(result)
-    _close(steps)
-
-
-def _close(steps: Steps | None) -> None:
     if steps is not None:
         steps.close()
 
@@ -93,11 +90,6 @@ def models(values: Iterable[Any]) -> Iterator[Any]:
     import torch
 
     yield from (value for value in values if isinstance(value, torch.nn.Module))
-
-
-def second(args: Arguments, kwargs: Keywords, name: str) -> Any:
-    """Return the second argument of a call, None if it is not given."""
-    return args[1] if len(args) > 1 else kwargs.get(name)
 
 
 def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, first: int = 0, compiles: bool = False) -> Wrapper:
@@ -111,7 +103,7 @@ def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, first: int = 0, co
             nested = [element for value in args if isinstance(value, (list, tuple)) for element in value]
             unwrapped = list(models((*args[first:], *nested, *kwargs.values())))
             for model in unwrapped if outermost else ():
-                recorder.call_unobserved(recorder.before_wrap, model)
+                recorder.call_unobserved(recorder.tracked.read_unwrapped, model)
             if compiles and unwrapped:
                 recorder.remove_hooks()
             result = yield
@@ -156,23 +148,23 @@ def saves(where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = 
     return wrapper
 
 
-def loads(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
-    """Wrap a call that reads a checkpoint."""
-    with recorder.inside_call() as outermost:
-        yield
-    if outermost:
-        recorder.call_unobserved(recorder.after_load)
+def _around(before: str = "", after: str = "") -> Wrapper:
+    """Make a wrapper that calls methods of the recorder, of these names, before and after the call."""
+
+    def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+        with recorder.inside_call() as outermost:
+            if outermost and before:
+                recorder.call_unobserved(getattr(recorder, before))
+            yield
+        if outermost and after:
+            recorder.call_unobserved(getattr(recorder, after))
+
+    return wrapper
 
 
-def may_end_training(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
-    """Wrap a call that comes when training is over: the trained model is recorded before the script drops it."""
-    with recorder.inside_call() as outermost:
-        if outermost:
-            recorder.call_unobserved(recorder.record_final_model)
-        yield
-
-
-def ignores_steps(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
-    """Wrap a call whose optimizer steps do not belong to the training."""
-    with recorder.inside_call():
-        yield
+#: Wraps a call that reads a checkpoint.
+loads = _around(after="after_load")
+#: Wraps a call that comes when training is over: the trained model is recorded before the script drops it.
+may_end_training = _around(before="record_final_model")
+#: Wraps a call whose optimizer steps do not belong to the training.
+ignores_steps = _around()

@@ -9,6 +9,7 @@ import enum
 import importlib.util
 import inspect
 import itertools
+import json
 import operator
 import os
 import pkgutil
@@ -22,6 +23,7 @@ from unittest import mock
 
 #: Whole numbers and fractions to try: small ones, a prime, and one that is larger than any tiny model.
 NUMBERS, FRACTIONS = (0, 1, 2, 7, 1_000_003), (0.0, 0.5, 1.0)
+_VALUES: Mapping[type, tuple[Any, ...]] = {type(None): (None,), bool: (True, False), int: NUMBERS, float: FRACTIONS}
 #: A key that no config model has, so that the model's error names the model.
 _UNKNOWN_KEY = "distcompat_unknown"
 #: Libraries that a driver may do without.
@@ -76,17 +78,14 @@ class Field:
 
 def read_fields(sources: list[Source]) -> list[Field]:
     """Return the fields of all sources. It imports the libraries that define them; one that is not installed has none."""
-    there = [one for one in sources if one.target.partition(".")[0] not in _OPTIONAL or _installed(one)]
     found: list[Field] = []
-    for source in there:
-        # TrainingArguments of transformers 4 set variables with which accelerate's plugin then refuses to be made.
-        with mock.patch.dict(os.environ):
-            found += _fields_of(source)
+    for source in sources:
+        library = source.target.partition(".")[0]
+        if library not in _OPTIONAL or importlib.util.find_spec(library) is not None:
+            # TrainingArguments of transformers 4 set variables with which accelerate's plugin then refuses to be made.
+            with mock.patch.dict(os.environ):
+                found += _fields_of(source)
     return found
-
-
-def _installed(source: Source) -> bool:
-    return importlib.util.find_spec(source.target.partition(".")[0]) is not None
 
 
 def _fields_of(source: Source) -> Iterator[Field]:
@@ -113,13 +112,11 @@ def _made(source: Source, members: Iterator[tuple[str, Any, Any, Any]]) -> Itera
 
 def _variables(source: Source, target: Any) -> Iterator[Field]:
     """Yield the environment variables that change a field of what ``target`` makes, with the values that it accepts."""
-    values = {
-        name: [
-            text(value).rpartition(".")[2] if isinstance(value, enum.Enum) else text(value)
-            for value in _values(kind, default)
-        ]
-        for name, kind, default, _ in _members(target)
-    }
+
+    def spelled(value: Any) -> str:
+        return text(value).rpartition(".")[2] if isinstance(value, enum.Enum) else text(value)
+
+    values = {name: [*map(spelled, _values(kind, default))] for name, kind, default, _ in _members(target)}
     _in_environment(target, {}, {})  # the first time, the variables of what it imports are read too
     read: dict[str, Any] = {}
     base, again = _in_environment(target, {}, read), _in_environment(target, {}, {})
@@ -191,17 +188,9 @@ def _members(target: Any) -> Iterator[tuple[str, Any, Any, Callable[[Any], bool]
 
 def _accepted(field: Any) -> Callable[[Any], bool]:
     """Return a test whether a value is within the limits of a pydantic field."""
-    limits = [
-        (getattr(operator, name), getattr(one, name))
-        for one in field.metadata
-        for name in _LIMITS
-        if hasattr(one, name)
-    ]
-
-    def accepts(value: Any) -> bool:
-        return all(compare(value, limit) for compare, limit in limits)
-
-    return accepts
+    pairs = ((one, name) for one in field.metadata for name in _LIMITS if hasattr(one, name))
+    limits = [(getattr(operator, name), getattr(one, name)) for one, name in pairs]
+    return lambda value: all(compare(value, limit) for compare, limit in limits)
 
 
 def _hints(target: Any) -> dict[str, Any]:
@@ -209,14 +198,11 @@ def _hints(target: Any) -> dict[str, Any]:
     try:
         return typing.get_type_hints(target)
     except Exception:
-        raw = dict(getattr(target, "__annotations__", {}))
+        found = dict(getattr(target, "__annotations__", {}))
         space = {**vars(builtins), **vars(typing), **vars(sys.modules[target.__module__])}
-        found = {}
-        for name, kind in raw.items():
-            try:
+        for name, kind in found.items():
+            with contextlib.suppress(Exception):
                 found[name] = eval(kind, space) if isinstance(kind, str) else kind  # noqa: S307 - an installed library's annotation
-            except Exception:
-                found[name] = kind
         return found
 
 
@@ -235,23 +221,17 @@ def _values(kind: Any, default: Any) -> list[Any]:
     """Return the values to try for a type; none where the type does not say."""
     found: list[Any] = []
     for part in _parts(kind):
-        if part is type(None):
-            # None beside nothing that can be derived is the default of most such fields, and says nothing alone.
-            found += [None]
-        elif part is bool:
-            found += [True, False]
+        if isinstance(part, type) and part in _VALUES:
+            found += _VALUES[part]
         elif isinstance(part, type) and issubclass(part, enum.Enum):
             found += list(part)
         elif typing.get_origin(part) is typing.Literal:
-            found += list(typing.get_args(part))
-        elif part is int:
-            found += NUMBERS
-        elif part is float:
-            found += FRACTIONS
+            found += typing.get_args(part)
         elif part is str and str(default).lower() in {"true", "false"}:
             found += [True, False]
         elif getattr(part, "__qualname__", "") == "dtype":
             found += [getattr(sys.modules["torch"], name) for name in ("float32", "bfloat16", "float16")]
+    # None beside nothing that can be derived is the default of most such fields, and says nothing alone.
     return found if any(value is not None for value in found) or default is not None else []
 
 
@@ -261,7 +241,7 @@ def text(value: Any) -> str:
         return f"{type(value).__module__}.{type(value).__qualname__}.{value.name}"
     value = value.value if isinstance(value, enum.Enum) else value
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     # A cell's id has hyphens between its parts.
     return str(value).replace("-", "~").replace(" ", "")
 
@@ -329,7 +309,7 @@ def _model_named(name: str) -> Any:
         return None
     from pydantic import BaseModel
 
-    kinds = list(BaseModel.__subclasses__())
+    kinds: list[Any] = [BaseModel]
     for kind in kinds:
         kinds += kind.__subclasses__()
     return next((kind for kind in kinds if kind.__name__ == name), None)

@@ -18,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.settings.fields import Field, Source
 
@@ -108,18 +109,12 @@ def ruled(found: Field, known: Collection[str] = ()) -> Setting:
     rule = rule_of(found.name)
     values = tuple(rule.get("values", found.values))
     state = "excluded" if rule.get("excluded") else "hinted" if "values" in rule else "swept" if values else "unknown"
-    return Setting(
-        found.name,
-        state,
-        () if state == "excluded" else values,
-        rule.get("reason", ""),
-        tuple(one for one in found.strategies if one in rule.get("strategies", found.strategies)),
-        rule.get("precision", found.precision),
-        rule.get("options", {}),
-        tuple(rule.get("without", ())),
-        tuple(rule.get("checks", ())),
-        _twice(found, values, known),
-    )
+    strategies = tuple(one for one in found.strategies if one in rule.get("strategies", found.strategies))
+    without, checks = tuple(rule.get("without", ())), tuple(rule.get("checks", ()))
+    where = strategies, rule.get("precision", found.precision), rule.get("options", {})
+    tried = () if state == "excluded" else values
+    twice = _twice(found, values, known)
+    return Setting(found.name, state, tried, rule.get("reason", ""), *where, without, checks, twice)
 
 
 @functools.cache
@@ -142,7 +137,7 @@ def read(sources: tuple[Source, ...], shared: Path | None = None) -> tuple[Field
             if not place.exists():
                 place.write_text(_read(data), encoding="utf-8")
             text = place.read_text(encoding="utf-8")
-    return tuple(Field(**{key: _tuple(value) for key, value in one.items()}) for one in json.loads(text))
+    return tuple(decode(Field, one) for one in json.loads(text))
 
 
 def _read(data: str) -> str:
@@ -150,10 +145,6 @@ def _read(data: str) -> str:
     if done.returncode:
         raise UsageProblem(f"the settings of the installed libraries cannot be read: {done.stderr.strip()[-2000:]}")
     return done.stdout
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[Setting]:
@@ -165,11 +156,3 @@ def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[S
         places = tuple(dict.fromkeys((*was.places, *found.places)))
         fields[found.name] = dataclasses.replace(was, strategies=strategies, places=places)
     return [ruled(found, fields) for found in fields.values()]
-
-
-def unused_rules(settings: Collection[Setting]) -> list[str]:
-    """Return the patterns of the rules that match no setting, but for those of older releases."""
-    patterns = [pattern for rule in rules() if not rule.get("older") for pattern in rule["fields"]]
-    beside = {part.partition("=")[0] for one in settings for text in one.twice for part in text.split("+")}
-    names = {one.name for one in settings} | beside
-    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]

@@ -64,9 +64,9 @@ class Explorer:
         One that begins like another that failed, or is the beginning of one that passed, is not run.
         """
         walk = Walk(tuple(calls), self.kind.walk_calls)
-        for length in range(1, len(walk.calls) + 1):
-            if walk.calls[:length] in self.failed:
-                return walk.calls[:length]
+        beginnings = (walk.calls[:length] for length in range(1, len(walk.calls) + 1))
+        if known := next((one for one in beginnings if one in self.failed), None):
+            return known
         if walk.calls in self.passed:
             return ()
         scenario = walk.scenario()

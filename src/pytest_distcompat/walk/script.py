@@ -6,6 +6,8 @@ import inspect
 import re
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
+from string import Template
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers._calls import CLIP_VALUE, SLOWER, Calls
@@ -13,98 +15,8 @@ from pytest_distcompat.drivers._tiny import DECAY, EPOCH_STEPS, GAMMA, LEARNING_
 from pytest_distcompat.strategies._base import MAX_NORM
 from pytest_distcompat.walk.sequence import Walk
 
-_HEAD = '''"""{walk}
-
-{finding}
-
-torchrun --nproc-per-node {ranks} THIS_FILE
-"""
-from __future__ import annotations
-
-import contextlib
-import copy
-import math
-import os
-import tempfile
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal
-
-import torch
-from torch import distributed, nn
-from torch.nn import functional
-
-MAX_NORM, CLIP_VALUE, SLOWER, EPOCH = {max_norm}, {clip_value}, {slower}, {epoch}
-RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def training(method): return method
-def observer(method): return method
-
-'''
-
-_TAIL = """
-
-def batch(number, rank):
-    generator = torch.Generator().manual_seed(1000 * (number % EPOCH) + rank)
-    return torch.randn(4, 7, generator=generator), torch.randint(0, 5, (4,), generator=generator)
-
-
-def loss(model, number, rank):
-    features, labels = batch(number, rank)
-    return functional.cross_entropy(model(features), labels)
-
-
-def make():
-    torch.manual_seed(0)
-    return MLP(7, 13, 5)
-
-
-def optimizer_of(model, every=1):
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr={rate}, weight_decay={decay})
-    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=every, gamma={gamma})
-
-
-def trainer_of(model, optimizer, scheduler, **more):
-    return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, epoch=EPOCH, loss=loss,
-                           outputs=lambda model: model(batch(999, 0)[0]), **more)
-
-
-def build():
-    model = make()
-{build}
-
-
-def state(model):
-    return [(n, p.dtype, p.requires_grad) for n, p in model.named_parameters()], [m.training for m in model.modules()]
-
-
-box = [tempfile.mkdtemp() if RANK == 0 else ""]
-if not distributed.is_initialized():
-    distributed.init_process_group("gloo")
-trainer, model = build(), make()
-reference = Calls(trainer_of(model, *optimizer_of(model)), Path(), range(RANKS))
-distributed.broadcast_object_list(box)
-live = {kind}(trainer, Path(box[0]), [RANK])
-seen = False
-for call in {calls}:
-    name, before = call.partition("(")[0], state(live.model)
-    if name == "resume":
-        live.save()
-        live.trainer = build()
-        live.load()
-        eval("reference." + call)
-    else:
-        eval("live." + call)
-        if hasattr(reference, name):
-            eval("reference." + call)
-        elif state(live.model) != before:
-            seen = True
-            print(f"rank {{RANK}}: {{call}} changed names, dtypes, requires_grad or modes")
-off = float((live.outputs() - reference.outputs()).abs().max())
-print(f"rank {{RANK}}: outputs are {{off:.2g}} off those of one process:", "SEEN" if seen or not off < 1e-4 else "GONE")
-distributed.destroy_process_group()
-"""
+#: The script, but for what depends on the walk: placeholders as ``string.Template`` has them.
+_TEMPLATE = Path(__file__).with_name("script.py.tmpl")
 
 
 def script(cell: Cell, walk: Walk, finding: str) -> str | None:
@@ -115,27 +27,21 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
     from pytest_distcompat.models import _modules
 
     calls = [*map(str, walk.calls), *["step()"] * 2]
+    model = map(inspect.getsource, (_modules.Block, _modules.MLP))
+    classes = (*_classes(walk.kind, [call.partition("(")[0] for call in calls]), *model)
     numbers = {"max_norm": MAX_NORM, "clip_value": CLIP_VALUE, "slower": SLOWER, "epoch": EPOCH_STEPS}
-    head = _HEAD.format(walk=walk, finding=finding, ranks=cell.world_size, **numbers)
-    tail = _TAIL.format(
-        build=textwrap.indent(textwrap.dedent(built).strip(), "    "),
-        calls=calls,
-        kind=walk.kind.__name__,
-        rate=LEARNING_RATE,
-        decay=DECAY,
-        gamma=GAMMA,
-    )
-    model = "\n\n".join(map(inspect.getsource, (_modules.Block, _modules.MLP)))
-    return "\n\n".join((head.rstrip(), *_classes(walk.kind, [call.partition("(")[0] for call in calls]), model)) + tail
+    numbers |= {"ranks": cell.world_size, "rate": LEARNING_RATE, "decay": DECAY, "gamma": GAMMA}
+    build = textwrap.indent(textwrap.dedent(built).strip(), "    ")
+    texts = {"walk": walk, "finding": finding, "calls": calls, "kind": walk.kind.__name__, "build": build}
+    template = Template(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.substitute(numbers | texts, classes="\n\n".join(classes))
 
 
 def _classes(kind: type[Calls], names: Sequence[str]) -> list[str]:
     """Return the source of the classes, with no more methods than the calls need."""
     classes = [one for one in reversed(kind.__mro__) if issubclass(one, Calls)]
-    needed, sources = (
-        {"__init__", "outputs", "save", "load"} & set(dir(kind)) | set(names),
-        dict[tuple[str, str], str](),
-    )
+    needed = {"__init__", "outputs", "save", "load"} & set(dir(kind)) | set(names)
+    sources: dict[tuple[str, str], str] = {}
     while new := [
         (one, name) for one in classes for name in needed if name in vars(one) and (one.__name__, name) not in sources
     ]:

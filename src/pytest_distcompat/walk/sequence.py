@@ -33,9 +33,8 @@ def allowed(calls: Sequence[Call], call: Call, own: Sequence[str] = ()) -> bool:
             stepped = True
         elif one.name in {"zero_grad", "resume"}:
             pending = False
-        frozen = (
-            str(arguments.get("part", "inlet")) if one.name == "freeze" else "" if one.name == "unfreeze" else frozen
-        )
+        if one.name in {"freeze", "unfreeze"}:
+            frozen = str(arguments.get("part", "inlet")) if one.name == "freeze" else ""
         added = added or one.name == "add_group"
         saved = one.name == "save" or (saved and one.name not in {*_STRUCTURE, "resume"})
         stepped = stepped and one.name not in {"save", "resume"}
