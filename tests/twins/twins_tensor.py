@@ -48,6 +48,21 @@ class NoPlanFits(Torch):
 
 @twin(
     "active",
+    "fsdp2-fp32-w4-activation_checkpointing-tp_2",
+    match=r"^rank 0: of the blocks 'model\.layers\.0', 'model\.layers\.1' no layer is cut; expected 2 parts of tensor parallelism",
+    daily=True,
+)
+class RecomputedBeforeItIsCut(Torch):
+    """Blocks are wrapped before the plan is applied, whose names fit embeddings and head alone: torch warns and goes on."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        self.given.prepare(model)
+        self.given = dataclasses.replace(self.given, prepare=lambda _: None)
+        return super().wrap(model, precision, cell, device)
+
+
+@twin(
+    "active",
     f"{ALONE}-sp",
     f"{WITH_SHARDS}-sp",
     match=r"^rank 0: no sum of ranks 0, 1 was scattered in a step \(collectives of activations: .*all_reduce.*\); expected sequence",

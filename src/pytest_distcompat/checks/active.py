@@ -48,6 +48,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
             if size not in {None, cell.world_size}:
                 found.append(f"the {what} {size} ranks; expected {cell.world_size}")
         found += _tensor_parallel(cell, run.unwrapped, snapshot)
+        found += _whole_blocks(cell, run, snapshot)
         found += _pipelined(cell, run.unwrapped, snapshot.model)
         yield from (f"rank {snapshot.rank}: {text}" for text in found)
     for here, part in by_stage(run, built):
@@ -102,6 +103,23 @@ def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snap
             found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
             expected = f"expected {wanted} parts of {kind} parallelism, along a mesh dimension named {name!r}"
             yield f"{what} are {found}; {expected}"
+
+
+def _whole_blocks(cell: Cell, run: RunTrace, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding if tensor parallelism has cut some layers, and none of a block: a plan's names do not fit a wrapped one."""
+    unwrapped = run.unwrapped
+    if cell.tp == 1 or unwrapped is None:
+        return
+    names, cut = Names(run, unwrapped), dict[str, bool]()
+    for info in (one for one in snapshot.parameters if len(one.shape) > 1):
+        name = names(info.name)
+        for block in unwrapped.blocks:
+            if name.startswith(f"{block}."):
+                cut[block] = cut.get(block, False) or cut_along(info, "tp")
+    whole = [block for block, parts in cut.items() if not parts]
+    if whole and any(cut_along(info, "tp") for info in snapshot.parameters):
+        found = f"{', '.join(map(repr, whole[:2]))}{f' and {len(whole) - 2} others' if len(whole) > 2 else ''}"
+        yield f"of the blocks {found} no layer is cut; expected {cell.tp} parts of tensor parallelism in each block"
 
 
 def _pipelined(cell: Cell, unwrapped: UnwrappedInfo | None, model: ModelInfo) -> Iterator[str]:
