@@ -183,7 +183,7 @@ class TestDeepSpeed(CompatSuite):
             Matrix(
                 ("zero2",),
                 ("fp32",),
-                options=({"compile": "aot_eager", "model": "mlp"}, {"lora": True}),
+                options=({"compile": "aot_eager", "model": "mlp"}, {"lora": True}, {"grad_accum": 2, "model": "mlp"}),
             ),
             Matrix(("zero1",), ("bf16_mixed",), options=({"grad_accum_dtype": "fp32"}, {"reduce_dtype": "fp32"})),
             Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True}, {"grad_accum": 2})),

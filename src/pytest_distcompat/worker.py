@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.calls import CALL, REFERENCE_CALL, Call, kind_of
+from pytest_distcompat.calls import CALL, REFERENCE_CALL, WALK, Call, kind_of
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode, encode, prepare
 from pytest_distcompat.driver import RESUME_AT, STEP_ACTIONS, Driver, Plan
@@ -184,7 +184,8 @@ class Rank:
         if action == "build" and self.driver.model is not None and not self.driver.cell.option("compile"):
             self.observer.attach_to_built(self.driver.model)
         with self.observer.aside():
-            infos = self._snapshot(whole=action not in STEP_ACTIONS or self.number < self.run.first_step + WHOLE_STEPS)
+            first = self.number < self.run.first_step + WHOLE_STEPS
+            infos = self._snapshot(whole=first or self.walks or action not in STEP_ACTIONS)
             infos |= self._called(loss) if self.walks else {}
         if action in STEP_ACTIONS:
             driver = self.driver
@@ -208,7 +209,7 @@ class Rank:
     @property
     def walks(self) -> bool:
         """Tell whether the run is a walk."""
-        return any(action.startswith((CALL, REFERENCE_CALL)) for action in self.run.actions)
+        return self.run.name.startswith(WALK)
 
     def _called(self, result: Any) -> dict[str, Any]:
         """Return what a walk compares after an action, which returned a loss, outputs, whole tensors or nothing."""

@@ -409,3 +409,14 @@ def test_a_secondary_partition(sound: Sound) -> None:
         assert story.stepped({"secondary": size}).findings("active") == [
             f"rank {rank}: the secondary partition of weights is {found}; {expected}" for rank in range(4)
         ]
+
+
+def test_a_secondary_partition_has_all_ranks_where_there_are_fewer(sound: Sound) -> None:
+    story = sound("zero3-fp32-w2")
+    setting = "ds_config.zero_optimization.zero_hpz_partition_size=8"
+    story = replace(story, cell=replace(story.cell, options=(("set", setting),)))
+    assert story.stepped({"secondary": 2}).findings("active") == []
+    expected = "expected one among 2 (zero_hpz_partition_size), when the optimizer steps"
+    assert story.stepped({"secondary": 0}).findings("active") == [
+        f"rank {rank}: the secondary partition of weights is nowhere; {expected}" for rank in range(2)
+    ]

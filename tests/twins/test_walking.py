@@ -8,6 +8,7 @@ from pytest_distcompat.calls import Call
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.walk.explore import Explorer
+from pytest_distcompat.worker import WHOLE_STEPS
 
 pytestmark = pytest.mark.spawn
 DDP = Cell.parse("ddp-fp32-w2-model_mlp")
@@ -25,6 +26,10 @@ def test_only_the_wrong_call_fails(runner: Runner) -> None:
     assert wrong.check(calls("step(), unwrap(), step()")) == tuple(calls("step(), unwrap()"))
     (findings,) = wrong.failed.values()
     assert any("blocks.0" in text and "bfloat16" in text for text in findings)
+
+
+def test_a_walk_of_steps_alone_may_be_longer_than_what_other_runs_record_whole(runner: Runner) -> None:
+    assert Explorer(runner, "trainer", DDP).check([Call("step")] * (WHOLE_STEPS + 1)) == ()
 
 
 @pytest.mark.nightly

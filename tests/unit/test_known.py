@@ -198,3 +198,14 @@ def test_a_rank_without_a_shard_differs_from_an_unsaved_optimizer(key: str, *, k
     assert expected.matches(text) == known
     assert expected.covers(Cell.parse("fsdp1-fp32-w2-frozen"), "reshard")
     assert not expected.strict
+
+
+@pytest.mark.parametrize(
+    ("release", "there"), [("0.17.5", True), ("0.17.6", False), ("0.18.2", False), ("0.18.3", True)]
+)
+def test_zero2_has_nothing_to_clear_in_releases_that_add_up_nothing(
+    monkeypatch: pytest.MonkeyPatch, release: str, *, there: bool
+) -> None:
+    monkeypatch.setattr("pytest_distcompat.known.read.version_of", lambda name: release)
+    (issue,) = (one for one in shipped() if one.id == "deepspeed-zero-grad-zero2")
+    assert bool(applying((issue,), ("driver:deepspeed",), "cpu")) is there

@@ -16,7 +16,7 @@ from pytest_distcompat.drivers import DRIVERS, find_driver
 from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.known import shipped
 from pytest_distcompat.runner import Runner
-from pytest_distcompat.walk.explore import CORPUS, Explorer
+from pytest_distcompat.walk.explore import CORPUS, WALKS, Explorer
 from pytest_distcompat.walk.script import script
 from pytest_distcompat.walk.sequence import Walk, valid
 
@@ -129,6 +129,13 @@ def test_what_fails_is_found_and_shrunk_to_the_calls_that_it_takes(wrong: tuple[
     found = imagined(*wrong).draw(examples=300, seed=7)
     needed = ("step()", "save()", "load()") if wrong[0] == "save()" else wrong
     assert [str(call) for call in found if str(call) in needed] == list(map(str, found))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_walks_of_a_session_step_after_a_micro_batch_though_most_calls_are_observers(seed: int) -> None:
+    explorer = Imagined(cast("Runner", None), "deepspeed", Cell.of("zero2", "fp32", model="mlp"))
+    explorer.wrong = ("micro()", "step()")
+    assert [str(call) for call in explorer.draw(WALKS, seed)] == ["micro()", "step()"]
 
 
 def test_nothing_is_found_where_nothing_fails_and_a_seed_draws_the_same() -> None:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pytest_distcompat.calls import CALL, REFERENCE_CALL, RESUME, Call
+from pytest_distcompat.calls import CALL, REFERENCE_CALL, RESUME, WALK, Call
 from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._tiny import EPOCH_STEPS
 from pytest_distcompat.scenario import Run, Scenario
@@ -75,7 +75,7 @@ class Walk:
     @property
     def name(self) -> str:
         """Return a name of the sequence, for its directories."""
-        return f"walk-{hashlib.sha256(str(self).encode()).hexdigest()[:8]}"
+        return f"{WALK}{hashlib.sha256(str(self).encode()).hexdigest()[:8]}"
 
     def parts(self) -> list[tuple[Call, ...]]:
         """Return the calls of each process group, without ``resume``."""
