@@ -53,7 +53,8 @@ OPTIONS: dict[str, Option] = {
             # Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
             (
                 *(("llama", "llama_tied", "mlp") if version_of("transformers") else ("mlp", "llama", "llama_tied")),
-                *("twice", "odd", "scalar", "transposed", "dropout", "batchnorm", "moe", "moe_fused", "moe_deepspeed"),
+                *("twice", "odd", "scalar", "transposed", "dropout", "batchnorm", "moe", "moe_fused"),
+                *("moe_deepspeed", "wide"),
             ),
             "which tiny model the built-in drivers train; `hf:MODEL_TYPE` is an architecture of transformers",
             pattern=r"hf:\w+",
@@ -135,8 +136,8 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "optimizer",
-            ("adamw", "sgd", "adafactor", "muon"),
-            "what updates the parameters; `muon` leaves all but matrices to AdamW",
+            ("adamw", "sgd", "adafactor", "muon", "adam8bit"),
+            "what updates the parameters; `muon` leaves all but matrices to AdamW, `adam8bit` is torchao's AdamW8bit",
         ),
         Option(
             "packed",

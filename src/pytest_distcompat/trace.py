@@ -142,7 +142,10 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class StateInfo:
-    """One tensor (or number) of the optimizer's state: ``exp_avg`` of a parameter or of a flat partition."""
+    """One tensor (or number) of the optimizer's state: ``exp_avg`` of a parameter or of a flat partition.
+
+    ``dtype`` is that of what is stored, of a quantized tensor its codes'; ``nbytes`` counts its scales too.
+    """
 
     owner: str
     key: str
@@ -150,6 +153,7 @@ class StateInfo:
     numel: int
     digest: str
     layout: Layout = Layout()
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)

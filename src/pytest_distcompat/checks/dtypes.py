@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, requested
 from pytest_distcompat.checks._values import stages_of
-from pytest_distcompat.cost import BYTES
+from pytest_distcompat.cost import BYTES, QUANTIZED_BLOCK, QUANTIZED_FROM
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Dtypes, Strategy
@@ -22,7 +22,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
 
     Tensors are stored parameters, products, gradients (as reduced, and as the optimizer sees them), masters and state.
     A frozen parameter is no wider than loaded. Buffers may keep their dtype. Without ``reduce_dtype`` gradients may
-    travel in a wider dtype.
+    travel in a wider dtype. ``adam8bit`` keeps the state of large parts in 8 bits, at least one tensor on each rank.
 
     If it fails: masters in bfloat16 make the same learning rate train another model
     (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Load in float32, or upcast before sharding.
@@ -52,7 +52,9 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
                 row, cell, snapshot, smallest, dtype_requested=requested(cell, unwrapped, "reduce_dtype")
             )
         yield from _accumulated(row, cell, snapshot)
-    yield from _stepped(row, trained)
+    yield from _stepped(row, cell, trained)
+    if cell.option("optimizer") == "adam8bit":
+        yield from _quantized(row, trained)
 
 
 def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
@@ -137,7 +139,21 @@ def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
         yield f"rank {snapshot.rank}: gradients are added up in {found}; expected {expected}"
 
 
-def _stepped(row: Dtypes, trained: tuple[Snapshot, ...]) -> Iterator[str]:
+def _quantized(row: Dtypes, trained: tuple[Snapshot, ...]) -> Iterator[str]:
+    """Yield a finding for each kind of state that is not quantized where it is large enough, and only there."""
+    for snapshot in trained:
+        moments = [state for state in snapshot.states if state.key not in {"step", "master"} and state.numel]
+        large = {one for one in moments if one.numel >= QUANTIZED_FROM and one.numel % QUANTIZED_BLOCK == 0}
+        if not large:
+            yield f"rank {snapshot.rank}: no state is large enough to be quantized"
+        for key in dict.fromkeys(state.key for state in moments):
+            for some, size, expected in ((large, "", "uint8"), ({*moments} - large, "small ", row.state)):
+                found = {state.dtype for state in some if state.key == key}
+                if found - {expected}:
+                    yield f"rank {snapshot.rank}: {size}{key} is kept in {_list(found)}; expected {expected}"
+
+
+def _stepped(row: Dtypes, cell: Cell, trained: tuple[Snapshot, ...]) -> Iterator[str]:
     for snapshot in trained:
         if not snapshot.steps:
             yield f"rank {snapshot.rank}: no optimizer stepped"
@@ -149,8 +165,11 @@ def _stepped(row: Dtypes, trained: tuple[Snapshot, ...]) -> Iterator[str]:
                 ("is given gradients in", step.gradient, row.gradient),
                 ("keeps state in", step.state, row.state),
             ):
-                stateless = verb == "keeps state in" and not found and not _keeps_state(snapshot)
-                if set(found) != {expected} and not stateless:
+                if verb == "keeps state in" and (
+                    cell.option("optimizer") == "adam8bit" or not (found or _keeps_state(snapshot))
+                ):
+                    continue
+                if set(found) != {expected}:
                     optimizer = f"rank {snapshot.rank}: {step.optimizer}"
                     masters = " masters" if found and verb == "updates" else ""
                     yield f"{optimizer} {verb} {_list(found)}{masters}; expected {expected}"

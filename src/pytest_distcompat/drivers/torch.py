@@ -236,7 +236,7 @@ class TorchDriver(TinyDriver):
     walk_calls: ClassVar[type[Calls]] = TorchCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TORCH
 
-    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon")
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon", "adam8bit")
     #: What writes a checkpoint while training goes on; it is waited for after the next step.
     saving: Any = None
     #: The process group for it: on the group of the training, its collectives would pair with those of steps.

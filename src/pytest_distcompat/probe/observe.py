@@ -25,7 +25,7 @@ from pytest_distcompat.probe.blocks import is_a, multiplies
 from pytest_distcompat.probe.gradients import read_gradients
 from pytest_distcompat.probe.inputs import tensors_fed
 from pytest_distcompat.probe.layouts import secondary_ranks
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype
 from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, GradientInfo, StepInfo
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class Observer:
         if step is None:
             return
         step.state |= {
-            dtype_name(value.dtype)
+            stored_dtype(value)
             for values in optimizer.state.values()
             if isinstance(values, Mapping)
             for key, value in values.items()
