@@ -111,7 +111,11 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("ignored_modules", (False, True), "a frozen module is excluded from sharding"),
         Option("frozen", (False, True), "a part of the model is not trained"),
-        Option("lora", (False, True), "a PEFT LoRA adapter is trained, nothing else"),
+        Option(
+            "lora",
+            (False, True, "int8"),
+            "a PEFT LoRA adapter is trained, nothing else; `int8`: on a model that torchao quantizes, beside its last layer",
+        ),
         Option(
             "param_groups",
             (False, True),

@@ -119,6 +119,17 @@ def test_state_in_eight_bits() -> None:
     assert (stored_dtype(whole), sum(one.nbytes for one in stored_parts(whole))) == ("uint8", 4096 + 16 * 4 + 256 * 4)
 
 
+def test_a_quantized_parameter() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = torch.nn.Linear(4, 4, bias=False)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    before, live = read_unwrapped(model).parameters[0], read_model(model, None, None).parameters[0]
+    assert (before.dtype, live.dtype, before.digest) == ("int8", "int8", live.digest)
+    weight: Any = model.weight
+    weight.qdata[0, 0] += 1
+    assert read_unwrapped(model).parameters[0].digest != before.digest
+
+
 @pytest.mark.parametrize(
     "step",
     [lambda one, closure: one.step(closure), lambda one, closure: one.step(closure=closure)],

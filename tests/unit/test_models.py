@@ -81,8 +81,13 @@ def test_ranks_use_other_experts_in_the_first_step() -> None:
         ("torch", "ddp-fp32-w2-model_wide-compile_aot_eager-optimizer_adam8bit", "nothing is compiled there"),
         ("accelerate", "zero1-fp32-w2-model_wide-optimizer_adam8bit", "silently keeps state in float32"),
         ("torch", "ddp-fp32-w2-model_wide", "the model wide is for optimizer=adam8bit"),
+        ("torch", "ddp-bf16_mixed-w2-lora_int8", None),
+        ("torch", "fsdp2-fp32-w2-lora_int8", "by aten.split"),
+        ("accelerate", "ddp-fp32-w2-lora_int8", "by aten.view"),
+        ("deepspeed", "zero1-fp32-w2-lora_int8", "Couldn't swap"),
+        ("torch", "ddp-bf16_pure-w2-lora_int8", "in fp32 and bf16_mixed alone"),
     ],
 )
-def test_where_optimizer_state_is_quantized(driver: str, cell: str, reason: str | None) -> None:
+def test_where_optimizer_state_or_a_model_is_quantized(driver: str, cell: str, reason: str | None) -> None:
     found = DRIVERS.get(driver).unsupported_reason(Cell.parse(cell))
     assert found == reason if reason is None else reason in str(found)

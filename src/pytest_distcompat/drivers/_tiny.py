@@ -84,6 +84,8 @@ class TinyDriver(Driver):
             return f"the model {tiny.name} has no frozen module to leave out of the sharding"
         if cell.option("lora") and not tiny.lora_targets:
             return f"PEFT is for transformers' models, and {tiny.name} is not one"
+        if cell.option("lora") == "int8" and (problem := _no_quantized_base(cell, cls.name)):
+            return problem
         if cell.precision == "fp8" and not tiny.in_8_bits:
             return f"the model {tiny.name} has no layer whose sizes 16 divides: nothing would be in 8 bits"
         precision = PRECISIONS.get(cell.precision)
@@ -157,9 +159,26 @@ class TinyDriver(Driver):
     def _with_adapter(self, model: Module) -> Module:
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(r=4, lora_alpha=8, target_modules=list(self.tiny.lora_targets), lora_dropout=0.0)
+        settings: dict[str, Any] = {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": list(self.tiny.lora_targets),
+            "lora_dropout": 0.0,
+        }
+        if self.cell.option("lora") == "int8":
+            settings["modules_to_save"] = [self._quantize(model)]
+        config = LoraConfig(**settings)
         adapted: Module = get_peft_model(model, config, autocast_adapter_dtype=False)
         return adapted
+
+    def _quantize(self, model: Module) -> str:
+        """Quantize all linear layers but the last to int8, and return the name of the last."""
+        from torch.nn import Linear
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        last: str = [name for name, module in model.named_modules() if isinstance(module, Linear)][-1]
+        quantize_(model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, Linear) and name != last)
+        return last
 
     def make_optimizer(self, model: Module) -> Any:
         """Return the optimizer of the trainable parameters, of option ``muon`` two: Muon's are matrices alone."""
@@ -343,8 +362,10 @@ class TinyDriver(Driver):
         import torch
 
         torch.manual_seed(0)
-        model = self.tiny.make()
-        return model.to(getattr(torch, self.precision.load))
+        model = self.tiny.make().to(getattr(torch, self.precision.load))
+        if self.cell.option("lora") == "int8":
+            self._quantize(model)
+        return model
 
     def reference(self, model: Module, number: int, ranks: int) -> float:
         """Take one step on the batches of all ranks, one after the other, in float32, and return the loss."""
@@ -383,6 +404,22 @@ def _not_quantized(cell: Cell, tiny: TinyModel, masters: str, device: str, *, fl
         return f"torchao quantizes state from {QUANTIZED_FROM} elements on a rank on: no part of model {tiny.name} has so many"
     if cell.option("compile") and device == "cpu":
         return "AdamW8bit compiles its step, on the CPU for minutes, so that nothing is compiled there beside it"
+    return None
+
+
+def _no_quantized_base(cell: Cell, driver: str) -> str | None:
+    """Return why the cell cannot train an adapter on a quantized model; None if it can. Measured with torchao 0.18."""
+    if cell.strategy == "fsdp2":
+        return "fully_shard cuts parameters by aten.split, which is 'unimplemented' for torchao's Int8Tensor"
+    if cell.strategy == "fsdp1" or (cell.strategy == "ddp" and driver != "torch"):
+        return (
+            "FSDP1, and DDP unless its init_sync is False, for which accelerate has no argument, broadcast parameters by "
+            "aten.view, which is 'unimplemented' for torchao's Int8Tensor"
+        )
+    if cell.strategy != "ddp":
+        return "DeepSpeed casts the model, and torchao's Int8Tensor does not allow it: 'Couldn't swap Linear.weight'"
+    if cell.precision not in {"fp32", "bf16_mixed"} or cell.option("compile"):
+        return "an adapter on a quantized model is tried in fp32 and bf16_mixed alone, uncompiled"
     return None
 
 
