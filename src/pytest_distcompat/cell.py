@@ -65,7 +65,11 @@ OPTIONS: dict[str, Option] = {
             (False, True, "aot_eager", "regional", "partial"),
             "torch.compile: the whole model by inductor (True) or aot_eager, each block by itself, or one block only",
         ),
-        Option("activation_checkpointing", (False, True), "recompute activations in the backward pass"),
+        Option(
+            "activation_checkpointing",
+            (False, True, "selective"),
+            "recompute activations in the backward pass; `selective` keeps those of matrix products",
+        ),
         Option("grad_accum", (1, 2, 4), "micro-batches an optimizer step"),
         Option(
             "cpu_offload", (False, True), "keep optimizer state (and shards, where the strategy can) in host memory"

@@ -84,6 +84,12 @@ class TinyDriver(Driver):
             return f"the model {tiny.name} has no frozen module to leave out of the sharding"
         if cell.option("lora") and not tiny.lora_targets:
             return f"PEFT is for transformers' models, and {tiny.name} is not one"
+        if cell.option("activation_checkpointing") == "selective" and (
+            cls.name != "torch" or cell.pp > 1 or cell.option("compile")
+        ):
+            return (
+                "selective activation checkpointing is driven by the torch driver alone, uncompiled and without stages"
+            )
         if cell.option("lora") == "int8" and (problem := _no_quantized_base(cell, cls.name)):
             return problem
         if cell.precision == "fp8" and not tiny.in_8_bits:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,8 @@ class Observer:
         self.sizes: dict[_Kind, tuple[int, int]] = {}
         self.inputs: list[str] = []
         self.float8 = 0
+        self.recomputed: Counter[str] = Counter()
+        self._forward, self._depth = False, 0
         #: Returns the trainer's model and optimizer, and whether gradients are recorded one by one too; None for no model.
         self.trainer: Callable[[], tuple[Module | None, Any, bool]] = lambda: (None, None, False)
         self._active = False
@@ -135,6 +138,29 @@ class Observer:
                 if multiplies(module)
             ),
         ]
+
+    def attach_to_blocks(self, model: Module, names: Iterable[str]) -> None:
+        """Register hooks that tell what blocks compute in the model's forward from what they compute again after it."""
+
+        def forward(on: bool) -> Hook:
+            return Hook(lambda *_: setattr(self, "_forward", on))
+
+        def inside(by: int) -> Hook:
+            return Hook(lambda *_: setattr(self, "_depth", self._depth + by))
+
+        def count(*_: Any) -> None:
+            self.recomputed["calls"] += self._forward
+
+        model.register_forward_pre_hook(forward(True))
+        model.register_forward_hook(forward(False), always_call=True)
+        for name in names:
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(Hook(count))
+            # What is in a block too: transformers recomputes a block's ``forward``, without its hooks.
+            for module in block.modules():
+                module.register_forward_pre_hook(inside(1))
+                # Always: torch leaves a recomputed forward by an exception, as soon as it has all that it needs.
+                module.register_forward_hook(inside(-1), always_call=True)
 
     def _record_reached(self, parameter: torch.Tensor) -> None:
         self._reached[parameter] = True
@@ -203,6 +229,7 @@ class Observer:
         self.sizes.clear()
         self.inputs.clear()
         self.float8 = 0
+        self.recomputed.clear()
 
     def without_gradient(self) -> frozenset[int]:
         """Return the ``id`` of each tensor that optimizers stepped on, and always without a gradient."""
@@ -223,6 +250,7 @@ class Observer:
             "collectives": collectives,
             "inputs": tuple(self.inputs),
             "float8": self.float8,
+            "recomputed": dict(self.recomputed),
         }
 
     def _forward_hook(self, name: str) -> Any:
@@ -287,6 +315,9 @@ class Observer:
             name = func._schema.name.split("::")[1].strip("_")  # noqa: SLF001 - an operator's name is not public
             self._record_collective(name, _tensors(args), group_ranks(func, args))
         self.float8 += _in_8_bits(result) and not any(map(_in_8_bits, args))
+        if self._depth:
+            kind = "products" if _MULTIPLIES.search(func._schema.name) else "others"  # noqa: SLF001 - see above
+            self.recomputed[kind if self._forward else f"{kind} again"] += 1
 
     def _record_collective(self, op: str, tensors: list[torch.Tensor], ranks: tuple[int, ...]) -> None:
         for tensor in tensors:
@@ -303,6 +334,10 @@ def digest_of_inputs(values: Any) -> str:
 
 #: The dtypes of the factors of matrix products in 8 bits.
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+
+
+#: Operators that multiply matrices, attention's among them.
+_MULTIPLIES = re.compile(r"::(mm|addmm|bmm|baddbmm|_scaled_mm|_scaled_dot_product_\w+)$")
 
 
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
