@@ -53,7 +53,8 @@ OPTIONS: dict[str, Option] = {
             # Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
             (
                 *(("llama", "llama_tied", "mlp") if version_of("transformers") else ("mlp", "llama", "llama_tied")),
-                *("twice", "odd", "scalar", "transposed", "dropout", "batchnorm", "moe", "moe_fused", "moe_deepspeed"),
+                *("twice", "odd", "scalar", "transposed", "dropout", "batchnorm", "moe", "moe_fused"),
+                *("moe_deepspeed", "wide"),
             ),
             "which tiny model the built-in drivers train; `hf:MODEL_TYPE` is an architecture of transformers",
             pattern=r"hf:\w+",
@@ -64,7 +65,11 @@ OPTIONS: dict[str, Option] = {
             (False, True, "aot_eager", "regional", "partial"),
             "torch.compile: the whole model by inductor (True) or aot_eager, each block by itself, or one block only",
         ),
-        Option("activation_checkpointing", (False, True), "recompute activations in the backward pass"),
+        Option(
+            "activation_checkpointing",
+            (False, True, "selective"),
+            "recompute activations in the backward pass; `selective` keeps those of matrix products",
+        ),
         Option("grad_accum", (1, 2, 4), "micro-batches an optimizer step"),
         Option(
             "cpu_offload", (False, True), "keep optimizer state (and shards, where the strategy can) in host memory"
@@ -110,7 +115,11 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("ignored_modules", (False, True), "a frozen module is excluded from sharding"),
         Option("frozen", (False, True), "a part of the model is not trained"),
-        Option("lora", (False, True), "a PEFT LoRA adapter is trained, nothing else"),
+        Option(
+            "lora",
+            (False, True, "int8"),
+            "a PEFT LoRA adapter is trained, nothing else; `int8`: on a model that torchao quantizes, beside its last layer",
+        ),
         Option(
             "param_groups",
             (False, True),
@@ -135,8 +144,8 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "optimizer",
-            ("adamw", "sgd", "adafactor", "muon"),
-            "what updates the parameters; `muon` leaves all but matrices to AdamW",
+            ("adamw", "sgd", "adafactor", "muon", "adam8bit"),
+            "what updates the parameters; `muon` leaves all but matrices to AdamW, `adam8bit` is torchao's AdamW8bit",
         ),
         Option(
             "packed",

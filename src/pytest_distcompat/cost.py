@@ -26,6 +26,11 @@ BYTES = {
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
+#: From how many elements on a rank on, in blocks of how many, option ``optimizer=adam8bit`` keeps state in 8 bits:
+#: https://github.com/pytorch/ao/tree/main/torchao/optim, which took both numbers from bitsandbytes.
+QUANTIZED_FROM, QUANTIZED_BLOCK = 4096, 256
+
+
 @dataclass(frozen=True)
 class Cost:
     """Cost of the training in a cell.

@@ -181,7 +181,8 @@ def _choices(driver: type[Driver], selects: Callable[[str], bool] = lambda name:
 
 def _cell(driver: type[Driver], strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
     chosen = dict(choice for choice in choices if choice is not None)
-    options = {name: value for one in chosen for name, value in driver.needs_options.get(one, {}).items()} | chosen
+    tokens = [token for name, value in chosen.items() for token in (name, OPTIONS[name].token(value))]
+    options = {name: value for one in tokens for name, value in driver.needs_options.get(one, {}).items()} | chosen
     if options.get("sp"):
         options.setdefault("tp", 2)
     if options.get("pp_schedule"):

@@ -141,7 +141,10 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class StateInfo:
-    """One tensor (or number) of the optimizer's state: ``exp_avg`` of a parameter or of a flat partition."""
+    """One tensor (or number) of the optimizer's state: ``exp_avg`` of a parameter or of a flat partition.
+
+    ``dtype`` is that of what is stored, of a quantized tensor its codes'; ``nbytes`` counts its scales too.
+    """
 
     owner: str
     key: str
@@ -149,6 +152,7 @@ class StateInfo:
     numel: int
     digest: str
     layout: Layout = Layout()
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -312,7 +316,8 @@ class Snapshot:
     ``grad_norm`` is what the trainer reports, before clipping. ``inputs`` are digests of what the model was fed, one a
     forward, ``rng`` one of torch's random states. ``outputs`` is a sample of what the model computes on a fixed batch.
     ``memory`` is the peak in bytes: of the GPU, else of the process. ``tokens`` counts what this rank learned from in a
-    step, ``float8`` the tensors made in 8 bits. ``float8`` and ``collectives`` are recorded in the third step of a
+    step, ``float8`` the tensors made in 8 bits, ``recomputed`` the operators of blocks, in the forward pass and ``again`` after
+    it, where activations are to be recomputed. These and ``collectives`` are recorded in the third step of a
     training, or in its last if it has fewer; with gradient accumulation in every step; and never in a training that
     resumes from a checkpoint. ``rows`` are what loaders give, ``metrics`` what an evaluation finds. In a simulation
     ``stands_for`` names the ranks that hold as much, this one included.
@@ -327,6 +332,7 @@ class Snapshot:
     grad_norm: float | None = None
     tokens: int = 0
     float8: int = 0
+    recomputed: Mapping[str, int] = field(default_factory=dict)
     memory: int = 0
     inputs: tuple[str, ...] = ()
     outputs: tuple[float, ...] = ()

@@ -262,6 +262,8 @@ class Rank:
         if not self.driver.cell.option("compile"):
             # A hook would break the graph that is to be compiled.
             self.observer.attach(model)
+            if driver.cell.option("activation_checkpointing") and driver.cell.pp == 1:
+                self.observer.attach_to_blocks(model, infos["unwrapped"].blocks)
         return infos
 
     def _files(self) -> dict[str, Any]:

@@ -232,3 +232,35 @@ def test_silence_is_no_proof(sound: Sound) -> None:
 )
 def test_cells_to_which_it_does_not_apply(sound: Sound, cell: str, reason: str | None) -> None:
     assert CHECKS.get("units").not_applicable(sound(cell).cell, Driver) == reason
+
+
+KEPT = {"calls": 2, "products": 16}
+
+
+@pytest.mark.parametrize(
+    ("mode", "seen", "message"),
+    [
+        ("", KEPT | {"products again": 14, "others again": 90}, ""),
+        (
+            "",
+            KEPT | {"others again": 90},
+            "blocks computed 0 of 16 matrix products again; expected all but the last of each block",
+        ),
+        # The only product of a block is its last.
+        ("", {"calls": 2, "products": 2, "others again": 9}, ""),
+        ("", KEPT, "blocks computed nothing again in the backward pass"),
+        # No operators were recorded.
+        ("", {}, ""),
+        ("_selective", KEPT | {"others again": 90}, ""),
+        (
+            "_selective",
+            KEPT | {"products again": 14, "others again": 90},
+            "blocks computed 14 of 16 matrix products again; expected none in selective activation checkpointing",
+        ),
+        ("_selective", KEPT, "blocks computed nothing again in the backward pass"),
+    ],
+)
+def test_what_is_computed_again(sound: Sound, mode: str, seen: dict[str, int], message: str) -> None:
+    story = sound(f"fsdp2-fp32-w2-activation_checkpointing{mode}")
+    story = story.snapshot("step", {"recomputed": seen}, nth=2, rank=1)
+    assert story.findings("units") == [f"rank 1: {message}"] * bool(message)

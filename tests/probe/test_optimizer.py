@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from pytest_distcompat.digests import combine
 from pytest_distcompat.probe.live import read_model, read_unwrapped
 from pytest_distcompat.probe.observe import Observer
 from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler
 from pytest_distcompat.probe.snapshot import read_snapshot_fields, sample
-from pytest_distcompat.probe.tensors import digest
+from pytest_distcompat.probe.tensors import digest, stored_dtype, stored_parts
 
 
 def test_a_wrong_optimizer_is_an_error() -> None:
@@ -105,8 +106,28 @@ def test_state_in_eight_bits() -> None:
     states = [of_8_bits.zeros((64, 64), signed=True, block_size=256) for _ in range(2)]
     same, other = map(digest, states)
     assert same == other
-    states[1].codes[0] = 3
+    states[1].codes[0], states[1].scale[0] = 3, 1.0
     assert digest(states[1]) != same
+    parts = [of_8_bits.zeros((32, 64), signed=True, block_size=256) for _ in range(2)]
+    for part, values in zip(parts, torch.randn(2, 32, 64), strict=True):
+        part.copy_(values)
+    whole = of_8_bits(
+        *(torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale")), parts[0].qmap, True
+    )
+    assert combine([digest(parts[0]), digest(parts[1], torch.tensor([2048]))]) == digest(whole)
+    # A code for each element, a scale for each block, and the 256 numbers that the codes stand for.
+    assert (stored_dtype(whole), sum(one.nbytes for one in stored_parts(whole))) == ("uint8", 4096 + 16 * 4 + 256 * 4)
+
+
+def test_a_quantized_parameter() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = torch.nn.Linear(4, 4, bias=False)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    before, live = read_unwrapped(model).parameters[0], read_model(model, None, None).parameters[0]
+    assert (before.dtype, live.dtype, before.digest) == ("int8", "int8", live.digest)
+    weight: Any = model.weight
+    weight.qdata[0, 0] += 1
+    assert read_unwrapped(model).parameters[0].digest != before.digest
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,37 @@ class RecomputesChildren(Torch):
     def build(self, model: Module) -> None:
         whole = _options.recompute
 
-        def children(model: Module, blocks: Iterable[Module]) -> None:
+        def children(model: Module, blocks: Iterable[Module], mode: object) -> None:
             whole(model, [child for block in blocks for child in block.children()])
 
         with mock.patch.object(_options, "recompute", children):
+            super().build(model)
+
+
+@twin(
+    "units",
+    "fsdp2-fp32-w2-activation_checkpointing_selective",
+    match=r"^rank 0: blocks computed 14 of 16 matrix products again; expected none in selective activation checkpointing\nrank 1",
+)
+class ForgetsTheSelection(Torch):
+    """Asked to keep some activations, and keeps none."""
+
+    def build(self, model: Module) -> None:
+        whole = _options.recompute
+        with mock.patch.object(_options, "recompute", lambda model, blocks, mode: whole(model, blocks)):
+            super().build(model)
+
+
+@twin(
+    "units",
+    "ddp-fp32-w2-activation_checkpointing_selective",
+    match=r"(?s)^rank 0: the activations are recomputed of nothing; .*rank 0: blocks computed nothing again in the backward pass",
+)
+class KeepsAll(Torch):
+    """Asked to recompute some activations, and recomputes none."""
+
+    def build(self, model: Module) -> None:
+        with mock.patch.object(_options, "recompute"):
             super().build(model)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from pytest_distcompat import models
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.drivers import DRIVERS
 
 #: What stands before a test body: the metadata of this environment without transformers', in a process of its own.
 WITHOUT = """
@@ -68,3 +69,25 @@ def test_ranks_use_other_experts_in_the_first_step() -> None:
     used = [set(models.MODELS.get("moe").batch(0, rank)["features"][:, :4].argmax(-1).tolist()) for rank in (0, 1)]
     assert used[0] != used[1]
     assert used[0] & used[1]
+
+
+@pytest.mark.parametrize(
+    ("driver", "cell", "reason"),
+    [
+        ("trainer", "fsdp2-bf16_mixed-w4-model_wide-optimizer_adam8bit", None),
+        ("torch", "fsdp2-bf16_mixed-w2-model_wide-optimizer_adam8bit", "cannot step on DTensors of bfloat16"),
+        ("torch", "fsdp2-fp32-w8-model_wide-optimizer_adam8bit", "no part of model wide has so many"),
+        ("torch", "ddp-fp32-w2-optimizer_adam8bit", "no part of model llama has so many"),
+        ("torch", "ddp-fp32-w2-model_wide-compile_aot_eager-optimizer_adam8bit", "nothing is compiled there"),
+        ("accelerate", "zero1-fp32-w2-model_wide-optimizer_adam8bit", "silently keeps state in float32"),
+        ("torch", "ddp-fp32-w2-model_wide", "the model wide is for optimizer=adam8bit"),
+        ("torch", "ddp-bf16_mixed-w2-lora_int8", None),
+        ("torch", "fsdp2-fp32-w2-lora_int8", "by aten.split"),
+        ("accelerate", "ddp-fp32-w2-lora_int8", "by aten.view"),
+        ("deepspeed", "zero1-fp32-w2-lora_int8", "Couldn't swap"),
+        ("torch", "ddp-bf16_pure-w2-lora_int8", "in fp32 and bf16_mixed alone"),
+    ],
+)
+def test_where_optimizer_state_or_a_model_is_quantized(driver: str, cell: str, reason: str | None) -> None:
+    found = DRIVERS.get(driver).unsupported_reason(Cell.parse(cell))
+    assert found == reason if reason is None else reason in str(found)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, requested
 from pytest_distcompat.checks._values import stages_of
-from pytest_distcompat.cost import BYTES
+from pytest_distcompat.cost import BYTES, QUANTIZED_BLOCK, QUANTIZED_FROM
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Dtypes, Strategy
@@ -21,7 +21,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
 
     Tensors are stored parameters, products, gradients (as reduced, and as the optimizer sees them), masters and state.
     A frozen parameter is no wider than loaded. Buffers may keep their dtype. Without ``reduce_dtype`` gradients may
-    travel in a wider dtype.
+    travel in a wider dtype. ``adam8bit`` keeps the state of large parts in 8 bits, at least one tensor on each rank.
 
     If it fails: masters in bfloat16 make the same learning rate train another model
     (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Load in float32, or upcast before sharding.
@@ -49,7 +49,10 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
         found += _accumulated(row, cell, snapshot)
         yield from (f"rank {snapshot.rank}: {text}" for text in found)
     for snapshot in trained:
-        yield from (f"rank {snapshot.rank}: {text}" for text in _stepped(row, snapshot))
+        found = [*_stepped(row, cell, snapshot)]
+        if cell.option("optimizer") == "adam8bit":
+            found += _quantized(row, snapshot)
+        yield from (f"rank {snapshot.rank}: {text}" for text in found)
 
 
 def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
@@ -122,7 +125,20 @@ def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
         yield f"gradients are added up in {found}; expected {expected}"
 
 
-def _stepped(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
+def _quantized(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding for each kind of state that is not quantized where it is large enough, and only there."""
+    moments = [state for state in snapshot.states if state.key not in {"step", "master"} and state.numel]
+    large = {one for one in moments if one.numel >= QUANTIZED_FROM and one.numel % QUANTIZED_BLOCK == 0}
+    if not large:
+        yield "no state is large enough to be quantized"
+    for key in dict.fromkeys(state.key for state in moments):
+        for some, size, expected in ((large, "", "uint8"), ({*moments} - large, "small ", row.state)):
+            found = {state.dtype for state in some if state.key == key}
+            if found - {expected}:
+                yield f"{size}{key} is kept in {_list(found)}; expected {expected}"
+
+
+def _stepped(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     if not snapshot.steps:
         yield "no optimizer stepped"
     # Of a small model the last of many ranks may hold no trainable element.
@@ -130,12 +146,12 @@ def _stepped(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
     # SGD without momentum keeps no state.
     stateless = all(state.key in {"step", "master"} for state in snapshot.states)
     for step in snapshot.steps if holds else ():
-        for verb, found, expected in (
-            ("updates", step.master, row.master),
-            ("is given gradients in", step.gradient, row.gradient),
-            ("keeps state in", step.state, row.state),
-        ):
-            if set(found) != {expected} and not (verb == "keeps state in" and not found and stateless):
+        expectations = [("updates", step.master, row.master), ("is given gradients in", step.gradient, row.gradient)]
+        # What is quantized has two dtypes: ``_quantized``.
+        if cell.option("optimizer") != "adam8bit" and (step.state or not stateless):
+            expectations.append(("keeps state in", step.state, row.state))
+        for verb, found, expected in expectations:
+            if set(found) != {expected}:
                 masters = " masters" if found and verb == "updates" else ""
                 yield f"{step.optimizer} {verb} {_list(found)}{masters}; expected {expected}"
 

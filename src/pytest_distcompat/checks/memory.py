@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, named_ranks, requested
 from pytest_distcompat.checks._values import FACTORS, by_stage, cut_along, expert_parts, unused
-from pytest_distcompat.cost import state_elements, trained_elements
+from pytest_distcompat.cost import QUANTIZED_FROM, state_elements, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace, UnwrappedInfo
@@ -26,7 +26,7 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
 
     State is counted over all ranks, or on each rank that holds the whole model (unless ZeroRedundancyOptimizer shards
     the state). Padding, one number per parameter and factors (Adafactor) do not count. What tensor parallelism leaves
-    whole has state on each of its ranks.
+    whole has state on each of its ranks. State in 8 bits takes less than two bytes an element, with its scales.
 
     If it fails: with too many something is kept twice, or for frozen parameters
     (https://github.com/deepspeedai/DeepSpeed/pull/8029); with too few a part of the model is not optimized.
@@ -36,6 +36,12 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(trained, cell.world_size, "three steps")
     for snapshots, part in by_stage(run, trained):
         yield from _kept(cell, run, snapshots, part)
+    if cell.option("optimizer") == "adam8bit":
+        for snapshot in trained:
+            large = [state for state in snapshot.states if state.numel >= QUANTIZED_FROM and state.key != "master"]
+            numel, size = (sum(getattr(state, name) for state in large) for name in ("numel", "nbytes"))
+            if size >= 2 * numel:
+                yield f"rank {snapshot.rank}: {numel} elements of quantized state take {size} bytes; expected less than 2 each"
     if not any(map(state_elements, trained)):
         yield "no rank's optimizer keeps anything after three steps"
 

@@ -10,7 +10,7 @@ from pytest_distcompat.checks._values import by_stage
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import ModelInfo, Trace, UnwrappedInfo
+from pytest_distcompat.trace import ModelInfo, Snapshot, Trace, UnwrappedInfo
 
 #: The values of ``ModelInfo.wrappers`` that shard a model in units.
 _WITH_UNITS = frozenset({"FSDP1", "FSDP2"})
@@ -28,8 +28,8 @@ def _no_units(cell: Cell, driver: type[Driver]) -> str | None:
 def units(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that FSDP's units, activation checkpointing and torch.compile apply to the model's blocks.
 
-    Each block and the root is a unit; no child of a block is. Whole blocks are recomputed. The driver or the model
-    declares the blocks, as models of transformers do; unknown blocks are a finding.
+    Each block and the root is a unit; no child of a block is. Whole blocks are recomputed; selectively all but their
+    matrix products. The driver or the model declares the blocks, as models of transformers do; unknown blocks are a finding.
 
     If it fails: compare the policy's class names with the model's. One unit for all gathers the whole model at once,
     one for each child costs a collective each.
@@ -50,6 +50,7 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
                 continue
             for judge in (_cut, _recomputed, _compiled, _left_out):
                 yield from (f"rank {snapshot.rank}: {text}" for text in judge(cell, part, snapshot.model))
+            yield from (f"rank {snapshot.rank}: {text}" for text in _computed_again(cell, snapshot))
 
 
 def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:
@@ -117,6 +118,22 @@ def _recomputed(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Itera
         return
     if found != (expected := set(unwrapped.blocks)):
         yield f"the activations are recomputed of {_list(found)}; expected {_list(expected)}"
+
+
+def _computed_again(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+    """Yield findings for what blocks did not compute again, or did although it was to be kept; nothing if that was not seen."""
+    mode, seen = cell.option("activation_checkpointing"), snapshot.recomputed
+    if not mode or not seen.get("products"):
+        return
+    again = seen.get("products again", 0)
+    counted = f"blocks computed {again} of {seen['products']} matrix products again"
+    if mode == "selective" and again:
+        yield f"{counted}; expected none in selective activation checkpointing"
+    elif not again and not seen.get("others again"):
+        yield "blocks computed nothing again in the backward pass"
+    # A recomputation ends with what it needs, so that the last product of a block is not computed again.
+    elif mode is True and not again and seen["products"] > seen["calls"]:
+        yield f"{counted}; expected all but the last of each block"
 
 
 def _inside(unwrapped: UnwrappedInfo) -> set[str]:

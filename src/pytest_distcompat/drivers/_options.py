@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -102,16 +103,36 @@ def clip_on_meshes(parameters: Iterable[torch.Tensor], max_norm: float, stages: 
     return norm
 
 
-def recompute(model: Module, blocks: Iterable[Module]) -> None:
-    """Wrap each block in activation checkpointing, in place."""
+def recompute(model: Module, blocks: Iterable[Module], mode: object = True) -> None:
+    """Wrap each block in activation checkpointing, in place; in mode ``selective`` matrix products are not computed again."""
     # torch has the wrapper under a private path only, which its own FSDP tutorial uses;
     # ``tests/launch/test_private_names.py`` fails when it goes away.
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,
+        checkpoint_wrapper,
     )
 
     chosen = set(blocks)
-    apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)
+    settings: dict[str, Any] = {}
+    if mode == "selective":
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _products())
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, **settings),
+        check_fn=lambda module: module in chosen,
+    )
+
+
+def _products() -> list[Any]:
+    """Return the operators that multiply matrices, attention's among them."""
+    import torch
+
+    aten = torch.ops.aten
+    names = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    attention = [getattr(aten, f"_scaled_dot_product_{name}").default for name in names]
+    return [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, *attention]
 
 
 def compiles_blocks(mode: object) -> bool:

@@ -38,6 +38,11 @@ def required(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
             yield "transformers>=5.23"
     if cell.option("optimizer") == "muon":
         yield "torch>=2.9"
+    if cell.option("optimizer") == "adam8bit":
+        yield "torchao>=0.11"
+    if cell.option("lora") == "int8":
+        # Before, PEFT does not know the tensors of ``Int8WeightOnlyConfig``.
+        yield from ("torchao>=0.16", "peft>=0.19")
     precision = PRECISIONS.get(cell.precision)
     if STRATEGIES.get(cell.strategy).zero_stage and precision.master == "bfloat16":
         # Before, the key bf16_master_weights_and_grads is unknown or not read.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_distcompat.cost import QUANTIZED_FROM
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import _releases
 from pytest_distcompat.models import TinyModel, model_of
@@ -36,6 +37,10 @@ class TinyDriver(Driver):
 
     #: What the loss averages: ``rank``, the means of ranks and micro-batches; ``token``, all tokens of a step equally.
     mean: ClassVar[str] = "rank"
+    needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "optimizer_adam8bit": {"model": "wide"},
+        "model_wide": {"optimizer": "adam8bit"},
+    }
     #: The values of option ``optimizer``.
     optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor")
     #: Whether the optimizer is fused, which needs parameters of one kind and state of one dtype.
@@ -79,6 +84,14 @@ class TinyDriver(Driver):
             return f"the model {tiny.name} has no frozen module to leave out of the sharding"
         if cell.option("lora") and not tiny.lora_targets:
             return f"PEFT is for transformers' models, and {tiny.name} is not one"
+        if cell.option("activation_checkpointing") == "selective" and (
+            cls.name != "torch" or cell.pp > 1 or cell.option("compile")
+        ):
+            return (
+                "selective activation checkpointing is driven by the torch driver alone, uncompiled and without stages"
+            )
+        if cell.option("lora") == "int8" and (problem := _no_quantized_base(cell, cls.name)):
+            return problem
         if cell.precision == "fp8" and not tiny.in_8_bits:
             return f"the model {tiny.name} has no layer whose sizes 16 divides: nothing would be in 8 bits"
         precision = PRECISIONS.get(cell.precision)
@@ -96,6 +109,8 @@ class TinyDriver(Driver):
             return "a flat parameter cannot be split into param groups"
         if cell.tp > 1 and (problem := _tensor.unsupported_reason(cell, tiny.tp_plan)):
             return problem
+        if tiny.largest and cell.option("optimizer") != "adam8bit":
+            return f"the model {tiny.name} is for optimizer=adam8bit, which others have too small layers for"
         if tiny.driver not in {"", cls.name}:
             return f"the model {tiny.name} is for the {tiny.driver} driver"
         if (cell.ep > 1 or tiny.driver) and (problem := _expert.unsupported_reason(cell, tiny, cls.experts_of(tiny))):
@@ -104,16 +119,19 @@ class TinyDriver(Driver):
             return problem
         if cell.cp > 1 and (problem := _context.unsupported_reason(cell)):
             return problem
+        if cell.option("lora") and cell.option("frozen"):
+            return "with an adapter the base model is frozen anyway"
         if cell.option("optimizer") != "adamw":
             if cell.option("optimizer") not in cls.optimizers:
                 return f"the {cls.name} driver has no {cell.option('optimizer')}"
             if precision.scaled or cell.option("param_groups") or not cell.option("use_orig_params"):
                 return "other optimizers are for one group of unscaled parameters, which keep their own tensors"
             flat = cell.strategy == "fsdp1" or STRATEGIES.get(cell.strategy).flat_masters
+            if cell.option("optimizer") == "adam8bit":
+                masters = precision.load if cls.name == "torch" else precision.master
+                return _not_quantized(cell, tiny, masters, device, flat=flat)
             if cell.option("optimizer") != "sgd" and flat:
                 return f"{cell.strategy}'s shards have one dimension, and {cell.option('optimizer')} updates matrices"
-        if cell.option("lora") and cell.option("frozen"):
-            return "with an adapter the base model is frozen anyway"
         return None
 
     @classmethod
@@ -147,9 +165,26 @@ class TinyDriver(Driver):
     def _with_adapter(self, model: Module) -> Module:
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(r=4, lora_alpha=8, target_modules=list(self.tiny.lora_targets), lora_dropout=0.0)
+        settings: dict[str, Any] = {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": list(self.tiny.lora_targets),
+            "lora_dropout": 0.0,
+        }
+        if self.cell.option("lora") == "int8":
+            settings["modules_to_save"] = [self._quantize(model)]
+        config = LoraConfig(**settings)
         adapted: Module = get_peft_model(model, config, autocast_adapter_dtype=False)
         return adapted
+
+    def _quantize(self, model: Module) -> str:
+        """Quantize all linear layers but the last to int8, and return the name of the last."""
+        from torch.nn import Linear
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        last: str = [name for name, module in model.named_modules() if isinstance(module, Linear)][-1]
+        quantize_(model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, Linear) and name != last)
+        return last
 
     def make_optimizer(self, model: Module) -> Any:
         """Return the optimizer of the trainable parameters, of option ``muon`` two: Muon's are matrices alone."""
@@ -163,7 +198,19 @@ class TinyDriver(Driver):
             return optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9, weight_decay=DECAY)
         if name == "adafactor":
             return optim.Adafactor(groups, lr=LEARNING_RATE, weight_decay=DECAY)
+        if name == "adam8bit":
+            from torchao.optim import AdamW8bit
+
+            self.compile_nothing()
+            return AdamW8bit(groups, lr=LEARNING_RATE, weight_decay=DECAY)
         return self.muon_and_adamw(groups)
+
+    def compile_nothing(self) -> None:
+        """Have torchao's optimizer run uncompiled on the CPU, where its first step would compile for minutes."""
+        if self.cell.option("optimizer") == "adam8bit" and self.world.device == "cpu":
+            import torch
+
+            torch.compiler.set_stance("force_eager")
 
     def muon_and_adamw(self, groups: Any) -> list[torch.optim.Optimizer]:
         """Return Muon for the matrices among parameters or param groups, and AdamW for the rest."""
@@ -321,8 +368,10 @@ class TinyDriver(Driver):
         import torch
 
         torch.manual_seed(0)
-        model = self.tiny.make()
-        return model.to(getattr(torch, self.precision.load))
+        model = self.tiny.make().to(getattr(torch, self.precision.load))
+        if self.cell.option("lora") == "int8":
+            self._quantize(model)
+        return model
 
     def reference(self, model: Module, number: int, ranks: int) -> float:
         """Take one step on the batches of all ranks, one after the other, in float32, and return the loss."""
@@ -346,6 +395,38 @@ class TinyDriver(Driver):
         for one in (*listed(self.optimizer), *listed(self.scheduler)):
             one.step()
         return total
+
+
+def _not_quantized(cell: Cell, tiny: TinyModel, masters: str, device: str, *, flat: bool) -> str | None:
+    """Return why a cell's optimizer would have no state in 8 bits, or cannot step; None if it has and can."""
+    if flat:
+        return (
+            f"torchao silently keeps state in float32 where {cell.strategy}'s flat shards are no multiple of its blocks"
+        )
+    if cell.strategy == "fsdp2" and masters != "float32":
+        return "AdamW8bit cannot step on DTensors of bfloat16: lerp says 'expected dtype torch.bfloat16 for `end`'"
+    parts = cell.dp_size * cell.tp // int(cell.option("dp_replicate")) if STRATEGIES.get(cell.strategy).shards else 1
+    if tiny.largest // parts < QUANTIZED_FROM:
+        return f"torchao quantizes state from {QUANTIZED_FROM} elements on a rank on: no part of model {tiny.name} has so many"
+    if cell.option("compile") and device == "cpu":
+        return "AdamW8bit compiles its step, on the CPU for minutes, so that nothing is compiled there beside it"
+    return None
+
+
+def _no_quantized_base(cell: Cell, driver: str) -> str | None:
+    """Return why the cell cannot train an adapter on a quantized model; None if it can. Measured with torchao 0.18."""
+    if cell.strategy == "fsdp2":
+        return "fully_shard cuts parameters by aten.split, which is 'unimplemented' for torchao's Int8Tensor"
+    if cell.strategy == "fsdp1" or (cell.strategy == "ddp" and driver != "torch"):
+        return (
+            "FSDP1, and DDP unless its init_sync is False, for which accelerate has no argument, broadcast parameters by "
+            "aten.view, which is 'unimplemented' for torchao's Int8Tensor"
+        )
+    if cell.strategy != "ddp":
+        return "DeepSpeed casts the model, and torchao's Int8Tensor does not allow it: 'Couldn't swap Linear.weight'"
+    if cell.precision not in {"fp32", "bf16_mixed"} or cell.option("compile"):
+        return "an adapter on a quantized model is tried in fp32 and bf16_mixed alone, uncompiled"
+    return None
 
 
 def listed(one: Any) -> list[Any]:

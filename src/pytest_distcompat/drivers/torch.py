@@ -237,7 +237,7 @@ class TorchDriver(TinyDriver):
     walk_calls: ClassVar[type[Calls]] = TorchCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TORCH
 
-    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon")
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon", "adam8bit")
     #: What writes a checkpoint while training goes on; it is waited for after the next step.
     saving: Any = None
     #: The process group for it: on the group of the training, its collectives would pair with those of steps.
@@ -313,7 +313,7 @@ class TorchDriver(TinyDriver):
         def prepare(model: Module) -> None:
             blocks = self.wrap_spec.block_modules(model)
             if recompute and not inside_units:
-                _options.recompute(model, blocks)
+                _options.recompute(model, blocks, recompute)
             if _options.compiles_blocks(mode):
                 _options.compile_blocks(mode, blocks)
 
@@ -322,7 +322,7 @@ class TorchDriver(TinyDriver):
         if recompute and inside_units:
             # Inside FSDP1's units, as in its tutorial: around them units are gathered twice, and ``get_state_dict`` leaves
             # ``_fsdp_wrapped_module`` in the optimizer's names.
-            _options.recompute(model, self.wrap_spec.block_modules(model))
+            _options.recompute(model, self.wrap_spec.block_modules(model), recompute)
         whole = mode and not _options.compiles_blocks(mode)
         found: Module = _options.compiled(self.wrapped, self.cell) if whole else self.wrapped
         return found

@@ -131,6 +131,7 @@ class TrainerDriver(TinyDriver):
         Source("fsdp_config", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"),
     )
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        **TinyDriver.needs_options,
         "tp": {"save_only_model": True},
         "ep": {"save_only_model": True, "model": "hf:gpt_oss"},
     }
@@ -142,7 +143,7 @@ class TrainerDriver(TinyDriver):
     walk_calls: ClassVar[type[Calls]] = TrainerCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TRAINER
 
-    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "muon")
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "muon", "adam8bit")
     trainer: Any = None
 
     @classmethod
@@ -222,7 +223,7 @@ class TrainerDriver(TinyDriver):
             "per_device_train_batch_size": len(next(iter(batch.values()))),
             "gradient_accumulation_steps": self.accumulate,
             "max_steps": plan.last_step,
-            "optim": "adamw_torch",
+            "optim": "adamw_torch_8bit" if self.cell.option("optimizer") == "adam8bit" else "adamw_torch",
             "learning_rate": LEARNING_RATE,
             "weight_decay": DECAY,
             "max_grad_norm": MAX_NORM,
@@ -310,6 +311,7 @@ class TrainerDriver(TinyDriver):
         from transformers.trainer_utils import get_last_checkpoint
 
         os.environ.update(self.environment())
+        self.compile_nothing()
         if self.cell.option("compile") == "partial":
             _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
 
@@ -353,7 +355,7 @@ class TrainerDriver(TinyDriver):
 
     def optimizer_class(self) -> tuple[Any, dict[str, Any]] | None:
         """Return the class of the optimizer and its arguments, where TrainingArguments have no name for it."""
-        if self.cell.option("optimizer") == "adamw":
+        if self.cell.option("optimizer") != "muon":
             return None
         from pytest_distcompat.drivers._joined import Joined
 

@@ -49,6 +49,7 @@ class TinyModel:
         unit_size: How many parameters make a unit under option ``wrap_policy``.
         lora_targets: Names of the modules that option ``lora`` adapts.
         in_8_bits: Whether it has layers with sizes divisible by 16, as products in 8 bits need.
+        largest: How many elements its largest matrix has, of a model whose optimizer state is quantized.
         spread: Factor on the loss tolerance of precisions below float32: the fewer samples are averaged, the more rounding
             shows.
         norm_spread: Factor on the tolerance of gradient norms, in every precision.
@@ -78,6 +79,7 @@ class TinyModel:
     unit_size: int = 1000
     lora_targets: tuple[str, ...] = ()
     in_8_bits: bool = True
+    largest: int = 0
     spread: float = 1.0
     norm_spread: float = 1.0
     tp_plan: Mapping[str, str] = field(default_factory=dict)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 FEATURES, WIDTH, CLASSES = 7, 13, 5
 
 
-def classifier(name: str, class_name: str, **fields: Any) -> TinyModel:
+def classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -> TinyModel:
     """Return the model of a class of ``_modules``, with further fields of TinyModel."""
-    make = functools.partial(_make, class_name)
-    reload = functools.partial(_reload, class_name)
+    make = functools.partial(_make, class_name, width)
+    reload = functools.partial(_reload, class_name, width)
     own: dict[str, Any] = {
         "blocks": ("Block",),
         "unit_size": 200,
@@ -40,10 +40,10 @@ def classifier(name: str, class_name: str, **fields: Any) -> TinyModel:
     return TinyModel(name, **common, **{**own, **fields})
 
 
-def _make(class_name: str) -> Module:
+def _make(class_name: str, width: int) -> Module:
     from pytest_distcompat.models import _modules
 
-    model: Module = getattr(_modules, class_name)(FEATURES, WIDTH, CLASSES)
+    model: Module = getattr(_modules, class_name)(FEATURES, width, CLASSES)
     return model
 
 
@@ -73,11 +73,11 @@ def _outputs(model: Module, batch: Batch) -> torch.Tensor:
     return logits
 
 
-def _reload(class_name: str, directory: Path) -> Module:
+def _reload(class_name: str, width: int, directory: Path) -> Module:
     """Load an exported state dict, key by key: an nn.Module has no loader of its own."""
     from safetensors.torch import load_file
 
-    model = _make(class_name)
+    model = _make(class_name, width)
     found = load_file(directory / "model.safetensors")
     for name, parameter in model.named_parameters():
         # load_state_dict copies into the parameters, which would round or widen what was saved.

@@ -13,7 +13,7 @@ import torch
 from pytest_distcompat.probe.blocks import declared_blocks, is_a, join, multiplies, named_blocks, unwrapped
 from pytest_distcompat.probe.layouts import autotp_cut, layout_of, named_parameters, wrapper_layouts
 from pytest_distcompat.probe.optimizer import entries, master_copies
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype, zero3_shard
 from pytest_distcompat.trace import STAGE, Layout, MeshDim, ModelInfo, ParameterInfo, UnwrappedInfo
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def parameter_info(name: str, tensor: torch.Tensor, *, persistent: bool = False)
     return ParameterInfo(
         name=name,
         shape=tuple(tensor.shape),
-        dtype=dtype_name(tensor.dtype),
+        dtype=stored_dtype(tensor),
         trainable=tensor.requires_grad,
         layout=layout_of(tensor),
         local_numel=local_of(tensor).numel(),
@@ -202,7 +202,7 @@ def live_parameter_info(
     return ParameterInfo(
         name=name,
         shape=shape,
-        dtype=dtype_name(local.dtype),
+        dtype=stored_dtype(local),
         trainable=parameter.requires_grad,
         kind=kind,
         layout=layout,

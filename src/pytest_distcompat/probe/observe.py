@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pytest_distcompat.probe.blocks import is_a, multiplies
 from pytest_distcompat.probe.layouts import secondary_ranks
 from pytest_distcompat.probe.optimizer import read_gradients
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype
 from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, StepInfo
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Observer:
         self.collectives: dict[_Kind, list[int]] = defaultdict(list)
         self.inputs: list[str] = []
         self.float8 = 0
+        self.recomputed: Counter[str] = Counter()
+        self._forward, self._depth = False, 0
         #: Returns the trainer's model and optimizer, and whether gradients are recorded one by one too; None for no model.
         self.trainer: Callable[[], tuple[Module | None, Any, bool]] = lambda: (None, None, False)
         #: Whether hooks record. Operators are recorded in ``watching`` and ``recording_operators`` only.
@@ -116,6 +119,29 @@ class Observer:
             *(parameter.register_post_accumulate_grad_hook(reach) for parameter in trainable),  # type: ignore[no-untyped-call]  # torch
             *(module.register_forward_hook(self._forward_hook(name)) for name, module in layers),
         ]
+
+    def attach_to_blocks(self, model: Module, names: Iterable[str]) -> None:
+        """Register hooks that tell what blocks compute in the model's forward from what they compute again after it."""
+
+        def forward(on: bool) -> Hook:
+            return Hook(lambda *_: setattr(self, "_forward", on))
+
+        def inside(by: int) -> Hook:
+            return Hook(lambda *_: setattr(self, "_depth", self._depth + by))
+
+        def count(*_: Any) -> None:
+            self.recomputed["calls"] += self._forward
+
+        model.register_forward_pre_hook(forward(True))
+        model.register_forward_hook(forward(False), always_call=True)
+        for name in names:
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(Hook(count))
+            # What is in a block too: transformers recomputes a block's ``forward``, without its hooks.
+            for module in block.modules():
+                module.register_forward_pre_hook(inside(1))
+                # Always: torch leaves a recomputed forward by an exception, as soon as it has all that it needs.
+                module.register_forward_hook(inside(-1), always_call=True)
 
     def _record_reached(self, parameter: torch.Tensor) -> None:
         self._reached[parameter] = True
@@ -173,6 +199,7 @@ class Observer:
             recorded.clear()
         self._reached.update(dict.fromkeys(self._reached, False))
         self.float8 = 0
+        self.recomputed.clear()
 
     def without_gradient(self) -> frozenset[int]:
         """Return the ``id`` of each tensor that optimizers stepped on, and always without a gradient."""
@@ -192,6 +219,7 @@ class Observer:
             ),
             "inputs": tuple(self.inputs),
             "float8": self.float8,
+            "recomputed": dict(self.recomputed),
         }
 
     def _forward_hook(self, name: str) -> Hook:
@@ -233,7 +261,7 @@ class Observer:
         if not self._stepping:
             return
         self._state |= {
-            dtype_name(value.dtype)
+            stored_dtype(value)
             for values in optimizer.state.values()
             if isinstance(values, Mapping)
             for key, value in values.items()
@@ -252,6 +280,9 @@ class Observer:
             for tensor in _tensors(args):
                 self.collectives[name, dtype_name(tensor.dtype), ranks].append(tensor.numel())
         self.float8 += _in_8_bits(result) and not any(map(_in_8_bits, args))
+        if self._depth:
+            kind = "products" if _MULTIPLIES.search(func._schema.name) else "others"  # noqa: SLF001 - see above
+            self.recomputed[kind if self._forward else f"{kind} again"] += 1
 
 
 def digest_of_inputs(values: Any) -> str:
@@ -261,6 +292,10 @@ def digest_of_inputs(values: Any) -> str:
 
 #: The dtypes of the factors of matrix products in 8 bits.
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+
+
+#: Operators that multiply matrices, attention's among them.
+_MULTIPLIES = re.compile(r"::(mm|addmm|bmm|baddbmm|_scaled_mm|_scaled_dot_product_\w+)$")
 
 
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped

@@ -21,7 +21,15 @@ from pytest_distcompat.probe.layouts import (
     starts_of,
     wrapper_layouts,
 )
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, valueless, zero3_shard
+from pytest_distcompat.probe.tensors import (
+    digest,
+    dtype_name,
+    local_of,
+    stored_dtype,
+    stored_parts,
+    valueless,
+    zero3_shard,
+)
 from pytest_distcompat.trace import GradientInfo, Layout, OptimizerInfo, StateInfo, together
 
 if TYPE_CHECKING:
@@ -165,7 +173,8 @@ def _state(owner: str, key: str, value: Any, layout: Layout, starts: torch.Tenso
         return StateInfo(owner, key, type(value).__name__, 1, digest(value))
     layout = layout_of(value, WHOLE if key == "step" else layout)
     numel = local_of(value).numel()
-    return StateInfo(owner, key, dtype_name(value.dtype), numel, digest(value, starts), layout)
+    nbytes = sum(part.nbytes for part in stored_parts(value))
+    return StateInfo(owner, key, stored_dtype(value), numel, digest(value, starts), layout, nbytes)
 
 
 def _partitioned(model: Module) -> dict[str, int]:

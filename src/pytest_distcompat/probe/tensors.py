@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -23,6 +24,19 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         local: torch.Tensor = to_local() if to_local is not None else tensor.detach()
     return local
+
+
+def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors of which this rank's part is made: of a quantized one codes, scales and the like."""
+    local = local_of(tensor)
+    if not hasattr(local, "__tensor_flatten__"):
+        return [local]
+    return [part for name in local.__tensor_flatten__()[0] for part in stored_parts(getattr(local, name))]
+
+
+def stored_dtype(tensor: torch.Tensor) -> str:
+    """Return the dtype of most bytes that are stored: of a quantized tensor its codes', not the one that it shows."""
+    return dtype_name(max(stored_parts(tensor), key=lambda part: part.nbytes).dtype)
 
 
 def valueless(tensor: torch.Tensor) -> bool:
@@ -87,9 +101,10 @@ def digest(value: Any, starts: torch.Tensor | None = None) -> str:
     except NotImplementedError:
         if not hasattr(flat, "__tensor_flatten__"):
             raise
-        # A quantized tensor (torchao's ``OptimState8bit``) may have no arithmetic, so its inner tensors are hashed.
-        names, _ = flat.__tensor_flatten__()
-        return digests.concatenate(digest(getattr(flat, name)) for name in names)
+        # A quantized tensor may have no arithmetic. torchao's state has a method for its values; else all parts are hashed.
+        with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
+            return _of_values(flat.dequantize(), starts)
+        return digests.concatenate(map(digest, stored_parts(flat)))
 
 
 def _of_values(flat: torch.Tensor, starts: torch.Tensor | None) -> str:

@@ -30,6 +30,9 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     wrap.prepare(model)
     model.to(device)
     settings: dict[str, Any] = {"device_ids": [device.index] if device.type == "cuda" else None}
+    if cell.option("lora") == "int8":
+        # DDP broadcasts flat tensors, which torchao's have no view for ('aten.view'). All ranks have quantized the same.
+        settings["init_sync"] = False
     if cell.pp > 1:
         settings["process_group"] = _fsdp.mesh(cell, device).get_group()
     return DistributedDataParallel(model, **cell.with_settings("DistributedDataParallel", settings))
