@@ -13,9 +13,9 @@ import json
 import os
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import quote
@@ -27,7 +27,7 @@ from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.directory import LeaseDirectory, TakenError
 from pytest_distcompat.lease.inventory import Inventory
-from pytest_distcompat.lease.tickets import POLL, Queue, Ticket, ahead
+from pytest_distcompat.lease.tickets import Queue, ahead
 from pytest_distcompat.lease.timeline import Leak, Span, append, now
 from pytest_distcompat.lease.watch import Blocker, GivenUpError, Holder, Watch
 
@@ -40,8 +40,8 @@ TIMEOUT = 3600.0
 TOLERANCE = 64 << 20
 #: How long memory may take to become free, in seconds. That of a killed process takes a moment.
 FREE_TIMEOUT_S = 10.0
-#: The interval between measurements of memory, in seconds.
-_POLL_MEMORY = 0.05
+#: The intervals in which a request checks its turn and free devices, and between measurements of memory, in seconds.
+_POLL, _POLL_MEMORY = 0.02, 0.05
 
 #: Returns the bytes in use on each device, by all processes; devices whose use is unknown are left out.
 Memory = Callable[[Sequence[str]], Mapping[str, int]]
@@ -74,14 +74,8 @@ class Lease:
         return self.leak[self._inherited_count :]
 
 
-class _Threads(threading.local):
-    """The paths of the locks that a thread holds, of all pools."""
-
-    def __init__(self) -> None:
-        self.held: set[Path] = set()
-
-
-_this_thread = _Threads()
+#: The paths of the locks that this thread holds, of all pools.
+_held: ContextVar[frozenset[Path]] = ContextVar("held", default=frozenset())
 
 
 class Pool:
@@ -143,7 +137,7 @@ class Pool:
             LeaseTimeout: After ``timeout``.
         """
         count = self.inventory.needed(ranks)
-        mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _this_thread.held)
+        mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _held.get())
         if mine:
             if self.inventory.kind == "gpu" and count > len(mine):
                 raise UsageProblem(f"{who}: {count} GPUs are needed, and the test that starts it was lent {len(mine)}")
@@ -164,11 +158,11 @@ class Pool:
             lease = Lease(ids, self.inventory.environment(ids), left)
             owner = os.getpid()
             own = {self._path(name, "lock") for name in ids}
-            _this_thread.held |= own
+            _held.set(_held.get() | own)
             try:
                 yield lease
             finally:
-                _this_thread.held -= own
+                _held.set(_held.get() - own)
                 # A forked child that leaves the block must not end the lease of its parent.
                 if os.getpid() == owner:
                     lease.leak += self._await_free(before, dict.fromkeys(ids, who))
@@ -209,30 +203,27 @@ class Pool:
         """
         taken: set[str] = set()
 
-        def blockers(ticket: Ticket | None) -> Iterator[Holder | Ticket]:
+        def blockers() -> Iterator[Blocker]:
             names = (name for name in self.inventory.ids if name not in taken)
             yield from filter(None, map(self._holder, names))
-            yield from ahead(ticket, self._queue.waiting()) if ticket is not None else ()
+            yield from ahead(ticket, self._queue.waiting())
 
         watch = Watch(self.inventory, count, who, blockers, self._given_up, run=self._run, notify=self._notify)
         self._watch = watch
         try:
-            with self._queue.turn(self.inventory.ids, count, who, deadline, poll=watch) as ticket:
+            with self._queue.ticket(self.inventory.ids, count, who) as ticket:
                 while True:
-                    for name in self.inventory.ids:
-                        if len(taken) < count and name not in taken and self._lock(name, held):
-                            taken.add(name)
-                    if len(taken) == count or clock.now() >= deadline:
-                        break
                     if self._queue.overtaken(ticket):
                         held.close()
                         taken.clear()
-                        self._queue.await_turn(ticket, deadline, watch)
-                    watch(ticket)
-                    clock.sleep(POLL)
-        except TakenError:
-            # A request before this one still waits.
-            pass
+                    else:
+                        for name in self.inventory.ids:
+                            if len(taken) < count and name not in taken and self._lock(name, held):
+                                taken.add(name)
+                    if len(taken) == count or clock.now() >= deadline:
+                        break
+                    watch()
+                    clock.sleep(_POLL)
         except GivenUpError:
             count = len(taken)
         finally:
