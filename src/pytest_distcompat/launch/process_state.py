@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import copy
 import copyreg
-import ctypes
 import faulthandler
 import functools
 import gc
@@ -47,11 +46,8 @@ from pytest_distcompat.excerpt import encodable
 from pytest_distcompat.launch.library_state import SETTINGS, SINGLETONS, Registered
 from pytest_distcompat.launch.process import children
 
-#: How much more memory a rank may use than at its beginning, in bytes, before it ends.
-MEMORY_GROWTH = 256 * 2**20
-#: How many more threads of C libraries, and how many more open files it may have: what a library opens once is no leak.
-NATIVE_THREADS = 32
-OPEN_FILES = 128
+#: How much more a rank may use than at its beginning before it ends; memory in bytes. What a library opens once is no leak.
+_LIMITS = {"memory": 256 * 2**20, "native threads": 32, "open files": 128, "child processes": 0}
 
 _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 #: ``signal.getsignal`` makes an enum of each result if it can, which would take a third of the time of a comparison.
@@ -73,14 +69,6 @@ _ALSO_PATCHED = (copy, json, math, pickle, random, shutil, socket, subprocess)
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 #: Python's own handlers for text that does not fit its encoding.
 _ERROR_HANDLERS = ("strict", "ignore", "replace", "xmlcharrefreplace", "backslashreplace", "namereplace")
-#: prctl(2): pdeathsig, dumpable, keepcaps, securebits, timerslack, child subreaper, no_new_privs, thp_disable.
-_GET_PDEATHSIG, _GET_NAME, _GET_CHILD_SUBREAPER = 2, 16, 37
-_GETTERS_OF_PRCTL = (3, 7, 27, 30, 39, 42)
-#: personality(2): asks for it.
-_READ_PERSONALITY = 0xFFFFFFFF
-_libc = ctypes.CDLL(None)
-#: Has the rounding mode of floating-point numbers; it is a library of its own in glibc.
-_libm = ctypes.CDLL("libm.so.6")
 
 
 @dataclass(frozen=True)
@@ -104,10 +92,6 @@ class ProcessState:
             "timers": [any(signal.getitimer(timer)) for timer in _TIMERS],
             "resource limits": list(map(resource.getrlimit, _RESOURCES)),
             "user, group and session": (os.getresuid(), os.getresgid(), os.getgroups(), os.getpgid(0), os.getsid(0)),
-            "prctl settings": _kernel_settings(),
-            "how numbers are rounded": _libm.fegetround(),
-            "which operations on numbers raise a signal": _libm.fegetexcept(),
-            "its personality and its turn to be killed": (_libc.personality(_READ_PERSONALITY), _oom_score()),
             "the CPUs it may use": (
                 *(os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
                 *(os.sched_getparam(0).sched_priority, _process(os.getpid()).ionice()),
@@ -308,6 +292,7 @@ def _descriptors() -> list[tuple[int, int] | None]:
 
 def _interpreter() -> tuple[object, ...]:
     """Return the settings of ``sys``, ``threading`` and the like for all of Python."""
+    monitoring: Any = getattr(sys, "monitoring", None)
     return (
         sys.gettrace(),
         sys.getprofile(),
@@ -333,15 +318,9 @@ def _interpreter() -> tuple[object, ...]:
         _stack_size(),
         faulthandler.is_enabled(),
         tracemalloc.is_tracing(),
-        _monitoring(),
+        # Python 3.12 has it.
+        list(map(monitoring.get_tool, range(6))) if monitoring else (),
     )
-
-
-def _oom_score() -> str:
-    """Return how soon the kernel kills this process where memory is short."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", encoding="ascii") as file:  # noqa: PTH123 - see _directory
-        return file.read()
-    return ""
 
 
 def _stack_size() -> int:
@@ -350,25 +329,6 @@ def _stack_size() -> int:
     if size:
         threading.stack_size(size)
     return size
-
-
-def _monitoring() -> list[str | None]:
-    """Return which tools are registered in ``sys.monitoring``, which came with Python 3.12."""
-    monitoring: Any = getattr(sys, "monitoring", None)
-    return list(map(monitoring.get_tool, range(6))) if monitoring else []
-
-
-def _kernel_settings() -> list[object]:
-    """Return what prctl set for this process: its name, the signal it gets when its parent dies, and the like."""
-    found: list[object] = [_libc.prctl(option, 0, 0, 0, 0) for option in _GETTERS_OF_PRCTL]
-    for option in (_GET_PDEATHSIG, _GET_CHILD_SUBREAPER):
-        _libc.prctl(option, ctypes.byref(_prctl_number))
-        found.append(_prctl_number.value)
-    _libc.prctl(_GET_NAME, _prctl_name)
-    return [*found, _prctl_name.value]
-
-
-_prctl_number, _prctl_name = ctypes.c_int(), ctypes.create_string_buffer(16)
 
 
 class _Loggers:
@@ -407,6 +367,3 @@ def _at_exit() -> tuple[int, int]:
     """
     registry: Any = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]  # noqa: SLF001
     return atexit._ncallbacks(), len(registry)  # noqa: SLF001
-
-
-_LIMITS = {"memory": MEMORY_GROWTH, "native threads": NATIVE_THREADS, "open files": OPEN_FILES, "child processes": 0}
