@@ -154,13 +154,12 @@ class Watch:
         else:
             self._undo.callback(setattr, kind, "exec_module", execute)
 
-    def hook(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Watch a hook that calls functions of the user's, beside others. What they read concerns every test."""
-        return self._running(_Importing(name, "", own=True, alone=False))
+    def hook(self, name: str, *, alone: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Watch a hook that calls functions of the user's, beside others. What they read concerns every test.
 
-    def function(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Watch one such function alone: what it draws and leaves open is found too."""
-        return self._running(_Importing(name, "", own=True))
+        If one such function runs ``alone``, what it draws and leaves open is found too.
+        """
+        return self._running(_Importing(name, "", own=True, alone=alone))
 
     def at_end(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the watch is over."""
@@ -265,8 +264,7 @@ class Watch:
         """Return what a call of a generator's method makes; empty if, with a given seed, it draws the same on every rank."""
         if name == "seed" and frame.f_locals.get("a") is not None:
             self._seeded.add(id(generator))
-            return ""
-        if name == "seed":
+        elif name == "seed":
             self._seeded.discard(id(generator))
         return "" if id(generator) in self._seeded or name == "setstate" else _MAKES_RANDOM
 
@@ -334,43 +332,29 @@ def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) ->
     """Call ``read`` for each variable that is read from now on, and ``written`` for each that is set or removed."""
     ordinary = type(environ)
 
-    class Watched(ordinary):  # type: ignore[misc, valid-type]  # os.environ's own class
-        def __getitem__(self, key: Any) -> Any:
-            read(os.fsdecode(key), _caller())
-            return super().__getitem__(key)
+    def watched(name: str, report: _OnVariable) -> Callable[..., Any]:
+        method = getattr(ordinary, name)
 
-        def __contains__(self, key: Any) -> bool:
-            read(os.fsdecode(key), _caller())
-            return bool(super().__contains__(key))
+        @functools.wraps(method)
+        def call(environ: Any, *arguments: Any) -> Any:
+            report(os.fsdecode(arguments[0]) if name in _OF_A_VARIABLE else "", _caller())
+            result = method(environ, *arguments)
+            if name == "__reduce_ex__":
+                # Of ``copy``, whose copies outlive the class below.
+                make, (_, *state), *more = result
+                return make, (ordinary, *state), *more
+            return result
 
-        def __iter__(self) -> Iterator[Any]:
-            read("", _caller())
-            return iter(super().__iter__())
+        return call
 
-        def __len__(self) -> int:
-            read("", _caller())
-            return len(self._data)
+    reads = ("__getitem__", "__contains__", "__iter__", "__len__", "__repr__", "__reduce_ex__")
+    methods = {name: watched(name, read) for name in reads}
+    methods |= {name: watched(name, written) for name in ("__setitem__", "__delitem__")}
+    environ.__class__ = type(ordinary.__name__, (ordinary,), methods)
 
-        def __repr__(self) -> str:
-            read("", _caller())
-            return str(super().__repr__())
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            # Of ``copy``, whose copies outlive this class.
-            read("", _caller())
-            make, (_, *arguments), *more = super().__reduce_ex__(protocol)
-            return make, (ordinary, *arguments), *more
-
-        def __setitem__(self, key: Any, value: Any) -> None:
-            written(os.fsdecode(key), _caller())
-            super().__setitem__(key, value)
-
-        def __delitem__(self, key: Any) -> None:
-            written(os.fsdecode(key), _caller())
-            super().__delitem__(key)
-
-    Watched.__name__ = Watched.__qualname__ = ordinary.__name__
-    environ.__class__ = Watched
+#: The methods of the environment whose first argument is the name of a variable.
+_OF_A_VARIABLE = frozenset({"__getitem__", "__contains__", "__setitem__", "__delitem__"})
 
 
 #: Modules whose functions read the environment for whoever calls them.

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -76,13 +76,8 @@ class Hosted:
         self._pids: dict[int, int] = {}
         #: When ranks were first seen gone: a rank that is killed cannot log its end.
         self._exited_at: dict[int, float] = {}
-        request = {
-            "command": list(self.line),
-            "environment": dict(self.environment),
-            "cwd": str(self.cwd),
-            "output": str(self._output),
-            "status": str(self._status),
-        }
+        files = {"cwd": str(self.cwd), "output": str(self._output), "status": str(self._status)}
+        request = {"command": list(self.line), "environment": dict(self.environment), **files}
         path = self.directory / "command.json"
         path.write_text(json.dumps(request), encoding="utf-8")
         with (self.directory / "supervisor.log").open("wb") as log:
@@ -130,8 +125,7 @@ class Hosted:
     def _launcher_status(self) -> Mapping[str, Any] | None:
         """Return how the launcher ended: its exit ``code`` and a ``problem``; None while it runs."""
         if self._status.exists():
-            status: dict[str, Any] = json.loads(self._status.read_text(encoding="utf-8"))
-            return status
+            return cast("dict[str, Any]", json.loads(self._status.read_text(encoding="utf-8")))
         if self._supervisor.poll() is not None:
             output = read_end(self._output.with_name("supervisor.log"), OUTPUT_BYTES_READ)
             reason = f"the process that ran it died ({exit_name(self._supervisor.returncode)})"
@@ -165,12 +159,11 @@ class Hosted:
             return reported[rank]
         if str(self._pids.get(rank)) in _ENDED.findall(text):
             return -15
-        for end in of_kind(Exit, events):
-            return end.code
         fault = read_end(self.directory / f"rank-{rank}.fault", OUTPUT_BYTES_READ)
-        for name, code in _FATAL.items():
-            if f"{CRASH}{name}" in fault:
-                return code
+        codes = [end.code for end in of_kind(Exit, events)]
+        codes += [code for name, code in _FATAL.items() if f"{CRASH}{name}" in fault]
+        if codes:
+            return codes[0]
         return -15 if read_end(self.directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ) else self.unreported
 
     def _launch_problem(

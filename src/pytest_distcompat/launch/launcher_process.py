@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -38,8 +38,7 @@ class LauncherProcess:
         #: Is removed with the process, and has a path short enough for a socket.
         self.directory = self._owned.path
         warmth_file = self.directory / "warmth.json"
-        warmth_fields = {**dataclasses.asdict(warmth), "device": device}
-        warmth_file.write_text(json.dumps(warmth_fields), encoding="utf-8")
+        warmth_file.write_text(json.dumps({**dataclasses.asdict(warmth), "device": device}), encoding="utf-8")
         self._channel, server_end = socket.socketpair()
         self._buffer = b""
         self.base = environment.of_launcher(os.environ, device)
@@ -63,11 +62,6 @@ class LauncherProcess:
         self.status: dict[str, Any] | None = None
         self._own_pids: set[int] = set()
         self._findings = Findings()
-
-    @property
-    def pid(self) -> int:
-        """The process number."""
-        return self._process.pid
 
     @property
     def dead(self) -> bool:
@@ -132,8 +126,7 @@ class LauncherProcess:
                 return None
             self._buffer += received
         line, _, self._buffer = self._buffer.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return cast("dict[str, Any]", json.loads(line))
 
     def stop_agent(self) -> None:
         """Stop the agent, which would wait for ever for ranks that all ended by ``os._exit(0)``."""
@@ -152,8 +145,11 @@ class LauncherProcess:
 
     def strays(self) -> list[psutil.Process]:
         """Return ranks, and what they started, below this process, without those that will end by themselves."""
-        others = (process for process in self._below() if process.pid not in self._own_pids and alive(process.pid))
-        return [process for process in others if not tidies_up(process)]
+        return [
+            process
+            for process in self._below()
+            if process.pid not in self._own_pids and alive(process.pid) and not tidies_up(process)
+        ]
 
     def _below(self) -> list[psutil.Process]:
         """Return all processes below this one; none if it is dead, because its number may be another's by now."""

@@ -94,17 +94,12 @@ class Request:
     @classmethod
     def read(cls, path: str | Path) -> Request:
         """Return the request in that file."""
-        return cls.from_line(Path(path).read_text(encoding="utf-8"))
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
     @functools.cached_property
     def line(self) -> str:
         """The request as a line of JSON; made once, for all ranks and the file."""
         return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_line(cls, line: str) -> Request:
-        """Return the request of which that is the ``line``."""
-        return cls(**json.loads(line))
 
     def command(self) -> str:
         """Return the command line that runs this one run alone, without pytest and without a fork server."""

@@ -225,7 +225,7 @@ def _serve(reused: ReusedRank, socket_path: str, number: int, requests: list[Req
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(socket_path)
         for line in channel.makefile("r", encoding="utf-8"):
-            requests[:] = [Request.from_line(line)]
+            requests[:] = [Request(**pristine_builtins.decode(line))]
             changed = _perform(reused, requests[-1])
             channel.sendall(f"{pristine_builtins.encode({'rank': number, 'changed': changed})}\n".encode())
             # For the next request: now no process waits for this one.

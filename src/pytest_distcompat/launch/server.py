@@ -103,7 +103,7 @@ _SERVE_ALONE = (
 
 def serve_alone(warmth: str, dump_at: str, ends: str) -> NoReturn:
     """Be the fork servers of a side, in an interpreter of their own."""
-    ends_by_kind = {kind: Ends(**one) for kind, one in json.loads(ends).items()}
+    ends_by_kind = {kind: Ends(*one) for kind, one in json.loads(ends).items()}
     _serve(ends_by_kind, json.loads(Path(warmth).read_text(encoding="utf-8")), float(dump_at))
 
 
