@@ -28,7 +28,7 @@ from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.directory import LeaseDirectory, TakenError
 from pytest_distcompat.lease.inventory import Inventory
 from pytest_distcompat.lease.tickets import Queue, ahead
-from pytest_distcompat.lease.timeline import Leak, Span, append, now
+from pytest_distcompat.lease.timeline import Leak, Span, append
 from pytest_distcompat.lease.watch import Blocker, GivenUpError, Holder, Watch
 
 #: Differs between machines, and between boots, because the clock of tickets restarts at boot (``man 4 random``).
@@ -143,17 +143,17 @@ class Pool:
                 raise UsageProblem(f"{who}: {count} GPUs are needed, and the test that starts it was lent {len(mine)}")
             yield Lease(mine[:count], self.inventory.environment(mine[:count]))
             return
-        requested = now()
+        requested = clock.now()
         with contextlib.ExitStack() as held:
-            ids, waited_for = self._take(count, who, requested.monotonic + timeout, held)
+            ids, waited_for = self._take(count, who, requested + timeout, held)
             # A record without a lock is of a dead holder.
             dead = {name: record for name in ids if (record := self._read_record(name)) is not None}
             memory = {name: holder.before for name, holder in dead.items() if holder.before is not None}
             left = self._await_free(memory, {name: holder.who for name, holder in dead.items()})
-            granted = now()
+            granted = clock.now()
             before = self._memory(ids) if self.inventory.kind == "gpu" else {}
             for name in ids:
-                holder = Holder(name, who, os.getpid(), granted.wall, before.get(name), self._run)
+                holder = Holder(name, who, os.getpid(), clock.wall(), before.get(name), self._run)
                 self._directory.write(self._path(name, "json").name, json.dumps(asdict(holder)))
             lease = Lease(ids, self.inventory.environment(ids), left)
             owner = os.getpid()
@@ -171,7 +171,7 @@ class Pool:
                     if self._timeline is not None:
                         # The record is for reports only.
                         with contextlib.suppress(OSError):
-                            times = (requested, granted, now())
+                            times = (requested, granted, clock.now())
                             append(self._timeline, Span(ids, who, owner, *times, lease.leak, self._worker, waited_for))
 
     @property
