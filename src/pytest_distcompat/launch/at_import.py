@@ -40,33 +40,34 @@ EVERY_TEST = ""
 
 @dataclass
 class Findings:
-    """One thing that a module read or created at import.
+    """What modules read or created at import.
 
     Attributes:
-        made: The first finding, as one sentence, by the file of the test module that it concerns, or ``EVERY_TEST``.
-        reads: By the name of each environment variable that was read, the first finding in the same form.
+        found: By the name of each environment variable that was read, and by "" for all else: the first finding, as one sentence,
+            by the file of the test module that it concerns, or ``EVERY_TEST``.
     """
 
-    made: dict[str, str] = field(default_factory=dict)
-    reads: dict[str, dict[str, str]] = field(default_factory=dict)
+    found: dict[str, dict[str, str]] = field(default_factory=lambda: {"": {}})
+
+    def add(self, sentence: str, file: str, variable: str = "") -> None:
+        """Add a finding, unless there is one on the same variable and file."""
+        self.found.setdefault(variable, {}).setdefault(file, sentence)
 
     def reason(self, file: str | None, differs: Callable[[str], bool]) -> str:
         """Return why ranks that run tests of that file, or None: of any, must not share what was imported; empty if they may.
 
         ``differs`` tells whether they have another value of an environment variable than the process that imported.
         """
-        read = [sentences for name, sentences in self.reads.items() if differs(name)]
-        for sentences in (self.made, *read):
+        for variable, sentences in self.found.items():
             for concerned, sentence in sentences.items():
-                if file is None or concerned in {EVERY_TEST, file}:
+                if (file is None or concerned in {EVERY_TEST, file}) and (not variable or differs(variable)):
                     return sentence
         return ""
 
     def join(self, other: Findings) -> None:
         """Add the findings of another process that imported the same modules."""
-        self.made = other.made | self.made
-        for name, sentences in other.reads.items():
-            self.reads[name] = sentences | self.reads.get(name, {})
+        for variable, sentences in other.found.items():
+            self.found[variable] = sentences | self.found.get(variable, {})
 
 
 class _Importing(NamedTuple):
@@ -126,7 +127,7 @@ class Watch:
         active = None
         self._undo.close()
         for one in sorted(_shared_memory() - self._shared):
-            self.findings.made.setdefault(EVERY_TEST, f"memory that processes share ({one}) is mapped at import")
+            self.findings.add(f"memory that processes share ({one}) is mapped at import", EVERY_TEST)
 
     @property
     def libraries(self) -> list[str]:
@@ -171,7 +172,7 @@ class Watch:
         A test module whose name occurs in another of the user's modules may be imported there: it concerns every test too.
         """
         alone = {file for file in map(os.path.realpath, files) if not self._is_named_elsewhere(file)}
-        for sentences in (self.findings.made, *self.findings.reads.values()):
+        for sentences in self.findings.found.values():
             for file in [file for file in sentences if file not in alone]:
                 sentences.setdefault(EVERY_TEST, sentences.pop(file))
 
@@ -216,9 +217,7 @@ class Watch:
     def _add(self, finding: str, file: str, location: str, variable: str = "") -> None:
         importing = self._importing[-1]
         phase = "at import" if importing.file else "while tests are collected"
-        sentence = f"{location or importing.file or importing.name} {finding} {phase}"
-        sentences = self.findings.reads.setdefault(variable, {}) if variable else self.findings.made
-        sentences.setdefault(file, sentence)
+        self.findings.add(f"{location or importing.file or importing.name} {finding} {phase}", file, variable)
 
     def _add_if_own(
         self, finding: str, frame: FrameType | None, variable: str = "", *, everywhere: bool = False

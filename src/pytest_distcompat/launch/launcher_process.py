@@ -22,7 +22,7 @@ from pytest_distcompat.launch.ending import exit_name
 from pytest_distcompat.launch.environment import OF_THE_AGENT
 from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION
 from pytest_distcompat.launch.process import alive, await_exit, descendants, kill, kill_and_wait, let_tidy_up, tidies_up
-from pytest_distcompat.launch.request import ANY_MODULE, Request, Warmth, interpreter
+from pytest_distcompat.launch.request import ANY_MODULE, Request, Warmth, in_new_process
 from pytest_distcompat.launch.temporary import OwnedDirectory
 
 #: How long the launcher process may take to end by itself, in seconds.
@@ -42,14 +42,9 @@ class LauncherProcess:
         self._channel, server_end = socket.socketpair()
         self._buffer = b""
         self.base = environment.of_launcher(os.environ, device)
-        # Without the working directory: see extend_import_path.
-        script = (
-            "import sys; sys.path[:] = filter(None, sys.path); "
-            "from pytest_distcompat.launch.server import main; main(int(sys.argv[1]), sys.argv[2])"
-        )
         with server_end, (self.directory / LOGS[0]).open("wb") as log:
             self._process = subprocess.Popen(
-                [*interpreter(), "-c", script, str(server_end.fileno()), str(warmth_file)],
+                in_new_process("main", str(server_end.fileno()), str(warmth_file)),
                 pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

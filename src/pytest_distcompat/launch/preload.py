@@ -92,7 +92,7 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     settle(warmth["device"])
     findings, unfit = watch.findings, _unfit(threads)
     # If this process is unfit, one of these libraries may be the reason, and must not make the other server unfit too.
-    libraries = watch.libraries if (findings.made or findings.reads) and not unfit else []
+    libraries = watch.libraries if any(findings.found.values()) and not unfit else []
     leaves = finishing is not None or atexit._ncallbacks() > at_exit  # noqa: SLF001 - see process_state
     return {"unfit": unfit, "findings": dataclasses.asdict(findings), "libraries": libraries, "leaves": leaves}
 

@@ -136,6 +136,17 @@ def interpreter() -> list[str]:
     return command
 
 
+def in_new_process(function: str, *arguments: str) -> list[str]:
+    """Return the command that calls a function of ``server``, and dies with this process."""
+    # Without the working directory (see extend_import_path), and first of all: this process may die while that one imports.
+    code = (
+        "import sys; sys.path[:] = filter(None, sys.path); "
+        "from pytest_distcompat.launch.process import die_with_parent; die_with_parent(); "
+        f"from pytest_distcompat.launch.server import {function}; {function}(*sys.argv[1:])"
+    )
+    return [*interpreter(), "-c", code, *arguments]
+
+
 def unbuffered() -> list[str]:
     """Return the interpreter's command with the flag that torchrun itself starts ranks with."""
     command = interpreter()
