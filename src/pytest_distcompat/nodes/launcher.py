@@ -420,7 +420,7 @@ class _Run:
 
     def _conclude(self, began: float) -> Ending:
         processes: dict[int, RankProcess] = {}
-        errors, known = [], dict[str, Any]()
+        errors: list[str] = []
         events = LogReader(self._directory, range(self._request.world_size)).read()
         for number, node in enumerate(self._nodes):
             part = self._parts[node.name]
@@ -438,24 +438,22 @@ class _Run:
                 errors += [f"{node.name}: {part['lost']}"] * all(of_kind(Done, events[rank]) for rank in ranks)
             elif part["known"].get("launch_error"):
                 errors.append(f"{node.name}: {part['known']['launch_error']}")
-            self._merge(known, part["known"], node)
             self._write_output(part["output"])
-        known |= {"launch_error": "\n".join(errors), "seconds": clock.now() - began, "command": self._request.command()}
+        parts = [(node, self._parts[node.name]["known"]) for node in self._nodes]
+        known = {
+            "timed_out": any(part.get("timed_out") for _, part in parts),
+            "timeout": self._request.timeout,
+            "ended_since": min(part.get("ended_since", math.inf) - node.ahead for node, part in parts),
+            "oom_kills": max(part.get("oom_kills", 0) for _, part in parts),
+            "first": next((part["first"] for _, part in parts if part.get("first") is not None), None),
+            "left_over": tuple(f"{one} on {node.name}" for node, part in parts for one in part.get("left_over", ())),
+            "notice": next((part["notice"] for _, part in parts if part.get("notice")), ""),
+            "launch_error": "\n".join(errors),
+            "seconds": clock.now() - began,
+            "command": self._request.command(),
+        }
         leaks = tuple(one for part in self._parts.values() for one in part.get("leaks", ()))
         return dataclasses.replace(conclude(events, processes, **known), leaks=leaks)
-
-    @staticmethod
-    def _merge(known: dict[str, Any], part: Mapping[str, Any], node: Node) -> None:
-        """Add what a part knows to what is known of the whole run."""
-        known["timed_out"] = known.get("timed_out", False) or part.get("timed_out", False)
-        known["timeout"] = part.get("timeout", known.get("timeout", 0.0))
-        ended = part.get("ended_since", math.inf) - node.ahead
-        known["ended_since"] = min(known.get("ended_since", math.inf), ended)
-        known["oom_kills"] = max(known.get("oom_kills", 0), part.get("oom_kills", 0))
-        if known.get("first") is None:
-            known["first"] = part.get("first")
-        known.setdefault("left_over", []).extend(f"{one} on {node.name}" for one in part.get("left_over", ()))
-        known["notice"] = known.get("notice") or part.get("notice", "")
 
     def _write_output(self, output: Mapping[str, Mapping[str, str]]) -> None:
         """Write what the ranks of a node wrote to where reports look for it."""
