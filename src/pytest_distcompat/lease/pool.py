@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -59,19 +59,13 @@ class Lease:
         ids: The devices; fewer than requested if the request went on without CPU slots that a suspended process holds.
         environment: Variables that make only these devices visible.
         leak: Memory that a dead holder left before this lease and, after the end of the lease, memory that it left itself.
+        own_leak: The memory that this lease itself left; nothing before its end.
     """
 
     ids: tuple[str, ...]
     environment: Mapping[str, str]
-    leak: tuple[Leak, ...] = field(default=())
-
-    def __post_init__(self) -> None:
-        self._inherited_count = len(self.leak)
-
-    @property
-    def own_leak(self) -> tuple[Leak, ...]:
-        """Return the memory that this lease itself left; nothing before its end."""
-        return self.leak[self._inherited_count :]
+    leak: tuple[Leak, ...] = ()
+    own_leak: tuple[Leak, ...] = ()
 
 
 #: The paths of the locks that this thread holds, of all pools.
@@ -165,7 +159,8 @@ class Pool:
                 _held.set(_held.get() - own)
                 # A forked child that leaves the block must not end the lease of its parent.
                 if os.getpid() == owner:
-                    lease.leak += self._await_free(before, dict.fromkeys(ids, who))
+                    lease.own_leak = self._await_free(before, dict.fromkeys(ids, who))
+                    lease.leak += lease.own_leak
                     for name in ids:
                         self._path(name, "json").unlink(missing_ok=True)
                     if self._timeline is not None:
