@@ -280,11 +280,10 @@ class Watch:
         return _MAKES_RANDOM if reads else ""
 
     def _variable_read(self, name: str, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_globals.get("__name__") in _OF_THE_ENVIRONMENT:
-            if frame.f_code.co_name == "setdefault" and _is_discarded(frame.f_back):
-                # Code that only makes sure that there is a value does not store it.
-                return
-            frame = frame.f_back
+        by_default, frame = _user_of_environment(frame)
+        if by_default and _is_discarded(frame):
+            # Code that only makes sure that there is a value does not store it.
+            return
         if self._add_if_own(f"reads {name or 'the whole environment'}", frame, variable=name) or not self._importing:
             return
         importing = self._importing[-1]
@@ -294,10 +293,7 @@ class Watch:
 
     def _variable_written(self, name: str, frame: FrameType | None) -> None:
         """Add that a variable of the agent's was set: the agent's value overrides it on ranks that are forked afterwards."""
-        by_default = False
-        while frame is not None and frame.f_globals.get("__name__") in _OF_THE_ENVIRONMENT:
-            by_default = by_default or frame.f_code.co_name == "setdefault"
-            frame = frame.f_back
+        by_default, frame = _user_of_environment(frame)
         if OF_THE_AGENT.fullmatch(name) and not by_default:
             self._add_if_own(f"sets {name}", frame, everywhere=True)
 
@@ -356,8 +352,13 @@ def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) ->
 _OF_A_VARIABLE = frozenset({"__getitem__", "__contains__", "__setitem__", "__delitem__"})
 
 
-#: Modules whose functions read the environment for whoever calls them.
-_OF_THE_ENVIRONMENT = frozenset({"os", "collections.abc", __name__})
+def _user_of_environment(frame: FrameType | None) -> tuple[bool, FrameType | None]:
+    """Return whether ``setdefault`` was called, and the frame of who called a function that reads or sets variables."""
+    by_default = False
+    while frame is not None and frame.f_globals.get("__name__") in {"os", "collections.abc", __name__}:
+        by_default = by_default or frame.f_code.co_name == "setdefault"
+        frame = frame.f_back
+    return by_default, frame
 
 
 def _is_discarded(frame: FrameType | None) -> bool:
@@ -376,20 +377,11 @@ def _caller() -> FrameType | None:
 _MAKES_RANDOM = "makes something random"
 #: Functions of ``time`` that compute only from their arguments.
 _WITHOUT_CLOCK = frozenset({"sleep", "mktime", "strptime", "asctime", "get_clock_info", "tzset"})
-_OF_FILES = (
-    "mkdir",
-    "rmdir",
-    "unlink",
-    "remove",
-    "rename",
-    "replace",
-    "link",
-    "symlink",
-    "truncate",
-    "mkfifo",
-    "mknod",
+#: Functions of ``os`` that change files or processes.
+_CHANGING = (
+    *("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "truncate", "mkfifo", "mknod"),
+    *("fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "kill", "killpg"),
 )
-_OF_PROCESSES = ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "kill", "killpg")
 _THREADS = "sets how many threads torch uses"
 #: By module and name of a C function, what it reads or changes.
 _READ_BY: dict[tuple[str, str], str] = {
@@ -399,7 +391,7 @@ _READ_BY: dict[tuple[str, str], str] = {
     ("_thread", "get_native_id"): "asks for the number of its process",
     **dict.fromkeys((("posix", name) for name in ("urandom", "getrandom")), _MAKES_RANDOM),
     **dict.fromkeys((("_ssl", name) for name in ("RAND_bytes", "RAND_pseudo_bytes")), _MAKES_RANDOM),
-    **{("posix", name): f"calls os.{name}" for name in (*_OF_FILES, *_OF_PROCESSES)},
+    **{("posix", name): f"calls os.{name}" for name in _CHANGING},
     ("_posixsubprocess", "fork_exec"): "starts a process",
     **dict.fromkeys(((module, "connect") for module in ("sqlite3", "_sqlite3")), "opens a database"),
     ("torch", "set_num_threads"): _THREADS,

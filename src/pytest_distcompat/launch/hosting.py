@@ -93,15 +93,10 @@ class Hosted:
     def _watch(self) -> Ending:
         """Watch the launcher and the ranks that announce themselves until the launcher has ended; return how all ended."""
         watchdog = self._watchdog
-        acted: float | None = None
-        while (ended := self._launcher_status()) is None:
+        while (ended := self._launcher_status()) is None and clock.now() < watchdog.acted_at + EXIT_TIMEOUT_S:
             clock.sleep(0.02)
             watchdog.check()
             self._note_exits()
-            if watchdog.acted:
-                acted = acted or clock.now()
-                if clock.now() > acted + EXIT_TIMEOUT_S:
-                    break
         # Ranks that still run a moment after their launcher has ended.
         await_end(self._processes(), REMAINDER_TIMEOUT_S if not watchdog.acted else 0.0)
         self._note_exits()

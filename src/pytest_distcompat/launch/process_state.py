@@ -193,25 +193,20 @@ def _cut(value: object) -> str:
     return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
 
 
-class Sizes:
-    """Sizes that may grow in the run of a process, but not beyond a limit."""
+def sizes() -> dict[str, int]:
+    """Return sizes that may grow in the run of this process, but not beyond a limit."""
+    own = _process(os.getpid())
+    return {
+        "memory": own.memory_info().rss,
+        "native threads": own.num_threads(),
+        "open files": own.num_fds(),
+        "child processes": len(children(os.getpid())),
+    }
 
-    def __init__(self) -> None:
-        self._own = psutil.Process()
-        self._first = self._now()
 
-    def _now(self) -> dict[str, int]:
-        own = self._own
-        return {
-            "memory": own.memory_info().rss,
-            "native threads": own.num_threads(),
-            "open files": own.num_fds(),
-            "child processes": len(children(os.getpid())),
-        }
-
-    def grown(self) -> list[str]:
-        """Return the names of what has grown too much since this object was made."""
-        return [name for name, size in self._now().items() if size - self._first[name] > _LIMITS[name]]
+def grown(first: Mapping[str, int]) -> list[str]:
+    """Return the names of what has grown too much since the sizes were those."""
+    return [name for name, size in sizes().items() if size - first[name] > _LIMITS[name]]
 
 
 def _read(read: Callable[[Any], object], module: Any) -> object:
@@ -242,10 +237,9 @@ def _frozen_at_first() -> int:
 
 
 def _working_directory() -> str:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.getcwd()  # noqa: PTH109 - a Path would take longer than the whole comparison
-    except FileNotFoundError:
-        return ""
+    return ""
 
 
 def _first_of_temporaries() -> str:
@@ -280,13 +274,11 @@ _process = functools.cache(psutil.Process)
 
 def _descriptors() -> list[tuple[int, int] | None]:
     """Return the files of the first three file descriptors."""
-    found: list[tuple[int, int] | None] = []
+    found: list[tuple[int, int] | None] = [None, None, None]
     for number in range(3):
-        try:
+        with contextlib.suppress(OSError):
             file = os.fstat(number)
-            found.append((file.st_dev, file.st_ino))
-        except OSError:
-            found.append(None)
+            found[number] = file.st_dev, file.st_ino
     return found
 
 
@@ -294,30 +286,15 @@ def _interpreter() -> tuple[object, ...]:
     """Return the settings of ``sys``, ``threading`` and the like for all of Python."""
     monitoring: Any = getattr(sys, "monitoring", None)
     return (
-        sys.gettrace(),
-        sys.getprofile(),
-        threading.gettrace(),
-        threading.getprofile(),
-        sys.getrecursionlimit(),
-        sys.getswitchinterval(),
-        sys.unraisablehook,
-        sys.displayhook,
-        threading.excepthook,
-        sys.breakpointhook,
-        sys.getdlopenflags(),
+        *(sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile()),
+        *(sys.getrecursionlimit(), sys.getswitchinterval(), sys.getdlopenflags()),
+        *(sys.unraisablehook, sys.displayhook, threading.excepthook, sys.breakpointhook),
         # Python 3.10 has the function from 3.10.7 on.
         getattr(sys, "get_int_max_str_digits", int)(),
-        sys.get_asyncgen_hooks(),
-        sys.get_coroutine_origin_tracking_depth(),
-        sys.dont_write_bytecode,
-        sys.pycache_prefix,
-        sys.executable,
-        list(sys.argv),
-        (sys.__stdin__, sys.__stdout__, sys.__stderr__),
-        getattr(sys, "tracebacklimit", None),
-        _stack_size(),
-        faulthandler.is_enabled(),
-        tracemalloc.is_tracing(),
+        *(sys.get_asyncgen_hooks(), sys.get_coroutine_origin_tracking_depth()),
+        *(sys.dont_write_bytecode, sys.pycache_prefix, sys.executable, list(sys.argv)),
+        *(sys.__stdin__, sys.__stdout__, sys.__stderr__, getattr(sys, "tracebacklimit", None)),
+        *(_stack_size(), faulthandler.is_enabled(), tracemalloc.is_tracing()),
         # Python 3.12 has it.
         list(map(monitoring.get_tool, range(6))) if monitoring else (),
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.launch import pristine_builtins, randomness, rank
-from pytest_distcompat.launch.process_state import ProcessState, Sizes
+from pytest_distcompat.launch.process_state import ProcessState, grown, sizes
 from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.launch.request import Request
 
@@ -87,7 +87,7 @@ class ReusedRank:
         self._group_checks = 0
         self.sound = True
         self.at_end: list[Callable[[], None]] = []
-        self._sizes = Sizes()
+        self._sizes = sizes()
         self._settings: tuple[object, ...] = ()
         self.reset_baseline()
 
@@ -112,7 +112,7 @@ class ReusedRank:
         State that cannot be read counts as a change, and the verdict stands.
         """
         try:
-            return ProcessState.now().changes(self._baseline) + self._sizes.grown()
+            return ProcessState.now().changes(self._baseline) + grown(self._sizes)
         except Exception as error:
             return [f"state that cannot be read ({rank.message_of(error)})"]
 

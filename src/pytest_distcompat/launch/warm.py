@@ -141,7 +141,6 @@ class WarmLauncher:
 
         None, if the agent does not answer in time, or if all reused ranks have replied, which goes on without its answer.
         """
-        acted: float | None = None
         agent_notified = False
         sockets = reused.sockets if reused is not None else []
         while (answer := process.receive(clock.now() + 0.1, sockets)) is None or "listens" in answer:
@@ -154,13 +153,12 @@ class WarmLauncher:
             watch.check()
             if process.dead:
                 return {"launch_error": process.death_report("while ranks ran")}
-            if watch.acted:
-                acted = acted or clock.now()
-                if clock.now() > acted + AGENT_TIMEOUT_S:
-                    return None
-                if not agent_notified and clock.now() > acted + AGENT_NOTIFIED_AFTER_S:
-                    agent_notified = True
-                    process.stop_agent()
+            since_acted = clock.now() - watch.acted_at
+            if since_acted > AGENT_TIMEOUT_S:
+                return None
+            if since_acted > AGENT_NOTIFIED_AFTER_S and not agent_notified:
+                agent_notified = True
+                process.stop_agent()
         return answer
 
     def _conclude(
