@@ -64,16 +64,21 @@ class Queue:
     def overtaken(self, mine: Ticket) -> bool:
         """Tell whether another ticket is to be served first."""
         self._restore(mine)
-        return bool(ahead(mine, self.waiting()))
+        return not all(map(self._ended, ahead(mine, self._tickets())))
 
     def waiting(self) -> list[Ticket]:
         """Return the tickets whose owners wait, in order; those of the dead are removed."""
+        tickets = (ticket for ticket in self._tickets() if not self._ended(ticket))
+        return sorted(tickets, key=lambda ticket: ticket.number)
+
+    def _tickets(self) -> list[Ticket]:
+        """Return all tickets, those of dead processes included."""
         tickets = []
         for text in self._directory.tickets():
             # It may be half written, or written by another version of this package with other fields.
             with contextlib.suppress(ValueError):
                 tickets.append(decode(Ticket, json.loads(text)))
-        return sorted((ticket for ticket in tickets if not self._ended(ticket)), key=lambda ticket: ticket.number)
+        return tickets
 
     def _restore(self, mine: Ticket) -> None:
         """Restore the ticket if it was removed, so that a later request cannot overtake it."""
