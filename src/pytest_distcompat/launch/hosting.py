@@ -1,5 +1,6 @@
 """Host of a foreign launcher: run it, watch the ranks that it starts, and combine their endings.
 
+``TorchrunLauncher`` does a request so, as a cross-check: the same work by the ``torchrun`` command, without anything warm.
 Unlike ranks of the warm launcher these are not our children, so they announce themselves (in ``rank``, or for scripts in
 ``hosted_rank``), and their exit codes are read from torchrun's report or the ranks' files. The launcher can fail too.
 """
@@ -7,6 +8,7 @@ Unlike ranks of the warm launcher these are not our children, so they announce t
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,8 +24,11 @@ from pytest_distcompat.events import Event, Exit, of_kind, pids_of
 from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.ending import Ending, exit_name
 from pytest_distcompat.launch.files import CRASH, read_end
-from pytest_distcompat.launch.process import alive, await_end, await_exit, descendants, kill, kill_and_wait
-from pytest_distcompat.launch.request import Request
+from pytest_distcompat.launch.launcher import Launcher
+from pytest_distcompat.launch.process import alive, await_end, await_exit, descendants, kill, kill_and_wait, on_device
+from pytest_distcompat.launch.request import Request, Warmth, unbuffered
+from pytest_distcompat.launch.reused_ranks import Reuse
+from pytest_distcompat.launch.warm import WarmLauncher
 from pytest_distcompat.launch.watchdog import Watchdog
 
 #: How long a launcher may take to exit after its ranks are gone, and the supervisor after its launcher, in seconds.
@@ -195,3 +200,39 @@ class Hosted:
             return ""
         output = "\n".join(text.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:])
         return f"last output of {self.name}:\n{output}\n\n{headline}" if output else headline
+
+
+class TorchrunLauncher(Launcher):
+    """A launcher that starts ``python -m torch.distributed.run`` for each run."""
+
+    def __init__(self, warmth: Warmth, *, device: str = "cpu") -> None:  # noqa: ARG002 - the launchers' protocol
+        self._device = device
+
+    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
+        """Start the ranks, and wait until they ended or were ended; never raises for what the ranks do."""
+        request = request.from_here()
+        path = request.write()
+        logs = Path(request.directory) / "logs"
+        logs.mkdir(exist_ok=True)
+        # Standalone: the kernel chooses the port. Before torch 2.13 the default was 29500 for every run.
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(request.world_size)]
+        # By itself torchrun starts its ranks without the flags that this interpreter was given.
+        rank = ["--no-python", *unbuffered(), "-m", "pytest_distcompat.launch.rank", str(path)]
+        command += ["--log-dir", str(logs), "--redirects", "3", *rank]
+        return Hosted(
+            name="torchrun",
+            line=command,
+            environment=on_device(os.environ, self._device),
+            world_size=request.world_size,
+            directory=Path(request.directory),
+            timeout=request.timeout,
+            cwd=Path(request.cwd),
+            reproduce=request.command(),
+            # torchrun reports each rank that failed.
+            unreported=0,
+        ).run()
+
+
+#: The launchers that ``--distcompat-launcher`` names.
+LAUNCHERS: dict[str, type[WarmLauncher | TorchrunLauncher]] = {"warm": WarmLauncher, "torchrun": TorchrunLauncher}
