@@ -144,10 +144,10 @@ class Pool:
             dead = {name: record for name in ids if (record := self._read_record(name)) is not None}
             memory = {name: holder.before for name, holder in dead.items() if holder.before is not None}
             left = self._await_free(memory, {name: holder.who for name, holder in dead.items()})
-            granted = clock.now()
+            granted, since = clock.now(), clock.wall()
             before = self._memory(ids) if self.inventory.kind == "gpu" else {}
             for name in ids:
-                holder = Holder(name, who, os.getpid(), clock.wall(), before.get(name), self._run)
+                holder = Holder(name, who, os.getpid(), since, before.get(name), self._run)
                 self._directory.write(self._path(name, "json").name, json.dumps(asdict(holder)))
             lease = Lease(ids, self.inventory.environment(ids), left)
             owner = os.getpid()
