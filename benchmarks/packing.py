@@ -54,7 +54,7 @@ def drawn(seed: int, number: int, sizes: Sequence[int], scale: float = 1.0) -> l
 
 def length(spans: Sequence[Span]) -> float:
     """Return for how long devices were wanted, in seconds."""
-    return max(span.released.monotonic for span in spans) - min(span.got.monotonic for span in spans)
+    return max(span.released for span in spans) - min(span.got for span in spans)
 
 
 def run(directory: Path, workers: int) -> list[Span]:

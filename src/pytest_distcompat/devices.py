@@ -45,47 +45,54 @@ def mig_instances() -> list[MigInstance]:
     """Return every MIG instance of the machine, in NVML's order; empty where no GPU is in MIG mode."""
     found = []
     with _nvml() as nvml:
-        for gpu in filter(None, _handles(nvml)):
-            for index in range(_most_instances(nvml, gpu)):
-                # The numbers have gaps where an instance was destroyed.
-                with contextlib.suppress(nvml.NVMLError):
-                    part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
-                    gpu_uuid, uuid = (_text(nvml.nvmlDeviceGetUUID(handle)) for handle in (gpu, part))
-                    numbers = (nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part))
-                    found.append(MigInstance(gpu_uuid, uuid, f"MIG-{gpu_uuid}/{numbers[0]}/{numbers[1]}"))
+        for number in range(nvml.nvmlDeviceGetCount() if nvml else 0):
+            # A lost GPU has no handle, and most GPUs have no such mode.
+            with contextlib.suppress(nvml.NVMLError):
+                gpu = nvml.nvmlDeviceGetHandleByIndex(number)
+                active, _ = nvml.nvmlDeviceGetMigMode(gpu)
+                for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu) if active else 0):
+                    # The numbers have gaps where an instance was destroyed.
+                    with contextlib.suppress(nvml.NVMLError):
+                        part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
+                        gpu_uuid, uuid = (_text(nvml.nvmlDeviceGetUUID(handle)) for handle in (gpu, part))
+                        numbers = (nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part))
+                        found.append(MigInstance(gpu_uuid, uuid, f"MIG-{gpu_uuid}/{numbers[0]}/{numbers[1]}"))
     return found
 
 
 def used_memory(ids: Sequence[str]) -> dict[str, int]:
     """Return the bytes that all processes use on each of these GPUs or MIG instances, as far as NVML knows them."""
-    found = {}
-    with _nvml() as nvml:
-        for uuid in ids if nvml else ():
-            with contextlib.suppress(nvml.NVMLError):
-                found[uuid] = int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).used)
-    return found
+    return {uuid: int(info.used) for uuid, info in _query(ids, "nvmlDeviceGetMemoryInfo").items()}
 
 
 def compute_capability() -> tuple[int, int] | None:
     """Return the compute capability of the first visible GPU, ``(9, 0)``; None if NVML does not know it."""
+    capabilities = _query(visible_ids()[:1], "nvmlDeviceGetCudaComputeCapability").values()
+    return next(((int(major), int(minor)) for major, minor in capabilities), None)
+
+
+def _query(ids: Sequence[str], function: str) -> dict[str, Any]:
+    """Return what a function of NVML returns for each of these devices, as far as NVML knows them."""
+    found = {}
     with _nvml() as nvml:
-        for uuid in visible_ids()[:1] if nvml else ():
+        for uuid in ids if nvml else ():
             with contextlib.suppress(nvml.NVMLError):
-                major, minor = nvml.nvmlDeviceGetCudaComputeCapability(nvml.nvmlDeviceGetHandleByUUID(uuid))
-                return int(major), int(minor)
-    return None
+                found[uuid] = getattr(nvml, function)(nvml.nvmlDeviceGetHandleByUUID(uuid))
+    return found
 
 
 def _query_each_gpu(function: str) -> list[str]:
+    """Return what a function of NVML returns for every GPU, empty for a lost one: NVML counts it, and has no handle of it."""
     with _nvml() as nvml:
-        found = []
-        for handle in _handles(nvml):
-            value = ""
-            if handle is not None:
-                with contextlib.suppress(nvml.NVMLError):
-                    value = _text(getattr(nvml, function)(handle))
-            found.append(value)
-        return found
+        found = [""] * (nvml.nvmlDeviceGetCount() if nvml else 0)
+        for number in range(len(found)):
+            with contextlib.suppress(nvml.NVMLError):
+                found[number] = _text(getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(number)))
+    return found
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 @contextlib.contextmanager
@@ -93,38 +100,15 @@ def _nvml() -> Iterator[Any]:
     """Yield NVML's functions, None without a driver."""
     import pynvml
 
-    with contextlib.ExitStack() as end:
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            yield None
-            return
-        end.callback(pynvml.nvmlShutdown)
-        yield pynvml
-
-
-def _handles(nvml: Any) -> list[Any]:
-    """Return the handle of every GPU, None for one that is lost: NVML counts it, and has no handle of it."""
-    found: list[Any] = []
-    for index in range(nvml.nvmlDeviceGetCount()) if nvml else ():
-        try:
-            found.append(nvml.nvmlDeviceGetHandleByIndex(index))
-        except nvml.NVMLError:
-            found.append(None)
-    return found
-
-
-def _most_instances(nvml: Any, gpu: Any) -> int:
-    """Return how many MIG instances that GPU may have; 0 if it is not in MIG mode or has none."""
     try:
-        current, _ = nvml.nvmlDeviceGetMigMode(gpu)
-        return int(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)) if current else 0
-    except nvml.NVMLError:
-        return 0
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def names_visible(wanted: str | None, uuids: Sequence[str], instances: Sequence[MigInstance] = ()) -> list[str]:
@@ -149,12 +133,9 @@ def names_visible(wanted: str | None, uuids: Sequence[str], instances: Sequence[
         elif entry.startswith("MIG-"):
             named = {part.uuid for part in instances if part.uuid.startswith(entry) or part.path == entry}
             shown.append(named.pop() if len(named) == 1 else entry)
-        elif len(match := [name for name, uuid in zip(whole, uuids, strict=True) if _begins(uuid, entry)]) == 1:
-            shown.append(match[0])
         else:
-            break
+            match = [name for name, uuid in zip(whole, uuids, strict=True) if uuid.startswith(entry)]
+            if not entry.startswith("GPU-") or len(match) != 1:
+                break
+            shown += match
     return shown if len(set(shown)) == len(shown) else []
-
-
-def _begins(uuid: str, entry: str) -> bool:
-    return entry.startswith("GPU-") and uuid.startswith(entry)

@@ -86,7 +86,7 @@ def forked(launcher: WarmLauncher, ending: Ending, *, collected: bool = False) -
     """Return whether the ranks came from a fork server, and from one that has collected tests."""
     assert launcher._process is not None
     servers = [psutil.Process(event["parent"]).parents() for event in report_process(ending)]
-    return all(parents[1 if collected else 0].pid == launcher._process.pid for parents in servers)
+    return all(parents[1 if collected else 0].pid == launcher._process._process.pid for parents in servers)
 
 
 def report_process(ending: Ending) -> list[Mapping[str, Any]]:
@@ -130,7 +130,7 @@ def test_one_fork_server_is_a_fork_of_the_launcher_process(run: Run, launch: Lau
     ending = run("report_process", launcher=launcher)
     assert forked(launcher, ending), ending.text()
     assert launcher._process is not None
-    theirs = psutil.Process(launcher._process.pid)
+    theirs = psutil.Process(launcher._process._process.pid)
     parents = [psutil.Process(event["parent"]).cmdline() for event in report_process(ending)]
     assert [line == theirs.cmdline() for line in parents] == [True, False]
 
@@ -230,7 +230,11 @@ def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Lau
     assert run("report_process", 1, launcher=launcher).kind == "ok"
     process = launcher._process
     assert process is not None
-    kill(one for one in psutil.Process(process.pid).children() if "resource_tracker" not in " ".join(one.cmdline()))
+    kill(
+        one
+        for one in psutil.Process(process._process.pid).children()
+        if "resource_tracker" not in " ".join(one.cmdline())
+    )
     ending = run("report_process", 1, launcher=launcher)
     assert ending.kind == "ok", ending.text()
     assert launcher._process is process, "another one would import all of it again, for nothing"
@@ -267,7 +271,7 @@ def test_thirty_runs_leave_nothing_behind(run: Run, launch: Launch) -> None:
 
     def count() -> tuple[int, ...]:
         assert launcher._process is not None
-        theirs = psutil.Process(launcher._process.pid)
+        theirs = psutil.Process(launcher._process._process.pid)
         below = theirs.children(recursive=True)
         return (
             psutil.Process().num_fds(),
@@ -304,7 +308,7 @@ def test_closing_leaves_no_process_and_no_file(run: Run, launch: Launch, monkeyp
             if ready:
                 assert run("meet", launcher=launcher).kind == "ok"
             assert launcher._process is not None
-            process = psutil.Process(launcher._process.pid)
+            process = psutil.Process(launcher._process._process.pid)
             below = process.children(recursive=True)
             launcher.close()
             launcher.close()

@@ -191,8 +191,8 @@ def test_the_launcher_process_is_killed_between_runs(run: Run, warm: WarmLaunche
     run("meet")
     assert warm._process is not None
     before = warm._process
-    os.kill(before.pid, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(before.pid)], 10.0)
+    os.kill(before._process.pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(before._process.pid)], 10.0)
     assert run("meet").kind == "ok"
     assert warm._process is not before
 

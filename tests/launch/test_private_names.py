@@ -415,4 +415,4 @@ def test_the_rendezvous_and_the_exit_barrier_of_several_nodes() -> None:
     assert not missing, f"gone from torch: {missing}; launch/agent.py overrides them"
     waits = ("_delay(seconds=1)", "self._state_holder = ", "self._cache_duration = ")
     gone = [text for text in waits if text not in inspect.getsource(dynamic_rendezvous)]
-    assert not gone, f"torch waits otherwise, without {gone}: see launch/agent.py:_meeting_soon"
+    assert not gone, f"torch waits otherwise, without {gone}: see launch/agent.py:SeveralNodes"

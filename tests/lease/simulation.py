@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pytest_distcompat.lease import Demand, Instant, Span
+from pytest_distcompat.lease import Demand, Span
 from pytest_distcompat.lease.packing import expect, ideal
 from pytest_distcompat.lease.tickets import Ticket, ahead
 from pytest_distcompat.plugin.marked.packed import IN_HAND
@@ -64,16 +64,10 @@ def simulate(
                     free.difference_update(taken)
                     end = time + hands[worker][0].expected()
                     heapq.heappush(running, (end, ticket.number, worker, taken))
-                    spans.append(
-                        Span(taken, ticket.who, worker, _at(requested), _at(time), _at(end), worker=str(worker))
-                    )
+                    spans.append(Span(taken, ticket.who, worker, requested, time, end, worker=str(worker)))
         if not running:
             return Schedule(ids, tuple(spans), time, ideal(known, nodes * devices, nodes * workers))
         time, _, worker, taken = heapq.heappop(running)
         free.update(taken)
         hands[worker].popleft()
         idle = [worker]
-
-
-def _at(time: float) -> Instant:
-    return Instant(time, time)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_distcompat.lease import Instant, Inventory, Leak, Pool, Span, gaps, read_timeline
+from pytest_distcompat.lease import Inventory, Leak, Pool, Span, gaps, read_timeline
 
 from .conftest import lease_elsewhere
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def span(who: str, begin: float, end: float, *ids: str) -> Span:
-    return Span(ids, who, 1, Instant(begin, begin), Instant(begin, begin), Instant(end, end))
+    return Span(ids, who, 1, begin, begin, end)
 
 
 def test_each_lease_leaves_a_line(arena: Field) -> None:
@@ -25,9 +25,9 @@ def test_each_lease_leaves_a_line(arena: Field) -> None:
     assert (outer_line.who, inner_line.who) == ("outer", "inner")
     assert inner_line.ids == inner.ids
     for line in (outer_line, inner_line):
-        assert line.asked.monotonic <= line.got.monotonic <= line.released.monotonic
-    assert outer_line.got.monotonic <= inner_line.asked.monotonic
-    assert inner_line.released.monotonic <= outer_line.released.monotonic
+        assert line.asked <= line.got <= line.released
+    assert outer_line.got <= inner_line.asked
+    assert inner_line.released <= outer_line.released
 
 
 def test_a_leak_is_in_the_timeline(tmp_path: Path, memory: MadeUpMemory) -> None:
@@ -38,9 +38,7 @@ def test_a_leak_is_in_the_timeline(tmp_path: Path, memory: MadeUpMemory) -> None
 
 
 def test_the_gaps_of_a_device_say_what_they_were() -> None:
-    waited = Span(
-        ("a", "b"), "large", 1, Instant(6, 6), Instant(9, 9), Instant(10, 10), waited_for=("another session",)
-    )
+    waited = Span(("a", "b"), "large", 1, 6, 9, 10, waited_for=("another session",))
     spans = [span("one", 2, 4, "a"), span("two", 3, 9, "b"), waited]
     assert [(gap["device"], gap["begin"], gap["end"], gap["why"]) for gap in gaps(spans, 0.0, 12.0)] == [
         ("a", 0.0, 2, "collection, and start of the fork servers"),

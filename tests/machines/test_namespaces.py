@@ -106,7 +106,7 @@ COPY = (
     ("mount", "finding"),
     [
         (OTHER, "n2 cannot write in {} (No such file or directory)"),
-        (COPY, "n1 does not see what n2 wrote in {}"),
+        (COPY, "does not see what n2 wrote in {}"),
     ],
 )
 def test_a_directory_that_nodes_do_not_share(mount: str, finding: str, network: Network, directory: Path) -> None:

@@ -71,9 +71,9 @@ def imported(here: Path, text: str, **others: str) -> Findings:
 )
 def test_each_way_to_read_a_variable_is_found(here: Path, line: str, name: str) -> None:
     found = imported(here, f"import os\nANSWER = {line}\n")
-    assert found.made == {}
+    assert found.found[""] == {}
     file = str(here / f"{NAME}.py")
-    assert found.reads[name] == {file: f"{file}:2 reads {name} at import"}
+    assert found.found[name] == {file: f"{file}:2 reads {name} at import"}
     assert found.reason(file, name.__eq__) == f"{file}:2 reads {name} at import"
     assert found.reason(file, "HOME".__eq__) == ""
     assert found.reason(str(here / "other.py"), name.__eq__) == ""
@@ -126,8 +126,8 @@ def test_each_way_to_read_a_variable_is_found(here: Path, line: str, name: str) 
 def test_per_rank_state_created_at_import_is_found(here: Path, line: str, what: str) -> None:
     modules = "copy, datetime, os, pathlib, random, secrets, socket, sqlite3, ssl, subprocess, tempfile, time, uuid, numpy, torch"
     found = imported(here, f"import {modules}\nHERE = {str(here)!r}\nMADE = {line}\n")
-    (sentence,) = found.made.values()
-    assert list(found.made) == [str(here / f"{NAME}.py")]
+    (sentence,) = found.found[""].values()
+    assert list(found.found[""]) == [str(here / f"{NAME}.py")]
     assert what in sentence
     assert sentence.endswith(" at import")
     assert found.reason(str(here / f"{NAME}.py"), "".__eq__) == sentence
@@ -162,8 +162,8 @@ def test_per_rank_state_created_at_import_is_found(here: Path, line: str, what: 
 def test_state_equal_on_all_ranks_is_ignored(here: Path, line: str) -> None:
     modules = "dataclasses, datetime, enum, importlib, logging, os, pathlib, random, time, uuid, numpy, torch"
     found = imported(here, f"import {modules}\n{line}\n", helper="VALUE = 1\n")
-    assert found.made == {}
-    assert not [name for name in found.reads if "RANK" in name]
+    assert found.found[""] == {}
+    assert not [name for name in found.found if "RANK" in name]
 
 
 @pytest.mark.parametrize(
@@ -172,12 +172,12 @@ def test_state_equal_on_all_ranks_is_ignored(here: Path, line: str) -> None:
 def test_a_variable_of_the_agents_that_is_set_concerns_them_all(here: Path, line: str) -> None:
     """Ranks that are forked get the agent's value after it, and those of torchrun before it."""
     file = here / f"{NAME}.py"
-    assert imported(here, f"import os\n{line}\n").made == {EVERY_TEST: f"{file}:2 sets RANK at import"}
-    assert imported(here, "import os\nos.environ['RANKS'] = '0'\n").made == {}
+    assert imported(here, f"import os\n{line}\n").found[""] == {EVERY_TEST: f"{file}:2 sets RANK at import"}
+    assert imported(here, "import os\nos.environ['RANKS'] = '0'\n").found[""] == {}
 
 
 def test_memory_that_a_fork_would_share_concerns_them_all(here: Path) -> None:
-    (sentence,) = imported(here, "import mmap\nBUFFER = mmap.mmap(-1, 64)\n").made.values()
+    (sentence,) = imported(here, "import mmap\nBUFFER = mmap.mmap(-1, 64)\n").found[""].values()
     assert sentence.startswith("memory that processes share (/dev/zero (deleted) at ")
 
 
@@ -185,12 +185,12 @@ def test_how_many_threads_torch_uses_matters_where_ranks_have_another_number(her
     """Ranks are brought to ``OMP_NUM_THREADS`` after the fork, which would undo what the module did."""
     found = imported(here, "import torch\ntorch.set_num_threads(torch.get_num_threads())\n")
     sentence = f"{here / NAME}.py:2 sets how many threads torch uses at import"
-    assert found == Findings({}, {"OMP_NUM_THREADS": {EVERY_TEST: sentence}})
+    assert found == Findings({"": {}, "OMP_NUM_THREADS": {EVERY_TEST: sentence}})
 
 
 def test_a_module_that_tests_import_concerns_them_all(here: Path) -> None:
     found = imported(here, "import helper\n", helper="import time\nNOW = time.time()\n")
-    assert found.made == {EVERY_TEST: f"{here / 'helper.py'}:2 reads the clock at import"}
+    assert found.found[""] == {EVERY_TEST: f"{here / 'helper.py'}:2 reads the clock at import"}
     assert found.reason(str(here / "other.py"), "".__eq__)
 
 
@@ -198,13 +198,13 @@ def test_a_test_module_that_another_imports_concerns_them_all(here: Path) -> Non
     (here / "other.py").write_text(f"from {NAME} import NOW\n", encoding="utf-8")
     sys.modules["other"] = other = ModuleType("other")
     other.__file__ = str(here / "other.py")
-    assert list(imported(here, "import time\nNOW = time.time()\n").made) == [EVERY_TEST]
+    assert list(imported(here, "import time\nNOW = time.time()\n").found[""]) == [EVERY_TEST]
 
 
 def test_a_function_of_another_module_that_reads_concerns_them_all(here: Path) -> None:
     helper = "import functools, os\n@functools.cache\ndef rank():\n    return os.environ.get('RANK')\n"
     found = imported(here, "import helper\nhelper.rank()\n", helper=helper)
-    assert found.reads["RANK"] == {EVERY_TEST: f"{here / 'helper.py'}:4 reads RANK at import"}
+    assert found.found["RANK"] == {EVERY_TEST: f"{here / 'helper.py'}:4 reads RANK at import"}
 
 
 def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,11 +218,11 @@ def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(here: Path, mo
     assert imported(here, "import library\n") == Findings()
     own = str(here / f"{NAME}.py")
     found = imported(here, "import library\n\nRANK = library.rank()\n")
-    assert found.reads["RANK"] == {own: f"{own}:3 reads RANK at import"}
+    assert found.found["RANK"] == {own: f"{own}:3 reads RANK at import"}
     (site / "library.py").write_text(f"{text}RANK = rank()\n", encoding="utf-8")
     sys.modules.pop("library")
     found = imported(here, "import library\n")
-    assert found.reads == {"RANK": {EVERY_TEST: f"{site / 'library.py'} reads RANK at import"}}
+    assert found.found == {"": {}, "RANK": {EVERY_TEST: f"{site / 'library.py'} reads RANK at import"}}
 
 
 def test_modules_beside_installed_libraries_are_the_users_own(here: Path) -> None:
@@ -234,7 +234,7 @@ def test_modules_beside_installed_libraries_are_the_users_own(here: Path) -> Non
         encoding="utf-8",
     )
     text = "import time\nNOW = time.time()\n"
-    assert list(imported(here, "import library\n" + text, library=text).made) == [str(here / f"{NAME}.py")]
+    assert list(imported(here, "import library\n" + text, library=text).found[""]) == [str(here / f"{NAME}.py")]
     watch = Watch()
     own = {
         name: watch.is_own(str(here / name)) for name in ("library.py", "helper/one.py", "helpers/one.py", f"{NAME}.py")
@@ -259,7 +259,7 @@ def test_tests_that_are_installed_are_the_users_own(here: Path) -> None:
             spec = importlib.util.spec_from_loader(NAME, Loader(NAME, str(here / f"{NAME}.py")))
             assert spec is not None
             Loader(NAME, str(here / f"{NAME}.py")).exec_module(importlib.util.module_from_spec(spec))
-        assert len(watch.findings.made) == expected
+        assert len(watch.findings.found[""]) == expected
         assert Loader.exec_module is ordinary
 
 
@@ -271,12 +271,12 @@ def test_the_installed_project_under_test_is_the_users_own(here: Path, monkeypat
         sys.modules.pop(NAME, None)
         with Watch(own) as watch:
             importlib.import_module(NAME)
-        assert len(watch.findings.made) == expected
+        assert len(watch.findings.found[""]) == expected
 
 
 def test_the_patched_functions_are_restored(here: Path) -> None:
     before = type(os.environ), type(os.environb), builtins.open, io.open, os.open, sys.getprofile()
-    assert imported(here, "import os\nRANK = os.environ['RANK']\n").reads  # raises
+    assert imported(here, "import os\nRANK = os.environ['RANK']\n").found["RANK"]  # raises
     assert (type(os.environ), type(os.environb), builtins.open, io.open, os.open, sys.getprofile()) == before
     assert "exec_module" not in vars(importlib.machinery.SourceFileLoader)
     assert at_import.active is None

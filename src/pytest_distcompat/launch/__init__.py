@@ -2,9 +2,9 @@
 
 Knows neither strategies nor checks nor pytest.
 
-``request`` and ``ending`` are plain data; ``warm`` and ``cold`` are the two launchers of the parent, the second on
-``hosting``, which watches any foreign launcher; ``server``,
-``agent`` and ``preload`` run in the launcher process and in the fork servers; ``rank`` is the main of every rank.
+``request`` and ``ending`` are plain data; ``warm`` is the launcher of the parent, and ``hosting`` watches any foreign launcher,
+torchrun's command among them; ``server``, ``agent`` and ``preload`` run in the launcher process and in the fork servers;
+``rank`` is the main of every rank.
 
 Ranks of scripts import this package too, perhaps in an environment without psutil, so its modules are loaded on first use.
 """
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from pytest_distcompat.lazy import lazily
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch.cold import LAUNCHERS, TorchrunLauncher
     from pytest_distcompat.launch.ending import Ending, RankEnd
+    from pytest_distcompat.launch.hosting import LAUNCHERS, TorchrunLauncher
     from pytest_distcompat.launch.launcher import Launcher
     from pytest_distcompat.launch.rank_log import RankLog
     from pytest_distcompat.launch.request import Request, Warmth
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _HOME = {
-    **dict.fromkeys(("LAUNCHERS", "TorchrunLauncher"), "cold"),
+    **dict.fromkeys(("LAUNCHERS", "TorchrunLauncher"), "hosting"),
     **dict.fromkeys(("Ending", "RankEnd"), "ending"),
     **dict.fromkeys(("Request", "Warmth"), "request"),
     "Launcher": "launcher",

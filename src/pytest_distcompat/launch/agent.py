@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import multiprocessing.connection
 import socket
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them without saying so
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import (
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    dynamic_rendezvous,
-)
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -68,8 +65,8 @@ class SeveralNodes(DynamicRendezvousHandler):
     """torchrun's c10d rendezvous of the agents of several nodes.
 
     torch lets the store of the ranks listen on all interfaces; this one listens on the node's own address. torch numbers nodes by
-    address and process number; here pytest's process has numbered them. Both methods are private;
-    ``tests/launch/test_private_names.py`` fails when they go away.
+    address and process number; here pytest's process has numbered them. These methods, and the names by which torch waits, are
+    private; ``tests/launch/test_private_names.py`` fails when they go away.
     """
 
     port = number = 0
@@ -88,8 +85,11 @@ class SeveralNodes(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other agents, and note the port of the ranks' store."""
-        with _meeting_soon(self):
-            info = super().next_rendezvous()
+        # torch looks for the other nodes once a second, which is most of a warm run.
+        self._state_holder._cache_duration = 0  # type: ignore[attr-defined]  # noqa: SLF001 - see the class
+        module: Any = dynamic_rendezvous
+        module._delay = lambda seconds: clock.sleep(MEETING_INTERVAL_S)  # noqa: ARG005, SLF001 - see the class
+        info = super().next_rendezvous()
         assert info.bootstrap_store_info is not None
         self.port = info.bootstrap_store_info.master_port
         return info
@@ -99,22 +99,6 @@ class SeveralNodes(DynamicRendezvousHandler):
 
     def _create_tcp_store_server(self, master_addr: str, server_port: int) -> Any:  # noqa: ARG002 - torch's signature
         return _store_on(loopback.listen(master_addr), master_addr)
-
-
-@contextlib.contextmanager
-def _meeting_soon(rendezvous: Any) -> Iterator[None]:
-    """Have torch look for the other nodes often: it does so once a second, which is most of a warm run.
-
-    Both names are private; ``tests/launch/test_private_names.py`` fails when they go away.
-    """
-    rendezvous._state_holder._cache_duration = 0  # noqa: SLF001 - see the docstring
-    module: Any = dynamic_rendezvous
-    before = module._delay  # noqa: SLF001
-    module._delay = lambda seconds: clock.sleep(MEETING_INTERVAL_S)  # noqa: ARG005, SLF001
-    try:
-        yield
-    finally:
-        module._delay = before  # noqa: SLF001
 
 
 def meeting_store(place: Place, timeout: float) -> Any:
@@ -166,22 +150,11 @@ class WaitingAgent(LocalElasticAgent):
 
         torch waits in C++, where no signal ends it. The method is private, as above.
         """
-        nodes = int(self._worker_group.group_world_size or 1)
-        if nodes == 1:
-            return
-        try:
-            store: Any = self._store
-            left = store.add(_LEFT, 1)
-            while left < nodes:
-                clock.sleep(0.01)
-                left = store.add(_LEFT, 0)
-        except RuntimeError:
-            # The store is gone with the agent that had it, which has left.
-            return
-
-
-#: The key that counts the agents whose ranks have ended.
-_LEFT = "distcompat/left"
+        nodes, store = int(self._worker_group.group_world_size or 1), cast("Any", self._store)
+        # RuntimeError: the store is gone with the agent that had it, which has left.
+        with contextlib.suppress(RuntimeError):
+            if nodes > 1 and store.add("distcompat/left", 1) < nodes:
+                clock.wait_until(lambda: store.add("distcompat/left", 0) == nodes, math.inf, every=0.01)
 
 
 def run(
@@ -190,8 +163,8 @@ def run(
     """Run one request under torchrun's agent; ``listens`` is called with the port of the store that this node opens for all.
 
     Returns:
-        The ranks' ``exit_codes`` (None: still alive), the rank that the agent saw fail ``first``, the names of the shared memory
-        that was ``swept``, and by rank when the agent saw its process gone (``ended_at``).
+        The ranks' ``exit_codes`` (None: still alive), the rank that the agent saw fail ``first``, and by rank when the agent saw
+        its process gone (``ended_at``).
     """
     rendezvous: OneNode | SeveralNodes
     if request.place:
@@ -232,14 +205,9 @@ def run(
         if isinstance(rendezvous, SeveralNodes):
             # Ends its thread, which tells the others that this node is there.
             rendezvous.shutdown()
+    sweep_shared_memory(request.here, rendezvous.port)
     codes = _exit_codes(agent)
-    swept = sweep_shared_memory(request.here, rendezvous.port)
-    return {
-        "exit_codes": codes,
-        "first": first,
-        "swept": swept,
-        "ended_at": [agent.ended_at.get(rank) for rank in range(len(codes))],
-    }
+    return {"exit_codes": codes, "first": first, "ended_at": list(map(agent.ended_at.get, range(len(codes))))}
 
 
 def _exit_codes(agent: LocalElasticAgent) -> list[int | None]:

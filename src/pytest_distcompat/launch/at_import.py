@@ -40,33 +40,34 @@ EVERY_TEST = ""
 
 @dataclass
 class Findings:
-    """One thing that a module read or created at import.
+    """What modules read or created at import.
 
     Attributes:
-        made: The first finding, as one sentence, by the file of the test module that it concerns, or ``EVERY_TEST``.
-        reads: By the name of each environment variable that was read, the first finding in the same form.
+        found: By the name of each environment variable that was read, and by "" for all else: the first finding, as one sentence,
+            by the file of the test module that it concerns, or ``EVERY_TEST``.
     """
 
-    made: dict[str, str] = field(default_factory=dict)
-    reads: dict[str, dict[str, str]] = field(default_factory=dict)
+    found: dict[str, dict[str, str]] = field(default_factory=lambda: {"": {}})
+
+    def add(self, sentence: str, file: str, variable: str = "") -> None:
+        """Add a finding, unless there is one on the same variable and file."""
+        self.found.setdefault(variable, {}).setdefault(file, sentence)
 
     def reason(self, file: str | None, differs: Callable[[str], bool]) -> str:
         """Return why ranks that run tests of that file, or None: of any, must not share what was imported; empty if they may.
 
         ``differs`` tells whether they have another value of an environment variable than the process that imported.
         """
-        read = [sentences for name, sentences in self.reads.items() if differs(name)]
-        for sentences in (self.made, *read):
+        for variable, sentences in self.found.items():
             for concerned, sentence in sentences.items():
-                if file is None or concerned in {EVERY_TEST, file}:
+                if (file is None or concerned in {EVERY_TEST, file}) and (not variable or differs(variable)):
                     return sentence
         return ""
 
     def join(self, other: Findings) -> None:
         """Add the findings of another process that imported the same modules."""
-        self.made = other.made | self.made
-        for name, sentences in other.reads.items():
-            self.reads[name] = sentences | self.reads.get(name, {})
+        for variable, sentences in other.found.items():
+            self.found[variable] = sentences | self.found.get(variable, {})
 
 
 class _Importing(NamedTuple):
@@ -126,7 +127,7 @@ class Watch:
         active = None
         self._undo.close()
         for one in sorted(_shared_memory() - self._shared):
-            self.findings.made.setdefault(EVERY_TEST, f"memory that processes share ({one}) is mapped at import")
+            self.findings.add(f"memory that processes share ({one}) is mapped at import", EVERY_TEST)
 
     @property
     def libraries(self) -> list[str]:
@@ -154,13 +155,12 @@ class Watch:
         else:
             self._undo.callback(setattr, kind, "exec_module", execute)
 
-    def hook(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Watch a hook that calls functions of the user's, beside others. What they read concerns every test."""
-        return self._running(_Importing(name, "", own=True, alone=False))
+    def hook(self, name: str, *, alone: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Watch a hook that calls functions of the user's, beside others. What they read concerns every test.
 
-    def function(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Watch one such function alone: what it draws and leaves open is found too."""
-        return self._running(_Importing(name, "", own=True))
+        If one such function runs ``alone``, what it draws and leaves open is found too.
+        """
+        return self._running(_Importing(name, "", own=True, alone=alone))
 
     def at_end(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the watch is over."""
@@ -172,7 +172,7 @@ class Watch:
         A test module whose name occurs in another of the user's modules may be imported there: it concerns every test too.
         """
         alone = {file for file in map(os.path.realpath, files) if not self._is_named_elsewhere(file)}
-        for sentences in (self.findings.made, *self.findings.reads.values()):
+        for sentences in self.findings.found.values():
             for file in [file for file in sentences if file not in alone]:
                 sentences.setdefault(EVERY_TEST, sentences.pop(file))
 
@@ -217,9 +217,7 @@ class Watch:
     def _add(self, finding: str, file: str, location: str, variable: str = "") -> None:
         importing = self._importing[-1]
         phase = "at import" if importing.file else "while tests are collected"
-        sentence = f"{location or importing.file or importing.name} {finding} {phase}"
-        sentences = self.findings.reads.setdefault(variable, {}) if variable else self.findings.made
-        sentences.setdefault(file, sentence)
+        self.findings.add(f"{location or importing.file or importing.name} {finding} {phase}", file, variable)
 
     def _add_if_own(
         self, finding: str, frame: FrameType | None, variable: str = "", *, everywhere: bool = False
@@ -265,8 +263,7 @@ class Watch:
         """Return what a call of a generator's method makes; empty if, with a given seed, it draws the same on every rank."""
         if name == "seed" and frame.f_locals.get("a") is not None:
             self._seeded.add(id(generator))
-            return ""
-        if name == "seed":
+        elif name == "seed":
             self._seeded.discard(id(generator))
         return "" if id(generator) in self._seeded or name == "setstate" else _MAKES_RANDOM
 
@@ -283,11 +280,10 @@ class Watch:
         return _MAKES_RANDOM if reads else ""
 
     def _variable_read(self, name: str, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_globals.get("__name__") in _OF_THE_ENVIRONMENT:
-            if frame.f_code.co_name == "setdefault" and _is_discarded(frame.f_back):
-                # Code that only makes sure that there is a value does not store it.
-                return
-            frame = frame.f_back
+        by_default, frame = _user_of_environment(frame)
+        if by_default and _is_discarded(frame):
+            # Code that only makes sure that there is a value does not store it.
+            return
         if self._add_if_own(f"reads {name or 'the whole environment'}", frame, variable=name) or not self._importing:
             return
         importing = self._importing[-1]
@@ -297,10 +293,7 @@ class Watch:
 
     def _variable_written(self, name: str, frame: FrameType | None) -> None:
         """Add that a variable of the agent's was set: the agent's value overrides it on ranks that are forked afterwards."""
-        by_default = False
-        while frame is not None and frame.f_globals.get("__name__") in _OF_THE_ENVIRONMENT:
-            by_default = by_default or frame.f_code.co_name == "setdefault"
-            frame = frame.f_back
+        by_default, frame = _user_of_environment(frame)
         if OF_THE_AGENT.fullmatch(name) and not by_default:
             self._add_if_own(f"sets {name}", frame, everywhere=True)
 
@@ -334,47 +327,38 @@ def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) ->
     """Call ``read`` for each variable that is read from now on, and ``written`` for each that is set or removed."""
     ordinary = type(environ)
 
-    class Watched(ordinary):  # type: ignore[misc, valid-type]  # os.environ's own class
-        def __getitem__(self, key: Any) -> Any:
-            read(os.fsdecode(key), _caller())
-            return super().__getitem__(key)
+    def watched(name: str, report: _OnVariable) -> Callable[..., Any]:
+        method = getattr(ordinary, name)
 
-        def __contains__(self, key: Any) -> bool:
-            read(os.fsdecode(key), _caller())
-            return bool(super().__contains__(key))
+        @functools.wraps(method)
+        def call(environ: Any, *arguments: Any) -> Any:
+            report(os.fsdecode(arguments[0]) if name in _OF_A_VARIABLE else "", _caller())
+            result = method(environ, *arguments)
+            if name == "__reduce_ex__":
+                # Of ``copy``, whose copies outlive the class below.
+                make, (_, *state), *more = result
+                return make, (ordinary, *state), *more
+            return result
 
-        def __iter__(self) -> Iterator[Any]:
-            read("", _caller())
-            return iter(super().__iter__())
+        return call
 
-        def __len__(self) -> int:
-            read("", _caller())
-            return len(self._data)
-
-        def __repr__(self) -> str:
-            read("", _caller())
-            return str(super().__repr__())
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            # Of ``copy``, whose copies outlive this class.
-            read("", _caller())
-            make, (_, *arguments), *more = super().__reduce_ex__(protocol)
-            return make, (ordinary, *arguments), *more
-
-        def __setitem__(self, key: Any, value: Any) -> None:
-            written(os.fsdecode(key), _caller())
-            super().__setitem__(key, value)
-
-        def __delitem__(self, key: Any) -> None:
-            written(os.fsdecode(key), _caller())
-            super().__delitem__(key)
-
-    Watched.__name__ = Watched.__qualname__ = ordinary.__name__
-    environ.__class__ = Watched
+    reads = ("__getitem__", "__contains__", "__iter__", "__len__", "__repr__", "__reduce_ex__")
+    methods = {name: watched(name, read) for name in reads}
+    methods |= {name: watched(name, written) for name in ("__setitem__", "__delitem__")}
+    environ.__class__ = type(ordinary.__name__, (ordinary,), methods)
 
 
-#: Modules whose functions read the environment for whoever calls them.
-_OF_THE_ENVIRONMENT = frozenset({"os", "collections.abc", __name__})
+#: The methods of the environment whose first argument is the name of a variable.
+_OF_A_VARIABLE = frozenset({"__getitem__", "__contains__", "__setitem__", "__delitem__"})
+
+
+def _user_of_environment(frame: FrameType | None) -> tuple[bool, FrameType | None]:
+    """Return whether ``setdefault`` was called, and the frame of who called a function that reads or sets variables."""
+    by_default = False
+    while frame is not None and frame.f_globals.get("__name__") in {"os", "collections.abc", __name__}:
+        by_default = by_default or frame.f_code.co_name == "setdefault"
+        frame = frame.f_back
+    return by_default, frame
 
 
 def _is_discarded(frame: FrameType | None) -> bool:
@@ -393,20 +377,11 @@ def _caller() -> FrameType | None:
 _MAKES_RANDOM = "makes something random"
 #: Functions of ``time`` that compute only from their arguments.
 _WITHOUT_CLOCK = frozenset({"sleep", "mktime", "strptime", "asctime", "get_clock_info", "tzset"})
-_OF_FILES = (
-    "mkdir",
-    "rmdir",
-    "unlink",
-    "remove",
-    "rename",
-    "replace",
-    "link",
-    "symlink",
-    "truncate",
-    "mkfifo",
-    "mknod",
+#: Functions of ``os`` that change files or processes.
+_CHANGING = (
+    *("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "truncate", "mkfifo", "mknod"),
+    *("fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "kill", "killpg"),
 )
-_OF_PROCESSES = ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "kill", "killpg")
 _THREADS = "sets how many threads torch uses"
 #: By module and name of a C function, what it reads or changes.
 _READ_BY: dict[tuple[str, str], str] = {
@@ -416,7 +391,7 @@ _READ_BY: dict[tuple[str, str], str] = {
     ("_thread", "get_native_id"): "asks for the number of its process",
     **dict.fromkeys((("posix", name) for name in ("urandom", "getrandom")), _MAKES_RANDOM),
     **dict.fromkeys((("_ssl", name) for name in ("RAND_bytes", "RAND_pseudo_bytes")), _MAKES_RANDOM),
-    **{("posix", name): f"calls os.{name}" for name in (*_OF_FILES, *_OF_PROCESSES)},
+    **{("posix", name): f"calls os.{name}" for name in _CHANGING},
     ("_posixsubprocess", "fork_exec"): "starts a process",
     **dict.fromkeys(((module, "connect") for module in ("sqlite3", "_sqlite3")), "opens a database"),
     ("torch", "set_num_threads"): _THREADS,

@@ -79,17 +79,14 @@ class WaitState:
 
     def description(self, *, plural: bool = False) -> str:
         """Return what follows "rank 0" or, with ``plural``, "ranks 0, 1"."""
+        one = self.unfinished
         if self.waits:
-            return f"{'wait' if plural else 'waits'} in {self._operation()} at {self.frame.where}"
+            more = f" ({one.name}, {one.group}, #{one.number})" if one and one.name != self.waits else ""
+            operation = str(one) if one and not more else f"{self.waits}{more}"
+            return f"{'wait' if plural else 'waits'} in {operation} at {self.frame.where}"
         source = f": {self.frame.source}" if self.frame.source else ""
         position = f"{'are' if plural else 'is'} in {self.frame.function} at {self.frame.where}{source}"
-        return f"{position}, with {self.unfinished} unfinished" if self.unfinished else position
-
-    def _operation(self) -> str:
-        one = self.unfinished
-        if one is None or one.name == self.waits:
-            return str(one or self.waits)
-        return f"{self.waits} ({one.name}, {one.group}, #{one.number})"
+        return f"{position}, with {one} unfinished" if one else position
 
     def history(self) -> str:
         """Return the last collectives of this rank in one line; empty without a recorder."""

@@ -6,6 +6,7 @@ it, are folded under it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 from collections.abc import Mapping, Sequence
@@ -119,8 +120,7 @@ class Ending:
     @property
     def cause(self) -> RankEnd | None:
         """The rank that failed first."""
-        ordered = self.in_order()
-        return ordered[0] if ordered else None
+        return next(iter(self.in_order()), None)
 
     def in_order(self) -> list[RankEnd]:
         """Return the ranks that did not end well: causes by time, then hangs, then what tests allow, then consequences.
@@ -173,11 +173,12 @@ class Ending:
         parts = [self.headline(), *([name_nodes(mismatch, self.nodes)] if mismatch else [])]
         if self.launch_error:
             parts.append(self.launch_error)
-        ordered = self.in_order()
-        folded = [end for end in ordered if end.status in {"lost peer", "stopped"}]
+        folded: list[RankEnd] = []
         sections: dict[tuple[str, str], list[RankEnd]] = {}
-        for end in ordered:
-            if end not in folded:
+        for end in self.in_order():
+            if end.status in {"lost peer", "stopped"}:
+                folded.append(end)
+            else:
                 sections.setdefault((_first_line(end.message), _section(end)), []).append(end)
         # Ranks with the same story share a section.
         for (message, body), ends in sections.items():
@@ -214,9 +215,7 @@ def _name_ends(ends: Sequence[RankEnd]) -> str:
 
 
 def _section(end: RankEnd) -> str:
-    lines = []
-    if end.text:
-        lines.append(end.text.rstrip())
+    lines = [end.text.rstrip()] if end.text else []
     if end.wait_state is not None and end.wait_state.recorded:
         lines.append(end.wait_state.history())
     if end.stack and end.status == "stuck":
@@ -369,10 +368,8 @@ def exit_name(code: int | None) -> str:
 
 def _gone_since(events: Sequence[Event]) -> float:
     """Return the time before which no other rank can have lost this one: while it is excused it keeps its connections."""
-    excused = next((number for number, event in enumerate(events) if isinstance(event, Excused)), None)
-    if excused is None:
-        return -math.inf
-    return next((event.time for event in events[excused + 1 :]), math.inf)
+    since_excused = list(itertools.dropwhile(lambda event: not isinstance(event, Excused), events))
+    return next((event.time for event in since_excused[1:]), math.inf) if since_excused else -math.inf
 
 
 def _fold(ends: Sequence[RankEnd], first: int | None, gone_since: Mapping[int, float]) -> list[RankEnd]:

@@ -23,9 +23,8 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 #: From how many interpreters ranks are forked in turn. A third would make ranks 0 and 2 differ too, but needs memory of its own.
 SIDES = 2
@@ -35,8 +34,7 @@ LIBRARIES, SESSION = "libraries", "session"
 LOGS = ("server.log", "other.log")
 
 
-@dataclass(frozen=True)
-class Ends:
+class Ends(NamedTuple):
     """A fork server's ends of its sockets and pipes, as file descriptors.
 
     It listens on ``listener``, ends when the other end of ``alive`` is closed, and writes its status to ``ready``.
@@ -48,7 +46,7 @@ class Ends:
 
     def close(self) -> None:
         """Close them, in a process that has handed them to another one."""
-        for descriptor in asdict(self).values():
+        for descriptor in self:
             os.close(descriptor)
 
 
@@ -109,11 +107,10 @@ class ForkServers:
         Their output goes to ``log``, a file of their own: two that hang at once would write their stacks into each other's.
         """
         ends = self.ends(side)
-        ends_json = json.dumps({kind: asdict(one) for kind, one in ends.items()})
-        descriptors = [descriptor for one in ends.values() for descriptor in asdict(one).values()]
+        command, descriptors = [*line, json.dumps(ends)], list(itertools.chain(*ends.values()))
         # Popen must live as long as this object, although its exit code is never read.
         with log.open("wb") as file:
-            self._process = subprocess.Popen([*line, ends_json], pass_fds=descriptors, stdout=file, stderr=file)
+            self._process = subprocess.Popen(command, pass_fds=descriptors, stdout=file, stderr=file)
         self.pids.append(self._process.pid)
         self._close_ends(side)
 

@@ -1,5 +1,6 @@
 """Host of a foreign launcher: run it, watch the ranks that it starts, and combine their endings.
 
+``TorchrunLauncher`` does a request so, as a cross-check: the same work by the ``torchrun`` command, without anything warm.
 Unlike ranks of the warm launcher these are not our children, so they announce themselves (in ``rank``, or for scripts in
 ``hosted_rank``), and their exit codes are read from torchrun's report or the ranks' files. The launcher can fail too.
 """
@@ -7,13 +8,14 @@ Unlike ranks of the warm launcher these are not our children, so they announce t
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -22,8 +24,11 @@ from pytest_distcompat.events import Event, Exit, of_kind, pids_of
 from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.ending import Ending, exit_name
 from pytest_distcompat.launch.files import CRASH, read_end
-from pytest_distcompat.launch.process import alive, await_end, await_exit, descendants, kill, kill_and_wait
-from pytest_distcompat.launch.request import Request
+from pytest_distcompat.launch.launcher import Launcher
+from pytest_distcompat.launch.process import alive, await_end, await_exit, descendants, kill, kill_and_wait, on_device
+from pytest_distcompat.launch.request import Request, Warmth, unbuffered
+from pytest_distcompat.launch.reused_ranks import Reuse
+from pytest_distcompat.launch.warm import WarmLauncher
 from pytest_distcompat.launch.watchdog import Watchdog
 
 #: How long a launcher may take to exit after its ranks are gone, and the supervisor after its launcher, in seconds.
@@ -76,13 +81,8 @@ class Hosted:
         self._pids: dict[int, int] = {}
         #: When ranks were first seen gone: a rank that is killed cannot log its end.
         self._exited_at: dict[int, float] = {}
-        request = {
-            "command": list(self.line),
-            "environment": dict(self.environment),
-            "cwd": str(self.cwd),
-            "output": str(self._output),
-            "status": str(self._status),
-        }
+        files = {"cwd": str(self.cwd), "output": str(self._output), "status": str(self._status)}
+        request = {"command": list(self.line), "environment": dict(self.environment), **files}
         path = self.directory / "command.json"
         path.write_text(json.dumps(request), encoding="utf-8")
         with (self.directory / "supervisor.log").open("wb") as log:
@@ -98,15 +98,10 @@ class Hosted:
     def _watch(self) -> Ending:
         """Watch the launcher and the ranks that announce themselves until the launcher has ended; return how all ended."""
         watchdog = self._watchdog
-        acted: float | None = None
-        while (ended := self._launcher_status()) is None:
+        while (ended := self._launcher_status()) is None and clock.now() < watchdog.acted_at + EXIT_TIMEOUT_S:
             clock.sleep(0.02)
             watchdog.check()
             self._note_exits()
-            if watchdog.acted:
-                acted = acted or clock.now()
-                if clock.now() > acted + EXIT_TIMEOUT_S:
-                    break
         # Ranks that still run a moment after their launcher has ended.
         await_end(self._processes(), REMAINDER_TIMEOUT_S if not watchdog.acted else 0.0)
         self._note_exits()
@@ -130,8 +125,7 @@ class Hosted:
     def _launcher_status(self) -> Mapping[str, Any] | None:
         """Return how the launcher ended: its exit ``code`` and a ``problem``; None while it runs."""
         if self._status.exists():
-            status: dict[str, Any] = json.loads(self._status.read_text(encoding="utf-8"))
-            return status
+            return cast("dict[str, Any]", json.loads(self._status.read_text(encoding="utf-8")))
         if self._supervisor.poll() is not None:
             output = read_end(self._output.with_name("supervisor.log"), OUTPUT_BYTES_READ)
             reason = f"the process that ran it died ({exit_name(self._supervisor.returncode)})"
@@ -165,12 +159,11 @@ class Hosted:
             return reported[rank]
         if str(self._pids.get(rank)) in _ENDED.findall(text):
             return -15
-        for end in of_kind(Exit, events):
-            return end.code
         fault = read_end(self.directory / f"rank-{rank}.fault", OUTPUT_BYTES_READ)
-        for name, code in _FATAL.items():
-            if f"{CRASH}{name}" in fault:
-                return code
+        codes = [end.code for end in of_kind(Exit, events)]
+        codes += [code for name, code in _FATAL.items() if f"{CRASH}{name}" in fault]
+        if codes:
+            return codes[0]
         return -15 if read_end(self.directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ) else self.unreported
 
     def _launch_problem(
@@ -207,3 +200,39 @@ class Hosted:
             return ""
         output = "\n".join(text.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:])
         return f"last output of {self.name}:\n{output}\n\n{headline}" if output else headline
+
+
+class TorchrunLauncher(Launcher):
+    """A launcher that starts ``python -m torch.distributed.run`` for each run."""
+
+    def __init__(self, warmth: Warmth, *, device: str = "cpu") -> None:  # noqa: ARG002 - the launchers' protocol
+        self._device = device
+
+    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
+        """Start the ranks, and wait until they ended or were ended; never raises for what the ranks do."""
+        request = request.from_here()
+        path = request.write()
+        logs = Path(request.directory) / "logs"
+        logs.mkdir(exist_ok=True)
+        # Standalone: the kernel chooses the port. Before torch 2.13 the default was 29500 for every run.
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(request.world_size)]
+        # By itself torchrun starts its ranks without the flags that this interpreter was given.
+        rank = ["--no-python", *unbuffered(), "-m", "pytest_distcompat.launch.rank", str(path)]
+        command += ["--log-dir", str(logs), "--redirects", "3", *rank]
+        return Hosted(
+            name="torchrun",
+            line=command,
+            environment=on_device(os.environ, self._device),
+            world_size=request.world_size,
+            directory=Path(request.directory),
+            timeout=request.timeout,
+            cwd=Path(request.cwd),
+            reproduce=request.command(),
+            # torchrun reports each rank that failed.
+            unreported=0,
+        ).run()
+
+
+#: The launchers that ``--distcompat-launcher`` names.
+LAUNCHERS: dict[str, type[WarmLauncher | TorchrunLauncher]] = {"warm": WarmLauncher, "torchrun": TorchrunLauncher}

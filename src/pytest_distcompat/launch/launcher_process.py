@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -22,7 +22,7 @@ from pytest_distcompat.launch.ending import exit_name
 from pytest_distcompat.launch.environment import OF_THE_AGENT
 from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION
 from pytest_distcompat.launch.process import alive, await_exit, descendants, kill, kill_and_wait, let_tidy_up, tidies_up
-from pytest_distcompat.launch.request import ANY_MODULE, Request, Warmth, interpreter
+from pytest_distcompat.launch.request import ANY_MODULE, Request, Warmth, in_new_process
 from pytest_distcompat.launch.temporary import OwnedDirectory
 
 #: How long the launcher process may take to end by itself, in seconds.
@@ -38,19 +38,13 @@ class LauncherProcess:
         #: Is removed with the process, and has a path short enough for a socket.
         self.directory = self._owned.path
         warmth_file = self.directory / "warmth.json"
-        warmth_fields = {**dataclasses.asdict(warmth), "device": device}
-        warmth_file.write_text(json.dumps(warmth_fields), encoding="utf-8")
+        warmth_file.write_text(json.dumps({**dataclasses.asdict(warmth), "device": device}), encoding="utf-8")
         self._channel, server_end = socket.socketpair()
         self._buffer = b""
         self.base = environment.of_launcher(os.environ, device)
-        # Without the working directory: see extend_import_path.
-        script = (
-            "import sys; sys.path[:] = filter(None, sys.path); "
-            "from pytest_distcompat.launch.server import main; main(int(sys.argv[1]), sys.argv[2])"
-        )
         with server_end, (self.directory / LOGS[0]).open("wb") as log:
             self._process = subprocess.Popen(
-                [*interpreter(), "-c", script, str(server_end.fileno()), str(warmth_file)],
+                in_new_process("main", str(server_end.fileno()), str(warmth_file)),
                 pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -63,11 +57,6 @@ class LauncherProcess:
         self.status: dict[str, Any] | None = None
         self._own_pids: set[int] = set()
         self._findings = Findings()
-
-    @property
-    def pid(self) -> int:
-        """The process number."""
-        return self._process.pid
 
     @property
     def dead(self) -> bool:
@@ -132,8 +121,7 @@ class LauncherProcess:
                 return None
             self._buffer += received
         line, _, self._buffer = self._buffer.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return cast("dict[str, Any]", json.loads(line))
 
     def stop_agent(self) -> None:
         """Stop the agent, which would wait for ever for ranks that all ended by ``os._exit(0)``."""
@@ -152,8 +140,11 @@ class LauncherProcess:
 
     def strays(self) -> list[psutil.Process]:
         """Return ranks, and what they started, below this process, without those that will end by themselves."""
-        others = (process for process in self._below() if process.pid not in self._own_pids and alive(process.pid))
-        return [process for process in others if not tidies_up(process)]
+        return [
+            process
+            for process in self._below()
+            if process.pid not in self._own_pids and alive(process.pid) and not tidies_up(process)
+        ]
 
     def _below(self) -> list[psutil.Process]:
         """Return all processes below this one; none if it is dead, because its number may be another's by now."""

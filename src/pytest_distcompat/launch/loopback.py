@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 #: By name, as torchrun has it. torch looks up the name of each address that connects. It takes 127.0.0.1 for
@@ -22,16 +23,10 @@ def problem() -> str:
             f"{HOST} does not resolve ({error.strerror}): ranks cannot meet there; add '127.0.0.1 {HOST}' to /etc/hosts"
         )
     for family, address in found:
-        probe = _Socket(family, socket.SOCK_DGRAM)
-        try:
-            # For a datagram socket this only looks up the route.
+        # For a datagram socket this only looks up the route.
+        with contextlib.suppress(OSError), contextlib.closing(_Socket(family, socket.SOCK_DGRAM)) as probe:
             probe.connect((address, 9))
-        except OSError:
-            continue
-        else:
             return ""
-        finally:
-            probe.close()
     return f"no loopback interface: ranks cannot meet at {HOST}; `ip link set lo up`"
 
 

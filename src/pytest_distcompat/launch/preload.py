@@ -92,7 +92,7 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     settle(warmth["device"])
     findings, unfit = watch.findings, _unfit(threads)
     # If this process is unfit, one of these libraries may be the reason, and must not make the other server unfit too.
-    libraries = watch.libraries if (findings.made or findings.reads) and not unfit else []
+    libraries = watch.libraries if any(findings.found.values()) and not unfit else []
     leaves = finishing is not None or atexit._ncallbacks() > at_exit  # noqa: SLF001 - see process_state
     return {"unfit": unfit, "findings": dataclasses.asdict(findings), "libraries": libraries, "leaves": leaves}
 
@@ -138,29 +138,21 @@ def _keep_operators_of_torch() -> None:
 
 def import_modules(names: Sequence[str], dump_at: float) -> None:
     """Import the modules. One that cannot be imported is left to the code that needs it, which reports that better."""
-    with _without_collection():
-        for name in names:
-            try:
-                with _stack_written(dump_at, 2):
-                    importlib.import_module(name)
-            except ImportError:
-                # Not installed, or not for this torch.
-                continue
-            except Exception:
-                traceback.print_exc()
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Let the garbage collector wait: to go through what the libraries have made again and again took a fifth of the imports."""
-    # Not ``gc.disable``: a library may do that itself, or set a threshold, and ranks then have what it set.
+    # To go through what the libraries have made again and again took a fifth of the imports. Not ``gc.disable``: a library may
+    # do that itself, or set a threshold, and ranks then have what it set.
     before = gc.get_threshold()
     gc.set_threshold(0)
-    try:
-        yield
-    finally:
-        if gc.get_threshold()[0] == 0:
-            gc.set_threshold(*before)
+    for name in names:
+        try:
+            with _stack_written(dump_at, 2):
+                importlib.import_module(name)
+        except ImportError:
+            # Not installed, or not for this torch.
+            continue
+        except Exception:
+            traceback.print_exc()
+    if gc.get_threshold()[0] == 0:
+        gc.set_threshold(*before)
 
 
 def _restart_threads_of_numpy() -> None:
@@ -217,10 +209,6 @@ def ask_nvml_instead_of_cuda() -> None:
     )
 
 
-#: Names of threads that C libraries start, and the libraries.
-_THREADS = {"jemalloc_bg_thd": "jemalloc (pyarrow has one of its own)"}
-
-
 def _unfit(threads_of_libraries: Counter[str]) -> str:
     """Return why this process must not be forked from, as one sentence; empty if it may."""
     torch = sys.modules.get("torch")
@@ -229,11 +217,12 @@ def _unfit(threads_of_libraries: Counter[str]) -> str:
     # The thread of faulthandler's timer that was cancelled may take a moment to end.
     clock.wait_until(lambda: native_threads() <= threads_of_libraries, THREADS_END_TIMEOUT_S, every=0.01)
     extra = native_threads() - threads_of_libraries
-    if extra:
-        own = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
-        named = [_THREADS.get(name, name) for name in extra if name != own]
-        owners = f" of {' and '.join(named)}" if named else ""
-        count = sum(extra.values())
-        started = f"1 thread{owners}, which does" if count == 1 else f"{count} threads{owners}, which do"
-        return f"it started {started} not survive a fork and may hold locks"
-    return ""
+    if not extra:
+        return ""
+    own = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
+    known = {"jemalloc_bg_thd": "jemalloc (pyarrow has one of its own)"}
+    named = [known.get(name, name) for name in extra if name != own]
+    owners = f" of {' and '.join(named)}" if named else ""
+    count = sum(extra.values())
+    started = f"1 thread{owners}, which does" if count == 1 else f"{count} threads{owners}, which do"
+    return f"it started {started} not survive a fork and may hold locks"

@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import copy
 import copyreg
-import ctypes
 import faulthandler
 import functools
 import gc
@@ -47,11 +46,8 @@ from pytest_distcompat.excerpt import encodable
 from pytest_distcompat.launch.library_state import SETTINGS, SINGLETONS, Registered
 from pytest_distcompat.launch.process import children
 
-#: How much more memory a rank may use than at its beginning, in bytes, before it ends.
-MEMORY_GROWTH = 256 * 2**20
-#: How many more threads of C libraries, and how many more open files it may have: what a library opens once is no leak.
-NATIVE_THREADS = 32
-OPEN_FILES = 128
+#: How much more a rank may use than at its beginning before it ends; memory in bytes. What a library opens once is no leak.
+_LIMITS = {"memory": 256 * 2**20, "native threads": 32, "open files": 128, "child processes": 0}
 
 _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 #: ``signal.getsignal`` makes an enum of each result if it can, which would take a third of the time of a comparison.
@@ -73,14 +69,6 @@ _ALSO_PATCHED = (copy, json, math, pickle, random, shutil, socket, subprocess)
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 #: Python's own handlers for text that does not fit its encoding.
 _ERROR_HANDLERS = ("strict", "ignore", "replace", "xmlcharrefreplace", "backslashreplace", "namereplace")
-#: prctl(2): pdeathsig, dumpable, keepcaps, securebits, timerslack, child subreaper, no_new_privs, thp_disable.
-_GET_PDEATHSIG, _GET_NAME, _GET_CHILD_SUBREAPER = 2, 16, 37
-_GETTERS_OF_PRCTL = (3, 7, 27, 30, 39, 42)
-#: personality(2): asks for it.
-_READ_PERSONALITY = 0xFFFFFFFF
-_libc = ctypes.CDLL(None)
-#: Has the rounding mode of floating-point numbers; it is a library of its own in glibc.
-_libm = ctypes.CDLL("libm.so.6")
 
 
 @dataclass(frozen=True)
@@ -104,10 +92,6 @@ class ProcessState:
             "timers": [any(signal.getitimer(timer)) for timer in _TIMERS],
             "resource limits": list(map(resource.getrlimit, _RESOURCES)),
             "user, group and session": (os.getresuid(), os.getresgid(), os.getgroups(), os.getpgid(0), os.getsid(0)),
-            "prctl settings": _kernel_settings(),
-            "how numbers are rounded": _libm.fegetround(),
-            "which operations on numbers raise a signal": _libm.fegetexcept(),
-            "its personality and its turn to be killed": (_libc.personality(_READ_PERSONALITY), _oom_score()),
             "the CPUs it may use": (
                 *(os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
                 *(os.sched_getparam(0).sched_priority, _process(os.getpid()).ionice()),
@@ -209,25 +193,20 @@ def _cut(value: object) -> str:
     return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
 
 
-class Sizes:
-    """Sizes that may grow in the run of a process, but not beyond a limit."""
+def sizes() -> dict[str, int]:
+    """Return sizes that may grow in the run of this process, but not beyond a limit."""
+    own = _process(os.getpid())
+    return {
+        "memory": own.memory_info().rss,
+        "native threads": own.num_threads(),
+        "open files": own.num_fds(),
+        "child processes": len(children(os.getpid())),
+    }
 
-    def __init__(self) -> None:
-        self._own = psutil.Process()
-        self._first = self._now()
 
-    def _now(self) -> dict[str, int]:
-        own = self._own
-        return {
-            "memory": own.memory_info().rss,
-            "native threads": own.num_threads(),
-            "open files": own.num_fds(),
-            "child processes": len(children(os.getpid())),
-        }
-
-    def grown(self) -> list[str]:
-        """Return the names of what has grown too much since this object was made."""
-        return [name for name, size in self._now().items() if size - self._first[name] > _LIMITS[name]]
+def grown(first: Mapping[str, int]) -> list[str]:
+    """Return the names of what has grown too much since the sizes were those."""
+    return [name for name, size in sizes().items() if size - first[name] > _LIMITS[name]]
 
 
 def _read(read: Callable[[Any], object], module: Any) -> object:
@@ -258,10 +237,9 @@ def _frozen_at_first() -> int:
 
 
 def _working_directory() -> str:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.getcwd()  # noqa: PTH109 - a Path would take longer than the whole comparison
-    except FileNotFoundError:
-        return ""
+    return ""
 
 
 def _first_of_temporaries() -> str:
@@ -296,52 +274,30 @@ _process = functools.cache(psutil.Process)
 
 def _descriptors() -> list[tuple[int, int] | None]:
     """Return the files of the first three file descriptors."""
-    found: list[tuple[int, int] | None] = []
+    found: list[tuple[int, int] | None] = [None, None, None]
     for number in range(3):
-        try:
+        with contextlib.suppress(OSError):
             file = os.fstat(number)
-            found.append((file.st_dev, file.st_ino))
-        except OSError:
-            found.append(None)
+            found[number] = file.st_dev, file.st_ino
     return found
 
 
 def _interpreter() -> tuple[object, ...]:
     """Return the settings of ``sys``, ``threading`` and the like for all of Python."""
+    monitoring: Any = getattr(sys, "monitoring", None)
     return (
-        sys.gettrace(),
-        sys.getprofile(),
-        threading.gettrace(),
-        threading.getprofile(),
-        sys.getrecursionlimit(),
-        sys.getswitchinterval(),
-        sys.unraisablehook,
-        sys.displayhook,
-        threading.excepthook,
-        sys.breakpointhook,
-        sys.getdlopenflags(),
+        *(sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile()),
+        *(sys.getrecursionlimit(), sys.getswitchinterval(), sys.getdlopenflags()),
+        *(sys.unraisablehook, sys.displayhook, threading.excepthook, sys.breakpointhook),
         # Python 3.10 has the function from 3.10.7 on.
         getattr(sys, "get_int_max_str_digits", int)(),
-        sys.get_asyncgen_hooks(),
-        sys.get_coroutine_origin_tracking_depth(),
-        sys.dont_write_bytecode,
-        sys.pycache_prefix,
-        sys.executable,
-        list(sys.argv),
-        (sys.__stdin__, sys.__stdout__, sys.__stderr__),
-        getattr(sys, "tracebacklimit", None),
-        _stack_size(),
-        faulthandler.is_enabled(),
-        tracemalloc.is_tracing(),
-        _monitoring(),
+        *(sys.get_asyncgen_hooks(), sys.get_coroutine_origin_tracking_depth()),
+        *(sys.dont_write_bytecode, sys.pycache_prefix, sys.executable, list(sys.argv)),
+        *(sys.__stdin__, sys.__stdout__, sys.__stderr__, getattr(sys, "tracebacklimit", None)),
+        *(_stack_size(), faulthandler.is_enabled(), tracemalloc.is_tracing()),
+        # Python 3.12 has it.
+        list(map(monitoring.get_tool, range(6))) if monitoring else (),
     )
-
-
-def _oom_score() -> str:
-    """Return how soon the kernel kills this process where memory is short."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", encoding="ascii") as file:  # noqa: PTH123 - see _directory
-        return file.read()
-    return ""
 
 
 def _stack_size() -> int:
@@ -350,25 +306,6 @@ def _stack_size() -> int:
     if size:
         threading.stack_size(size)
     return size
-
-
-def _monitoring() -> list[str | None]:
-    """Return which tools are registered in ``sys.monitoring``, which came with Python 3.12."""
-    monitoring: Any = getattr(sys, "monitoring", None)
-    return list(map(monitoring.get_tool, range(6))) if monitoring else []
-
-
-def _kernel_settings() -> list[object]:
-    """Return what prctl set for this process: its name, the signal it gets when its parent dies, and the like."""
-    found: list[object] = [_libc.prctl(option, 0, 0, 0, 0) for option in _GETTERS_OF_PRCTL]
-    for option in (_GET_PDEATHSIG, _GET_CHILD_SUBREAPER):
-        _libc.prctl(option, ctypes.byref(_prctl_number))
-        found.append(_prctl_number.value)
-    _libc.prctl(_GET_NAME, _prctl_name)
-    return [*found, _prctl_name.value]
-
-
-_prctl_number, _prctl_name = ctypes.c_int(), ctypes.create_string_buffer(16)
 
 
 class _Loggers:
@@ -407,6 +344,3 @@ def _at_exit() -> tuple[int, int]:
     """
     registry: Any = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]  # noqa: SLF001
     return atexit._ncallbacks(), len(registry)  # noqa: SLF001
-
-
-_LIMITS = {"memory": MEMORY_GROWTH, "native threads": NATIVE_THREADS, "open files": OPEN_FILES, "child processes": 0}

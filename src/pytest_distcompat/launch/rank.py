@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import faulthandler
 import importlib
+import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -24,7 +25,7 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.events import Done, Error, Event, Start, has_ended, of_kind, pids_of
 from pytest_distcompat.excerpt import explained
-from pytest_distcompat.launch import deaths, debugging, flight_recorder, pristine_builtins, randomness
+from pytest_distcompat.launch import deaths, flight_recorder, pristine_builtins, randomness
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.launch.process import die_with_parent, run_exit_functions
 from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
@@ -34,6 +35,8 @@ from pytest_distcompat.launch.stacks import STACK_SIGNAL, format_error, request_
 #: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
 GRACE = 0.3
 
+#: The option of ``python -m pytest_distcompat.launch.rank`` with the rank in which the user wants a debugger.
+DEBUG_OPTION = "--pdb"
 _THREADS = "OMP_NUM_THREADS"
 #: The start method of multiprocessing that modules set in the fork server that imported them.
 start_method: str | None = None
@@ -94,7 +97,7 @@ def perform(request: Request, *, by_hand: bool = False, debugged: int | None = N
             module, _, function = request.target.partition(":")
             getattr(importlib.import_module(module), function)(request.payload, log)
         except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
-            debugging.stop(log, error)
+            debug(log, error)
             fail(request, log, error)
         if pristine_builtins.own_pid() != own:
             # This is a child that the target forked, and that came back here in the rank's place. The rank itself may be gone:
@@ -102,6 +105,28 @@ def perform(request: Request, *, by_hand: bool = False, debugged: int | None = N
             flush()
             pristine_builtins.exit_now(0)
         log.write(Done(own))
+
+
+def debug(log: RankLog, error: BaseException) -> None:
+    """Start the debugger at an error of the rank to debug; on another rank wait until that one has ended.
+
+    A failed rank that ended at once would take the rank to debug with it. Does nothing in a run without a rank to debug.
+    """
+    began, debugged = clock.now(), log.debugged
+    if debugged is None:
+        return
+    if log.rank == debugged:
+        import pdb  # noqa: T100 - the user asked for it
+
+        message = pristine_builtins.format_exception_only(error)[-1].strip()
+        print(f"\nrank {log.rank}: {message}")  # noqa: T201 - the user looks at the terminal
+        pdb.post_mortem(error.__traceback__)
+        return
+    logs = LogReader(log.path.parent, [debugged])
+    # The log of an earlier run may still be there.
+    clock.wait_until(
+        lambda: has_ended(event for event in logs.read()[debugged] if event.time > began), math.inf, every=0.1
+    )
 
 
 def fail(request: Request, log: RankLog, error: BaseException) -> NoReturn:
@@ -182,6 +207,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("request")
     parser.add_argument("--by-hand", action="store_true")
-    parser.add_argument(debugging.OPTION, type=int, dest="debugged")
+    parser.add_argument(DEBUG_OPTION, type=int, dest="debugged")
     arguments = parser.parse_args()
     main(arguments.request, by_hand=arguments.by_hand, debugged=arguments.debugged)

@@ -94,17 +94,12 @@ class Request:
     @classmethod
     def read(cls, path: str | Path) -> Request:
         """Return the request in that file."""
-        return cls.from_line(Path(path).read_text(encoding="utf-8"))
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
     @functools.cached_property
     def line(self) -> str:
         """The request as a line of JSON; made once, for all ranks and the file."""
         return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_line(cls, line: str) -> Request:
-        """Return the request of which that is the ``line``."""
-        return cls(**json.loads(line))
 
     def command(self) -> str:
         """Return the command line that runs this one run alone, without pytest and without a fork server."""
@@ -139,6 +134,17 @@ def interpreter() -> list[str]:
         if valued:
             command += [f"-{valued}", value or next(arguments, "")]
     return command
+
+
+def in_new_process(function: str, *arguments: str) -> list[str]:
+    """Return the command that calls a function of ``server``, and dies with this process."""
+    # Without the working directory (see extend_import_path), and first of all: this process may die while that one imports.
+    code = (
+        "import sys; sys.path[:] = filter(None, sys.path); "
+        "from pytest_distcompat.launch.process import die_with_parent; die_with_parent(); "
+        f"from pytest_distcompat.launch.server import {function}; {function}(*sys.argv[1:])"
+    )
+    return [*interpreter(), "-c", code, *arguments]
 
 
 def unbuffered() -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.launch import pristine_builtins, randomness, rank
-from pytest_distcompat.launch.process_state import ProcessState, Sizes
+from pytest_distcompat.launch.process_state import ProcessState, grown, sizes
 from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.launch.request import Request
 
@@ -87,7 +87,7 @@ class ReusedRank:
         self._group_checks = 0
         self.sound = True
         self.at_end: list[Callable[[], None]] = []
-        self._sizes = Sizes()
+        self._sizes = sizes()
         self._settings: tuple[object, ...] = ()
         self.reset_baseline()
 
@@ -112,7 +112,7 @@ class ReusedRank:
         State that cannot be read counts as a change, and the verdict stands.
         """
         try:
-            return ProcessState.now().changes(self._baseline) + self._sizes.grown()
+            return ProcessState.now().changes(self._baseline) + grown(self._sizes)
         except Exception as error:
             return [f"state that cannot be read ({rank.message_of(error)})"]
 
@@ -225,7 +225,7 @@ def _serve(reused: ReusedRank, socket_path: str, number: int, requests: list[Req
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(socket_path)
         for line in channel.makefile("r", encoding="utf-8"):
-            requests[:] = [Request.from_line(line)]
+            requests[:] = [Request(**pristine_builtins.decode(line))]
             changed = _perform(reused, requests[-1])
             channel.sendall(f"{pristine_builtins.encode({'rank': number, 'changed': changed})}\n".encode())
             # For the next request: now no process waits for this one.

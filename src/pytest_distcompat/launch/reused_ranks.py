@@ -10,7 +10,7 @@ import json
 import select
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_distcompat.launch.files import Files, log_sizes
@@ -44,17 +44,9 @@ class ReusedRanks:
         self._listener.bind(str(socket_path))
         self._listener.listen(first.world_size)
         #: The request that starts the ranks and their request loop.
-        self.start_request = Request(
-            target=SERVE,
-            payload={"socket": str(socket_path)},
-            world_size=first.world_size,
-            directory=str(Path(first.directory) / "ranks"),
-            timeout=first.timeout,
-            set=first.set,
-            unset=first.unset,
-            argv=first.argv,
-            collected=first.collected,
-        )
+        payload, directory = {"socket": str(socket_path)}, str(Path(first.directory) / "ranks")
+        # Each request brings the working directory and the import path itself.
+        self.start_request = replace(first, target=SERVE, payload=payload, directory=directory, cwd="", import_path=())
         #: The request that the ranks do now, or did last, and the files that they write meanwhile.
         self.current_request = first
         self.files = Files(Path(first.directory))

@@ -21,7 +21,7 @@ from pytest_distcompat import clock
 from pytest_distcompat.launch import preload, rank
 from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION, Ends, ForkServers, serve
 from pytest_distcompat.launch.process import adopt_orphans, alive, children, die_with_parent, reap_adopted
-from pytest_distcompat.launch.request import Request, interpreter
+from pytest_distcompat.launch.request import Request, in_new_process
 
 #: How long fork servers may take to run their exit functions, in seconds.
 SERVERS_END_TIMEOUT_S = 3.0
@@ -29,10 +29,10 @@ SERVERS_END_TIMEOUT_S = 3.0
 _DIED = "it died while it imported"
 
 
-def main(descriptor: int, warmth: str) -> None:
+def main(channel_descriptor: str, warmth: str) -> None:
     """Serve until the other end of the socket closes; ``warmth`` is the file with the Warmth and the ``device``."""
-    die_with_parent()
     adopt_orphans()
+    descriptor = int(channel_descriptor)
     # multiprocessing puts the fork servers' sockets there: into the parent's directory, which is removed with the parent, and
     # whose path is short enough. This process may be killed at any moment, and could not remove a directory of its own.
     tempfile.tempdir = str(Path(warmth).parent)
@@ -75,7 +75,7 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
     dump_at = clock.now() + 0.9 * warmth_fields["timeout"]
     servers = ForkServers((LIBRARIES, SESSION) if warmth_fields["call"] else (LIBRARIES,))
     # It imports everything itself, while this process imports torch for itself and for the servers of the first side.
-    servers.spawn(1, [*interpreter(), "-c", _SERVE_ALONE, warmth, str(dump_at)], Path(warmth).with_name(LOGS[1]))
+    servers.spawn(1, in_new_process("serve_alone", warmth, str(dump_at)), Path(warmth).with_name(LOGS[1]))
     # A warning that the user made an error is an error in ranks only.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -93,17 +93,9 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
     return servers, _merged(servers.wait_until_serving())
 
 
-_SERVE_ALONE = (
-    "import sys; sys.path[:] = filter(None, sys.path); "
-    # First of all, because the parent may die while it imports.
-    "from pytest_distcompat.launch.process import die_with_parent; die_with_parent(); "
-    "from pytest_distcompat.launch.server import serve_alone; serve_alone(*sys.argv[1:])"
-)
-
-
 def serve_alone(warmth: str, dump_at: str, ends: str) -> NoReturn:
     """Be the fork servers of a side, in an interpreter of their own."""
-    ends_by_kind = {kind: Ends(**one) for kind, one in json.loads(ends).items()}
+    ends_by_kind = {kind: Ends(*one) for kind, one in json.loads(ends).items()}
     _serve(ends_by_kind, json.loads(Path(warmth).read_text(encoding="utf-8")), float(dump_at))
 
 

@@ -29,8 +29,6 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 
 #: What calls tests and trainers: frames that are the same in every stack.
 _CALLERS = ("/_pytest/", "/pluggy/", "/pytest_distcompat/worker.py", "/pytest_distcompat/driver.py")
-#: The trainers of this package, whose frames are the user's story.
-_DRIVERS = _OUR_PACKAGE / "drivers"
 
 #: How many characters of a source line are shown.
 _SOURCE_LENGTH = 80
@@ -85,8 +83,8 @@ class Frame:
     @property
     def of_python(self) -> bool:
         """Tell whether the code is of a standard library, this Python's or another's, or of no file."""
-        standard = self.file.startswith(_STANDARD) or _ANY_STANDARD.match(self.file) is not None
-        return standard and not _PACKAGES.match(self.file)
+        standard = self.file.startswith(_STANDARD) or _ANY_STANDARD.match(self.file)
+        return bool(standard) and not _PACKAGES.match(self.file)
 
     @property
     def of_the_user(self) -> bool:
@@ -154,13 +152,13 @@ def format_error(error: BaseException) -> str:
     If all frames are of this plugin, the last one remains.
     """
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and _of_plugin(trace.tb_frame.f_code.co_filename):
+    while trace is not None and trace.tb_next is not None:
+        file = trace.tb_frame.f_code.co_filename
+        # The trainers of this package are the user's story.
+        if not file.startswith(f"{_OUR_PACKAGE}/") or file.startswith(f"{_OUR_PACKAGE}/drivers/"):
+            break
         trace = trace.tb_next
     return "".join(pristine_builtins.format_exception(type(error), error, trace))
-
-
-def _of_plugin(file: str) -> bool:
-    return file.startswith(f"{_OUR_PACKAGE}/") and not file.startswith(f"{_DRIVERS}/")
 
 
 def without_launcher_in_crash(lines: Sequence[str]) -> list[str]:

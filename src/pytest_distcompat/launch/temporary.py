@@ -31,11 +31,8 @@ def temporary_root() -> Path:
     such a directory.
     """
     default = Path(tempfile.gettempdir())
-    if len(os.fsencode(default / _LONGEST_PATH_BELOW)) < _SOCKET_PATH_LIMIT or not os.access(
-        _SHORT_ROOT, os.W_OK | os.X_OK
-    ):
-        return default
-    return Path(_SHORT_ROOT)
+    short = len(os.fsencode(default / _LONGEST_PATH_BELOW)) < _SOCKET_PATH_LIMIT
+    return default if short or not os.access(_SHORT_ROOT, os.W_OK | os.X_OK) else Path(_SHORT_ROOT)
 
 
 class OwnedDirectory:

@@ -43,13 +43,11 @@ class WarmLauncher:
 
     def get_warm(self) -> str:
         """Wait until the launcher process is ready, and return what went wrong; empty if nothing did."""
-        problem = loopback.problem()
-        if problem:
+        if problem := loopback.problem():
             return problem
         self.warm_up()
         assert self._process is not None
-        problem = self._process.get_warm()
-        if problem:
+        if problem := self._process.get_warm():
             self._kill()
         return problem
 
@@ -57,8 +55,7 @@ class WarmLauncher:
         """Start the ranks, or reuse those of an earlier request, and wait until they ended or have done the request."""
         self.watch = None
         try:
-            problem = self.get_warm()
-            if problem:
+            if problem := self.get_warm():
                 return Ending.not_launched(request.world_size, problem)
             assert self._process is not None
             if reuse is not None:
@@ -106,11 +103,12 @@ class WarmLauncher:
             self._reused = None
             reused.dismiss()
             return self._conclude(process, watch, answer)
-        if reuse.last or reused.end_reason:
-            return self._dismiss_reused(process, reused, watch)
-        ending = self._ending(process, watch, {}, notice=died)
-        # A child that a rank forked may have failed where the rank went on.
-        return self._dismiss_reused(process, reused, watch) if ending.failed else ending
+        if not (reuse.last or reused.end_reason):
+            ending = self._ending(process, watch, {}, notice=died)
+            # A child that a rank forked may have failed where the rank went on.
+            if not ending.failed:
+                return ending
+        return self._dismiss_reused(process, reused, watch)
 
     def _died_waiting(self, process: LauncherProcess) -> str:
         """Describe how ranks died while they waited for a request; empty if they did not.
@@ -143,7 +141,6 @@ class WarmLauncher:
 
         None, if the agent does not answer in time, or if all reused ranks have replied, which goes on without its answer.
         """
-        acted: float | None = None
         agent_notified = False
         sockets = reused.sockets if reused is not None else []
         while (answer := process.receive(clock.now() + 0.1, sockets)) is None or "listens" in answer:
@@ -156,13 +153,12 @@ class WarmLauncher:
             watch.check()
             if process.dead:
                 return {"launch_error": process.death_report("while ranks ran")}
-            if watch.acted:
-                acted = acted or clock.now()
-                if clock.now() > acted + AGENT_TIMEOUT_S:
-                    return None
-                if not agent_notified and clock.now() > acted + AGENT_NOTIFIED_AFTER_S:
-                    agent_notified = True
-                    process.stop_agent()
+            since_acted = clock.now() - watch.acted_at
+            if since_acted > AGENT_TIMEOUT_S:
+                return None
+            if since_acted > AGENT_NOTIFIED_AFTER_S and not agent_notified:
+                agent_notified = True
+                process.stop_agent()
         return answer
 
     def _conclude(

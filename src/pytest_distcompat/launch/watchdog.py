@@ -50,7 +50,8 @@ class Watchdog:
         self.files = files or Files(Path(request.directory), first=request.here.start)
         self.logs = LogReader(request.directory, range(request.world_size))
         self.began = clock.now()
-        self.acted = False
+        #: When it had killed what had to be killed.
+        self.acted_at = math.inf
         #: Why the parent of all nodes ends the run; empty while it does not.
         self.stopped = ""
         #: What ``conclude`` knew of the ranks here besides their logs.
@@ -63,6 +64,11 @@ class Watchdog:
         self._failed_since: float | None = None
         self._stall_detector = StallDetector()
         self._next_check = self.began + 0.2
+
+    @property
+    def acted(self) -> bool:
+        """Tell whether it has killed what had to be killed."""
+        return self.acted_at < math.inf
 
     def check(self) -> None:
         """Kill the ranks at the time limit, if one vanished, or if they outlive another's failure or wait for one that left."""
@@ -133,7 +139,6 @@ class Watchdog:
         return replace(ending, builds=builds.describe_locks(environment)) if waited_for else ending
 
     def _end(self, events: Mapping[int, Sequence[Event]], *, timed_out: bool) -> None:
-        self.acted = True
         self.timed_out = timed_out
         pids = {rank: pid for rank, pid in pids_of(events).items() if alive(pid)}
         # A rank that raised before is about to end by itself. What a rank raises from here on is our doing.
@@ -144,6 +149,7 @@ class Watchdog:
             self._take_records(pids)
         self.ended_since = clock.now()
         kill(_with_children(pids.values()))
+        self.acted_at = clock.now()
 
     def _take_stacks(self, pids: Mapping[int, int]) -> list[str]:
         """Have these ranks write their stacks, and return what they wrote."""

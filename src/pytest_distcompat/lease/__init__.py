@@ -7,13 +7,12 @@
 from pytest_distcompat.lease.inventory import Inventory, cpu_slots, gpus, here
 from pytest_distcompat.lease.packing import Demand, pack
 from pytest_distcompat.lease.pool import Lease, LeaseTimeout, Pool, default_directory
-from pytest_distcompat.lease.timeline import Instant, Leak, Span, entries, gaps, read_timeline
+from pytest_distcompat.lease.timeline import Leak, Span, entries, gaps, read_timeline
 from pytest_distcompat.lease.watch import Holder
 
 __all__ = [
     "Demand",
     "Holder",
-    "Instant",
     "Inventory",
     "Leak",
     "Lease",

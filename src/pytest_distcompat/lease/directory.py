@@ -10,7 +10,7 @@ import os
 import shlex
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,15 +69,16 @@ class LeaseDirectory:
                     (self.path / QUEUE).mkdir(mode=0o700)
                 return
 
+    def _there(self, call: Callable[[], int]) -> int:
+        """Return what a call returns, once the directory is there."""
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return call()
+            self.make()
+
     def write(self, name: str, text: str) -> None:
         """Write a record."""
-        while True:
-            try:
-                (self.path / name).write_text(text, encoding="utf-8")
-            except FileNotFoundError:
-                self.make()
-            else:
-                return
+        self._there(lambda: (self.path / name).write_text(text, encoding="utf-8"))
 
     def tickets(self) -> Iterator[str]:
         """Yield the records of the queue; those that are removed meanwhile are left out."""
@@ -89,13 +90,9 @@ class LeaseDirectory:
 
     def lock(self, name: str) -> FileLock:
         """Lock a file without waiting. Raises TakenError."""
-        path = self.path / name
+        path, flags = self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         while True:
-            try:
-                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            except FileNotFoundError:
-                self.make()
-                continue
+            file = self._there(lambda: os.open(path, flags, 0o600))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -13,10 +13,10 @@ import json
 import os
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -27,8 +27,8 @@ from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.directory import LeaseDirectory, TakenError
 from pytest_distcompat.lease.inventory import Inventory
-from pytest_distcompat.lease.tickets import POLL, Queue, Ticket, ahead
-from pytest_distcompat.lease.timeline import Leak, Span, append, now
+from pytest_distcompat.lease.tickets import Queue, ahead
+from pytest_distcompat.lease.timeline import Leak, Span, append
 from pytest_distcompat.lease.watch import Blocker, GivenUpError, Holder, Watch
 
 #: Differs between machines, and between boots, because the clock of tickets restarts at boot (``man 4 random``).
@@ -40,8 +40,8 @@ TIMEOUT = 3600.0
 TOLERANCE = 64 << 20
 #: How long memory may take to become free, in seconds. That of a killed process takes a moment.
 FREE_TIMEOUT_S = 10.0
-#: The interval between measurements of memory, in seconds.
-_POLL_MEMORY = 0.05
+#: The intervals in which a request checks its turn and free devices, and between measurements of memory, in seconds.
+_POLL, _POLL_MEMORY = 0.02, 0.05
 
 #: Returns the bytes in use on each device, by all processes; devices whose use is unknown are left out.
 Memory = Callable[[Sequence[str]], Mapping[str, int]]
@@ -59,29 +59,17 @@ class Lease:
         ids: The devices; fewer than requested if the request went on without CPU slots that a suspended process holds.
         environment: Variables that make only these devices visible.
         leak: Memory that a dead holder left before this lease and, after the end of the lease, memory that it left itself.
+        own_leak: The memory that this lease itself left; nothing before its end.
     """
 
     ids: tuple[str, ...]
     environment: Mapping[str, str]
-    leak: tuple[Leak, ...] = field(default=())
-
-    def __post_init__(self) -> None:
-        self._inherited_count = len(self.leak)
-
-    @property
-    def own_leak(self) -> tuple[Leak, ...]:
-        """Return the memory that this lease itself left; nothing before its end."""
-        return self.leak[self._inherited_count :]
+    leak: tuple[Leak, ...] = ()
+    own_leak: tuple[Leak, ...] = ()
 
 
-class _Threads(threading.local):
-    """The paths of the locks that a thread holds, of all pools."""
-
-    def __init__(self) -> None:
-        self.held: set[Path] = set()
-
-
-_this_thread = _Threads()
+#: The paths of the locks that this thread holds, of all pools.
+_held: ContextVar[frozenset[Path]] = ContextVar("held", default=frozenset())
 
 
 class Pool:
@@ -143,41 +131,42 @@ class Pool:
             LeaseTimeout: After ``timeout``.
         """
         count = self.inventory.needed(ranks)
-        mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _this_thread.held)
+        mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _held.get())
         if mine:
             if self.inventory.kind == "gpu" and count > len(mine):
                 raise UsageProblem(f"{who}: {count} GPUs are needed, and the test that starts it was lent {len(mine)}")
             yield Lease(mine[:count], self.inventory.environment(mine[:count]))
             return
-        requested = now()
+        requested = clock.now()
         with contextlib.ExitStack() as held:
-            ids, waited_for = self._take(count, who, requested.monotonic + timeout, held)
+            ids, waited_for = self._take(count, who, requested + timeout, held)
             # A record without a lock is of a dead holder.
             dead = {name: record for name in ids if (record := self._read_record(name)) is not None}
             memory = {name: holder.before for name, holder in dead.items() if holder.before is not None}
             left = self._await_free(memory, {name: holder.who for name, holder in dead.items()})
-            granted = now()
+            granted, since = clock.now(), clock.wall()
             before = self._memory(ids) if self.inventory.kind == "gpu" else {}
             for name in ids:
-                holder = Holder(name, who, os.getpid(), granted.wall, before.get(name), self._run)
+                holder = Holder(name, who, os.getpid(), since, before.get(name), self._run)
                 self._directory.write(self._path(name, "json").name, json.dumps(asdict(holder)))
             lease = Lease(ids, self.inventory.environment(ids), left)
             owner = os.getpid()
             own = {self._path(name, "lock") for name in ids}
-            _this_thread.held |= own
+            _held.set(_held.get() | own)
             try:
                 yield lease
             finally:
-                _this_thread.held -= own
+                _held.set(_held.get() - own)
                 # A forked child that leaves the block must not end the lease of its parent.
                 if os.getpid() == owner:
-                    lease.leak += self._await_free(before, dict.fromkeys(ids, who))
+                    lease.own_leak = self._await_free(before, dict.fromkeys(ids, who))
+                    lease.leak += lease.own_leak
                     for name in ids:
                         self._path(name, "json").unlink(missing_ok=True)
                     if self._timeline is not None:
                         # The record is for reports only.
                         with contextlib.suppress(OSError):
-                            times = (requested, granted, now())
+                            times = (requested, granted, clock.now())
                             append(self._timeline, Span(ids, who, owner, *times, lease.leak, self._worker, waited_for))
 
     @property
@@ -209,30 +198,27 @@ class Pool:
         """
         taken: set[str] = set()
 
-        def blockers(ticket: Ticket | None) -> Iterator[Holder | Ticket]:
+        def blockers() -> Iterator[Blocker]:
             names = (name for name in self.inventory.ids if name not in taken)
             yield from filter(None, map(self._holder, names))
-            yield from ahead(ticket, self._queue.waiting()) if ticket is not None else ()
+            yield from ahead(ticket, self._queue.waiting())
 
         watch = Watch(self.inventory, count, who, blockers, self._given_up, run=self._run, notify=self._notify)
         self._watch = watch
         try:
-            with self._queue.turn(self.inventory.ids, count, who, deadline, poll=watch) as ticket:
+            with self._queue.ticket(self.inventory.ids, count, who) as ticket:
                 while True:
-                    for name in self.inventory.ids:
-                        if len(taken) < count and name not in taken and self._lock(name, held):
-                            taken.add(name)
-                    if len(taken) == count or clock.now() >= deadline:
-                        break
                     if self._queue.overtaken(ticket):
                         held.close()
                         taken.clear()
-                        self._queue.await_turn(ticket, deadline, watch)
-                    watch(ticket)
-                    clock.sleep(POLL)
-        except TakenError:
-            # A request before this one still waits.
-            pass
+                    else:
+                        for name in self.inventory.ids:
+                            if len(taken) < count and name not in taken and self._lock(name, held):
+                                taken.add(name)
+                    if len(taken) == count or clock.now() >= deadline:
+                        break
+                    watch()
+                    clock.sleep(_POLL)
         except GivenUpError:
             count = len(taken)
         finally:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
 
 FILE = "leases.jsonl"
@@ -25,17 +24,9 @@ class Leak:
     who: str
 
 
-@dataclass(frozen=True, order=True)
-class Instant:
-    """Point in time in seconds: of CLOCK_MONOTONIC, which orders the events of a machine, and since the epoch."""
-
-    monotonic: float
-    wall: float
-
-
 @dataclass(frozen=True)
 class Span:
-    """One lease, from its request to its end.
+    """One lease, from its request to its end, in seconds of CLOCK_MONOTONIC, which orders the events of a machine.
 
     ``worker`` is the name of the xdist worker that held it, if any; ``waited_for`` names the holders and requests that it
     waited for, as far as it waited long enough to look.
@@ -44,9 +35,9 @@ class Span:
     ids: tuple[str, ...]
     who: str
     pid: int
-    asked: Instant
-    got: Instant
-    released: Instant
+    asked: float
+    got: float
+    released: float
     leak: tuple[Leak, ...] = ()
     worker: str = ""
     waited_for: tuple[str, ...] = ()
@@ -54,21 +45,14 @@ class Span:
     @property
     def seconds(self) -> float:
         """Return how long it had its devices, in seconds."""
-        return self.released.monotonic - self.got.monotonic
+        return self.released - self.got
 
     def on_node(self, node: str, ahead: float, worker: str) -> Span:
         """Return it with the node in the names of its devices, and by the clock here, which the node's is ahead of."""
-        asked, got, released = (
-            Instant(one.monotonic - ahead, one.wall) for one in (self.asked, self.got, self.released)
-        )
+        asked, got, released = (time - ahead for time in (self.asked, self.got, self.released))
         leak = tuple(replace(one, id=f"{node} {one.id}") for one in self.leak)
         ids = tuple(f"{node} {one}" for one in self.ids)
         return replace(self, ids=ids, leak=leak, asked=asked, got=got, released=released, worker=worker)
-
-
-def now() -> Instant:
-    """Return the current time."""
-    return Instant(clock.now(), clock.wall())
 
 
 def append(directory: Path, span: Span) -> None:
@@ -99,8 +83,8 @@ def entries(directory: Path, since: float) -> list[dict[str, Any]]:
             "device": device,
             "who": span.who,
             "worker": span.worker,
-            "begin": round(span.got.monotonic - since, 3),
-            "end": round(span.released.monotonic - since, 3),
+            "begin": round(span.got - since, 3),
+            "end": round(span.released - since, 3),
             # Leaks of an earlier holder do not count for this lease.
             "leak": sum(leak.bytes for leak in span.leak if leak.id == device and leak.who == span.who),
         }
@@ -120,16 +104,16 @@ def gaps(spans: Sequence[Span], since: float, until: float) -> list[dict[str, An
     """
     if not spans:
         return []
-    first, last = min(span.asked.monotonic for span in spans), max(span.released.monotonic for span in spans)
-    waits = [span for span in spans if span.got.monotonic - span.asked.monotonic >= SHORTEST_GAP_S]
-    times = sorted({first, last, *(time for span in waits for time in (span.asked.monotonic, span.got.monotonic))})
+    first, last = min(span.asked for span in spans), max(span.released for span in spans)
+    waits = [span for span in spans if span.got - span.asked >= SHORTEST_GAP_S]
+    times = sorted({first, last, *(time for span in waits for time in (span.asked, span.got))})
 
     def why(time: float) -> str:
         if time < first:
             return "collection, and start of the fork servers"
         if time > last:
             return "nothing left to run"
-        waiting = [span for span in waits if span.asked.monotonic <= time < span.got.monotonic]
+        waiting = [span for span in waits if span.asked <= time < span.got]
         holders = dict.fromkeys(who for span in waiting for who in span.waited_for)
         if holders:
             return f"a run waits for {', '.join(holders)}"
@@ -137,7 +121,7 @@ def gaps(spans: Sequence[Span], since: float, until: float) -> list[dict[str, An
 
     found: list[dict[str, Any]] = []
     for device in sorted({name for span in spans for name in span.ids}):
-        own = sorted((span.got.monotonic, span.released.monotonic) for span in spans if device in span.ids)
+        own = sorted((span.got, span.released) for span in spans if device in span.ids)
         ends, begins = [since, *(end for _, end in own)], [*(begin for begin, _ in own), until]
         for free, taken in zip(ends, begins, strict=True):
             cuts = [free, *(time for time in times if free < time < taken), taken]

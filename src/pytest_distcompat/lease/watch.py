@@ -67,7 +67,7 @@ class Watch:
     inventory: Inventory
     count: int
     who: str
-    blockers: Callable[[Ticket | None], Iterable[Blocker]]
+    blockers: Callable[[], Iterable[Blocker]]
     given_up: set[Blocker]
     run: str
     notify: Callable[[str], None] | None
@@ -81,14 +81,14 @@ class Watch:
         self._next_check = self._began + (0.0 if self.given_up else NOTIFY_AFTER_S)
         self._next_notice = self._began + NOTIFY_AFTER_S
 
-    def __call__(self, ticket: Ticket | None) -> None:
+    def __call__(self) -> None:
         """Check the blockers if it is time to, and notify the user. Raises GivenUpError."""
         now = clock.now()
         if now < self._next_check:
             return
         self._next_check = now + _CHECK_INTERVAL_S
         waited = now - self._began
-        blockers = list(self.blockers(ticket))
+        blockers = list(self.blockers())
         self.waited_for.update(dict.fromkeys(one.who for one in blockers))
         self.text = self._text(blockers, waited)
         stuck = {one for one in blockers if self._stuck(one)}

@@ -49,7 +49,7 @@ def join(host: str, port: int, token: bytes, name: str, wait: float, *, with_par
     welcome = channel.receive()
     if "refused" in welcome:
         raise UsageProblem(f"{name}: {welcome['refused']}")
-    agent = _Agent(channel, name, welcome)
+    agent = _Agent(channel, welcome)
     try:
         return agent.serve()
     finally:
@@ -78,8 +78,8 @@ def boot_id() -> str:
 
 
 class _Agent:
-    def __init__(self, channel: Channel, name: str, welcome: dict[str, Any]) -> None:
-        self._channel, self._name = channel, name
+    def __init__(self, channel: Channel, welcome: dict[str, Any]) -> None:
+        self._channel = channel
         self._environment = dict(os.environ)
         os.chdir(welcome["cwd"])
         self._facts = facts(welcome["root"], welcome["warmth"]["own"], welcome["device"])
@@ -87,9 +87,7 @@ class _Agent:
         self._owned = OwnedDirectory()
         self._spans = self._owned.path / "leases"
         self._leased = LeasedLauncher(
-            self._launcher,
-            functools.cache(functools.partial(self._pool, welcome)),
-            self._say,
+            self._launcher, functools.cache(functools.partial(self._pool, welcome)), self._say
         )
         self._session = self._owned.path / "session.json"
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -109,8 +107,8 @@ class _Agent:
                 self._launcher.warm_up()
             elif message["do"] == "get_warm":
                 self._channel.send({"is": "warm", "problem": self._launcher.get_warm()})
-            elif message["do"] == "share":
-                self._channel.send(self._share(message))
+            elif message["do"] == "write":
+                self._channel.send({"is": "written", "problem": _problem_of_writing(Path(message["path"]))})
             elif message["do"] == "run":
                 try:
                     part = self._part(message)
@@ -128,21 +126,6 @@ class _Agent:
 
     def _say(self, text: str) -> None:
         self._channel.send({"is": "waits", "text": text})
-
-    def _share(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Write one file and read others, in a directory that all nodes should share; return what went wrong."""
-        problem, unseen = "", []
-        if message["write"]:
-            try:
-                Path(message["write"]).write_text(self._name, encoding="utf-8")
-            except OSError as error:
-                problem = str(error.strerror)
-        for name, path in message["read"].items():
-            with contextlib.suppress(OSError):
-                if Path(path).read_text(encoding="utf-8") == name:
-                    continue
-            unseen.append(name)
-        return {"is": "shared", "problem": problem, "unseen": unseen}
 
     def _part(self, message: dict[str, Any]) -> dict[str, Any]:
         """Run this node's part of a run, and return how it ended."""
@@ -229,6 +212,15 @@ class _Agent:
         self._launcher.close()
         self._channel.close()
         self._owned.remove()
+
+
+def _problem_of_writing(path: Path) -> str:
+    """Make a file, which pytest's process is to see; return what went wrong."""
+    try:
+        path.touch()
+    except OSError as error:
+        return str(error.strerror)
+    return ""
 
 
 def _exit(number: int, frame: object) -> None:  # noqa: ARG001 - the signature of handlers

@@ -53,11 +53,6 @@ class Node:
         #: By how much its CLOCK_MONOTONIC is ahead of ours.
         self.ahead = 0.0
 
-    @property
-    def address(self) -> str:
-        """The address by which other nodes reach it."""
-        return self.channel.peer
-
     def measure_clock(self) -> None:
         """Find out how far ahead its clock is, from the fastest of several answers."""
         fastest = math.inf
@@ -90,12 +85,12 @@ class Node:
             self.lost, self.lost_at = why, clock.now()
         self.channel.close()
 
-    def answer(self) -> dict[str, Any]:
-        """Return the answer to a message that was sent between runs; a problem if the node is gone."""
+    def problem(self) -> str:
+        """Return the answer to a message that was sent between runs: what is wrong, perhaps that the node is gone."""
         while not self.lost or not self.messages.empty():
             with contextlib.suppress(queue.Empty):
-                return self.messages.get(timeout=0.1)
-        return {"problem": self.lost, "unseen": []}
+                return str(self.messages.get(timeout=0.1)["problem"])
+        return self.lost
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message, unless the node is gone."""
@@ -137,7 +132,8 @@ class NodesLauncher(Launcher):
         self._one, self._executor, self._settings = one, executor, settings
         self._warmth, self._session = warmth, session
         self._nodes: dict[str, Node] = {}
-        self._changed = threading.Condition()
+        #: So that a name is taken once.
+        self._admitting = threading.Lock()
         self._listener: Listener | None = None
         self._processes: list[subprocess.Popen[str]] = []
         self._environment = dict(os.environ)
@@ -170,7 +166,7 @@ class NodesLauncher(Launcher):
         node: Node | None = None
         try:
             node = Node(channel, channel.receive())
-            with self._changed:
+            with self._admitting:
                 refused = self._refused(node)
                 if not refused:
                     self._nodes[node.name] = node
@@ -189,9 +185,7 @@ class NodesLauncher(Launcher):
             if node.boot != boot_id():
                 node.measure_clock()
             node.send({"do": "warm", "session": self._session})
-            with self._changed:
-                node.facts = message["facts"]
-                self._changed.notify_all()
+            node.facts = message["facts"]
             node.listen()
         except (OSError, NotProvedError, KeyError, ValueError) as error:
             if node is None:
@@ -203,7 +197,7 @@ class NodesLauncher(Launcher):
     def _refused(self, node: Node) -> str:
         known = self._nodes.get(node.name)
         if known is not None and not known.lost:
-            return f"a node of that name has joined from {known.address} already; expected another --name"
+            return f"a node of that name has joined from {known.channel.peer} already; expected another --name"
         present = [one.name for one in self._nodes.values() if not one.lost]
         full = len(present) >= self._settings.nodes
         return f"all {len(present)} nodes have joined: {', '.join(present)}" if full else ""
@@ -225,16 +219,14 @@ class NodesLauncher(Launcher):
             return process is None or process.poll() is not None
 
         def joined() -> list[Node]:
-            return [node for node in self._nodes.values() if node.facts and not node.lost]
+            return [node for node in list(self._nodes.values()) if node.facts and not node.lost]
 
         def decided() -> bool:
-            return len(joined()) >= self._settings.nodes or self._failed_start() or any(map(gone, self._lost()))
+            ended = bool(self._processes) and all(process.poll() is not None for process in self._processes)
+            return len(joined()) >= self._settings.nodes or ended or any(map(gone, self._lost()))
 
-        with self._changed:
-            deadline = clock.now() + self._settings.wait
-            while not decided() and clock.now() < deadline:
-                self._changed.wait(0.1)
-            present = joined()
+        clock.wait_until(decided, self._settings.wait)
+        present = joined()
         if len(present) < self._settings.nodes:
             for node in self._lost():
                 if process := self._restarted.get(node):
@@ -260,27 +252,18 @@ class NodesLauncher(Launcher):
         return problem
 
     def _unshared(self, nodes: list[Node]) -> str:
-        """Return which node has another directory in place of the shared one; empty if all see each other's files there."""
-        directory = Path(self._settings.shared, f"nodes-{uuid.uuid4().hex[:8]}")
+        """Return which node has another directory in place of the shared one; empty if pytest sees what all write there."""
+        shared = self._settings.shared
+        # A node that can write below this new directory sees what pytest makes.
+        directory = Path(shared, f"nodes-{uuid.uuid4().hex[:8]}")
         directory.mkdir(parents=True)
-        files = {node.name: str(directory / str(number)) for number, node in enumerate(nodes)}
-        here = f"pytest on {socket.gethostname()}"
-        (directory / "pytest").write_text(here, encoding="utf-8")
-        found = [
-            f"{node.name} cannot write in {self._settings.shared} ({answer['problem']})"
-            for node, answer in _asked(nodes, lambda node: {"do": "share", "write": files[node.name], "read": {}})
-            if answer["problem"]
-        ]
-        files[here] = str(directory / "pytest")
-        found = found or [
-            f"{node.name} does not see what {unseen} wrote in {self._settings.shared}"
-            for node, answer in _asked(nodes, lambda _: {"do": "share", "write": "", "read": files})
-            for unseen in answer["unseen"][:1]
-        ]
-        found = found or [
-            f"{here} does not see what {name} wrote in {self._settings.shared}"
-            for name, path in files.items()
-            if not Path(path).exists()
+        files = {node: directory / str(number) for number, node in enumerate(nodes)}
+        answers = _asked(nodes, lambda node: {"do": "write", "path": str(files[node])})
+        found = [f"{node.name} cannot write in {shared} ({problem})" for node, problem in answers if problem]
+        found += [
+            f"pytest on {socket.gethostname()} does not see what {node.name} wrote in {shared}"
+            for node, path in files.items()
+            if not path.exists()
         ]
         shutil.rmtree(directory, ignore_errors=True)
         advice = (
@@ -289,10 +272,7 @@ class NodesLauncher(Launcher):
         return f"{found[0]}: {advice}" if found else ""
 
     def _lost(self) -> list[Node]:
-        return [node for node in self._nodes.values() if node.lost]
-
-    def _failed_start(self) -> bool:
-        return bool(self._processes) and all(process.poll() is not None for process in self._processes)
+        return [node for node in list(self._nodes.values()) if node.lost]
 
     def get_warm(self) -> str:
         """Wait until what runs on one node is ready; return what is wrong with it."""
@@ -303,18 +283,13 @@ class NodesLauncher(Launcher):
         if request.nodes == 1 and not self._settings.node:
             return self._one.run(request, reuse)
         self._one.retire()
-        problem = self.ready()
-        if problem:
+        if problem := self.ready():
             return Ending.not_launched(request.world_size, problem)
         nodes = sorted((node for node in self._nodes.values() if not node.lost), key=lambda node: node.name)
         nodes = nodes[: request.nodes]
         # Imports take seconds on each node, and the time limit begins with the ranks.
-        cold = [
-            f"{node.name}: {answer['problem']}"
-            for node, answer in _asked(nodes, lambda _: {"do": "get_warm"})
-            if answer["problem"]
-        ]
-        if cold:
+        answers = _asked(nodes, lambda _: {"do": "get_warm"})
+        if cold := [f"{node.name}: {problem}" for node, problem in answers if problem]:
             return Ending.not_launched(request.world_size, "\n".join(cold))
         return _Run(nodes, request.from_here(), self._environment, self._settings).run()
 
@@ -341,11 +316,11 @@ class NodesLauncher(Launcher):
         self._one.close()
 
 
-def _asked(nodes: list[Node], message: Callable[[Node], Mapping[str, Any]]) -> list[tuple[Node, dict[str, Any]]]:
-    """Send each node a message, then wait for their answers."""
+def _asked(nodes: list[Node], message: Callable[[Node], Mapping[str, Any]]) -> list[tuple[Node, str]]:
+    """Send each node a message, then wait for their answers: what is wrong, empty if nothing is."""
     for node in nodes:
         node.send(message(node))
-    return [(node, node.answer()) for node in nodes]
+    return [(node, node.problem()) for node in nodes]
 
 
 class _Run:
@@ -357,9 +332,8 @@ class _Run:
         self._each = request.world_size // len(nodes)
         self._parts: dict[str, dict[str, Any]] = {}
         self._stopped_at: float | None = None
-        now = {**os.environ}
-        self._set = {name: value for name, value in now.items() if environment.get(name) != value}
-        self._unset = [name for name in environment if name not in now]
+        self._set = {name: value for name, value in os.environ.items() if environment.get(name) != value}
+        self._unset = [name for name in environment if name not in os.environ]
         if not settings.node:
             # A node that leases devices says for which test.
             self._set.pop("PYTEST_CURRENT_TEST", None)
@@ -371,7 +345,7 @@ class _Run:
         # A run that has to wait for its devices has its time limit from its first rank on.
         deadline = math.inf if self._settings.node else began + self._request.timeout + AFTER_LIMIT_S
         run_id = uuid.uuid4().hex
-        store: list[Any] = [self._nodes[0].address, 0]
+        store: list[Any] = [self._nodes[0].channel.peer, 0]
         failed_at: float | None = None
         waiting = list(enumerate(self._nodes))
         self._send(*waiting.pop(0), run_id, store)
@@ -400,7 +374,7 @@ class _Run:
     def _send(self, number: int, node: Node, run_id: str, store: list[Any]) -> None:
         place = {}
         if not self._settings.node:
-            place = dataclasses.asdict(Place(number, len(self._nodes), node.address, (store[0], store[1]), run_id))
+            place = dataclasses.asdict(Place(number, len(self._nodes), node.channel.peer, (store[0], store[1]), run_id))
         request = dataclasses.asdict(self._request)
         changes = {"set": self._set, "unset": self._unset, "id": run_id[:8]}
         node.send({"do": "run", "request": request, "place": place, **changes})
@@ -446,7 +420,7 @@ class _Run:
 
     def _conclude(self, began: float) -> Ending:
         processes: dict[int, RankProcess] = {}
-        errors, known = [], dict[str, Any]()
+        errors: list[str] = []
         events = LogReader(self._directory, range(self._request.world_size)).read()
         for number, node in enumerate(self._nodes):
             part = self._parts[node.name]
@@ -464,27 +438,22 @@ class _Run:
                 errors += [f"{node.name}: {part['lost']}"] * all(of_kind(Done, events[rank]) for rank in ranks)
             elif part["known"].get("launch_error"):
                 errors.append(f"{node.name}: {part['known']['launch_error']}")
-            self._merge(known, part["known"], node)
             self._write_output(part["output"])
-        known |= {"launch_error": "\n".join(errors), "seconds": clock.now() - began, "command": self._request.command()}
+        parts = [(node, self._parts[node.name]["known"]) for node in self._nodes]
+        known = {
+            "timed_out": any(part.get("timed_out") for _, part in parts),
+            "timeout": self._request.timeout,
+            "ended_since": min(part.get("ended_since", math.inf) - node.ahead for node, part in parts),
+            "oom_kills": max(part.get("oom_kills", 0) for _, part in parts),
+            "first": next((part["first"] for _, part in parts if part.get("first") is not None), None),
+            "left_over": tuple(f"{one} on {node.name}" for node, part in parts for one in part.get("left_over", ())),
+            "notice": next((part["notice"] for _, part in parts if part.get("notice")), ""),
+            "launch_error": "\n".join(errors),
+            "seconds": clock.now() - began,
+            "command": self._request.command(),
+        }
         leaks = tuple(one for part in self._parts.values() for one in part.get("leaks", ()))
         return dataclasses.replace(conclude(events, processes, **known), leaks=leaks)
-
-    @staticmethod
-    def _merge(known: dict[str, Any], part: Mapping[str, Any], node: Node) -> None:
-        """Add what a part knows to what is known of the whole run."""
-        known["timed_out"] = known.get("timed_out", False) or part.get("timed_out", False)
-        known["timeout"] = part.get("timeout", known.get("timeout", 0.0))
-        ended = part.get("ended_since", math.inf) - node.ahead
-        known["ended_since"] = min(known.get("ended_since", math.inf), ended)
-        known["oom_kills"] = max(known.get("oom_kills", 0), part.get("oom_kills", 0))
-        if known.get("first") is None:
-            known["first"] = part.get("first")
-        known["left_over"] = (
-            *known.get("left_over", ()),
-            *(f"{one} on {node.name}" for one in part.get("left_over", ())),
-        )
-        known["notice"] = known.get("notice") or part.get("notice", "")
 
     def _write_output(self, output: Mapping[str, Mapping[str, str]]) -> None:
         """Write what the ranks of a node wrote to where reports look for it."""

@@ -47,7 +47,7 @@ class Debugger:
 
     def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[Any], report: Any) -> None:
         """Debug a failure: on ranks, if the item failed there."""
-        from pytest_distcompat.launch.debugging import OPTION
+        from pytest_distcompat.launch.rank import DEBUG_OPTION
 
         failed = node.stash.get(FAILED_RUN, None) if call.when == "call" else None
         if failed is None:
@@ -78,9 +78,9 @@ class Debugger:
                 else "There is no terminal here. In one"
             )
             terminal.line(f"{why}, rank {failed.rank} stops where it failed with:")
-            terminal.line(f"{run} {OPTION} {failed.rank}{comment}{where}")
+            terminal.line(f"{run} {DEBUG_OPTION} {failed.rank}{comment}{where}")
         else:
             terminal.sep(">", f"the run again: rank {failed.rank} stops where it fails (q goes on with the tests)")
             _, *arguments = shlex.split(failed.command)
-            launch = [sys.executable, "-m", "torch.distributed.run", *arguments, OPTION, str(failed.rank)]
+            launch = [sys.executable, "-m", "torch.distributed.run", *arguments, DEBUG_OPTION, str(failed.rank)]
             subprocess.run(launch, check=False)

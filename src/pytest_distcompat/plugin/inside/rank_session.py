@@ -244,7 +244,7 @@ def _watch_hooks(config: pytest.Config, watch: Watch) -> None:
 
     def watched(name: str, function: Any) -> Any:
         def call(*arguments: Any) -> Any:
-            with watch.function(name):
+            with watch.hook(name, alone=True):
                 return function(*arguments)
 
         return call
@@ -404,7 +404,6 @@ class _Reporter:
     directory: Path
     _rank: Any
     _rank_log: Any
-    _debugging: Any
 
     @classmethod
     def of(cls, config: pytest.Config) -> _Reporter:
@@ -419,10 +418,10 @@ class _Reporter:
     def begin(self, log: RankLog, world_size: int, directory: Path) -> None:
         """Report to that log from now on, for a request on so many ranks in that directory."""
         # Imported before the test runs, which may break imports (sys.path, sys.meta_path).
-        from pytest_distcompat.launch import debugging, rank, rank_log
+        from pytest_distcompat.launch import rank, rank_log
 
         self.log, self.phases, self.world_size, self.directory = log, Phases(), world_size, directory
-        self._rank, self._rank_log, self._debugging = rank, rank_log, debugging
+        self._rank, self._rank_log = rank, rank_log
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -432,7 +431,7 @@ class _Reporter:
         report = yield
         mark_lost_peer(report, call)
         if report.failed and call.excinfo is not None:
-            self._debugging.stop(self.log, call.excinfo.value)
+            self._rank.debug(self.log, call.excinfo.value)
         return report
 
     @pytest.hookimpl(trylast=True)
