@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import copy
 import copyreg
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -69,6 +70,14 @@ _ALSO_PATCHED = (copy, json, math, pickle, random, shutil, socket, subprocess)
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 #: Python's own handlers for text that does not fit its encoding.
 _ERROR_HANDLERS = ("strict", "ignore", "replace", "xmlcharrefreplace", "backslashreplace", "namereplace")
+#: prctl(2): pdeathsig, dumpable, keepcaps, securebits, timerslack, child subreaper, no_new_privs, thp_disable.
+_GET_PDEATHSIG, _GET_NAME, _GET_CHILD_SUBREAPER = 2, 16, 37
+_GETTERS_OF_PRCTL = (3, 7, 27, 30, 39, 42)
+#: personality(2): asks for it.
+_READ_PERSONALITY = 0xFFFFFFFF
+_libc = ctypes.CDLL(None)
+#: Has the rounding mode of floating-point numbers; it is a library of its own in glibc.
+_libm = ctypes.CDLL("libm.so.6")
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,10 @@ class ProcessState:
             "timers": [any(signal.getitimer(timer)) for timer in _TIMERS],
             "resource limits": list(map(resource.getrlimit, _RESOURCES)),
             "user, group and session": (os.getresuid(), os.getresgid(), os.getgroups(), os.getpgid(0), os.getsid(0)),
+            "prctl settings": _kernel_settings(),
+            "how numbers are rounded": _libm.fegetround(),
+            "which operations on numbers raise a signal": _libm.fegetexcept(),
+            "its personality and its turn to be killed": (_libc.personality(_READ_PERSONALITY), _oom_score()),
             "the CPUs it may use": (
                 *(os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
                 *(os.sched_getparam(0).sched_priority, _process(os.getpid()).ionice()),
@@ -300,12 +313,32 @@ def _interpreter() -> tuple[object, ...]:
     )
 
 
+def _oom_score() -> str:
+    """Return how soon the kernel kills this process where memory is short."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", encoding="ascii") as file:  # noqa: PTH123 - see _directory
+        return file.read()
+    return ""
+
+
 def _stack_size() -> int:
     """Return the stack size of new threads. Only setting it reads it."""
     size = threading.stack_size()
     if size:
         threading.stack_size(size)
     return size
+
+
+def _kernel_settings() -> list[object]:
+    """Return what prctl set for this process: its name, the signal it gets when its parent dies, and the like."""
+    found: list[object] = [_libc.prctl(option, 0, 0, 0, 0) for option in _GETTERS_OF_PRCTL]
+    for option in (_GET_PDEATHSIG, _GET_CHILD_SUBREAPER):
+        _libc.prctl(option, ctypes.byref(_prctl_number))
+        found.append(_prctl_number.value)
+    _libc.prctl(_GET_NAME, _prctl_name)
+    return [*found, _prctl_name.value]
+
+
+_prctl_number, _prctl_name = ctypes.c_int(), ctypes.create_string_buffer(16)
 
 
 class _Loggers:
