@@ -14,8 +14,11 @@ import pytest
 
 from pytest_distcompat import report as report_room
 from pytest_distcompat.cli import main
-from pytest_distcompat.report import Report, Row, compare, merge, write_report
-from pytest_distcompat.report.result import Table
+from pytest_distcompat.report.compare import compare
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.merge import merge
+from pytest_distcompat.report.result import Row, Table
+from pytest_distcompat.report.write import write_report
 from pytest_distcompat.status import Status, Verdict
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,9 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.events import Action, Done, Event, SnapshotTaken
+from pytest_distcompat.installed import versions
 from pytest_distcompat.launch import Ending, RankEnd, Request
-from pytest_distcompat.report import matrix_text, plain_text, versions
+from pytest_distcompat.report.text import matrix_text, plain_text
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import Trace

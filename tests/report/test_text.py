@@ -13,19 +13,11 @@ from unittest.mock import Mock
 import pytest
 
 from pytest_distcompat.plugin.reporting.summary import MARKUP, show
-from pytest_distcompat.report import (
-    Report,
-    Row,
-    append_summary,
-    causes,
-    causes_text,
-    counts_text,
-    matrix_text,
-    plain_text,
-    rank_of_cause,
-    runs_text,
-    write_report,
-)
+from pytest_distcompat.report.causes import causes, rank_of_cause
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.result import Row
+from pytest_distcompat.report.text import causes_text, counts_text, matrix_text, plain_text, runs_text
+from pytest_distcompat.report.write import append_summary, write_report
 from pytest_distcompat.status import Status, Verdict
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from pytest_distcompat.cli.machine import Finding
-from pytest_distcompat.installed import fits
-from pytest_distcompat.report import versions
+from pytest_distcompat.installed import fits, versions
 
 OURS = "pytest-distcompat"
 #: Packages that depend on one another: a version of one requires versions of the others.

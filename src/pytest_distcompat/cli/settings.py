@@ -58,7 +58,7 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> int:
     from pytest_distcompat.engine import local_runner, not_applicable, run_check
     from pytest_distcompat.known import applying, concerned, shipped
     from pytest_distcompat.profiles import SWEEP_CHECKS
-    from pytest_distcompat.report import Report
+    from pytest_distcompat.report.document import Report
     from pytest_distcompat.settings.pairs import covering_rows, reduced_failures
     from pytest_distcompat.settings.rules import settings_of
 

@@ -100,8 +100,8 @@ def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
 
 def lines(cell: Cell, trace: Trace) -> Iterator[str]:
     """Yield the lines about a training, as far as it got, and about its failure."""
-    from pytest_distcompat.evidence import add_training
-    from pytest_distcompat.report import Row
+    from pytest_distcompat.evidence.cells import add_training
+    from pytest_distcompat.report.result import Row
 
     run, evidence = trace.run(), Row("", trace.driver, cell.id)
     add_training(evidence, run)

@@ -12,7 +12,7 @@ from pytest_distcompat.checks.parity import tolerances
 from pytest_distcompat.cost import sent_bytes, tensor_bytes
 from pytest_distcompat.evidence.meshes import mesh
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.report import Row
+from pytest_distcompat.report.result import Row
 from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace

@@ -12,7 +12,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.evidence.cells import add_training
 from pytest_distcompat.excerpt import excerpt, name_nodes
-from pytest_distcompat.report import Report
+from pytest_distcompat.report.document import Report
 from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.runner import DONE, read_run
 from pytest_distcompat.trace import RunTrace

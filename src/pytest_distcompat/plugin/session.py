@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.launch import Launcher, Warmth
     from pytest_distcompat.lease import Inventory, Pool
     from pytest_distcompat.nodes.launcher import NodesLauncher
-    from pytest_distcompat.report import Report
+    from pytest_distcompat.report.document import Report
     from pytest_distcompat.runner import Runner
 
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
@@ -95,7 +95,7 @@ class DistcompatSession:
     @functools.cached_property
     def last_report(self) -> Report | None:
         """The baseline, else the last report that this session will replace; None if there is none."""
-        from pytest_distcompat.report import Report
+        from pytest_distcompat.report.document import Report
 
         baseline: Report | None = self.setting("baseline").value
         last = (path for path in self.setting("report").value if path.suffix == ".json" and path.exists())

@@ -18,7 +18,6 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report.format_1 import from_format_1
 from pytest_distcompat.report.result import Row
 from pytest_distcompat.status import Status, Verdict
 
@@ -110,19 +109,17 @@ class Report:
 
     @classmethod
     def from_json(cls, data: Any) -> Report:
-        """Return the report that ``to_json`` of this or an earlier release wrote. Unknown keys are ignored.
+        """Return the report that ``to_json`` wrote. Unknown keys are ignored.
 
         Raises:
             UsageProblem: The data is no report.
         """
         if not isinstance(data, Mapping) or "format" not in data:
             raise UsageProblem("is no report of pytest-distcompat")
-        if data["format"] not in {1, FORMAT}:
-            raise UsageProblem(f"format {data['format']!r} is not known here; expected 1 or {FORMAT}")
+        if data["format"] != FORMAT:
+            raise UsageProblem(f"format {data['format']!r} is not known here; expected {FORMAT}")
         if _too_deep(data):
             raise UsageProblem(f"is no report: more than {MAX_DEPTH} objects and lists are inside one another")
-        if data["format"] == 1:
-            data = from_format_1(data)
         for problem in _problems(_schema(), data):
             raise UsageProblem(f"is no report: {problem}")
         results = [decode(Verdict, one) for one in data["results"]]

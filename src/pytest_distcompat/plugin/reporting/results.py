@@ -14,6 +14,7 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
+from pytest_distcompat.installed import versions
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.plugin.reporting.progress import Forecast, Progress
@@ -21,18 +22,12 @@ from pytest_distcompat.plugin.reporting.summary import fold_failures, show
 from pytest_distcompat.plugin.selection import is_narrowed, strip_group
 from pytest_distcompat.plugin.session import DistcompatSession
 from pytest_distcompat.plugin.shard import FILE as SHARDS
-from pytest_distcompat.report import (
-    Report,
-    Row,
-    append_summary,
-    compare,
-    facets,
-    rank_of_cause,
-    send,
-    versions,
-    with_device_seconds,
-    write_report,
-)
+from pytest_distcompat.report.causes import rank_of_cause
+from pytest_distcompat.report.compare import compare
+from pytest_distcompat.report.document import Report, facets
+from pytest_distcompat.report.result import Row
+from pytest_distcompat.report.telemetry import send, with_device_seconds
+from pytest_distcompat.report.write import append_summary, write_report
 from pytest_distcompat.status import Status, Verdict
 
 #: The attribute of a report that carries a verdict from an xdist worker to the controller.
@@ -226,7 +221,7 @@ class Results:
         self._written += filter(None, [send(self.report)])
 
     def _report(self, exitstatus: int) -> Report:
-        from pytest_distcompat.evidence import add_evidence, read_store
+        from pytest_distcompat.evidence.store import add_evidence, read_store
 
         runs = read_store(self.session.runs)
         unreached = [nodeid for nodeid in self.collected if nodeid not in self.results]
