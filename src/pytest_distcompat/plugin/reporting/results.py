@@ -14,6 +14,7 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.installed import versions
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.options import OPTIONS
@@ -166,13 +167,8 @@ class Results:
         result = self.results.get(nodeid)
         values: dict[str, object] = {}
         if result is not None:
-            values = {
-                "cell": result.cell,
-                "driver": result.driver,
-                "check": result.check,
-                "status": result.status.value,
-            }
-            values["rank"] = result.rank
+            values = {name: getattr(result, name) for name in ("cell", "driver", "check")}
+            values |= {"status": result.status.value, "rank": result.rank}
         elif "distcompat" in report.keywords and not _parse_suite_item(nodeid):
             # A marked test: its cell, where it has one, is in its id.
             parts = nodeid.rpartition("[")[2].rstrip("]")
@@ -231,13 +227,11 @@ class Results:
         if self._shard:
             session_info["shard"] = {"number": self._shard["number"], "plan": self._shard["plan"]}
         session_info["remove"] = declared_of(self.session).stale()
-        drivers = {row.place: row.driver for row in self.cells.values() if row.driver}
-        for row in self.cells.values():
-            row.driver = drivers.get(row.place, "")
-        results = [dataclasses.replace(result, driver=drivers.get(result.place, "")) for result in self.ordered()]
-        results = with_device_seconds(results, session_info["timeline"])
-        rows = [self.cells[key] for key in dict.fromkeys(f"{result.place}:{result.cell}" for result in results)]
+        ordered = self.ordered()
+        rows = [self.cells[key] for key in dict.fromkeys(f"{result.place}:{result.cell}" for result in ordered)]
+        results = with_device_seconds(ordered, session_info["timeline"])
         report = Report(session_info, results, rows, unreached=unreached)
+        report.fill_drivers()
         add_evidence(report, runs)
         return report
 
@@ -273,11 +267,9 @@ class Results:
             # The cells that can run are all in other shards.
             return
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        cells: dict[str, list[str]] = {}
-        for result in self.ordered():
-            cells.setdefault(result.reason or result.message, []).append(f"{result.suite} {result.cell}")
-        for nodeid, reason in self.without_cells.items():
-            cells.setdefault(reason, []).append(nodeid.split("::")[-2])
+        named = [(one.reason or one.message, f"{one.suite} {one.cell}") for one in self.ordered()]
+        named += [(reason, nodeid.split("::")[-2]) for nodeid, reason in self.without_cells.items()]
+        cells = grouped(named)
         self._nothing_ran = ["no cell ran, so nothing was checked; expected at least one verdict"]
         self._nothing_ran += [f"  {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in cells.items()]
         missing = dict.fromkeys(package for reason in cells for package in _NOT_INSTALLED.findall(reason))
