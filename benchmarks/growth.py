@@ -65,7 +65,8 @@ def test_it(number): ...
 WRITE = """
 import gc, sys, time
 from pathlib import Path
-from pytest_distcompat.report import Report, write_report
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.write import write_report
 
 def memory(name):
     return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0]) / 1000

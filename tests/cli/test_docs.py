@@ -28,7 +28,7 @@ from pytest_distcompat.known import read_file
 from pytest_distcompat.plugin.marked.marker import read_mark
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.report import Report
+from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import Status
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Trace

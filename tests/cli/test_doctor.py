@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.checks import CHECKS
-from pytest_distcompat.cli import doctor, installation, machine, main
+from pytest_distcompat.cli import doctor, machine, main
 from pytest_distcompat.cli.capabilities import capability
 from pytest_distcompat.cli.machine import Machine
 from pytest_distcompat.driver import Driver
@@ -100,7 +100,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "accelerate": ["torch>=2.0", "numpy<1", 'torch==9; extra == "dev"', 'torch<1; python_version < "3"'],
     }
     monkeypatch.setattr("importlib.metadata.requires", wants.get)
-    monkeypatch.setattr(installation, "installed", lambda: found)
+    monkeypatch.setattr(machine, "installed", lambda: found)
     return found
 
 
@@ -129,12 +129,12 @@ def test_contradicting_packages_are_a_problem(
     packages: dict[str, str], change: dict[str, str], expected: list[str]
 ) -> None:
     packages.update(change)
-    assert [f"{one.level}: {one.text}" for one in installation.findings()] == expected
+    assert [f"{one.level}: {one.text}" for one in machine.package_findings()] == expected
 
 
 def test_without_torch(packages: dict[str, str]) -> None:
     del packages["torch"]
-    (finding,) = installation.findings()
+    (finding,) = machine.package_findings()
     assert finding.text == "torch is not installed: pip install 'pytest-distcompat[torch]'"
 
 
@@ -192,7 +192,7 @@ def test_a_machine_on_which_no_cell_can_run_has_a_problem() -> None:
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A good machine and good packages."""
     monkeypatch.setattr(machine, "this_machine", lambda: GOOD)
-    monkeypatch.setattr(installation, "findings", lambda: iter(()))
+    monkeypatch.setattr(machine, "package_findings", lambda: iter(()))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,11 @@ import pytest
 
 from pytest_distcompat import report as report_room
 from pytest_distcompat.cli import main
-from pytest_distcompat.report import Report, Row, compare, merge, write_report
-from pytest_distcompat.report.result import Table
+from pytest_distcompat.report.compare import compare
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.merge import merge
+from pytest_distcompat.report.result import Row, Table
+from pytest_distcompat.report.write import write_report
 from pytest_distcompat.status import Status, Verdict
 
 ROOT = Path(__file__).parents[2]
@@ -53,13 +56,13 @@ def test_a_message_does_nothing_to_the_terminal(write: Any, capsys: pytest.Captu
     after.results[0] = dataclasses.replace(after.results[0], message=evil, driver="d\n\x1b[1A")
     # As somebody else may have written it: our own writer leaves out what has no encoding.
     changed = tmp_path / "after.json"
-    changed.write_text(json.dumps(after.to_json()), encoding="utf-8")
+    changed.write_text(after.to_text(), encoding="utf-8")
     assert main(["diff", write("before.json", before), str(changed)]) == 1
     out = capsys.readouterr().out
     assert "\x1b" not in out
     expected = r"rank 0: \x1b[2J\x1b]0;title\x07 is \x9b31m wrong \udc80"
     assert f"newly broken: ddp-fp32-w2:names (d\\n\\x1b[1A): ok -> FAIL: {expected}" in out.splitlines()
-    changed.write_text(json.dumps({**after.to_json(), "format": "\x1b[2J"}), encoding="utf-8")
+    changed.write_text(json.dumps({**json.loads(after.to_text()), "format": "\x1b[2J"}), encoding="utf-8")
     assert main(["diff", str(changed), str(changed)]) == 2
     changed.with_name("\x1b[2J.json").write_text("[]", encoding="utf-8")
     assert main(["merge", str(changed.with_name("\x1b[2J.json")), "-o", str(tmp_path / "o.json")]) == 2

@@ -16,7 +16,7 @@ import pytest
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.known import shipped
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.report import Report
+from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import Status
 
 from .failing import EXAMPLES

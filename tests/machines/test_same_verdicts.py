@@ -14,7 +14,7 @@ from tests.machines.cluster import cluster
 from tests.nodes.test_suites import run_on, verdicts
 from tests.plugin.conftest import RunPytest
 
-from pytest_distcompat.report import Report
+from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
     from tests.machines.network import Network

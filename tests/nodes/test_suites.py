@@ -11,7 +11,7 @@ import pytest
 from tests.plugin.conftest import RunPytest
 
 from pytest_distcompat.excerpt import name_nodes
-from pytest_distcompat.report import Report
+from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import Run

@@ -10,7 +10,7 @@ import pytest
 from tests.nodes.test_suites import verdicts
 from tests.plugin.conftest import RunPytest
 
-from pytest_distcompat.report import Report
+from pytest_distcompat.report.document import Report
 
 pytestmark = pytest.mark.spawn
 

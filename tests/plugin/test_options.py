@@ -14,7 +14,7 @@ from pytest_distcompat.plugin.shard import Shard
 from pytest_distcompat.plugin.suite.budget import Budget
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import PROFILES
-from pytest_distcompat.report import Report
+from pytest_distcompat.report.document import Report
 from pytest_distcompat.strategies import STRATEGIES
 
 #: A file of known issues that is right.

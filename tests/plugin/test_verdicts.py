@@ -12,8 +12,9 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.events import Action, Done, Event, SnapshotTaken
+from pytest_distcompat.installed import versions
 from pytest_distcompat.launch import Ending, RankEnd, Request
-from pytest_distcompat.report import matrix_text, plain_text, versions
+from pytest_distcompat.report.text import Line, matrix_text
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import Trace
@@ -80,6 +81,11 @@ TestMine (driver my_driver:Mine)
   refused: ValueError: not supported [zero1-fp32-w2:claim]
 18 verdicts from 12 runs
 """
+
+
+def plain_text(line: Line) -> str:
+    """The line without its styles."""
+    return "".join(text for text, _ in line)
 
 
 def claim(cell: Cell, trace: Trace) -> Iterator[str]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.report import Report, write_report
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.write import write_report
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

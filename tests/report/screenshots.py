@@ -10,7 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pytest_distcompat.report import Report, merge, write_report
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.merge import merge
+from pytest_distcompat.report.write import write_report
 
 from .conftest import CHROMIUM, REAL
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.report import Report
 from pytest_distcompat.report.compare import compare
+from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import Status, Verdict
 
 if TYPE_CHECKING:

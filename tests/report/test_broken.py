@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_distcompat.report import Report, causes
+from pytest_distcompat.report.causes import causes
+from pytest_distcompat.report.document import Report
 
 BROKEN = Path(__file__).with_name("broken")
 

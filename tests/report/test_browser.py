@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.report import Report, write_report
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.write import write_report
 from pytest_distcompat.status import Status, Verdict
 
 from .conftest import NO_BROWSER

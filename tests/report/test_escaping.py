@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.report import Report, write_report
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.write import write_report
 from pytest_distcompat.status import Status, Verdict
 
 from .conftest import NO_BROWSER

@@ -14,10 +14,12 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.events import SnapshotTaken
-from pytest_distcompat.evidence import add_evidence, add_training, read_store
+from pytest_distcompat.evidence.cells import add_training
+from pytest_distcompat.evidence.store import add_evidence, read_store
 from pytest_distcompat.launch import Ending, RankEnd, Request
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.report import Report, Row
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.result import Row
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.scenario import STEPS
 from pytest_distcompat.trace import (

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat import clock
-from pytest_distcompat.evidence import running
+from pytest_distcompat.evidence.store import running
 from pytest_distcompat.plugin.reporting import progress
-from pytest_distcompat.report import Report
+from pytest_distcompat.report.document import Report
 from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.scenario import Run
 from pytest_distcompat.status import Status, Verdict

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.cli import main
-from pytest_distcompat.report import Report
+from pytest_distcompat.report.document import Report
 
 from .test_session import RUNS, STATUS, load, statuses
 

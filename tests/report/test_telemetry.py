@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from pytest_distcompat.report import Report, send, with_device_seconds
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.telemetry import send, with_device_seconds
 from pytest_distcompat.status import Status, Verdict
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -13,23 +13,20 @@ from unittest.mock import Mock
 import pytest
 
 from pytest_distcompat.plugin.reporting.summary import MARKUP, show
-from pytest_distcompat.report import (
-    Report,
-    Row,
-    append_summary,
-    causes,
-    causes_text,
-    counts_text,
-    matrix_text,
-    plain_text,
-    rank_of_cause,
-    runs_text,
-    write_report,
-)
+from pytest_distcompat.report.causes import causes, rank_of_cause
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.result import Row
+from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, runs_text
+from pytest_distcompat.report.write import append_summary, write_report
 from pytest_distcompat.status import Status, Verdict
 
 if TYPE_CHECKING:
     from .conftest import Session
+
+
+def plain_text(line: Line) -> str:
+    """The line without its styles."""
+    return "".join(text for text, _ in line)
 
 
 def result(cell: str, check: str, status: str = "passed", message: str = "", reproduce: str = "") -> Verdict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import re
 import time
@@ -13,8 +12,10 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.cli import main
-from pytest_distcompat.report import History, Report, Row, Trend, trend, trend_html
-from pytest_distcompat.report.html import sparkline
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.html import sparkline, trend_html
+from pytest_distcompat.report.result import Row
+from pytest_distcompat.report.trend import History, Trend, trend
 from pytest_distcompat.status import Status, Verdict
 
 from .conftest import NO_BROWSER
@@ -248,9 +249,7 @@ def test_the_command_writes_the_page(
     monkeypatch.chdir(tmp_path)
     reports = nights("122", names="oFF", data="oo.")
     write(tmp_path / "nights", reports)
-    old = {**json.loads(night(3, {"names": "F"}, "2.2").to_text()), "format": 1}
-    old["run"] = old.pop("session")
-    (tmp_path / "nights" / "old.json").write_text(json.dumps(old), encoding="utf-8")
+    (tmp_path / "nights" / "last.json").write_text(night(3, {"names": "F"}, "2.2").to_text(), encoding="utf-8")
     (tmp_path / "nights" / "report.html").write_text("<p>not read</p>", encoding="utf-8")
     assert main(["trend", "nights"]) == 0
     out = capsys.readouterr().out.splitlines()

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cli import main
-from pytest_distcompat.report import FORMATS, Report, write_report
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.write import FORMATS, write_report
 
 from .conftest import REAL
 

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.suite.budget import Budget, read_budget
-from pytest_distcompat.report import Report
+from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import Status, Verdict
 
 CELLS = [f"ddp-fp32-w2-set_A.b={n}" for n in range(40)]

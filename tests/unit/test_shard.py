@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from pytest_distcompat.plugin.shard import divide
-from pytest_distcompat.report import Report, Row
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.result import Row
 
 UNITS = {f"t.py::TestMine[cell-{n}]": 10.0 for n in range(24)} | {"test_a.py": 0.3, "test_b.py": 2.0}
 

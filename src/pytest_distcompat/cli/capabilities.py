@@ -13,6 +13,7 @@ from pytest_distcompat.cli.output import table
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.engine import not_applicable
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.known import KnownIssue, applying, concerned
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import MESH
@@ -54,10 +55,7 @@ class Capability:
         if whole:
             yield from table(("cells that can run", *STRATEGIES.names()), self._axes())
             yield from self._checks()
-        by_reason: dict[str, list[Cell]] = {}
-        for cell, reason in self.reasons.items():
-            if reason:
-                by_reason.setdefault(reason, []).append(cell)
+        by_reason = grouped((reason, cell) for cell, reason in self.reasons.items() if reason)
         ordered = sorted(by_reason.items(), key=lambda pair: len(pair[1]), reverse=True)
         for reason, cells in ordered if whole else ordered[:SHOWN_REASONS]:
             yield f"    {len(cells)} not: {reason} [{cells[0].id}{', ...' * (len(cells) > 1)}]"
@@ -89,11 +87,8 @@ class Capability:
 
 def _by_axes(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
     """Return the cells on a mesh of several dimensions by the names of their mesh options."""
-    found: dict[str, list[Cell]] = {}
-    for cell in cells:
-        if names := [name for name, _ in cell.options if name in MESH]:
-            found.setdefault(" x ".join(names), []).append(cell)
-    return found
+    named = ((" x ".join(name for name, _ in cell.options if name in MESH), cell) for cell in cells)
+    return grouped((names, cell) for names, cell in named if names)
 
 
 def capability(

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.cli.drivers import named
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.failures import UsageProblem
 
@@ -39,13 +38,13 @@ def add(commands: Any) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     from pytest_distcompat.cli import machine
     from pytest_distcompat.cli.capabilities import capability, issues_here
-    from pytest_distcompat.drivers import DRIVERS
+    from pytest_distcompat.drivers import DRIVERS, find_driver
     from pytest_distcompat.known import read_file, shipped
 
     if options.gpus < 0:
         raise UsageProblem(f"--gpus {options.gpus} is not right: expected a whole number of at least 0")
     names = options.driver or list(DRIVERS.names())
-    drivers = [named(name) for name in names]
+    drivers = [find_driver(name) for name in names]
     issues = [issue for path in options.known for issue in read_file(path)] + list(shipped())
     here = machine.this_machine()
     size = len(here.visible) or CPU_WORLD_SIZE
@@ -59,9 +58,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _findings(here: Machine, wanted: int, cells: Sequence[Capability]) -> Iterator[Finding]:
     """Yield what is wrong with the packages and the machine, and whether GPUs or cells are missing."""
-    from pytest_distcompat.cli import installation, machine
+    from pytest_distcompat.cli import machine
 
-    yield from installation.findings()
+    yield from machine.package_findings()
     yield from machine.findings(here)
     if len(here.visible) < wanted:
         text = f"{wanted} GPUs are wanted, {len(here.visible)} of {len(here.gpus)} are visible"
@@ -82,11 +81,11 @@ def _lines(
     whole: bool,
 ) -> Iterator[str]:
     """Yield the lines for the terminal; ``whole``: with every reason and link."""
-    from pytest_distcompat.cli import installation
+    from pytest_distcompat.cli import machine
 
     yield "installed"
-    yield f"  {', '.join(f'{name} {version}' for name, version in installation.installed().items())}"
-    yield from (f"  {kind} {one}" for kind, origins in installation.extensions().items() for one in origins)
+    yield f"  {', '.join(f'{name} {version}' for name, version in machine.installed().items())}"
+    yield from (f"  {kind} {one}" for kind, origins in machine.extensions().items() for one in origins)
     yield from ("", "devices", *(f"  {line}" for line in _devices(here)), "")
     yield f"cells that can be run here, those without options one by one ({world_size} ranks, {here.device})"
     yield from (f"  {line}" for one in cells for line in one.lines(whole=whole))

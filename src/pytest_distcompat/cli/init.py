@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import string
 import sys
 from collections.abc import Iterator
+from importlib import resources
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -20,55 +22,15 @@ from pytest_distcompat.failures import UsageProblem
 
 #: A link, since the installed package has no docs/.
 ADOPT = "https://github.com/pytest-distcompat/pytest-distcompat/blob/main/docs/adopt.md"
-SUITE = '''"""Does the trainer still train the same model under every strategy? https://github.com/pytest-distcompat/pytest-distcompat"""
-
-from pytest_distcompat import CompatSuite, Matrix
-
-
-class TestDistcompat(CompatSuite):
-    driver = "{driver}"
-    matrix = Matrix(strategies={strategies}, precisions={precisions})
-'''
-DRIVER = '''"""The trainer under test; what its own arguments are goes through make_trainer."""
-
-from pytest_distcompat.drivers.trainer import TrainerDriver
-
-
-class Driver(TrainerDriver):
-    name = "{name}"
-
-    def make_trainer(self, **settings):
-        from {module} import {name}
-
-        return {name}(**settings)
-'''
-WORKFLOW = """name: distcompat
-on:
-  pull_request:
-  schedule: [{{cron: "41 2 * * *"}}]
-  workflow_dispatch:
-permissions:
-  contents: read
-jobs:
-  cpu:
-    # Each strategy once in a pull request, the whole matrix at night. For GPUs: a runner that has some, and gpus: its number.
-    runs-on: ubuntu-latest
-    timeout-minutes: 60
-    steps:
-      - uses: actions/checkout@11d5960a326750d5838078e36cf38b85af677262  # v4.4.0
-      - uses: actions/setup-python@a26af69be951a213d495a4c3e4e4022e16d87065  # v5.6.0
-        with: {{python-version: "3.12"}}
-      - run: pip install torch --index-url https://download.pytorch.org/whl/cpu
-      - run: pip install {install}
-      - uses: pytest-distcompat/pytest-distcompat/.github/actions/distcompat@v{version}
-        with:
-          tests: {tests}
-          gpus: "0"
-          profile: ${{{{ github.event_name == 'pull_request' && 'smoke' || 'default' }}}}
-"""
 #: The profile of a session without options, which takes seconds rather than minutes.
 KEY, VALUE = "distcompat_profile", "smoke"
 STRATEGIES = {"deepspeed": ("zero1", "zero3"), "torch": ("ddp", "fsdp2")}
+
+
+class _Template(string.Template):
+    """Text of a file to write. A dollar sign is GitHub's own."""
+
+    delimiter = "@@"
 
 
 def add(commands: Any) -> None:
@@ -131,7 +93,7 @@ def _files(found: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
         driver = f"{found.driver.module}:{found.driver.name}"
     elif not chosen and found.trainer is not None:
         driver = f"{_driver_module(found)}:Driver"
-        yield driver_file, DRIVER.format(module=found.trainer.module, name=found.trainer.name)
+        yield driver_file, _filled("driver.txt", module=found.trainer.module, name=found.trainer.name)
     strategies = STRATEGIES.get(library, ("ddp", "fsdp2", *(("zero2",) if "deepspeed" in found.imports else ())))
     precisions: tuple[str, ...] = ("fp32", "bf16_mixed")
     loop = _loop(found, chosen)
@@ -139,17 +101,20 @@ def _files(found: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
         driver, strategies, precisions = f"{_driver_module(found)}:LoopDriver", loop.strategies, (loop.precision,)
         yield driver_file, loop.source
     named = {"strategies": _tuple(strategies), "precisions": _tuple(precisions)}
-    yield found.tests / "test_distcompat.py", SUITE.format(driver=driver, **named)
+    yield found.tests / "test_distcompat.py", _filled("suite.txt", driver=driver, **named)
     if not found.settings.exists:
         lines = [line for _, line in _settings_lines(found, chosen)]
         yield relative(found.settings.file, found.root), "\n".join((f"[{found.settings.table}]", *lines, ""))
     if found.on_github:
         extras = dict.fromkeys((library, *(("deepspeed",) if "deepspeed" in found.imports else ())))
         install = f"{'. ' if found.installs else ''}'pytest-distcompat[{','.join(extras)}]'"
-        text = WORKFLOW.format(
-            install=install, version=__version__, tests=(found.tests / "test_distcompat.py").as_posix()
-        )
+        tests = (found.tests / "test_distcompat.py").as_posix()
+        text = _filled("workflow.yml", install=install, version=__version__, tests=tests)
         yield Path(".github/workflows/distcompat.yml"), text
+
+
+def _filled(template: str, **values: str) -> str:
+    return _Template((resources.files(__package__) / "templates" / template).read_text("utf-8")).substitute(values)
 
 
 def _loop(found: Repository, chosen: str) -> Scaffold | None:

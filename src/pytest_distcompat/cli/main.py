@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pytest_distcompat import __version__
-from pytest_distcompat.cli import doctor, init, join, releases, reports, sbatch, settings, trace, walk
+from pytest_distcompat.cli import doctor, init, nodes, releases, reports, settings, trace, walk
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 
-#: The exit codes: nothing is wrong; news or problems; wrong arguments, as in pytest and argparse.
-OK, NEWS, USAGE = 0, 1, 2
-#: The exit code of a shell after Ctrl-C.
-INTERRUPTED = 130
+#: The exit codes: nothing is wrong; news or problems; wrong arguments, as in pytest and argparse; a shell's after Ctrl-C.
+OK, NEWS, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="store_true", help="print the version")
     root.set_defaults(call=None)
     commands = root.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (doctor, init, join, sbatch, trace, reports, releases, settings, walk):
+    for module in (doctor, init, nodes, trace, reports, releases, settings, walk):
         module.add(commands)
     return root
 
@@ -38,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.call is None:
         root.print_help()
         return OK
+    # Drivers of the working directory are found too.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
     try:
         return int(options.call(options))
     except UsageProblem as problem:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report import replace_file
+from pytest_distcompat.report.write import replace_file
 
 
 @contextlib.contextmanager

@@ -16,9 +16,10 @@ from pytest_distcompat.cli.bisect import bisect, releases_of
 from pytest_distcompat.cli.output import named_in_errors, write
 from pytest_distcompat.cli.side_by_side import environment, file_name, install, requirements
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report import Cause, Report, causes, counts, counts_text
+from pytest_distcompat.report.causes import Cause, causes
+from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.markdown import escape
-from pytest_distcompat.report.text import cut
+from pytest_distcompat.report.text import counts_text, cut
 
 #: The last column: the installed packages as they are.
 INSTALLED = "installed"

@@ -11,7 +11,13 @@ from typing import Any
 from pytest_distcompat.cli.output import named_in_errors, write
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report import FORMATS, Report, compare, counts_text, merge, trend, trend_html, write_report
+from pytest_distcompat.report.compare import compare
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.html import trend_html
+from pytest_distcompat.report.merge import merge
+from pytest_distcompat.report.text import counts_text
+from pytest_distcompat.report.trend import trend
+from pytest_distcompat.report.write import FORMATS, write_report
 
 
 def add(commands: Any) -> None:

@@ -55,9 +55,9 @@ def inspect_repository(root: Path) -> Repository:
     """Inspect a repository by reading its files; nothing is imported or run. Raises UsageProblem."""
     settings = settings_of(root)
     above = relative(settings.file.parent, root)
-    tests = next(
-        (Path(name) for name in [*_below(settings, above), "tests", "test"] if (root / name).is_dir()), Path("tests")
-    )
+    # The settings may belong to a directory above.
+    named = settings.listed("testpaths") if above == Path() else ()
+    tests = next((Path(name) for name in (*named, "tests", "test") if (root / name).is_dir()), Path("tests"))
     imports: set[str] = set()
     found: dict[str, Class] = {}
     nameless = []
@@ -92,11 +92,6 @@ def inspect_repository(root: Path) -> Repository:
         installs=any((root / name).exists() for name in ("pyproject.toml", "setup.py", "setup.cfg")),
         pythonpath=tuple(relative(root / above / name, root) for name in settings.listed("pythonpath")),
     )
-
-
-def _below(settings: Settings, above: Path) -> tuple[str, ...]:
-    """Return ``testpaths``; empty if the settings belong to a directory above."""
-    return settings.listed("testpaths") if above == Path() else ()
 
 
 def _own(root: Path) -> Iterator[Path]:

@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.cli.drivers import named
 from pytest_distcompat.cli.output import table
 
 
@@ -38,9 +37,10 @@ def _settings(options: argparse.Namespace) -> int:
 
 
 def _list(driver: str) -> int:
+    from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.settings.rules import settings_of
 
-    found = settings_of(named(driver).sources)
+    found = settings_of(find_driver(driver).sources)
     rows = [(one.name, one.state, " ".join([*one.values, *one.twice]), one.reason) for one in found]
     states = ("swept", "hinted", "excluded", "unknown")
     counts = {state: sum(one.state == state for one in found) for state in states}
@@ -55,14 +55,15 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> int:
     """Run a covering array of the settings, reduce each row that fails, and print what is left of it."""
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.checks import CHECKS
+    from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.engine import local_runner, not_applicable, run_check
     from pytest_distcompat.known import applying, concerned, shipped
     from pytest_distcompat.profiles import SWEEP_CHECKS
-    from pytest_distcompat.report import Report
+    from pytest_distcompat.report.document import Report
     from pytest_distcompat.settings.pairs import covering_rows, reduced_failures
     from pytest_distcompat.settings.rules import settings_of
 
-    kind = named(driver)
+    kind = find_driver(driver)
     passed: dict[str, bool] = {}
     for one in Report.read(report).results if report else ():
         passed[one.cell] = passed.get(one.cell, True) and one.status == "passed"

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.cli.drivers import named
 from pytest_distcompat.cli.output import named_in_errors, table
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.grouping import grouped
 
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
@@ -41,8 +41,9 @@ def add(commands: Any) -> None:
 def _trace(options: argparse.Namespace) -> int:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.checks import CHECKS
+    from pytest_distcompat.drivers import find_driver
 
-    driver = named(options.driver)
+    driver = find_driver(options.driver)
     try:
         cell = Cell.parse(options.cell)
     except ValueError as error:
@@ -100,8 +101,8 @@ def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
 
 def lines(cell: Cell, trace: Trace) -> Iterator[str]:
     """Yield the lines about a training, as far as it got, and about its failure."""
-    from pytest_distcompat.evidence import add_training
-    from pytest_distcompat.report import Row
+    from pytest_distcompat.evidence.cells import add_training
+    from pytest_distcompat.report.result import Row
 
     run, evidence = trace.run(), Row("", trace.driver, cell.id)
     add_training(evidence, run)
@@ -165,8 +166,5 @@ def _model(run: RunTrace) -> Iterator[str]:
 
 def _local(run: RunTrace) -> dict[str, str]:
     """Return the elements that each rank stores of each live name: one number if all ranks store as many."""
-    sizes: dict[str, list[int]] = {}
-    for snapshot in run.at("build"):
-        for info in snapshot.model.parameters if snapshot.model else ():
-            sizes.setdefault(info.name, []).append(info.local_numel)
+    sizes = grouped((info.name, info.local_numel) for snapshot in run.at("build") for info in snapshot.parameters)
     return {name: str(found[0]) if len(set(found)) == 1 else "|".join(map(str, found)) for name, found in sizes.items()}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.cli.drivers import named
 from pytest_distcompat.failures import UsageProblem
 
 
@@ -39,13 +38,14 @@ def add(commands: Any) -> None:
 
 def _walk(options: argparse.Namespace) -> int:
     from pytest_distcompat.calls import Call, refused
+    from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.drivers._declared import unsupported_reason
     from pytest_distcompat.engine import local_runner
     from pytest_distcompat.walk.explore import Explorer
     from pytest_distcompat.walk.script import script
     from pytest_distcompat.walk.sequence import Walk, valid
 
-    driver = named(options.driver)
+    driver = find_driver(options.driver)
     cell = Cell.parse(options.cell or f"{options.strategy}-fp32-w2-model_mlp")
     if reason := unsupported_reason(driver, cell, "cpu") or ("" if driver.walk_calls else "it declares no calls"):
         raise UsageProblem(f"{options.driver} in {cell}: {reason}")

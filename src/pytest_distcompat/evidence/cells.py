@@ -11,8 +11,9 @@ from pytest_distcompat.checks._base import REDUCTIONS
 from pytest_distcompat.checks.parity import tolerances
 from pytest_distcompat.cost import sent_bytes, tensor_bytes
 from pytest_distcompat.evidence.meshes import mesh
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.report import Row
+from pytest_distcompat.report.result import Row
 from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
@@ -66,13 +67,10 @@ def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
     saved = {*unwrapped, *first.unwrapped.state_dict}
     strategy = STRATEGIES.get(cell.strategy)
     live = {}
-    for info in trained.model.parameters if trained and trained.model else ():
+    for info in trained.parameters if trained else ():
         live[strategy.canonical(info.name, cell, saved)] = info
     files = {file.path: file for snapshot in run.snapshots for file in snapshot.files if file.holds == "model"}
-    keys: dict[str, list[str]] = {}
-    for path, file in files.items():
-        for key in file.keys:
-            keys.setdefault(key, []).append(path)
+    keys = grouped((key, path) for path, file in files.items() for key in file.keys)
     rows = []
     for name in dict.fromkeys((*unwrapped, *live, *(key for key in keys if key not in saved))):
         one, other = unwrapped.get(name), live.get(name)
@@ -92,18 +90,15 @@ def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
     if not trained:
         return []
     row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
+    steps = [step for snapshot in trained for step in snapshot.steps]
+    stored = [info for snapshot in trained for info in snapshot.parameters if info.trainable and info.local_numel]
     recorded: Mapping[str, Iterable[str]] = {
-        "storage": (
-            info.dtype
-            for snapshot in trained
-            for info in (snapshot.model.parameters if snapshot.model else ())
-            if info.trainable and info.local_numel
-        ),
-        "compute": (info.output for snapshot in trained for info in snapshot.compute),
-        "reduce": (dtype for snapshot in trained for dtype in _reduced(snapshot)),
-        "gradient": (dtype for snapshot in trained for step in snapshot.steps for dtype in step.gradient),
-        "master": (dtype for snapshot in trained for step in snapshot.steps for dtype in step.master),
-        "state": (dtype for snapshot in trained for step in snapshot.steps for dtype in step.state),
+        "storage": [info.dtype for info in stored],
+        "compute": [info.output for snapshot in trained for info in snapshot.compute],
+        "reduce": [dtype for snapshot in trained for dtype in _reduced(snapshot)],
+        **{
+            name: [dtype for step in steps for dtype in getattr(step, name)] for name in ("gradient", "master", "state")
+        },
     }
     found = [
         {"kind": name, "expected": getattr(row, name), "seen": sorted(set(dtypes))} for name, dtypes in recorded.items()

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin import options
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.inside import launched
+from pytest_distcompat.plugin.inside.launched import ON_RANK
 
 _MARK = "distcompat"
 # Defined here and not in rank_session: a session without distributed tests does not import that module.
@@ -51,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
     config.pluginmanager.register(scripted, "distcompat-scripts")
-    if launched.is_rank() and not _on_rank(config):
+    if launched.is_rank() and ON_RANK not in config.stash:
         from pytest_distcompat.plugin.inside import external_launch
 
         external_launch.enter(config)
@@ -62,16 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if given or _is_controller(config):
         session = session_of(config)
         # The report of one rank is not the outcome: that is decided by the reports of all ranks.
-        config.stash[_APPLIES_KNOWN] = bool(session.own) and not _on_rank(config)
+        config.stash[_APPLIES_KNOWN] = bool(session.own) and ON_RANK not in config.stash
         if given:
             # Reading these properties checks the options behind them.
             _ = session.world_size, session.verified
-
-
-def _on_rank(config: pytest.Config) -> bool:
-    from pytest_distcompat.plugin.inside.rank_session import ON_RANK
-
-    return ON_RANK in config.stash
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -119,7 +115,6 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
     suite = sys.modules.get("pytest_distcompat.suite")
     if suite is None or not isinstance(obj, type) or not issubclass(obj, suite.CompatSuite):
         return None
-    from pytest_distcompat.failures import UsageProblem
     from pytest_distcompat.plugin.suite import cases
     from pytest_distcompat.plugin.suite.declared_names import check_attributes
 
@@ -138,36 +133,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize suites by their cases, and marked tests by their cells."""
     mark = next(metafunc.definition.iter_markers(_MARK), None)
     if mark is not None:
-        _generate_marked(metafunc, mark)
+        from pytest_distcompat.plugin.marked import marker
+
+        try:
+            arguments = marker.read_mark(mark)
+        except ValueError as problem:
+            raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {problem}") from None
+        if arguments.has_cells:
+            marker.parametrize(metafunc, arguments, session_of(metafunc.config))
     elif "distcompat_case" in metafunc.fixturenames and metafunc.cls is not None:
-        from pytest_distcompat.drivers import find_driver, preload_of
-        from pytest_distcompat.failures import UsageProblem
         from pytest_distcompat.plugin.suite import cases
 
-        session = session_of(metafunc.config)
         try:
-            selected = cases.cases(metafunc.cls, session) if cases.is_suite(metafunc.cls) else []
+            cases.parametrize(metafunc, session_of(metafunc.config))
         except UsageProblem as problem:
             raise pytest.Collector.CollectError(str(problem)) from None
-        if selected:
-            session.modules += preload_of(find_driver(metafunc.cls.driver), (case.cell for case in selected))
-        cells: list[Any] = list(selected)
-        if not cells and cases.is_suite(metafunc.cls):
-            cells = [cases.NoCell(cases.why_no_cell(metafunc.cls, session))]
-        metafunc.parametrize("distcompat_case", cells, ids=[case.id for case in cells], indirect=True)
-
-
-def _generate_marked(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
-    from pytest_distcompat.plugin.marked import marker
-
-    try:
-        arguments = marker.read_mark(mark)
-    except ValueError as problem:
-        raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {problem}") from None
-    if arguments.has_cells:
-        session = session_of(metafunc.config)
-        selected = session.setting("strategies").value, session.setting("precisions").value
-        marker.parametrize(metafunc, arguments, selected, session)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -177,7 +157,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     shard = options.setting(config, "distcompat_shard").value
     # Ranks of an external launch collect for themselves; others run the item that they are told.
-    if shard is not None and (not _on_rank(config) or config.pluginmanager.hasplugin("distcompat-inside")):
+    if shard is not None and (ON_RANK not in config.stash or config.pluginmanager.hasplugin("distcompat-inside")):
         from pytest_distcompat.plugin.suite.cases import select_shard
 
         select_shard(session_of(config), shard, items)
@@ -186,8 +166,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_distcompat.plugin.marked import marker
 
         marker.check_items(marked_items)
+        if ON_RANK not in config.stash:
+            config.pluginmanager.register(marker, "distcompat-marked")
     distributed = marked_items or [item for item in items if "distcompat_case" in getattr(item, "fixturenames", ())]
-    if not distributed or _on_rank(config):
+    if not distributed or ON_RANK in config.stash:
         return
     if config.getoption("forked", False):
         from pytest_distcompat.plugin.session import FORKED
@@ -197,9 +179,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_distcompat.plugin.suite import cases
 
         cases.put_in_order(items, session_of(config))
-    from pytest_distcompat.plugin import spread
+    from pytest_distcompat.plugin.marked import marker
 
-    spread.note_nodes(session_of(config), items)
+    marker.note_nodes(session_of(config), items)
     config.stash[_IN_USE] = True
     config.stash[_COLLECTED] = collected
     session_of(config).collects = bool(marked_items)
@@ -253,37 +235,6 @@ def _is_controller(config: pytest.Config) -> bool:
     return getattr(config.option, "dist", "no") != "no"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Note the next item, and end ranks that were kept for other tests than this one."""
-    if _IN_USE in item.config.stash:
-        from pytest_distcompat.plugin.marked import marker
-
-        item.stash[marker.NEXT_ITEM] = nextitem
-        marker.retire_for(item)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Have a marked test run on its ranks instead of in this process."""
-    if item.get_closest_marker(_MARK) is not None and isinstance(item, pytest.Function) and not _on_rank(item.config):
-        from pytest_distcompat.plugin.marked import marker
-
-        if session_of(item.config).simulated:
-            pytest.skip("simulated: a marked test needs ranks")
-        marker.take_over(item)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
-    """End ranks that are kept for no later test. A failure there is an error of this item's teardown."""
-    yield
-    if _IN_USE in item.config.stash:
-        from pytest_distcompat.plugin.marked import marker
-
-        marker.retire_after(item, nextitem)
-
-
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """Apply pytest-timeout's limit to the process group: without the warm-up, and with the stacks of a hang.
@@ -305,7 +256,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show the failure of the ranks instead of frames of this plugin, and attach the verdict to its report."""
     report = yield
-    if item.get_closest_marker(_MARK) is not None and not _on_rank(item.config):
+    if item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash:
         from pytest_distcompat.plugin.marked import marker
 
         marker.finish_report(item, call, report)

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.plugin.inside.launched import ON_RANK
+
 if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
 
 
 def session_of(config: pytest.Config) -> DistcompatSession:
     """Return the session; the first call makes it, imports what it needs, and registers its hooks."""
-    from pytest_distcompat.plugin.inside.rank_session import ON_RANK
     from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
     if SESSION not in config.stash:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.plugin.inside.launched import ON_RANK, SHARED, WORLD
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
 
 def _require_rank(request: pytest.FixtureRequest) -> None:
     """Fail the test unless this process is a rank."""
-    from pytest_distcompat.plugin.inside.rank_session import ON_RANK
-
     if ON_RANK not in request.config.stash:
         pytest.fail(
             f"fixture {request.fixturename!r} is for tests that run on ranks; mark the test with "
@@ -44,8 +44,6 @@ def cell(request: pytest.FixtureRequest) -> Cell:
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
     """Return this rank's ``World``: ``rank``, ``size``, ``local_rank``, ``device``, ``backend``."""
-    from pytest_distcompat.plugin.inside.rank_session import WORLD
-
     _require_rank(request)
     return request.config.stash[WORLD]
 
@@ -73,8 +71,6 @@ def device(world: World) -> torch.device:
 @pytest.fixture
 def shared_dir(request: pytest.FixtureRequest) -> Path:
     """Return a directory that all ranks of this test share, empty at its start. ``tmp_path`` is each rank's own."""
-    from pytest_distcompat.plugin.inside.rank_session import SHARED
-
     _require_rank(request)
     directory = request.config.stash[SHARED]
     directory.mkdir(exist_ok=True)

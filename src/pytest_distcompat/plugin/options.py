@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from pytest_distcompat.plugin.suite.budget import read_budget
 
 @dataclass(frozen=True)
 class Option:
-    """An option and the ini key of the same name.
+    """An option and the ini key of the same name, ``distcompat_<short>``.
 
     Attributes:
         read: Parses the text of the option, or raises UsageProblem with the allowed values. For an option whose ``metavar``
@@ -26,12 +26,16 @@ class Option:
         repeated: Whether the option may be given several times; its text then has one line for each.
     """
 
-    name: str
+    short: str
     metavar: str
     default: str
-    help: str
     read: Callable[..., Any]
     repeated: bool = False
+
+    @property
+    def name(self) -> str:
+        """The ini key."""
+        return f"distcompat_{self.short}"
 
     @property
     def flag(self) -> str:
@@ -89,15 +93,13 @@ def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
     """Return a parser for names from a registry, separated by commas or white space; empty means all."""
 
     def read(text: str) -> tuple[str, ...]:
-        from pytest_distcompat.drivers import DRIVERS, find_driver
+        from pytest_distcompat.drivers import find_driver
         from pytest_distcompat.precisions import PRECISIONS
         from pytest_distcompat.strategies import STRATEGIES
 
         get = {"strategies": STRATEGIES.get, "precisions": PRECISIONS.get, "drivers": find_driver}[registry]
         names = tuple(dict.fromkeys(text.replace(",", " ").split()))
         for name in names:
-            if registry == "drivers" and ":" not in name:
-                DRIVERS.get(name)
             get(name)
         return names
 
@@ -154,7 +156,7 @@ def _part(text: str) -> float:
 
 def _report(text: str, base: Path) -> tuple[Path, ...]:
     """Return the paths of report files, one for each line."""
-    from pytest_distcompat.report import FORMATS
+    from pytest_distcompat.report.write import FORMATS
 
     paths = tuple(base / line.strip() for line in dict.fromkeys(text.splitlines()) if line.strip())
     for path in paths:
@@ -174,215 +176,96 @@ def _baseline(text: str, base: Path) -> Any:
 @functools.cache
 def _read_report(path: Path) -> Any:
     """Read a report. Cached: this session may write to the same file at its end."""
-    from pytest_distcompat.report import Report
+    from pytest_distcompat.report.document import Report
 
     return Report.read(path)
 
 
-# The help of an option begins with a verb and names the unit and the default, in the terms of docs/architecture.md.
-OPTIONS: dict[str, Option] = {
-    option.name: option
-    for option in (
-        Option(
-            "distcompat_gpus",
-            "N|auto|0",
-            "auto",
-            "Use N of the visible GPUs; more than there are is an error. auto: all, or the CPU where there are none. 0: the CPU.",
-            _count(least=0, keywords=("auto",)),
-        ),
-        Option(
-            "distcompat_world_size",
-            "N",
-            "auto",
-            "Start N ranks where a test does not say how many. auto: one a GPU, 2 on the CPU.",
-            _count(least=1, keywords=("auto",)),
-        ),
-        Option(
-            "distcompat_oversubscribe",
-            "N",
-            "1",
-            "Let up to N ranks share a GPU where there are fewer GPUs than ranks; those talk through gloo (default: 1).",
-            _count(least=1),
-        ),
-        Option(
-            "distcompat_simulate",
-            "N",
-            "0",
-            "Run no ranks: simulate each cell of a suite as N ranks, without values (default: 0, run them).",
-            _count(least=0),
-        ),
-        Option(
-            "distcompat_strategies",
-            "NAMES",
-            "",
-            "Run only these strategies of each suite's matrix (default: all).",
-            _names("strategies"),
-        ),
-        Option(
-            "distcompat_precisions",
-            "NAMES",
-            "",
-            "Run only these precisions of each suite's matrix (default: all).",
-            _names("precisions"),
-        ),
-        Option(
-            "distcompat_drivers",
-            "NAMES",
-            "",
-            "Run only suites of these drivers, by name or module:attribute (default: all).",
-            _names("drivers"),
-        ),
-        Option(
-            "distcompat_profile",
-            "smoke|default|pairwise|sweep|zoo|walk|full",
-            "default",
-            "Run so many cells of each suite: each strategy once, its matrix, a covering array of pairs, every option.",
-            _profile,
-        ),
-        Option(
-            "distcompat_budget",
-            "TIME[@SEED]",
-            "",
-            "Start no further cell after this time (90s, 20m, 2h). First come those that never ran or were red in the last "
-            "report, then all others in the order of the seed, another one each day (default: no limit).",
-            read_budget,
-        ),
-        Option(
-            "distcompat_shard",
-            "I/N",
-            "",
-            "Run only part I of N of the tests, of equal duration by the baseline, else of equal number; cells stay whole "
-            "(default: all).",
-            read_shard,
-        ),
-        Option(
-            "distcompat_known",
-            "FILES",
-            "",
-            "Read known issues from these TOML files too, beside those that come with the package.",
-            _known,
-        ),
-        Option(
-            "distcompat_throughput",
-            "PART",
-            "",
-            "Fail a cell whose tokens/s per rank fall below this fraction of the baseline strategy's (default: no limit).",
-            _part,
-        ),
-        Option(
-            "distcompat_timeout",
-            "SECONDS",
-            "300",
-            "End a run that takes longer than this; imports of the fork server do not count (default: 300).",
-            _seconds,
-        ),
-        Option(
-            "distcompat_warm_timeout",
-            "SECONDS",
-            "600",
-            "Fail if the fork server, or collecting in it, imports longer than this (default: 600).",
-            _seconds,
-        ),
-        Option(
-            "distcompat_reuse",
-            "never|module|session",
-            "never",
-            "Run marked tests that follow each other on the same ranks: of a module, or all of one world size (default: never).",
-            _choice("never", "module", "session"),
-        ),
-        Option(
-            "distcompat_reuse_limit",
-            "N",
-            "100",
-            "Start new ranks after so many tests, where ranks are reused (default: 100).",
-            _count(least=1),
-        ),
-        Option(
-            "distcompat_report",
-            "FILE",
-            "",
-            "Write the verdicts of all suites to this file: .json, .html, .md, or .txt for a chat. May be given several times.",
-            _report,
-            repeated=True,
-        ),
-        Option(
-            "distcompat_baseline",
-            "FILE",
-            "",
-            "Compare with this earlier .json report: only what is newly broken or newly missing makes the run fail.",
-            _baseline,
-        ),
-        Option(
-            "distcompat_launcher",
-            "warm|torchrun",
-            "warm",
-            "Start ranks by torchrun's agent on a warm fork server, or by the cold torchrun command (default: warm).",
-            _choice("warm", "torchrun"),
-        ),
-        Option(
-            "distcompat_nodes",
-            "N",
-            "1",
-            "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
-            _count(least=1),
-        ),
-        Option(
-            "distcompat_worker_nodes",
-            "N",
-            "0",
-            "Deal the workers of xdist (-n) out over N nodes: each has its runs, of one node, there (default: 0, all here).",
-            _count(least=0),
-        ),
-        Option(
-            "distcompat_executor",
-            "NAME",
-            "local",
-            "Start the agents of several nodes on this machine (local), by `distcompat join` on each (join), by srun in an "
-            "allocation (slurm), or on a Ray cluster (ray) (default: local).",
-            _executor,
-        ),
-        Option(
-            "distcompat_listen",
-            "HOST[:PORT]",
-            "",
-            "Have nodes join at this address of this machine (default: 127.0.0.1 for local, the host's for slurm and ray).",
-            _address,
-        ),
-        Option(
-            "distcompat_token_file",
-            "FILE",
-            "",
-            "Let only nodes join that know the token in this file; --distcompat-executor join needs it (default: a new token).",
-            _token,
-        ),
-        Option(
-            "distcompat_verify",
-            "PERCENT",
-            "0",
-            "Run this share of all tests and checks a second time under cold torchrun, another one each day, and fail where the "
-            "verdicts differ (default: 0).",
-            _number("a number from 0 to 100", lambda number: 0 <= number <= 100),
-        ),
-        Option(
-            "distcompat_nothing_ran",
-            "fail|pass",
-            "fail",
-            "Fail or pass a session in which suites were collected and none of their cells ran (default: fail).",
-            _choice("fail", "pass"),
-        ),
-    )
+#: The help of each option: it begins with a verb and names the unit and the default, in the terms of docs/architecture.md.
+_HELP: Mapping[str, str] = {
+    "gpus": "Use N of the visible GPUs; more than there are is an error. auto: all, or the CPU where there are none. 0: the CPU.",
+    "world_size": "Start N ranks where a test does not say how many. auto: one a GPU, 2 on the CPU.",
+    "oversubscribe": "Let up to N ranks share a GPU where there are fewer GPUs than ranks; those talk through gloo (default: 1).",
+    "simulate": "Run no ranks: simulate each cell of a suite as N ranks, without values (default: 0, run them).",
+    "strategies": "Run only these strategies of each suite's matrix (default: all).",
+    "precisions": "Run only these precisions of each suite's matrix (default: all).",
+    "drivers": "Run only suites of these drivers, by name or module:attribute (default: all).",
+    "profile": "Run so many cells of each suite: each strategy once, its matrix, a covering array of pairs, every option.",
+    "budget": (
+        "Start no further cell after this time (90s, 20m, 2h). First come those that never ran or were red in the "
+        "last report, then all others in the order of the seed, another one each day (default: no limit)."
+    ),
+    "shard": (
+        "Run only part I of N of the tests, of equal duration by the baseline, else of equal number; cells stay whole "
+        "(default: all)."
+    ),
+    "known": "Read known issues from these TOML files too, beside those that come with the package.",
+    "throughput": "Fail a cell whose tokens/s per rank fall below this fraction of the baseline strategy's (default: no limit).",
+    "timeout": "End a run that takes longer than this; imports of the fork server do not count (default: 300).",
+    "warm_timeout": "Fail if the fork server, or collecting in it, imports longer than this (default: 600).",
+    "reuse": "Run marked tests that follow each other on the same ranks: of a module, or all of one world size (default: never).",
+    "reuse_limit": "Start new ranks after so many tests, where ranks are reused (default: 100).",
+    "report": "Write the verdicts of all suites to this file: .json, .html, .md, or .txt for a chat. May be given several times.",
+    "baseline": "Compare with this earlier .json report: only what is newly broken or newly missing makes the run fail.",
+    "launcher": "Start ranks by torchrun's agent on a warm fork server, or by the cold torchrun command (default: warm).",
+    "nodes": "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
+    "worker_nodes": (
+        "Deal the workers of xdist (-n) out over N nodes: each has its runs, of one node, there (default: 0, all here)."
+    ),
+    "executor": (
+        "Start the agents of several nodes on this machine (local), by `distcompat join` on each (join), by srun in "
+        "an allocation (slurm), or on a Ray cluster (ray) (default: local)."
+    ),
+    "listen": "Have nodes join at this address of this machine (default: 127.0.0.1 for local, the host's for slurm and ray).",
+    "token_file": (
+        "Let only nodes join that know the token in this file; --distcompat-executor join needs it (default: a new "
+        "token)."
+    ),
+    "verify": (
+        "Run this share of all tests and checks a second time under cold torchrun, another one each day, and fail "
+        "where the verdicts differ (default: 0)."
+    ),
+    "nothing_ran": "Fail or pass a session in which suites were collected and none of their cells ran (default: fail).",
 }
+_ALL = (
+    Option("gpus", "N|auto|0", "auto", _count(least=0, keywords=("auto",))),
+    Option("world_size", "N", "auto", _count(least=1, keywords=("auto",))),
+    Option("oversubscribe", "N", "1", _count(least=1)),
+    Option("simulate", "N", "0", _count(least=0)),
+    Option("strategies", "NAMES", "", _names("strategies")),
+    Option("precisions", "NAMES", "", _names("precisions")),
+    Option("drivers", "NAMES", "", _names("drivers")),
+    Option("profile", "smoke|default|pairwise|sweep|zoo|walk|full", "default", _profile),
+    Option("budget", "TIME[@SEED]", "", read_budget),
+    Option("shard", "I/N", "", read_shard),
+    Option("known", "FILES", "", _known),
+    Option("throughput", "PART", "", _part),
+    Option("timeout", "SECONDS", "300", _seconds),
+    Option("warm_timeout", "SECONDS", "600", _seconds),
+    Option("reuse", "never|module|session", "never", _choice("never", "module", "session")),
+    Option("reuse_limit", "N", "100", _count(least=1)),
+    Option("report", "FILE", "", _report, repeated=True),
+    Option("baseline", "FILE", "", _baseline),
+    Option("launcher", "warm|torchrun", "warm", _choice("warm", "torchrun")),
+    Option("nodes", "N", "1", _count(least=1)),
+    Option("worker_nodes", "N", "0", _count(least=0)),
+    Option("executor", "NAME", "local", _executor),
+    Option("listen", "HOST[:PORT]", "", _address),
+    Option("token_file", "FILE", "", _token),
+    Option("verify", "PERCENT", "0", _number("a number from 0 to 100", lambda number: 0 <= number <= 100)),
+    Option("nothing_ran", "fail|pass", "fail", _choice("fail", "pass")),
+)
+#: All options, by the name of their ini key.
+OPTIONS: dict[str, Option] = {option.name: option for option in _ALL}
 
 
 def add(parser: pytest.Parser) -> None:
     """Register all options, each on the command line and as an ini key."""
     group = parser.getgroup("distcompat", "distributed compatibility")
-    for option in OPTIONS.values():
-        action = "append" if option.repeated else "store"
-        group.addoption(
-            option.flag, dest=option.name, default=None, metavar=option.metavar, help=option.help, action=action
-        )
-        parser.addini(option.name, option.help, default=None)
+    for name, option in OPTIONS.items():
+        action, text = "append" if option.repeated else "store", _HELP[option.short]
+        group.addoption(option.flag, dest=name, default=None, metavar=option.metavar, help=text, action=action)
+        parser.addini(name, text, default=None)
 
 
 def setting(config: pytest.Config, name: str) -> Setting:
@@ -391,17 +274,17 @@ def setting(config: pytest.Config, name: str) -> Setting:
     Raises:
         pytest.UsageError: The value is wrong; the message names the allowed ones.
     """
-    option = OPTIONS[name]
-    given, ini = config.getoption(name), config.getini(name)
-    given = "\n".join(given) if option.repeated and given is not None else given
-    sources = [(given, "option", option.flag), (ini, "ini", f"ini {name}"), (option.default, "default", name)]
+    option, given, ini = OPTIONS[name], config.getoption(name), config.getini(name)
     # An empty value on the command line overrides the file too: no baseline this time, or an unset shell variable.
-    text, origin, where = next(
-        source for source in sources if source[0] or (source[0] == "" and source[1] in {"option", "default"})
-    )
+    if given is not None:
+        text, origin, where = "\n".join(given) if option.repeated else given, "option", option.flag
+    elif ini:
+        text, origin, where = str(ini), "ini", f"ini {name}"
+    else:
+        text, origin, where = option.default, "default", name
     files = (_base(config, origin),) if option.metavar.startswith("FILE") else ()
     try:
-        return Setting(option.read(str(text), *files), ", ".join(str(text).split("\n")), origin)
+        return Setting(option.read(text, *files), ", ".join(text.split("\n")), origin)
     except UsageProblem as problem:
         raise pytest.UsageError(f"{where}: {problem}") from None
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from pytest_distcompat.cell import Cell
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.report.compare import SELECTING
 
 #: The part after the module's path, with the ``@group`` that xdist appends. The id of a parameter may contain an @ too.
 _GROUPED = re.compile(r"(?P<item>[^\[@]*(\[.*\])?)@.*", re.DOTALL)
@@ -54,8 +54,6 @@ def is_partial(config: pytest.Config) -> bool:
 
     A baseline counts tests that those leave out as missing; a known issue that covers only such tests is not stale.
     """
-    from pytest_distcompat.report.compare import SELECTING
-
     selecting = any(config.getoption(f"distcompat_{name}", None) is not None for name in SELECTING)
     return is_narrowed(config) or selecting or not _selects_all_paths(config)
 

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat import clock
-from pytest_distcompat.devices import CPU_WORLD_SIZE
+from pytest_distcompat import clock, devices
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.plugin.inside import rank_session
 from pytest_distcompat.plugin.options import Setting, setting
 from pytest_distcompat.plugin.reporting import reproduce
+from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
-    from pytest_distcompat.cell import Cell
     from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.launch import Launcher, Warmth
     from pytest_distcompat.lease import Inventory, Pool
     from pytest_distcompat.nodes.launcher import NodesLauncher
-    from pytest_distcompat.report import Report
     from pytest_distcompat.runner import Runner
 
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
@@ -74,9 +74,7 @@ class DistcompatSession:
         requested = self.setting("gpus")
         if requested.value == 0 or self.simulated:
             return 0
-        from pytest_distcompat.devices import visible_gpus
-
-        visible = visible_gpus()
+        visible = devices.visible_gpus()
         if requested.value == "auto":
             return visible
         if requested.value > visible:
@@ -95,14 +93,17 @@ class DistcompatSession:
     @functools.cached_property
     def last_report(self) -> Report | None:
         """The baseline, else the last report that this session will replace; None if there is none."""
-        from pytest_distcompat.report import Report
-
         baseline: Report | None = self.setting("baseline").value
         last = (path for path in self.setting("report").value if path.suffix == ".json" and path.exists())
         for path in last if baseline is None else ():
             with contextlib.suppress(UsageProblem):
                 return Report.read(path)
         return baseline
+
+    def selects(self, cell: Cell) -> bool:
+        """Tell whether the options select the cell's strategy and its precision."""
+        strategies, precisions = self.setting("strategies").value, self.setting("precisions").value
+        return (not strategies or cell.strategy in strategies) and (not precisions or cell.precision in precisions)
 
     def over_budget(self, driver: str, cell: Cell) -> str | None:
         """Return why that cell does not start any more; None if it does, or has started."""
@@ -125,9 +126,7 @@ class DistcompatSession:
     @functools.cached_property
     def gpu_name(self) -> str:
         """The name of the GPUs, from which their peak speed is known; empty on the CPU."""
-        from pytest_distcompat.devices import gpu_name
-
-        return gpu_name() if self.gpus else ""
+        return devices.gpu_name() if self.gpus else ""
 
     @functools.cached_property
     def world_size(self) -> int:
@@ -136,7 +135,7 @@ class DistcompatSession:
             return self.simulated
         requested = self.setting("world_size")
         if requested.value == "auto":
-            return self.gpus or CPU_WORLD_SIZE
+            return self.gpus or devices.CPU_WORLD_SIZE
         problem = self.too_large(requested.value)
         if problem:
             raise pytest.UsageError(f"--distcompat-world-size {requested.value} ({requested.origin}): {problem}")
@@ -202,7 +201,6 @@ class DistcompatSession:
         from pytest_distcompat.launch.request import import_path
         from pytest_distcompat.launch.simulated import SimulatingLauncher
         from pytest_distcompat.leased import LeasedLauncher
-        from pytest_distcompat.plugin.inside import rank_session
 
         if os.getpid() != self._process:
             raise UsageProblem(FORKED)
@@ -382,8 +380,6 @@ class DistcompatSession:
     @functools.cached_property
     def description_file(self) -> Path:
         """A file from which a rank that is started without a fork server makes the same pytest session."""
-        from pytest_distcompat.plugin.inside import rank_session
-
         path = self.store / f"session-{self.worker or 'main'}.json"
         path.write_text(json.dumps(rank_session.describe(self.config)), encoding="utf-8")
         return path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pytest_distcompat.failures import UsageProblem
 
 if TYPE_CHECKING:
-    from pytest_distcompat.report import Report
+    from pytest_distcompat.report.document import Report
 
 #: The file in the store with the division, which xdist's controller reads.
 FILE = "shards.json"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.result import Change
 from pytest_distcompat.status import Verdict
 
@@ -84,10 +85,7 @@ def _ended_early(group: Iterable[Verdict]) -> bool:
 
 def cells_of(verdicts: Iterable[Verdict | Change]) -> dict[str, list[str]]:
     """Return the checks of the verdicts by cell and driver."""
-    found: dict[str, list[str]] = {}
-    for verdict in verdicts:
-        found.setdefault(f"{verdict.cell} ({verdict.driver})", []).append(verdict.check)
-    return found
+    return grouped((f"{verdict.cell} ({verdict.driver})", verdict.check) for verdict in verdicts)
 
 
 def _key(result: Verdict) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_distcompat.excerpt import visible
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import cells_of, constant_part, wording
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import Change
@@ -59,9 +60,7 @@ class Comparison:
             f"{name} {old} -> {now}" if old != now else f"{name} {now}" for name, (old, now) in self.counts.items()
         )
         yield from _by_cause("newly broken", self.broken)
-        cells: dict[tuple[str, str, str], list[str]] = {}
-        for change in self.missing:
-            cells.setdefault((change.cell, change.driver, change.why), []).append(change.check)
+        cells = grouped(((change.cell, change.driver, change.why), change.check) for change in self.missing)
         for (cell, driver, why), checks in cells.items():
             yield f"newly missing: {cell} ({driver}): {', '.join(checks)}: {why}"
         yield from _by_cause("newly fixed", self.fixed)
@@ -75,9 +74,7 @@ class Comparison:
 
 def _by_cause(title: str, changes: list[Change]) -> Iterator[str]:
     """Yield a line for each cause, with the verdicts beneath it if there are several."""
-    causes: dict[str, list[Change]] = {}
-    for change in changes:
-        causes.setdefault(constant_part(change.what), []).append(change)
+    causes = grouped((constant_part(change.what), change) for change in changes)
     for first, *others in causes.values():
         if not others:
             yield f"{title}: {first}"

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report.format_1 import from_format_1
 from pytest_distcompat.report.result import Row
 from pytest_distcompat.status import Status, Verdict
 
@@ -34,20 +34,6 @@ MAX_MESSAGE = 2500
 #: The deepest nesting of a document. A report has six levels.
 MAX_DEPTH = 50
 
-#: The keys that reading relies on, by the place of the object that has them. Reports of earlier releases lack other keys.
-_NEEDED: Mapping[str, Sequence[str]] = {
-    "": ("session", "results"),
-    "session.settings.*": ("value", "from"),
-    "session.timeline": ("device", "who"),
-    "session.gaps": ("device", "begin", "end", "why"),
-    "session.baseline": ("file", "text"),
-    "session.shard": ("number", "plan"),
-    "results": ("check", "cell", "status"),
-    "cells": ("suite", "driver", "cell"),
-    "runs": ("id",),
-}
-#: The places of texts that must be among those that the schema lists. Elsewhere a later release may write others.
-_LISTED = frozenset({"session.ending", "results.status"})
 #: Types of the schema: those of Python, and their names in messages.
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "string": ((str,), "a text"),
@@ -79,50 +65,47 @@ class Report:
         """Tell whether the session ended early."""
         return bool(self.session.get("ending", "finished") != "finished")
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document as plain data."""
-        return {name: list(value) if isinstance(value, Iterator) else value for name, value in self._parts().items()}
+    def fill_drivers(self) -> None:
+        """Give each verdict and row the driver of its suite: an item that failed outside its check does not know it."""
+        drivers = {(row.suite, row.place): row.driver for row in self.rows if row.driver}
+        for row in self.rows:
+            row.driver = row.driver or drivers.get((row.suite, row.place), "")
+        self.results = [
+            dataclasses.replace(one, driver=one.driver or drivers.get((one.suite, one.place), ""))
+            for one in self.results
+        ]
 
     def pieces(self) -> Iterator[str]:
         """Yield the JSON, a result, cell or run at a time; each has a line, so that it can be searched and compared."""
-        yield "{"
-        separator = "\n"
-        for name, value in self._parts().items():
-            yield f"{separator} {json.dumps(name)}: "
-            yield from _listed(value) if isinstance(value, Iterator) else [_compact(value)]
-            separator = ",\n"
+        yield f'{{\n "format": {FORMAT},\n "session": {_compact({**self.session, "counts": counts(self)})}'
+        lists: dict[str, Iterable[Any]] = {
+            "results": map(_result, self.results),
+            "cells": ({**vars(row), "facets": facets(row.cell)} for row in self.rows),
+            "runs": self.runs,
+            "unreached": self.unreached,
+        }
+        for name, items in lists.items():
+            yield f',\n "{name}": '
+            yield from _listed(items)
         yield "\n}\n"
 
     def to_text(self) -> str:
         """Return the JSON as a text."""
         return "".join(self.pieces())
 
-    def _parts(self) -> dict[str, Any]:
-        """Return the document as plain data, made one item of a list at a time."""
-        return {
-            "format": FORMAT,
-            "session": {**self.session, "counts": counts(self)},
-            "results": map(_result, self.results),
-            "cells": ({**vars(row), "facets": facets(row.cell)} for row in self.rows),
-            "runs": iter(self.runs),
-            "unreached": iter(self.unreached),
-        }
-
     @classmethod
     def from_json(cls, data: Any) -> Report:
-        """Return the report that ``to_json`` of this or an earlier release wrote. Unknown keys are ignored.
+        """Return the report that ``to_text`` wrote. Unknown keys are ignored.
 
         Raises:
             UsageProblem: The data is no report.
         """
         if not isinstance(data, Mapping) or "format" not in data:
             raise UsageProblem("is no report of pytest-distcompat")
-        if data["format"] not in {1, FORMAT}:
-            raise UsageProblem(f"format {data['format']!r} is not known here; expected 1 or {FORMAT}")
+        if data["format"] != FORMAT:
+            raise UsageProblem(f"format {data['format']!r} is not known here; expected {FORMAT}")
         if _too_deep(data):
             raise UsageProblem(f"is no report: more than {MAX_DEPTH} objects and lists are inside one another")
-        if data["format"] == 1:
-            data = from_format_1(data)
         for problem in _problems(_schema(), data):
             raise UsageProblem(f"is no report: {problem}")
         results = [decode(Verdict, one) for one in data["results"]]
@@ -188,8 +171,8 @@ def _schema() -> dict[str, Any]:
     return schema
 
 
-def _problems(schema: Mapping[str, Any], data: Any, where: str = "", place: str = "") -> Iterator[str]:
-    """Yield what in the JSON is not as the schema has it; ``place`` is ``where`` it is, without numbers and free keys."""
+def _problems(schema: Mapping[str, Any], data: Any, where: str = "") -> Iterator[str]:
+    """Yield what in the JSON is not as the schema has it, so that it cannot be read."""
     if "$ref" in schema:
         schema = _schema()["$defs"][schema["$ref"].rpartition("/")[2]]
     names = schema.get("type", "string" if "enum" in schema else ())
@@ -198,20 +181,18 @@ def _problems(schema: Mapping[str, Any], data: Any, where: str = "", place: str 
     if types and not any(type(data) in kinds for kinds, _ in types):
         expected = " or ".join(words for _, words in types if words != "null")
         yield f"{where or 'it'} is {_shown(data)}; expected {expected}"
-    elif place in _LISTED and data not in schema["enum"]:
+    elif "closed" in schema and data not in schema["enum"]:
         yield f"{where} is {_shown(data)}; expected one of {', '.join(schema['enum'])}"
     elif isinstance(data, dict):
-        yield from (
-            f"{name!r} is missing{where and f' in {where}'}" for name in _NEEDED.get(place, ()) if name not in data
-        )
+        missing = (name for name in schema.get("needed", ()) if name not in data)
+        yield from (f"{name!r} is missing{where and f' in {where}'}" for name in missing)
         known, others = schema.get("properties", {}), schema.get("additionalProperties")
         for name, value in data.items():
             if part := known.get(name, others):
-                key = name if name in known else "*"
-                yield from _problems(part, value, f"{where}.{name}".lstrip("."), f"{place}.{key}".lstrip("."))
+                yield from _problems(part, value, f"{where}.{name}".lstrip("."))
     elif isinstance(data, list):
         for number, value in enumerate(data):
-            yield from _problems(schema["items"], value, f"{where}[{number}]", place)
+            yield from _problems(schema["items"], value, f"{where}[{number}]")
 
 
 def _shown(data: Any) -> str:
@@ -221,7 +202,7 @@ def _shown(data: Any) -> str:
     return "null" if data is None else ascii(data)[:60]
 
 
-def _listed(items: Iterator[Any]) -> Iterator[str]:
+def _listed(items: Iterable[Any]) -> Iterator[str]:
     before, after = "[\n  ", "[]"
     for one in items:
         yield before + _compact(one)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from pytest_distcompat.excerpt import visible
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row, Table, not_applicable_reasons, tables
@@ -94,11 +95,9 @@ def _suite(table: Table) -> Iterator[str]:
     yield "|" + " --- |" * (len(table.checks) + 1)
     for cell in table.cells:
         yield f"| {' | '.join((escape(cell), *(table.word(cell, check) for check in table.checks)))} |"
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for result in table.results:
-        # Those that are red are among the causes.
-        if result.status != "passed" and not result.red:
-            reasons.setdefault((result.status.word, result.why), []).append(f"{result.cell}:{result.check}")
+    # Those that are red are among the causes.
+    listed = [result for result in table.results if result.status != "passed" and not result.red]
+    reasons = grouped(((result.status.word, result.why), f"{result.cell}:{result.check}") for result in listed)
     if reasons:
         yield ""
     for (word, why), names in reasons.items():

@@ -34,18 +34,17 @@ def merge(reports: Sequence[Report]) -> Report:
             numbered = dataclasses.replace(row, runs=[f"{number}/{run}" for run in row.runs])
             name = (row.suite, row.place, row.cell)
             rows[name] = _richer(rows[name], numbered) if name in rows else numbered
-    drivers = {(row.suite, row.place): row.driver for row in rows.values() if row.driver}
-    for row in rows.values():
-        row.driver = row.driver or drivers.get((row.suite, row.place), "")
-    verdicts = [
-        result if result.driver else dataclasses.replace(result, driver=drivers.get((result.suite, result.place), ""))
-        for result in results.values()
-    ]
     reached = {result.nodeid for result in results.values()}
     unreached = dict.fromkeys(nodeid for report in reports for nodeid in report.unreached if nodeid not in reached)
-    return Report(
-        _session([report.session for report in reports]), verdicts, list(rows.values()), runs, list(unreached)
+    merged = Report(
+        _session([report.session for report in reports]),
+        list(results.values()),
+        list(rows.values()),
+        runs,
+        list(unreached),
     )
+    merged.fill_drivers()
+    return merged
 
 
 def _missing(sessions: Sequence[dict[str, Any]]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.status import Status, Verdict
 
 
@@ -43,11 +44,7 @@ class Row:
 
 def not_applicable_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:
     """Return the cells by (check, reason for which it is not applicable)."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        for check, reason in row.not_applicable.items():
-            reasons.setdefault((check, reason), []).append(row.cell)
-    return reasons
+    return grouped((pair, row.cell) for row in rows for pair in row.not_applicable.items())
 
 
 @dataclass(frozen=True)
@@ -85,9 +82,7 @@ class Table:
 
 def tables(results: Iterable[Verdict]) -> list[Table]:
     """Return the matrix of each suite, in the order of first appearance; all have their checks in the same order."""
-    suites: dict[tuple[str, str], list[Verdict]] = {}
-    for result in results:
-        suites.setdefault((result.suite, result.place), []).append(result)
+    suites = grouped(((result.suite, result.place), result) for result in results)
     order = check_order(result for found in suites.values() for result in found)
     return [Table.of(found, order) for found in suites.values()]
 

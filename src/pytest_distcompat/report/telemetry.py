@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import Verdict
 
@@ -94,9 +95,7 @@ def _spans(report: Report) -> list[Any]:
         }
         during, error = (one.began, one.began + one.seconds), one.headline if one.red else ""
         items[one.nodeid] = record(f"verdict {one.check}", during, whole, {**facts, "status": one.status.value}, error)
-    leases: dict[tuple[str, float, float], list[str]] = {}
-    for entry in session["timeline"]:
-        leases.setdefault((entry["who"], entry["begin"], entry["end"]), []).append(entry["device"])
+    leases = grouped(((one["who"], one["begin"], one["end"]), one["device"]) for one in session["timeline"])
     for (who, begin, end), devices in leases.items():
         facts = {"nodeid": who, "devices": devices, "device_seconds": round((end - begin) * len(devices), 3)}
         record("run", (begin, end), items.get(who, whole), facts)

@@ -28,11 +28,6 @@ def cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def plain_text(line: Line) -> str:
-    """Return the line without its styles."""
-    return "".join(text for text, _ in line)
-
-
 def matrix_text(results: Iterable[Verdict], cells: Iterable[Row] = (), width: int = 0) -> Iterator[Line]:
     """Yield each suite's matrix, then each reason for what is known, not run, refused or not applicable.
 

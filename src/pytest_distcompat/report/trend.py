@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice, pairwise
 
 from pytest_distcompat.excerpt import visible
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import constant_part, unshown
 from pytest_distcompat.report.compare import differing
 from pytest_distcompat.report.document import Report
@@ -112,9 +113,8 @@ class Trend:
     def lines(self) -> Iterator[str]:
         """Yield the lines for a terminal, one for each change of several verdicts; control characters are escaped."""
         yield self.headline
-        groups: dict[tuple[str, str], list[Verdict]] = {}
-        for one in (one for kind in KINDS[:3] for one in self.histories if one.kind == kind):
-            groups.setdefault((self.story(one), constant_part(one.last.why)), []).append(one.last)
+        listed = (one for kind in KINDS[:3] for one in self.histories if one.kind == kind)
+        groups = grouped(((self.story(one), constant_part(one.last.why)), one.last) for one in listed)
         for (story, _), found in islice(groups.items(), CAUSES):
             names = shortened([f"{one.cell}:{one.check} ({one.driver})" for one in found])
             yield visible(f"{story}: {names}: {found[0].status.word}: {cut(found[0].why, HEADLINE)}")

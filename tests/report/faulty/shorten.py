@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from pytest_distcompat.excerpt import excerpt
-from pytest_distcompat.report import Report, write_report
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.write import write_report
 
 #: What the directories of a machine are called here.
 PATHS = (

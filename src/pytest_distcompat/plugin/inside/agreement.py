@@ -97,9 +97,8 @@ def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
         return
     if hasattr(report, "wasxfail"):
         del report.wasxfail
-    report.outcome = (
-        "failed" if outcome.kind == "failed" else "passed" if outcome.kind in ("passed", POSTPONED) else "skipped"
-    )
+    passed = outcome.kind in {"passed", POSTPONED}
+    report.outcome = "passed" if passed else "failed" if outcome.kind == "failed" else "skipped"
     report.longrepr = None
     if outcome.kind == "failed":
         represent(report, f"{outcome.text}\nreproduce: {command}", outcome.location)

@@ -22,12 +22,12 @@ from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.declared import apply_known_issues, declared_of
 from pytest_distcompat.plugin.inside import launched
 from pytest_distcompat.plugin.inside.agreement import POSTPONED, impose
+from pytest_distcompat.plugin.inside.launched import ON_RANK, SHARED, WORLD
 from pytest_distcompat.plugin.inside.lockstep import Gone, Lockstep
-from pytest_distcompat.plugin.inside.rank_session import OF_RANK_ZERO, ON_RANK, SHARED, WORLD
+from pytest_distcompat.plugin.inside.rank_session import OF_RANK_ZERO
 from pytest_distcompat.plugin.inside.termination import Termination
 from pytest_distcompat.plugin.marked.marker import TIME_LIMIT, cell_of, mark_of
-from pytest_distcompat.plugin.marked.outcome import LOST, Outcome, Phases, mark_lost_peer
-from pytest_distcompat.plugin.marked.subtests import name_of
+from pytest_distcompat.plugin.marked.outcome import LOST, Outcome, Phases, mark_lost_peer, name_of
 from pytest_distcompat.plugin.session import DistcompatSession, session_basetemp
 from pytest_distcompat.world import World
 
@@ -274,11 +274,8 @@ def differences(collections: Mapping[int, Mapping[str, list[str]]]) -> str:
     first = collections[0]
     for rank, other in collections.items():
         if other["errors"] != first["errors"]:
-            pair = "; ".join(
-                f"rank {r}: {each['errors'][0] if each['errors'] else 'none'}"
-                for r, each in ((0, first), (rank, other))
-            )
-            return f"not all ranks have the same errors of collection. {pair}"
+            own, others = (next(iter(each["errors"]), "none") for each in (first, other))
+            return f"not all ranks have the same errors of collection. rank 0: {own}; rank {rank}: {others}"
         if other["items"] == first["items"]:
             continue
         lines = [

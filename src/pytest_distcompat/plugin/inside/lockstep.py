@@ -21,11 +21,13 @@ from pytest_distcompat.launch.process import alive
 from pytest_distcompat.launch.rank import GRACE
 from pytest_distcompat.launch.stalled_ranks import StallDetector, in_torch, may_wait_for_work
 from pytest_distcompat.plugin.inside.agreement import STUCK, PhaseReport, agree
-from pytest_distcompat.plugin.inside.store_client import POLL, StoreClient
+from pytest_distcompat.plugin.inside.store_client import StoreClient
 from pytest_distcompat.plugin.inside.termination import Termination
 from pytest_distcompat.plugin.marked.outcome import Outcome
 from pytest_distcompat.plugin.marked.phase import Phase
 
+#: Seconds between two reads of a key that is waited for.
+POLL = 0.01
 #: Seconds that a rank may be late with a report: it may be busy, or dying.
 REPORT_DELAY_S = 10.0
 #: Seconds that a rank may go on after the launcher's SIGTERM (torchrun kills after 30 s).
@@ -231,11 +233,12 @@ class Lockstep:
             of: The rank that sets the key: give up if its process is gone.
             termination_delay: Give up so many seconds after the launcher's SIGTERM.
         """
-
-        def given_up() -> bool:
-            return self.termination.since > termination_delay or (of is not None and self._is_gone(of))
-
-        return self._store_client.wait(key, deadline, given_up)
+        client = self._store_client
+        while (text := client.get(key)) is None and clock.now() < deadline and not client.lost:
+            if self.termination.since > termination_delay or (of is not None and self._is_gone(of)):
+                return client.get(key)
+            clock.sleep(POLL)
+        return text
 
     def _is_gone(self, rank: int) -> bool:
         return self._hosts.get(rank) == self._host and not alive(self.pids[rank])

@@ -24,6 +24,7 @@ import pytest
 from pytest_distcompat import clock, decode
 from pytest_distcompat.events import Done, Error, Event, Excused, Resumed, of_kind
 from pytest_distcompat.plugin.inside import launched
+from pytest_distcompat.plugin.inside.launched import ON_RANK, SHARED, WORLD
 from pytest_distcompat.plugin.inside.rank_output import capturing, fault_handler, no_terminal
 from pytest_distcompat.plugin.marked.outcome import Phases, mark_lost_peer
 from pytest_distcompat.plugin.marked.phase import Phase
@@ -36,11 +37,6 @@ if TYPE_CHECKING:
 
 COLLECT = f"{__name__}:collect"
 RUN = f"{__name__}:run"
-
-#: Set in the configuration of a session on a rank.
-ON_RANK: pytest.StashKey[bool] = pytest.StashKey()
-WORLD: pytest.StashKey[World] = pytest.StashKey()
-SHARED: pytest.StashKey[Path] = pytest.StashKey()
 
 #: The variable with the directory in which pytest makes its temporary directories.
 _ROOT = "PYTEST_DEBUG_TEMPROOT"

@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
-
-from pytest_distcompat import clock
 
 #: Separates these keys from those of process groups.
 PREFIX = "distcompat/"
-#: Seconds between two reads of a key that is waited for.
-POLL = 0.01
 
 
 class StoreClient:
@@ -41,14 +37,6 @@ class StoreClient:
         with self._noting_loss():
             value = self._store.get(PREFIX + key) if self._store.check([PREFIX + key]) else None
         return None if value is None else value.decode()
-
-    def wait(self, key: str, deadline: float, given_up: Callable[[], bool]) -> str | None:
-        """Wait for a key until the deadline (CLOCK_MONOTONIC), or until ``given_up`` returns true."""
-        while (text := self.get(key)) is None and clock.now() < deadline and not self.lost:
-            if given_up():
-                return self.get(key)
-            clock.sleep(POLL)
-        return text
 
     def forget(self, keys: Iterable[str]) -> None:
         """Delete keys that all ranks have read."""

@@ -1,4 +1,7 @@
-"""``@pytest.mark.distcompat`` in the parent: the arguments of the mark, and one item run on all ranks."""
+"""``@pytest.mark.distcompat`` in the parent: the arguments of the mark, and one item run on all ranks.
+
+The hooks are those of a session with marked tests.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import math
 import os
 import unittest
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +17,10 @@ import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue, uneven
 from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
+from pytest_distcompat.plugin.inside import rank_session
 from pytest_distcompat.plugin.marked.outcome import UNCAPTURED, Outcome, RankFailure, disagreement, merge, unexcused
 from pytest_distcompat.plugin.reporting.representation import represent
-from pytest_distcompat.plugin.selection import strip_group
+from pytest_distcompat.plugin.selection import case_of, strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
@@ -99,22 +103,14 @@ def read_mark(mark: pytest.Mark) -> Mark:
     return Mark(**arguments)
 
 
-def parametrize(
-    metafunc: pytest.Metafunc, mark: Mark, selected: tuple[Iterable[str], Iterable[str]], session: DistcompatSession
-) -> None:
-    """Run the test once for each cell of its mark; ``selected`` are the strategies and precisions of this run."""
+def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSession) -> None:
+    """Run the test once for each cell of its mark that the options select."""
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.strategies import STRATEGIES
 
     matrix = Matrix(mark.strategies, mark.precisions or ("fp32",), (), mark.options or ({},), nodes=mark.nodes)
     default = mark.world_size or session.world_size, int(session.setting("nodes").value)
-    only_strategies, only_precisions = tuple(selected[0]), tuple(selected[1])
-    cells = [
-        cell
-        for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), *default)
-        if (not only_strategies or cell.strategy in only_strategies)
-        and (not only_precisions or cell.precision in only_precisions)
-    ]
+    cells = list(filter(session.selects, matrix.cells(STRATEGIES.names(), PRECISIONS.names(), *default)))
     if "cell" not in metafunc.fixturenames:
         metafunc.fixturenames.append("cell")
     metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
@@ -170,8 +166,23 @@ def nodes_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> int:
     return mark.nodes or int(session.setting("nodes").value)
 
 
-def take_over(item: pytest.Function) -> None:
-    """Have the ranks run the item: in this process no fixture is set up, and its function is never called."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Note the next item, and end ranks that are kept for others than this one, if the teardown before it did not."""
+    item.stash[NEXT_ITEM] = nextitem
+    session = item.config.stash[SESSION]
+    problem = _retire(session, item)
+    if problem:
+        session.notice(f"ranks that were kept did not leave well: {problem}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have the ranks run a marked test: in this process no fixture is set up, and its function is never called."""
+    if item.get_closest_marker(MARK) is None or not isinstance(item, pytest.Function):
+        return
+    if item.config.stash[SESSION].simulated:
+        pytest.skip("simulated: a marked test needs ranks")
     item.fixturenames = []
     _hide_text_conditions(item)
     if OUTCOME in item.stash:
@@ -215,7 +226,6 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     """
     from pytest_distcompat.launch import Request
     from pytest_distcompat.launch.request import ANY_MODULE
-    from pytest_distcompat.plugin.inside import rank_session
 
     session = item.config.stash[SESSION]
     world_size = world_size_of(item, mark, session)
@@ -308,23 +318,34 @@ def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
     return f"{reuse} {module} {world_size_of(item, mark, session)}"
 
 
-def retire_after(item: pytest.Item, next_item: pytest.Item | None) -> None:
+def note_nodes(session: DistcompatSession, items: Iterable[pytest.Item]) -> None:
+    """Note in the session over how many nodes a test of it is spread at most, and whether one needs a directory of all nodes."""
+    for item in items:
+        mark, case = mark_of(item), case_of(item)
+        if mark is not None:
+            size, nodes = world_size_of(item, mark, session), nodes_of(item, mark, session)
+        elif case is not None:
+            size, nodes = case.cell.world_size, case.cell.nodes
+        else:
+            continue
+        if not uneven(size, nodes):
+            session.nodes = max(session.nodes, nodes)
+            # Runs of a suite go on from one another's files.
+            shares = case is not None or "shared_dir" in getattr(item, "fixturenames", ())
+            session.shares |= shares and (nodes > 1 or session.worker_nodes > 0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
     """End ranks that are kept, unless the next item runs on them: they would hold devices for nothing.
 
     They tear down the fixtures that their tests shared, as pytest does after the last test that could have used them, even if
-    that one was skipped. Fails the item if a rank does not end well.
+    that one was skipped. A rank that does not end well is an error of this item's teardown.
     """
-    problem = _retire(item.config.stash[SESSION], next_item)
+    yield
+    problem = _retire(item.config.stash[SESSION], nextitem)
     if problem:
         pytest.fail(f"ranks that tests shared did not leave well: {problem}", pytrace=False)
-
-
-def retire_for(item: pytest.Item) -> None:
-    """End ranks that are kept for other items than this one, if the teardown before it did not. Warns of a failure."""
-    session = item.config.stash[SESSION]
-    problem = _retire(session, item)
-    if problem:
-        session.notice(f"ranks that were kept did not leave well: {problem}")
 
 
 def _retire(session: DistcompatSession, next_item: pytest.Item | None) -> str:

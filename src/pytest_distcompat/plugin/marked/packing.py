@@ -7,17 +7,15 @@ that all workers have the same one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.grouping import grouped
+from pytest_distcompat.plugin.marked import marker
 from pytest_distcompat.plugin.selection import case_of, cell_name
-
-if TYPE_CHECKING:
-    from pytest_distcompat.lease import Span
-    from pytest_distcompat.plugin.session import DistcompatSession
+from pytest_distcompat.plugin.session import DistcompatSession
 
 #: The file in the store with the ``Demands``.
 FILE = "demands.json"
@@ -66,8 +64,6 @@ def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | 
 
     The checks of a suite's cell share runs, and tests that reuse ranks share ranks: together they are one demand.
     """
-    from pytest_distcompat.plugin.marked import marker
-
     mark = marker.mark_of(item)
     if mark is not None:
         return marker.scope_of(item, session) or item.nodeid, marker.world_size_of(item, mark, session)
@@ -91,10 +87,9 @@ def plan(session: DistcompatSession, collection: Sequence[str], workers: int) ->
         return []
     from pytest_distcompat.lease import Demand, pack
 
-    units: dict[str, list[int]] = {}
-    for index, nodeid in enumerate(collection):
-        if nodeid in demands.items:
-            units.setdefault(demands.items[nodeid], []).append(index)
+    units = grouped(
+        (demands.items[nodeid], index) for index, nodeid in enumerate(collection) if nodeid in demands.items
+    )
     seconds = _cached_seconds(session.config)
     to_pack = [Demand(name, demands.world_sizes[name], seconds.get(name), len(unit)) for name, unit in units.items()]
     devices = len(session.inventory.ids) * max(1, session.worker_nodes) if to_pack else 0
@@ -107,20 +102,6 @@ def _cached_seconds(config: pytest.Config) -> dict[str, float]:
     return {} if cache is None else cache.get(CACHE, {})
 
 
-def cache_seconds(session: DistcompatSession, spans: Iterable[Span]) -> None:
-    """Write to pytest's cache how long each demand had its devices, without the time it waited for them."""
-    demands, cache = read_demands(session), getattr(session.config, "cache", None)
-    if demands is None or cache is None:
-        return
-    seconds: dict[str, float] = {}
-    for span in spans:
-        name = demands.items.get(span.who)
-        if name is not None:
-            seconds[name] = round(seconds.get(name, 0.0) + span.seconds, 3)
-    if seconds:
-        cache.set(CACHE, {**_cached_seconds(session.config), **seconds})
-
-
 class Durations:
     """Keeps durations at the end of the session, in the process that has the terminal."""
 
@@ -130,7 +111,20 @@ class Durations:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Write durations to the cache, unless the session was interrupted."""
-        if exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} and self.session.store_path.exists():
-            from pytest_distcompat.lease import read_timeline
+        session = self.session
+        cache = getattr(session.config, "cache", None)
+        if exitstatus not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} or cache is None:
+            return
+        demands = read_demands(session)
+        if demands is None:
+            return
+        from pytest_distcompat.lease import read_timeline
 
-            cache_seconds(self.session, read_timeline(self.session.store))
+        seconds: dict[str, float] = {}
+        # Without the time that each demand waited for its devices.
+        for span in read_timeline(session.store):
+            if name := demands.items.get(span.who):
+                seconds[name] = seconds.get(name, 0.0) + span.seconds
+        if seconds:
+            rounded = {name: round(one, 3) for name, one in seconds.items()}
+            cache.set(CACHE, {**_cached_seconds(session.config), **rounded})

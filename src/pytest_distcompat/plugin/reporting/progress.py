@@ -8,15 +8,13 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pytest_distcompat import clock
 from pytest_distcompat.excerpt import visible
-
-if TYPE_CHECKING:
-    from pytest_distcompat.report import Report
+from pytest_distcompat.report.document import Report
 
 #: Seconds between two updates of the line, and the number of runs that it names.
 RENEWED = 0.5
@@ -108,7 +106,7 @@ class Progress:
             self._file = None
 
     def _run(self) -> None:
-        from pytest_distcompat.evidence import running
+        from pytest_distcompat.evidence.store import running
 
         finished: set[str] = set()
         while not self._stopped.wait(RENEWED):

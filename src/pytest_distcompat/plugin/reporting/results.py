@@ -14,6 +14,8 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
+from pytest_distcompat.grouping import grouped
+from pytest_distcompat.installed import versions
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.plugin.reporting.progress import Forecast, Progress
@@ -21,18 +23,12 @@ from pytest_distcompat.plugin.reporting.summary import fold_failures, show
 from pytest_distcompat.plugin.selection import is_narrowed, strip_group
 from pytest_distcompat.plugin.session import DistcompatSession
 from pytest_distcompat.plugin.shard import FILE as SHARDS
-from pytest_distcompat.report import (
-    Report,
-    Row,
-    append_summary,
-    compare,
-    facets,
-    rank_of_cause,
-    send,
-    versions,
-    with_device_seconds,
-    write_report,
-)
+from pytest_distcompat.report.causes import rank_of_cause
+from pytest_distcompat.report.compare import compare
+from pytest_distcompat.report.document import Report, facets
+from pytest_distcompat.report.result import Row
+from pytest_distcompat.report.telemetry import send, with_device_seconds
+from pytest_distcompat.report.write import append_summary, write_report
 from pytest_distcompat.status import Status, Verdict
 
 #: The attribute of a report that carries a verdict from an xdist worker to the controller.
@@ -171,13 +167,8 @@ class Results:
         result = self.results.get(nodeid)
         values: dict[str, object] = {}
         if result is not None:
-            values = {
-                "cell": result.cell,
-                "driver": result.driver,
-                "check": result.check,
-                "status": result.status.value,
-            }
-            values["rank"] = result.rank
+            values = {name: getattr(result, name) for name in ("cell", "driver", "check")}
+            values |= {"status": result.status.value, "rank": result.rank}
         elif "distcompat" in report.keywords and not _parse_suite_item(nodeid):
             # A marked test: its cell, where it has one, is in its id.
             parts = nodeid.rpartition("[")[2].rstrip("]")
@@ -226,7 +217,7 @@ class Results:
         self._written += filter(None, [send(self.report)])
 
     def _report(self, exitstatus: int) -> Report:
-        from pytest_distcompat.evidence import add_evidence, read_store
+        from pytest_distcompat.evidence.store import add_evidence, read_store
 
         runs = read_store(self.session.runs)
         unreached = [nodeid for nodeid in self.collected if nodeid not in self.results]
@@ -236,13 +227,11 @@ class Results:
         if self._shard:
             session_info["shard"] = {"number": self._shard["number"], "plan": self._shard["plan"]}
         session_info["remove"] = declared_of(self.session).stale()
-        drivers = {row.place: row.driver for row in self.cells.values() if row.driver}
-        for row in self.cells.values():
-            row.driver = drivers.get(row.place, "")
-        results = [dataclasses.replace(result, driver=drivers.get(result.place, "")) for result in self.ordered()]
-        results = with_device_seconds(results, session_info["timeline"])
-        rows = [self.cells[key] for key in dict.fromkeys(f"{result.place}:{result.cell}" for result in results)]
+        ordered = self.ordered()
+        rows = [self.cells[key] for key in dict.fromkeys(f"{result.place}:{result.cell}" for result in ordered)]
+        results = with_device_seconds(ordered, session_info["timeline"])
         report = Report(session_info, results, rows, unreached=unreached)
+        report.fill_drivers()
         add_evidence(report, runs)
         return report
 
@@ -278,11 +267,9 @@ class Results:
             # The cells that can run are all in other shards.
             return
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        cells: dict[str, list[str]] = {}
-        for result in self.ordered():
-            cells.setdefault(result.reason or result.message, []).append(f"{result.suite} {result.cell}")
-        for nodeid, reason in self.without_cells.items():
-            cells.setdefault(reason, []).append(nodeid.split("::")[-2])
+        named = [(one.reason or one.message, f"{one.suite} {one.cell}") for one in self.ordered()]
+        named += [(reason, nodeid.split("::")[-2]) for nodeid, reason in self.without_cells.items()]
+        cells = grouped(named)
         self._nothing_ran = ["no cell ran, so nothing was checked; expected at least one verdict"]
         self._nothing_ran += [f"  {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in cells.items()]
         missing = dict.fromkeys(package for reason in cells for package in _NOT_INSTALLED.findall(reason))

@@ -11,7 +11,9 @@ from _pytest._code.code import ExceptionRepr
 
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.plugin.selection import strip_group
-from pytest_distcompat.report import Line, Report, causes, causes_text, counts_text, matrix_text, runs_text
+from pytest_distcompat.report.causes import causes
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, runs_text
 from pytest_distcompat.status import Verdict
 
 #: The markup of pytest's TerminalWriter for each style of a span.

@@ -12,7 +12,7 @@ from pytest_distcompat import clock
 from pytest_distcompat.failures import UsageProblem
 
 if TYPE_CHECKING:
-    from pytest_distcompat.report import Report
+    from pytest_distcompat.report.document import Report
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 

@@ -16,7 +16,7 @@ from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS, WALK, Check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.drivers import find_driver, preload_of
 from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.excerpt import excerpt
@@ -124,7 +124,6 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     drivers = session.setting("drivers").value
     if drivers and suite.driver not in drivers:
         return []
-    strategies, precisions = session.setting("strategies").value, session.setting("precisions").value
     driver, profile = find_driver(suite.driver), session.setting("profile").value
     names = (STRATEGIES.names(), PRECISIONS.names())
     here: dict[str, Any] = {"world_size": session.world_size, "device": session.device}
@@ -135,9 +134,9 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         cells = list(dict.fromkeys(cell.over(matrix.nodes or 1) for cell in cells))
     if session.simulated:
         cells = profiles.resized(cells, session.simulated)
+    cells = list(filter(session.selects, cells))
     if profile == "walk" and not session.simulated:
-        chosen = (cell for cell in cells if not strategies or cell.strategy in strategies)
-        return [Case(suite, cell, WALK, unsupported=why_not_supported(driver, cell, session)) for cell in chosen]
+        return [Case(suite, cell, WALK, unsupported=why_not_supported(driver, cell, session)) for cell in cells]
     reasons_by_cell = {
         cell: {
             name: reason
@@ -145,8 +144,6 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
             if (reason := why_not_checked(check, cell, driver, session))
         }
         for cell in cells
-        if not (strategies and cell.strategy not in strategies)
-        and not (precisions and cell.precision not in precisions)
     }
     unsupported = {cell: why_not_supported(driver, cell, session) for cell in reasons_by_cell}
     applicable = {
@@ -188,6 +185,18 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
     return f"no cell of {suite.__name__} is selected: {'; '.join(reasons) or 'its matrix is empty'}"
 
 
+def parametrize(metafunc: pytest.Metafunc, session: DistcompatSession) -> None:
+    """Run a suite's test once for each of its cases; an abstract suite has none. Raises UsageProblem."""
+    suite: Any = metafunc.cls
+    found: list[Case | NoCell] = []
+    if is_suite(suite):
+        selected = cases(suite, session)
+        found = [*selected] or [NoCell(why_no_cell(suite, session))]
+        if selected:
+            session.modules += preload_of(find_driver(suite.driver), (case.cell for case in selected))
+    metafunc.parametrize("distcompat_case", found, ids=[case.id for case in found], indirect=True)
+
+
 def why_not_run(case: Case, session: DistcompatSession) -> str | None:
     """Return why the driver or the machine cannot run the case; None if nothing stands against it."""
     driver = find_driver(case.suite.driver)
@@ -213,12 +222,7 @@ def why_not_checked(check: Check, cell: Cell, driver: type[Driver], session: Dis
 def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
     """Sort the items of suites by the order of the session's budget, after all others."""
     order = session.setting("budget").value.order(session.last_report)
-
-    def key(item: pytest.Item) -> tuple[Any, ...]:
-        case = case_of(item)
-        return order(case.suite.driver, case.cell.id) if case else ()
-
-    items.sort(key=key)
+    items.sort(key=lambda item: order(case.suite.driver, case.cell.id) if (case := case_of(item)) else ())
 
 
 def select_shard(session: DistcompatSession, shard: Shard, items: list[pytest.Item]) -> None:
