@@ -121,7 +121,7 @@ class LossTimesTp(Torch):
 @twin(
     "gradients",
     WITH_SHARDS,
-    match=r"^step 1: all ranks: the gradient of model\.layers.*norm.* is 0\.5 times the reference's \(= 1 / the size of tp",
+    match=r"^step 1: rank 0: the gradient of model\.layers.*norm.* is 0\.5 times the reference's \(= 1 / the size of tp",
     also=PARITY,
 )
 class GradientsTimesTp(Torch):

@@ -141,7 +141,7 @@ class RecomputesUnasked(Torch):
 @twin(
     "units",
     "ddp-fp32-w2-model_mlp-compile_aot_eager",
-    match=UNCOMPILED + r"\nrank 0: nothing is wrapped by torch\.compile",
+    match=UNCOMPILED + r"(?s:.*)\nrank 0: nothing is wrapped by torch\.compile",
 )
 class CompilesNothing(Torch):
     """The result of ``torch.compile`` is thrown away."""

@@ -61,15 +61,12 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
         if not expected[step]:
             yield f"step {step + 1}: no gradients to compare with"
             return
-        # Ranks whose norms differ by rounding tell one story.
-        stories: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-        for ranks, norms in _norms(train, here):
-            # A live name that is none of the unwrapped model's is a finding of the check ``names``.
-            for names, text in _differences(numbers, norms, expected[step], tolerance) if norms.keys() <= known else ():
-                stories.setdefault((text, tuple(names)), []).extend(ranks)
         found = [
-            f"step {step + 1}: {named_stage(train, holders(sorted(ranks), names))}: {text}"
-            for (text, names), ranks in stories.items()
+            f"step {step + 1}: {named_stage(train, holders(ranks, names))}: {text}"
+            for ranks, norms in _norms(train, here)
+            # A live name that is none of the unwrapped model's is a finding of the check ``names``.
+            if norms.keys() <= known
+            for names, text in _differences(numbers, norms, expected[step], tolerance)
         ]
         yield from found
         if found:
