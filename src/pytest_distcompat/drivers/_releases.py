@@ -41,7 +41,7 @@ def required(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
     if cell.option("optimizer") == "adam8bit":
         yield "torchao>=0.11"
     if cell.option("lora") == "int8":
-        # Before, PEFT does not know the tensors of ``Int8WeightOnlyConfig``.
+        # Tried with torchao 0.18 and PEFT 0.21; sources of earlier ones than these lack the tensors of ``Int8WeightOnlyConfig``.
         yield from ("torchao>=0.16", "peft>=0.19")
     precision = PRECISIONS.get(cell.precision)
     if STRATEGIES.get(cell.strategy).zero_stage and precision.master == "bfloat16":

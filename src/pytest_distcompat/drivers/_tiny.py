@@ -403,6 +403,8 @@ def _not_quantized(cell: Cell, tiny: TinyModel, masters: str, device: str, *, fl
         return (
             f"torchao silently keeps state in float32 where {cell.strategy}'s flat shards are no multiple of its blocks"
         )
+    if cell.strategy == "zero0":
+        return "DeepSpeed loads with a function for map_location, which torch refuses for torchao's tensors"
     if cell.strategy == "fsdp2" and masters != "float32":
         return "AdamW8bit cannot step on DTensors of bfloat16: lerp says 'expected dtype torch.bfloat16 for `end`'"
     parts = cell.dp_size * cell.tp // int(cell.option("dp_replicate")) if STRATEGIES.get(cell.strategy).shards else 1

@@ -13,7 +13,7 @@ WIDE = classifier(
     frozen_modules=("inlet",),
     ignored_module="frozen",
     largest=WIDTH**2,
-    # 2.1e-3 measured in bf16_mixed, with optimizer state in 8 bits 4.3e-3.
-    spread=6.0,
+    # 2.1e-3 measured in bf16_mixed, with optimizer state in 8 bits up to 6.8e-3.
+    spread=10.0,
     order=12,
 )
