@@ -15,8 +15,9 @@ import pytest
 pytest.importorskip("ray", reason="no Ray: make machines")
 pytestmark = [pytest.mark.spawn, pytest.mark.nightly]
 #: The least that Ray takes.
+NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
 #: Ray counts GPUs that it is told of, whether or not they are there.
-NODE = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80 * 2**20}
+WITH_GPUS = {**NODE, "num_gpus": 2}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def cluster(environment: dict[str, str]) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**environment, "RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": "0,1"}.items():
             patch.setenv(name, value)
-        cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+        cluster = Cluster(initialize_head=True, head_node_args={**WITH_GPUS, "include_dashboard": False})
         yield cluster
         cluster.shutdown()
 
@@ -44,7 +45,7 @@ def test_two_nodes_of_a_cluster(cluster: Any, environment: dict[str, str], tmp_p
     found = session(cluster, environment, tmp_path, "sum")
     assert "--distcompat-executor ray: the cluster has 1 of 2 nodes" in found, found
     assert "0 of 2 nodes are there (none)" in found
-    cluster.add_node(**NODE)
+    cluster.add_node(**WITH_GPUS)
     cluster.wait_for_nodes()
     found = session(cluster, environment, tmp_path, "sum or assertion or killed")
     assert "2 failed, 1 passed" in found, found
@@ -69,7 +70,7 @@ def test_workers_have_their_runs_on_a_node_each_and_gpus_of_their_own(
     cluster: Any, environment: dict[str, str], tmp_path: Path
 ) -> None:
     while len(cluster.list_all_nodes()) < 2:
-        cluster.add_node(**NODE)
+        cluster.add_node(**WITH_GPUS)
     cluster.wait_for_nodes()
     (tmp_path / "test_workers.py").write_text(WORKERS)
     line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "4"]
