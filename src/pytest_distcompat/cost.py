@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_distcompat.trace import RunTrace, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.trace import RunTrace, Snapshot, StateInfo, Trace, UnwrappedInfo
 
 #: Steps at the start that are not measured: allocators, compilers and bucket sizes settle in them.
 WARM_UP = 8
@@ -28,7 +28,7 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 #: From how many elements on a rank on, in blocks of how many, option ``optimizer=adam8bit`` keeps state in 8 bits:
 #: https://github.com/pytorch/ao/tree/main/torchao/optim, which took both numbers from bitsandbytes.
-QUANTIZED_FROM, QUANTIZED_BLOCK = 4096, 256
+QUANTIZED_FROM, _QUANTIZED_BLOCK = 4096, 256
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,12 @@ def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
     memory = max((snapshot.memory for snapshots in steps for snapshot in snapshots), default=0)
     mfu = 6 * size * rate / peak if peak else None
     return Cost(seconds, rate, memory, state_bytes(trained), mfu)
+
+
+def is_quantized(state: StateInfo) -> bool:
+    """Tell whether option ``optimizer=adam8bit`` keeps this rank's part of a tensor of the optimizer's state in 8 bits."""
+    large = state.numel >= QUANTIZED_FROM and state.numel % _QUANTIZED_BLOCK == 0
+    return large and state.key not in {"step", "master"}
 
 
 def state_bytes(run: RunTrace, nth: int = 2) -> float:
@@ -136,8 +142,10 @@ def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
             kind = op, _along(dims, info.ranks), len(info.ranks)
             calls[kind] += info.calls
             sent[kind] += round(info.total * BYTES.get(info.dtype, 4) * part)
-    names = "collective", "mesh", "ranks", "calls", "bytes"
-    return [dict(zip(names, (*kind, calls[kind], sent[kind]), strict=True)) for kind in calls]
+    return [
+        {"collective": kind[0], "mesh": kind[1], "ranks": kind[2], "calls": calls[kind], "bytes": sent[kind]}
+        for kind in calls
+    ]
 
 
 def _along(dims: Iterable[tuple[str, int]], ranks: tuple[int, ...]) -> str:

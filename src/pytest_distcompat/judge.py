@@ -141,7 +141,7 @@ def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: 
         ranks = f"rank{'s' * (len(built) > 1)} {', '.join(map(str, built))}"
         text = f"refused on some ranks only; built on {ranks}\n{declared}\n\n{end.text}"
     else:
-        status, text, reason = Status.REFUSED, end.message, refusal.reason or _without_rank(end)
+        status, text, reason = Status.REFUSED, end.message, refusal.reason or _without_rank(end) or end.message
     return Verdict(check.name, cell.id, status, text, reason)
 
 

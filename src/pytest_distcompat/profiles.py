@@ -205,13 +205,13 @@ def _composed(
 
     Where one of the two cannot run by itself, the reason is that of its own cell.
     """
-    choices = [(name, OPTIONS[name].values[1]) for name in AXES if name in driver.options]
-    others = [choice for choice in BESIDE_AXES if choice[0] in driver.options]
-    for (strategy, precision), (one, other) in itertools.product(
-        claimed, (*itertools.combinations(choices, 2), *itertools.product(choices, others))
-    ):
-        if all(supported(_cell(driver, strategy, precision, world_size, choice)) for choice in (one, other)):
-            yield _cell(driver, strategy, precision, world_size, one, other)
+    choices = [(name, OPTIONS[name].values[1]) for name in AXES] + [*BESIDE_AXES]
+    for strategy, precision in claimed:
+        make = functools.partial(_cell, driver, strategy, precision, world_size)
+        able = [choice for choice in choices if choice[0] in driver.options and supported(make(choice))]
+        for one, other in itertools.combinations(able, 2):
+            if one[0] in AXES:
+                yield make(one, other)
 
 
 def _smoke(

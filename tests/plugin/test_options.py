@@ -221,3 +221,21 @@ def test_the_help_shows_every_option_and_every_ini_key(pytester: pytest.Pytester
     for option in OPTIONS.values():
         assert option.flag in text
         assert f"{option.name} (string)" in text
+
+
+def test_a_number_that_a_conftest_has_set(pytester: pytest.Pytester) -> None:
+    config = pytester.parseconfig()
+    config.option.distcompat_world_size = 3
+    assert setting(config, "distcompat_world_size").value == 3
+
+
+def test_walks_are_selected_by_strategy_alone(pytester: pytest.Pytester) -> None:
+    """They are in fp32 all, so that a precision says nothing of them."""
+    pytester.makepyfile(
+        "from pytest_distcompat import CompatSuite, Matrix\n"
+        "class TestIt(CompatSuite):\n    driver = 'torch'\n    matrix = Matrix(('ddp', 'fsdp2'), ('fp32', 'bf16_mixed'))\n"
+    )
+    flags = ("--distcompat-profile=walk", "--distcompat-precisions=bf16_mixed", "--distcompat-strategies=fsdp2")
+    found = pytester.runpytest("--co", "-q", "--distcompat-gpus=0", *flags)
+    found.stdout.fnmatch_lines(["*fsdp2-fp32-w2-model_mlp:walk*"])
+    found.stdout.no_fnmatch_line("*ddp*")

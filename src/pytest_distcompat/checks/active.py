@@ -110,13 +110,10 @@ def _whole_blocks(cell: Cell, run: RunTrace, snapshot: Snapshot) -> Iterator[str
     unwrapped = run.unwrapped
     if cell.tp == 1 or unwrapped is None:
         return
-    names, cut = Names(run, unwrapped), dict[str, bool]()
-    for info in (one for one in snapshot.parameters if len(one.shape) > 1):
-        name = names(info.name)
-        for block in unwrapped.blocks:
-            if name.startswith(f"{block}."):
-                cut[block] = cut.get(block, False) or cut_along(info, "tp")
-    whole = [block for block, parts in cut.items() if not parts]
+    names = Names(run, unwrapped)
+    layers = [(names(info.name), cut_along(info, "tp")) for info in snapshot.parameters if len(info.shape) > 1]
+    inside = {block: [cut for name, cut in layers if name.startswith(f"{block}.")] for block in unwrapped.blocks}
+    whole = [block for block, cuts in inside.items() if cuts and not any(cuts)]
     if whole and any(cut_along(info, "tp") for info in snapshot.parameters):
         found = f"{', '.join(map(repr, whole[:2]))}{f' and {len(whole) - 2} others' if len(whole) > 2 else ''}"
         yield f"of the blocks {found} no layer is cut; expected {cell.tp} parts of tensor parallelism in each block"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, requested
 from pytest_distcompat.checks._values import stages_of
-from pytest_distcompat.cost import BYTES, QUANTIZED_BLOCK, QUANTIZED_FROM
+from pytest_distcompat.cost import BYTES, is_quantized
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Dtypes, Strategy
@@ -128,7 +128,7 @@ def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
 def _quantized(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding for each kind of state that is not quantized where it is large enough, and only there."""
     moments = [state for state in snapshot.states if state.key not in {"step", "master"} and state.numel]
-    large = {one for one in moments if one.numel >= QUANTIZED_FROM and one.numel % QUANTIZED_BLOCK == 0}
+    large = set(filter(is_quantized, moments))
     if not large:
         yield "no state is large enough to be quantized"
     for key in dict.fromkeys(state.key for state in moments):

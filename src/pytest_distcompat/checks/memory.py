@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, named_ranks, requested
 from pytest_distcompat.checks._values import FACTORS, by_stage, cut_along, expert_parts, unused
-from pytest_distcompat.cost import QUANTIZED_FROM, state_elements, trained_elements
+from pytest_distcompat.cost import is_quantized, state_elements, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace, UnwrappedInfo
@@ -38,7 +38,7 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _kept(cell, run, snapshots, part)
     if cell.option("optimizer") == "adam8bit":
         for snapshot in trained:
-            large = [state for state in snapshot.states if state.numel >= QUANTIZED_FROM and state.key != "master"]
+            large = [*filter(is_quantized, snapshot.states)]
             numel, size = (sum(getattr(state, name) for state in large) for name in ("numel", "nbytes"))
             if size >= 2 * numel:
                 yield f"rank {snapshot.rank}: {numel} elements of quantized state take {size} bytes; expected less than 2 each"

@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
     )
     doctor.add_argument("--all", action="store_true", help="show every reason, and every known issue with its link")
     doctor.add_argument("--strict", action="store_true", help="a warning is a problem")
-    doctor.set_defaults(call=_doctor)
+    doctor.set_defaults(call=_doctor, finds_drivers=True)
 
 
 def _doctor(options: argparse.Namespace) -> int:

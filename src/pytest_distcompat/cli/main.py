@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands; ``call`` of the parsed arguments is the subcommand's function."""
     root = argparse.ArgumentParser("distcompat", description="pytest-distcompat without pytest.")
     root.add_argument("--version", action="store_true", help="print the version")
-    root.set_defaults(call=None)
+    root.set_defaults(call=None, finds_drivers=False)
     commands = root.add_subparsers(title="commands", metavar="COMMAND")
     for module in (doctor, init, nodes, trace, reports, releases, settings, walk):
         module.add(commands)
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.call is None:
         root.print_help()
         return OK
-    # Drivers of the working directory are found too.
-    if (here := str(Path.cwd())) not in sys.path:
+    # Drivers of the working directory are found too; other commands import nothing of it.
+    if options.finds_drivers and (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
         return int(options.call(options))

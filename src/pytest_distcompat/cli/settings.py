@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="pair only what passed alone in this report of the profile sweep"
     )
-    parser.set_defaults(call=_settings)
+    parser.set_defaults(call=_settings, finds_drivers=True)
 
 
 def _settings(options: argparse.Namespace) -> int:

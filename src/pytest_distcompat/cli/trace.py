@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     )
     trace.add_argument("--timeout", type=float, metavar="SECONDS", help="of a run (default: as --distcompat-timeout)")
     trace.add_argument("--keep", type=Path, metavar="DIRECTORY", help="leave checkpoints and logs there")
-    trace.set_defaults(call=_trace)
+    trace.set_defaults(call=_trace, finds_drivers=True)
 
 
 def _trace(options: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--script", type=Path, metavar="FILE", help="write a script that shows the failure without the plugin"
     )
-    parser.set_defaults(call=_walk)
+    parser.set_defaults(call=_walk, finds_drivers=True)
 
 
 def _walk(options: argparse.Namespace) -> int:

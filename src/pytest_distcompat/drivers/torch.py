@@ -308,21 +308,16 @@ class TorchDriver(TinyDriver):
         mode = self.cell.option("compile")
         if self.precision.float8:
             model = _options.in_8_bits(model, device.type)
-        recompute, inside_units = self.cell.option("activation_checkpointing"), self.cell.strategy == "fsdp1"
 
         def prepare(model: Module) -> None:
             blocks = self.wrap_spec.block_modules(model)
-            if recompute and not inside_units:
+            if recompute := self.cell.option("activation_checkpointing"):
                 _options.recompute(model, blocks, recompute)
             if _options.compiles_blocks(mode):
                 _options.compile_blocks(mode, blocks)
 
         wrap = dataclasses.replace(self.wrap_spec, prepare=prepare)
         self.wrapped = self.strategy.torch(model, self.precision, self.cell, device, wrap)
-        if recompute and inside_units:
-            # Inside FSDP1's units, as in its tutorial: around them units are gathered twice, and ``get_state_dict`` leaves
-            # ``_fsdp_wrapped_module`` in the optimizer's names.
-            _options.recompute(model, self.wrap_spec.block_modules(model), recompute)
         whole = mode and not _options.compiles_blocks(mode)
         found: Module = _options.compiled(self.wrapped, self.cell) if whole else self.wrapped
         return found

@@ -14,16 +14,18 @@ class Executor:
     name: ClassVar[str] = ""
     #: Where pytest listens by default: host and port, 0 for any.
     listen: ClassVar[tuple[str, int]] = ("127.0.0.1", 0)
+    #: Whether ``names`` takes no time, so that too few nodes are an error before agents start.
+    lists_at_once: ClassVar[bool] = True
     #: How users start agents that this executor does not start itself; empty if it starts all of them.
     hint: ClassVar[str] = ""
 
-    def unsupported_reason(self, nodes: int) -> str | None:  # noqa: ARG002 - the executors' protocol
-        """Return why it cannot start agents of so many nodes here; None if it can, as far as is known yet."""
+    def unsupported_reason(self) -> str | None:
+        """Return why it cannot start agents here; None if it can."""
         return None
 
-    def names(self, nodes: int) -> list[str]:  # noqa: ARG002
-        """Return the names of so many nodes for ``start_one``, fewer if there are fewer; none if it has no such method."""
-        return []
+    def names(self, nodes: int) -> list[str] | None:  # noqa: ARG002 - the executors' protocol
+        """Return the names of so many nodes, fewer if there are fewer; None if it cannot start the agent of one alone."""
+        return None
 
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
         """Start the agents of so many nodes."""

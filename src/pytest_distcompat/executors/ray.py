@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_distcompat.executors._base import Executor
+from pytest_distcompat.failures import UsageProblem
 
 #: How long the cluster may take to give the nodes, in seconds.
 PLACEMENT_S = 30
+_PREFIX = "--distcompat-executor ray: "
 
 
 class Ray(Executor):
@@ -26,24 +27,34 @@ class Ray(Executor):
 
     name = "ray"
     listen = (socket.gethostname(), 0)
+    # pytest's own process does not import ray, and another one takes seconds.
+    lists_at_once = False
 
-    def unsupported_reason(self, nodes: int) -> str | None:  # noqa: ARG002 - pytest's own process does not import ray
+    def unsupported_reason(self) -> str | None:
         """Return why there is no Ray to use; None if there is."""
         return None if importlib.util.find_spec("ray") else "ray is not installed: pip install 'pytest-distcompat[ray]'"
 
     def names(self, nodes: int) -> list[str]:
-        """Return the first nodes of the cluster; none if no cluster is there."""
-        listed = subprocess.run(
-            [sys.executable, "-m", __name__, "names"], check=False, stdout=subprocess.PIPE, text=True
-        )
-        return listed.stdout.split()[:nodes]
+        """Return the first nodes of the cluster.
+
+        Raises UsageProblem if no cluster is there, or workers of xdist would share the GPUs of a node.
+        """
+        listed = subprocess.run([sys.executable, "-m", __name__, "names"], check=False, capture_output=True, text=True)
+        if listed.returncode:
+            raise UsageProblem(listed.stderr.strip().rpartition(_PREFIX)[2])
+        found = [line.split() for line in listed.stdout.splitlines()][:nodes]
+        if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > nodes and any(int(gpus) for _, gpus in found):
+            raise UsageProblem(
+                f"Ray shows a worker's agent the GPUs that it asked for alone; expected -n {nodes} at most"
+            )
+        return [name for name, _ in found]
 
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
         """Start the process that asks Ray for the nodes."""
         return [self._popen([sys.executable, "-m", __name__, "start", str(nodes), *join], token)]
 
     def start_one(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
-        """Start the process that asks Ray for this worker's part of one node."""
+        """Start the process that asks Ray for one node."""
         return self._popen([sys.executable, "-m", __name__, "start_one", name, *join], token)
 
 
@@ -59,6 +70,11 @@ def nodes_by_name() -> dict[str, Any]:
     return dict(zip(names, alive, strict=True))
 
 
+def gpus_of(node: Mapping[str, Any]) -> int:
+    """Return how many GPUs of a node to ask for: all, since Ray hides those that a task did not ask for."""
+    return int(node["Resources"].get("GPU", 0))
+
+
 def start_one(name: str, join: Sequence[str], token: str) -> str:
     """Run the agent of one worker of xdist on that node until the session ends; return what is wrong."""
     import ray
@@ -67,9 +83,7 @@ def start_one(name: str, join: Sequence[str], token: str) -> str:
     nodes = nodes_by_name()
     if name not in nodes:
         return f"the node {name} is gone; there are {', '.join(nodes)}"
-    # By Ray's accounting each worker has GPUs of its own: those of the node in equal parts.
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    gpus = int(nodes[name]["Resources"].get("GPU", 0)) // math.ceil(workers / len(nodes))
+    gpus = gpus_of(nodes[name])
     where = NodeAffinitySchedulingStrategy(nodes[name]["NodeID"], soft=False)
     agent: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0, scheduling_strategy=where)(_agent)
     with contextlib.suppress(ray.exceptions.RayError):
@@ -87,8 +101,7 @@ def start(nodes: int, join: Sequence[str], token: str) -> str:
     names = {node["NodeID"]: name for name, node in found.items()}
     if len(found) < nodes:
         return f"the cluster has {len(found)} of {nodes} nodes"
-    # Ray hides the GPUs that a task did not ask for.
-    gpus = int(min(node["Resources"].get("GPU", 0) for node in found.values()))
+    gpus = min(map(gpus_of, found.values()))
     group = placement_group([{"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}] * nodes, strategy="STRICT_SPREAD")
     if not group.wait(PLACEMENT_S):
         free = ", ".join(
@@ -117,7 +130,7 @@ def main(action: str, *arguments: str) -> str:
     """Do one of ``names``, ``start`` and ``start_one``; return what is wrong, empty if nothing is."""
     try:
         if action == "names":
-            sys.stdout.write(" ".join(nodes_by_name()))
+            sys.stdout.writelines(f"{name} {gpus_of(node)}\n" for name, node in nodes_by_name().items())
             return ""
         token = sys.stdin.readline().strip()
         if action == "start_one":
@@ -130,4 +143,4 @@ def main(action: str, *arguments: str) -> str:
 if __name__ == "__main__":
     problem = main(*sys.argv[1:])
     if problem:
-        sys.exit(f"--distcompat-executor ray: {problem}")
+        sys.exit(f"{_PREFIX}{problem}")

@@ -13,9 +13,9 @@ import json
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -59,7 +59,7 @@ class Lease:
         ids: The devices; fewer than requested if the request went on without CPU slots that a suspended process holds.
         environment: Variables that make only these devices visible.
         leak: Memory that a dead holder left before this lease and, after the end of the lease, memory that it left itself.
-        own_leak: The memory that this lease itself left; nothing before its end.
+        own_leak: The second of these alone.
     """
 
     ids: tuple[str, ...]
@@ -69,7 +69,12 @@ class Lease:
 
 
 #: The paths of the locks that this thread holds, of all pools.
-_held: ContextVar[frozenset[Path]] = ContextVar("held", default=frozenset())
+_this_thread = threading.local()
+
+
+def _held() -> frozenset[Path]:
+    held: frozenset[Path] = getattr(_this_thread, "held", frozenset())
+    return held
 
 
 class Pool:
@@ -131,7 +136,7 @@ class Pool:
             LeaseTimeout: After ``timeout``.
         """
         count = self.inventory.needed(ranks)
-        mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _held.get())
+        mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _held())
         if mine:
             if self.inventory.kind == "gpu" and count > len(mine):
                 raise UsageProblem(f"{who}: {count} GPUs are needed, and the test that starts it was lent {len(mine)}")
@@ -152,11 +157,11 @@ class Pool:
             lease = Lease(ids, self.inventory.environment(ids), left)
             owner = os.getpid()
             own = {self._path(name, "lock") for name in ids}
-            _held.set(_held.get() | own)
+            _this_thread.held = _held() | own
             try:
                 yield lease
             finally:
-                _held.set(_held.get() - own)
+                _this_thread.held = _held() - own
                 # A forked child that leaves the block must not end the lease of its parent.
                 if os.getpid() == owner:
                     lease.own_leak = self._await_free(before, dict.fromkeys(ids, who))

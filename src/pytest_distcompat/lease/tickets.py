@@ -45,6 +45,8 @@ class Queue:
         self._directory = directory
         #: The locks of this process's own tickets, by their numbers.
         self._own: dict[int, FileLock] = {}
+        #: The ticket that was last found ahead of each of them.
+        self._ahead: dict[int, Ticket | None] = {}
 
     @contextlib.contextmanager
     def ticket(self, ids: tuple[str, ...], count: int, who: str) -> Iterator[Ticket]:
@@ -55,6 +57,7 @@ class Queue:
             mine = Ticket(clock.now_ns() << 22 | os.getpid(), ids, count, who, os.getpid())
             self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
             own.callback(lambda: self._own.pop(mine.number).close())
+            own.callback(self._ahead.pop, mine.number, None)
             # Before the lock is released.
             own.callback(self._remove, mine)
             # After the lock, because a visible ticket without a lock belongs to a dead process.
@@ -64,7 +67,12 @@ class Queue:
     def overtaken(self, mine: Ticket) -> bool:
         """Tell whether another ticket is to be served first."""
         self._restore(mine)
-        return not all(map(self._ended, ahead(mine, self._tickets())))
+        last = self._ahead.get(mine.number)
+        # While that one waits nobody reads the whole queue: all who wait ask many times a second.
+        if last is None or self._ended(last):
+            last = next((other for other in ahead(mine, self._tickets()) if not self._ended(other)), None)
+            self._ahead[mine.number] = last
+        return last is not None
 
     def waiting(self) -> list[Ticket]:
         """Return the tickets whose owners wait, in order; those of the dead are removed."""

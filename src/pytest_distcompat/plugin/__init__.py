@@ -166,8 +166,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_distcompat.plugin.marked import marker
 
         marker.check_items(marked_items)
-        if ON_RANK not in config.stash:
-            config.pluginmanager.register(marker, "distcompat-marked")
     distributed = marked_items or [item for item in items if "distcompat_case" in getattr(item, "fixturenames", ())]
     if not distributed or ON_RANK in config.stash:
         return
@@ -233,6 +231,35 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 def _is_controller(config: pytest.Config) -> bool:
     """Tell whether xdist runs the tests in other processes."""
     return getattr(config.option, "dist", "no") != "no"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Note the next item, and end ranks that were kept for other tests than this one."""
+    if _IN_USE in item.config.stash:
+        from pytest_distcompat.plugin.marked import marker
+
+        marker.before(item, nextitem)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have a marked test run on its ranks instead of in this process."""
+    marked = item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash
+    if marked and isinstance(item, pytest.Function):
+        from pytest_distcompat.plugin.marked import marker
+
+        marker.take_over(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """End ranks that are kept for no later test. A failure there is an error of this item's teardown."""
+    yield
+    if _IN_USE in item.config.stash:
+        from pytest_distcompat.plugin.marked import marker
+
+        marker.after(item, nextitem)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

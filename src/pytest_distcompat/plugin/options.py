@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ class Option:
     Attributes:
         read: Parses the text of the option, or raises UsageProblem with the allowed values. For an option whose ``metavar``
             begins with ``FILE`` its second argument is the directory that relative paths start from.
+        help: What pytest's ``--help`` says of it.
         repeated: Whether the option may be given several times; its text then has one line for each.
     """
 
@@ -30,6 +31,7 @@ class Option:
     metavar: str
     default: str
     read: Callable[..., Any]
+    help: str
     repeated: bool = False
 
     @property
@@ -181,79 +183,196 @@ def _read_report(path: Path) -> Any:
     return Report.read(path)
 
 
-#: The help of each option: it begins with a verb and names the unit and the default, in the terms of docs/architecture.md.
-_HELP: Mapping[str, str] = {
-    "gpus": "Use N of the visible GPUs; more than there are is an error. auto: all, or the CPU where there are none. 0: the CPU.",
-    "world_size": "Start N ranks where a test does not say how many. auto: one a GPU, 2 on the CPU.",
-    "oversubscribe": "Let up to N ranks share a GPU where there are fewer GPUs than ranks; those talk through gloo (default: 1).",
-    "simulate": "Run no ranks: simulate each cell of a suite as N ranks, without values (default: 0, run them).",
-    "strategies": "Run only these strategies of each suite's matrix (default: all).",
-    "precisions": "Run only these precisions of each suite's matrix (default: all).",
-    "drivers": "Run only suites of these drivers, by name or module:attribute (default: all).",
-    "profile": "Run so many cells of each suite: each strategy once, its matrix, a covering array of pairs, every option.",
-    "budget": (
-        "Start no further cell after this time (90s, 20m, 2h). First come those that never ran or were red in the "
-        "last report, then all others in the order of the seed, another one each day (default: no limit)."
-    ),
-    "shard": (
-        "Run only part I of N of the tests, of equal duration by the baseline, else of equal number; cells stay whole "
-        "(default: all)."
-    ),
-    "known": "Read known issues from these TOML files too, beside those that come with the package.",
-    "throughput": "Fail a cell whose tokens/s per rank fall below this fraction of the baseline strategy's (default: no limit).",
-    "timeout": "End a run that takes longer than this; imports of the fork server do not count (default: 300).",
-    "warm_timeout": "Fail if the fork server, or collecting in it, imports longer than this (default: 600).",
-    "reuse": "Run marked tests that follow each other on the same ranks: of a module, or all of one world size (default: never).",
-    "reuse_limit": "Start new ranks after so many tests, where ranks are reused (default: 100).",
-    "report": "Write the verdicts of all suites to this file: .json, .html, .md, or .txt for a chat. May be given several times.",
-    "baseline": "Compare with this earlier .json report: only what is newly broken or newly missing makes the run fail.",
-    "launcher": "Start ranks by torchrun's agent on a warm fork server, or by the cold torchrun command (default: warm).",
-    "nodes": "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
-    "worker_nodes": (
-        "Deal the workers of xdist (-n) out over N nodes: each has its runs, of one node, there (default: 0, all here)."
-    ),
-    "executor": (
-        "Start the agents of several nodes on this machine (local), by `distcompat join` on each (join), by srun in "
-        "an allocation (slurm), or on a Ray cluster (ray) (default: local)."
-    ),
-    "listen": "Have nodes join at this address of this machine (default: 127.0.0.1 for local, the host's for slurm and ray).",
-    "token_file": (
-        "Let only nodes join that know the token in this file; --distcompat-executor join needs it (default: a new "
-        "token)."
-    ),
-    "verify": (
-        "Run this share of all tests and checks a second time under cold torchrun, another one each day, and fail "
-        "where the verdicts differ (default: 0)."
-    ),
-    "nothing_ran": "Fail or pass a session in which suites were collected and none of their cells ran (default: fail).",
-}
+#: The help begins with a verb and names the unit and the default, in the terms of docs/architecture.md.
 _ALL = (
-    Option("gpus", "N|auto|0", "auto", _count(least=0, keywords=("auto",))),
-    Option("world_size", "N", "auto", _count(least=1, keywords=("auto",))),
-    Option("oversubscribe", "N", "1", _count(least=1)),
-    Option("simulate", "N", "0", _count(least=0)),
-    Option("strategies", "NAMES", "", _names("strategies")),
-    Option("precisions", "NAMES", "", _names("precisions")),
-    Option("drivers", "NAMES", "", _names("drivers")),
-    Option("profile", "smoke|default|pairwise|sweep|zoo|walk|full", "default", _profile),
-    Option("budget", "TIME[@SEED]", "", read_budget),
-    Option("shard", "I/N", "", read_shard),
-    Option("known", "FILES", "", _known),
-    Option("throughput", "PART", "", _part),
-    Option("timeout", "SECONDS", "300", _seconds),
-    Option("warm_timeout", "SECONDS", "600", _seconds),
-    Option("reuse", "never|module|session", "never", _choice("never", "module", "session")),
-    Option("reuse_limit", "N", "100", _count(least=1)),
-    Option("report", "FILE", "", _report, repeated=True),
-    Option("baseline", "FILE", "", _baseline),
-    Option("launcher", "warm|torchrun", "warm", _choice("warm", "torchrun")),
-    Option("nodes", "N", "1", _count(least=1)),
-    Option("worker_nodes", "N", "0", _count(least=0)),
-    Option("executor", "NAME", "local", _executor),
-    Option("listen", "HOST[:PORT]", "", _address),
-    Option("token_file", "FILE", "", _token),
-    Option("verify", "PERCENT", "0", _number("a number from 0 to 100", lambda number: 0 <= number <= 100)),
-    Option("nothing_ran", "fail|pass", "fail", _choice("fail", "pass")),
+    Option(
+        "gpus",
+        "N|auto|0",
+        "auto",
+        _count(least=0, keywords=("auto",)),
+        "Use N of the visible GPUs; more than there are is an error. auto: all, or the CPU where there are none. 0: the CPU.",
+    ),
+    Option(
+        "world_size",
+        "N",
+        "auto",
+        _count(least=1, keywords=("auto",)),
+        "Start N ranks where a test does not say how many. auto: one a GPU, 2 on the CPU.",
+    ),
+    Option(
+        "oversubscribe",
+        "N",
+        "1",
+        _count(least=1),
+        "Let up to N ranks share a GPU where there are fewer GPUs than ranks; those talk through gloo (default: 1).",
+    ),
+    Option(
+        "simulate",
+        "N",
+        "0",
+        _count(least=0),
+        "Run no ranks: simulate each cell of a suite as N ranks, without values (default: 0, run them).",
+    ),
+    Option(
+        "strategies",
+        "NAMES",
+        "",
+        _names("strategies"),
+        "Run only these strategies of each suite's matrix (default: all).",
+    ),
+    Option(
+        "precisions",
+        "NAMES",
+        "",
+        _names("precisions"),
+        "Run only these precisions of each suite's matrix (default: all).",
+    ),
+    Option(
+        "drivers",
+        "NAMES",
+        "",
+        _names("drivers"),
+        "Run only suites of these drivers, by name or module:attribute (default: all).",
+    ),
+    Option(
+        "profile",
+        "smoke|default|pairwise|sweep|zoo|walk|full",
+        "default",
+        _profile,
+        "Run so many cells of each suite: each strategy once, its matrix, a covering array of pairs, every option.",
+    ),
+    Option(
+        "budget",
+        "TIME[@SEED]",
+        "",
+        read_budget,
+        "Start no further cell after this time (90s, 20m, 2h). First come those that never ran or were red in the "
+        "last report, then all others in the order of the seed, another one each day (default: no limit).",
+    ),
+    Option(
+        "shard",
+        "I/N",
+        "",
+        read_shard,
+        "Run only part I of N of the tests, of equal duration by the baseline, else of equal number; cells stay whole "
+        "(default: all).",
+    ),
+    Option(
+        "known",
+        "FILES",
+        "",
+        _known,
+        "Read known issues from these TOML files too, beside those that come with the package.",
+    ),
+    Option(
+        "throughput",
+        "PART",
+        "",
+        _part,
+        "Fail a cell whose tokens/s per rank fall below this fraction of the baseline strategy's (default: no limit).",
+    ),
+    Option(
+        "timeout",
+        "SECONDS",
+        "300",
+        _seconds,
+        "End a run that takes longer than this; imports of the fork server do not count (default: 300).",
+    ),
+    Option(
+        "warm_timeout",
+        "SECONDS",
+        "600",
+        _seconds,
+        "Fail if the fork server, or collecting in it, imports longer than this (default: 600).",
+    ),
+    Option(
+        "reuse",
+        "never|module|session",
+        "never",
+        _choice("never", "module", "session"),
+        "Run marked tests that follow each other on the same ranks: of a module, or all of one world size (default: never).",
+    ),
+    Option(
+        "reuse_limit",
+        "N",
+        "100",
+        _count(least=1),
+        "Start new ranks after so many tests, where ranks are reused (default: 100).",
+    ),
+    Option(
+        "report",
+        "FILE",
+        "",
+        _report,
+        "Write the verdicts of all suites to this file: .json, .html, .md, or .txt for a chat. May be given several times.",
+        repeated=True,
+    ),
+    Option(
+        "baseline",
+        "FILE",
+        "",
+        _baseline,
+        "Compare with this earlier .json report: only what is newly broken or newly missing makes the run fail.",
+    ),
+    Option(
+        "launcher",
+        "warm|torchrun",
+        "warm",
+        _choice("warm", "torchrun"),
+        "Start ranks by torchrun's agent on a warm fork server, or by the cold torchrun command (default: warm).",
+    ),
+    Option(
+        "nodes",
+        "N",
+        "1",
+        _count(least=1),
+        "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
+    ),
+    Option(
+        "worker_nodes",
+        "N",
+        "0",
+        _count(least=0),
+        "Deal the workers of xdist (-n) out over N nodes: each has its runs, of one node, there (default: 0, all here).",
+    ),
+    Option(
+        "executor",
+        "NAME",
+        "local",
+        _executor,
+        "Start the agents of several nodes on this machine (local), by `distcompat join` on each (join), by srun in "
+        "an allocation (slurm), or on a Ray cluster (ray) (default: local).",
+    ),
+    Option(
+        "listen",
+        "HOST[:PORT]",
+        "",
+        _address,
+        "Have nodes join at this address of this machine (default: 127.0.0.1 for local, the host's for slurm and ray).",
+    ),
+    Option(
+        "token_file",
+        "FILE",
+        "",
+        _token,
+        "Let only nodes join that know the token in this file; --distcompat-executor join needs it (default: a new "
+        "token).",
+    ),
+    Option(
+        "verify",
+        "PERCENT",
+        "0",
+        _number("a number from 0 to 100", lambda number: 0 <= number <= 100),
+        "Run this share of all tests and checks a second time under cold torchrun, another one each day, and fail "
+        "where the verdicts differ (default: 0).",
+    ),
+    Option(
+        "nothing_ran",
+        "fail|pass",
+        "fail",
+        _choice("fail", "pass"),
+        "Fail or pass a session in which suites were collected and none of their cells ran (default: fail).",
+    ),
 )
 #: All options, by the name of their ini key.
 OPTIONS: dict[str, Option] = {option.name: option for option in _ALL}
@@ -263,7 +382,7 @@ def add(parser: pytest.Parser) -> None:
     """Register all options, each on the command line and as an ini key."""
     group = parser.getgroup("distcompat", "distributed compatibility")
     for name, option in OPTIONS.items():
-        action, text = "append" if option.repeated else "store", _HELP[option.short]
+        action, text = "append" if option.repeated else "store", option.help
         group.addoption(option.flag, dest=name, default=None, metavar=option.metavar, help=text, action=action)
         parser.addini(name, text, default=None)
 
@@ -277,7 +396,8 @@ def setting(config: pytest.Config, name: str) -> Setting:
     option, given, ini = OPTIONS[name], config.getoption(name), config.getini(name)
     # An empty value on the command line overrides the file too: no baseline this time, or an unset shell variable.
     if given is not None:
-        text, origin, where = "\n".join(given) if option.repeated else given, "option", option.flag
+        # A conftest may have set it to another type.
+        text, origin, where = "\n".join(given) if option.repeated else str(given), "option", option.flag
     elif ini:
         text, origin, where = str(ini), "ini", f"ini {name}"
     else:

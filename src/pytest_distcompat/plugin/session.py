@@ -100,10 +100,16 @@ class DistcompatSession:
                 return Report.read(path)
         return baseline
 
-    def selects(self, cell: Cell) -> bool:
+    @functools.cached_property
+    def _selected(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The strategies and precisions that options select; none for all."""
+        return self.setting("strategies").value, self.setting("precisions").value
+
+    def selects(self, cell: Cell, *, any_precision: bool = False) -> bool:
         """Tell whether the options select the cell's strategy and its precision."""
-        strategies, precisions = self.setting("strategies").value, self.setting("precisions").value
-        return (not strategies or cell.strategy in strategies) and (not precisions or cell.precision in precisions)
+        strategies, precisions = self._selected
+        in_precision = any_precision or not precisions or cell.precision in precisions
+        return in_precision and (not strategies or cell.strategy in strategies)
 
     def over_budget(self, driver: str, cell: Cell) -> str | None:
         """Return why that cell does not start any more; None if it does, or has started."""
@@ -235,7 +241,7 @@ class DistcompatSession:
 
         name, token = self.setting("executor").value, self.setting("token_file").value
         executor = EXECUTORS.get(name)()
-        reason = executor.unsupported_reason(self.worker_nodes or self.nodes)
+        reason = executor.unsupported_reason()
         if not reason and self.setting("launcher").value != "warm":
             reason = "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes"
         if not reason and name == "local" and self.gpus and not self.worker_nodes:
@@ -244,21 +250,26 @@ class DistcompatSession:
             reason = "expected --distcompat-token-file FILE, with the token that nodes join with"
         if not reason and executor.hint and self.worker:
             reason = "each worker of xdist would need nodes of its own; expected no -n"
-        names: list[str] = []
+        wanted = self.worker_nodes or self.nodes
+        names: list[str] | None = None
+        if not reason and (self.worker_nodes or executor.lists_at_once):
+            try:
+                names = executor.names(wanted)
+            except UsageProblem as problem:
+                reason = str(problem)
         if self.worker_nodes and not reason:
-            names = executor.names(self.worker_nodes)
             if self.nodes > 1:
                 reason = "runs of one node and of several do not mix; expected no --distcompat-worker-nodes"
-            elif not names:
+            elif names is None:
                 reason = f"it cannot start agents on {self.worker_nodes} nodes one by one"
-            elif len(names) < self.worker_nodes:
-                reason = f"there are {len(names)} of {self.worker_nodes} nodes: {', '.join(names)}"
+        if not reason and names is not None and len(names) < wanted:
+            reason = f"there are {len(names)} of {wanted} nodes: {', '.join(names) or 'none'}"
         if reason:
             raise pytest.UsageError(f"--distcompat-executor {name}: {reason}")
         limit, listen = float(self.setting("warm_timeout").value), self.setting("listen").value or executor.listen
         shared = str(self.store) if self.shares else ""
         settings = Settings(self.nodes, str(self.config.rootpath), self.device, listen, token, limit, shared)
-        if self.worker_nodes:
+        if names and self.worker_nodes:
             number = int(self.worker.removeprefix("gw") or 0)
             leases: dict[str, Any] = {
                 "gpus": self.gpus,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -226,9 +225,10 @@ def _missing_checkpoint(run: ScriptRun, save_at: int) -> str:
 
 def _filled(template: str | Path, replacements: Mapping[str, str]) -> str:
     """Return the argument with each ``{name}`` replaced by its value."""
-    return functools.reduce(
-        lambda text, one: text.replace(f"{{{one[0]}}}", one[1]), replacements.items(), str(template)
-    )
+    argument = str(template)
+    for name, value in replacements.items():
+        argument = argument.replace(f"{{{name}}}", value)
+    return argument
 
 
 def _steps_taken(run: ScriptRun) -> int:

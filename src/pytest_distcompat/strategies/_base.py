@@ -50,8 +50,9 @@ class WrapSpec:
 
     ``blocks`` are their class names. ``min_num_params`` make a unit under option ``wrap_policy``. ``ignored_modules``
     are the names of modules to leave out, empty unless the cell asks for some. ``tp_plan`` is that of the tiny model, ``experts``
-    the module that expert parallelism cuts. ``prepare`` recomputes and compiles blocks, after layers are cut and before any is
-    sharded: a plan names no layer of a block that is wrapped, as https://github.com/pytorch/torchtitan orders it.
+    the module that expert parallelism cuts. ``prepare`` recomputes and compiles blocks; a strategy calls it
+    where its library wants that. A plan of tensor parallelism names no layer of a block that is wrapped, so that layers are cut
+    before, as https://github.com/pytorch/torchtitan orders it.
     """
 
     blocks: tuple[str, ...] = ()

@@ -21,7 +21,6 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    wrap.prepare(model)
     blocks = wrap.block_modules(model)
     reshard = ShardingStrategy.FULL_SHARD if cell.option("reshard_after_forward") else ShardingStrategy.SHARD_GRAD_OP
     hybrid = cell.option("dp_replicate") != 1
@@ -34,7 +33,11 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         "device_mesh": _fsdp.mesh(cell, device) if hybrid else None,
         "ignored_modules": wrap.modules_to_ignore(model),
     }
-    return FullyShardedDataParallel(model, **cell.with_settings("FullyShardedDataParallel", settings))
+    wrapped = FullyShardedDataParallel(model, **cell.with_settings("FullyShardedDataParallel", settings))
+    # Inside the units, as in its tutorial: around them units are gathered twice, and ``get_state_dict`` leaves
+    # ``_fsdp_wrapped_module`` in the optimizer's names.
+    wrap.prepare(model)
+    return wrapped
 
 
 def _dtypes(precision: Precision) -> Dtypes:

@@ -1,7 +1,4 @@
-"""``@pytest.mark.distcompat`` in the parent: the arguments of the mark, and one item run on all ranks.
-
-The hooks are those of a session with marked tests.
-"""
+"""``@pytest.mark.distcompat`` in the parent: the arguments of the mark, and one item run on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 import math
 import os
 import unittest
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -166,8 +163,7 @@ def nodes_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> int:
     return mark.nodes or int(session.setting("nodes").value)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+def before(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Note the next item, and end ranks that are kept for others than this one, if the teardown before it did not."""
     item.stash[NEXT_ITEM] = nextitem
     session = item.config.stash[SESSION]
@@ -176,11 +172,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         session.notice(f"ranks that were kept did not leave well: {problem}")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def take_over(item: pytest.Function) -> None:
     """Have the ranks run a marked test: in this process no fixture is set up, and its function is never called."""
-    if item.get_closest_marker(MARK) is None or not isinstance(item, pytest.Function):
-        return
     if item.config.stash[SESSION].simulated:
         pytest.skip("simulated: a marked test needs ranks")
     item.fixturenames = []
@@ -335,14 +328,12 @@ def note_nodes(session: DistcompatSession, items: Iterable[pytest.Item]) -> None
             session.shares |= shares and (nodes > 1 or session.worker_nodes > 0)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+def after(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End ranks that are kept, unless the next item runs on them: they would hold devices for nothing.
 
     They tear down the fixtures that their tests shared, as pytest does after the last test that could have used them, even if
     that one was skipped. A rank that does not end well is an error of this item's teardown.
     """
-    yield
     problem = _retire(item.config.stash[SESSION], nextitem)
     if problem:
         pytest.fail(f"ranks that tests shared did not leave well: {problem}", pytrace=False)

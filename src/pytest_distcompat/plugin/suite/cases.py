@@ -134,8 +134,9 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         cells = list(dict.fromkeys(cell.over(matrix.nodes or 1) for cell in cells))
     if session.simulated:
         cells = profiles.resized(cells, session.simulated)
-    cells = list(filter(session.selects, cells))
-    if profile == "walk" and not session.simulated:
+    walks = profile == "walk" and not session.simulated
+    cells = [cell for cell in cells if session.selects(cell, any_precision=walks)]
+    if walks:
         return [Case(suite, cell, WALK, unsupported=why_not_supported(driver, cell, session)) for cell in cells]
     reasons_by_cell = {
         cell: {
