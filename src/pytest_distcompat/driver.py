@@ -83,7 +83,8 @@ class Driver:
     preload: ClassVar[tuple[str, ...]] = ()
     #: The options of a cell that this driver supports; a cell with another option is not run, and the report says why.
     options: ClassVar[tuple[str, ...]] = ()
-    #: Option -> other options without which the driver does not have it, with their values; profiles add them.
+    #: Option, or several as ``tp+ep`` -> other options without which the driver does not have it, with their values; profiles
+    #: add them.
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     #: The libraries whose known issues concern this driver: ``("accelerate", "torch")``.
     libraries: ClassVar[tuple[str, ...]] = ()

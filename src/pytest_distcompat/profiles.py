@@ -182,6 +182,7 @@ def _choices(driver: type[Driver], selects: Callable[[str], bool] = lambda name:
 def _cell(driver: type[Driver], strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
     chosen = dict(choice for choice in choices if choice is not None)
     tokens = [token for name, value in chosen.items() for token in (name, OPTIONS[name].token(value))]
+    tokens.append("+".join(chosen))
     options = {name: value for one in tokens for name, value in driver.needs_options.get(one, {}).items()} | chosen
     if options.get("sp"):
         options.setdefault("tp", 2)

@@ -59,6 +59,29 @@ def test_experts_on_two_ranks_each(sound: Sound) -> None:
     assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
 
 
+def test_experts_spread_over_the_ranks_of_tensor_parallelism(sound: Sound) -> None:
+    """As transformers has it: ``DistributedConfig(tp_size=2, ep_size=2)`` leaves each expert whole, on one of two peers."""
+    story = sound("fsdp2-fp32-w4-tp_2")
+    expert = story.live("inlet.weight")
+
+    def over_peers(layout: Layout) -> Layout:
+        return replace(
+            layout, dims=tuple(replace(dim, name={"tp": "ep"}.get(dim.name, dim.name)) for dim in layout.dims)
+        )
+
+    def change(one: Snapshot) -> Snapshot:
+        assert one.model
+        parameters = tuple(
+            replace(info, layout=over_peers(info.layout)) if info.name == expert else info for info in one.parameters
+        )
+        return replace(one, model=replace(one.model, parameters=parameters))
+
+    story = replace(story, cell=replace(story.cell, options=(*story.cell.options, ("ep", 2))))
+    for run in ("train", "resume"):
+        story = story.alter(lambda one: change(one) if one.model else one, run=run)
+    assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
+
+
 def test_replicas_of_an_expert_are_compared_and_other_experts_are_not(sound: Sound) -> None:
     story = spread(sound("ddp-fp32-w4"))
     apart = story.parameters({"digest": "1:1"}, only="outlet.weight", action="step", nth=2, rank=3)

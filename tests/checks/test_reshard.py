@@ -38,6 +38,16 @@ def test_the_runs_go_up_and_back_and_to_one(runs_of: RunsOf) -> None:
     assert sizes("fsdp2-fp32-w1") == {"train": 1, "up": 2, "back": 1}
 
 
+@pytest.mark.parametrize(
+    ("cell", "most"), [("fsdp2-fp32-w4-model_moe_fused-tp_2", 4), ("fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2", 2)]
+)
+def test_as_many_parts_as_data_parallel_ranks_leave(cell: str, most: int) -> None:
+    runs = {
+        run.name: run.cell(Cell.parse(cell)) for run in CHECKS.get("reshard").runs(Cell.parse(cell), TorchDriver).runs
+    }
+    assert (runs["up"].tp, runs["back"].tp, runs["one"].tp) == (1, most, 1)
+
+
 @pytest.mark.parametrize("cell", CELLS[:3])
 def test_one_shard_with_other_values(runs_of: RunsOf, cell: str) -> None:
     story = runs_of(cell, "reshard")

@@ -142,6 +142,7 @@ class NativeSchedulerNotLoaded(DeepSpeedDriver):
 @twin(
     "reshard",
     "zero2-fp32-w2-model_mlp",
+    "zero1-fp32-w4-tp_2",
     match=r"exp_avg",
 )
 class UniversalWithoutMoments(DeepSpeedDriver):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
-from pytest_distcompat.strategies import _context, _tensor
+from pytest_distcompat.strategies import _context, _expert, _tensor
 
 from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin
 from .twins_deepspeed import DeepSpeed
@@ -278,6 +278,32 @@ class ExpertsTimesEp(Torch):
         wrapped.experts.set_gradient_divide_factor(cell.dp_size / cell.ep)
         found: Module = wrapped
         return found
+
+
+CUT_EXPERTS = "fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2"
+
+
+@twin(
+    "gradients",
+    CUT_EXPERTS,
+    match=r"^step 1: .*: the gradient of .*(block|inlet).* in the reference",
+    also={**PARITY, **CLIPPING},
+)
+class GradientsOfOwnColumnsAlone(Torch):
+    """Rows learn from the columns of an expert that their rank computes alone: the sum over tp is forgotten."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        sound = _expert.Exchange
+
+        class Exchange(_expert.Exchange):
+            def _whole(self, rows: torch.Tensor) -> torch.Tensor:
+                return rows
+
+        _expert.Exchange = Exchange  # type: ignore[misc]
+        try:
+            return super().wrap(model, precision, cell, device)
+        finally:
+            _expert.Exchange = sound  # type: ignore[misc]
 
 
 #: Every rank has whole gradients and state, of the rows of its peers.

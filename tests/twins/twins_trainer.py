@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from pytest_distcompat.drivers.trainer import TrainerDriver
 
@@ -274,3 +276,24 @@ class NeverCut(TrainerDriver):
         model.config.distributed_config = DistributedConfig(tp_size=self.cell.tp)
         model._is_distributed_loading_by_transformers, model._tp_size = True, self.cell.tp
         return model
+
+
+@twin(
+    "gradients",
+    "fsdp2-fp32-w4-model_hf:granitemoe_swa-tp_2-ep_2-save_only_model",
+    match=r"^step 1: .*: the gradient of .*experts\..*, 2 times as much as the others \(= the size of tp",
+    also=PARITY,
+)
+class PeersSendTheSameTokens(TrainerDriver):
+    """Both ranks of tensor parallelism send the tokens that they share, and an expert learns from each twice."""
+
+    def load_in_parts(self, kind: Any, directory: str) -> Any:
+        from transformers.distributed import expert_parallel
+
+        class Unsliced(expert_parallel.AllToAllEP):  # type: ignore[misc]  # transformers is untyped here
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                self.tp_mesh = SimpleNamespace(size=lambda: 1)
+
+        with mock.patch.object(expert_parallel, "AllToAllEP", Unsliced):
+            return super().load_in_parts(kind, directory)

@@ -73,6 +73,17 @@ def test_several_checks_are_several_expectations(write: Write) -> None:
     assert covered == [True, True, False]
 
 
+@pytest.mark.parametrize("option", ["grad_accum_2", "frozen", "activation_checkpointing"])
+def test_without_zero_a_step_under_autotp_is_wrong_from_the_first_on(option: str) -> None:
+    cell = Cell.parse(f"zero0-bf16_mixed-w4-{option}-tp_2")
+    for check in ("parity", "clipping"):
+        found = [
+            one for one in applying(shipped(), ("deepspeed", "driver:deepspeed"), "cpu") if one.covers(cell, check)
+        ]
+        strict = [one for one in found if one.kind == "fails"]
+        assert [one.matches("step 1: the gradient norm is 1; 2 in the reference") for one in strict] == [True]
+
+
 def test_a_refusal_is_one(write: Write) -> None:
     (expectation,) = applying(read_file(write(ENTRY + 'kind = "refuses"\n')), ("mine",), "cpu")
     assert expectation.kind == "refuses"

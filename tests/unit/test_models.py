@@ -91,3 +91,18 @@ def test_ranks_use_other_experts_in_the_first_step() -> None:
 def test_where_optimizer_state_or_a_model_is_quantized(driver: str, cell: str, reason: str | None) -> None:
     found = DRIVERS.get(driver).unsupported_reason(Cell.parse(cell))
     assert found == reason if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(
+    ("driver", "cell", "reason"),
+    [
+        ("torch", "fsdp2-fp32-w4-model_moe_fused-tp_2", None),
+        ("torch", "fsdp2-bf16_mixed-w8-model_moe_fused-grad_accum_2-tp_2-ep_2", None),
+        ("torch", "fsdp2-fp32-w4-model_moe_fused-compile_regional-tp_2-ep_2", "with option 'compile' yet"),
+        ("torch", "fsdp2-bf16_pure-w4-model_moe_fused-tp_2", "parallelism of experts is not driven in bf16_pure yet"),
+        ("deepspeed", "zero1-fp32-w4-model_moe_fused-tp_2", "has no experts of a DeepSpeed layer"),
+    ],
+)
+def test_where_experts_are_cut(driver: str, cell: str, reason: str | None) -> None:
+    found = DRIVERS.get(driver).unsupported_reason(Cell.parse(cell))
+    assert found == reason if reason is None else reason in str(found)

@@ -127,6 +127,7 @@ def composed(cell: Cell) -> bool:
         ("fsdp2-fp32-w8-dp_replicate_2-tp_2", True),
         ("fsdp2-fp32-w4-tp_2-pp_2", True),
         ("fsdp2-bf16_mixed-w4-tp_2-cp_2", True),
+        ("fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2", True),
         ("fsdp2-fp32-w4-activation_checkpointing-tp_2-sp", True),
         ("ddp-fp32-w4-grad_accum_2-pp_2", True),
         # DDP takes no DTensors, which the cell with that axis alone says.
@@ -135,6 +136,12 @@ def composed(cell: Cell) -> bool:
 )
 def test_full_has_every_two_axes_that_can_each_be_run(cell: str, is_there: bool) -> None:
     assert (Cell.parse(cell) in of("full", DRIVERS.get("torch"))) == is_there
+
+
+def test_two_axes_may_need_another_model_than_each() -> None:
+    found = of("full", DRIVERS.get("trainer"))
+    both = "fsdp2-fp32-w4-model_hf:granitemoe_swa-tp_2-ep_2-save_only_model"
+    assert {Cell.parse(both), Cell.parse("fsdp2-fp32-w4-model_hf:gpt_oss-ep_2-save_only_model")} <= {*found}
 
 
 def test_pairwise_covers_every_pair_that_can_be_run(driver: type[Driver]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.drivers.trainer import EXPERTS, TrainerDriver
+from pytest_distcompat.drivers.trainer import EXPERTS, LAYERS, TrainerDriver
 from pytest_distcompat.models import architecture
 
 ALONE = "save_only_model"
@@ -19,6 +19,7 @@ ALONE = "save_only_model"
         f"fsdp2-fp32-w2-tp_2-{ALONE}",
         f"fsdp2-fp32-w4-model_llama_tied-tp_2-{ALONE}",
         f"fsdp2-fp32-w2-model_hf:gpt_oss-grad_accum_2-ep_2-{ALONE}",
+        f"fsdp2-fp32-w4-model_hf:granitemoe_swa-tp_2-ep_2-{ALONE}",
     ],
 )
 def test_a_model_in_parts_is_trained(cell: str) -> None:
@@ -33,7 +34,7 @@ def test_a_model_in_parts_is_trained(cell: str) -> None:
         ("zero1-fp32-w4-tp_2", "by the deepspeed driver alone"),
         (f"fsdp2-fp32-w2-model_mlp-tp_2-{ALONE}", "mlp is not one"),
         (f"fsdp2-fp32-w2-model_hf:qwen3_moe-ep_2-{ALONE}", "hf:qwen3_moe is not it"),
-        (f"fsdp2-fp32-w4-model_hf:gpt_oss-tp_2-ep_2-{ALONE}", "among those of expert parallelism"),
+        (f"fsdp2-fp32-w4-model_hf:gpt_oss-tp_2-ep_2-{ALONE}", "has no plan for tensor parallelism"),
         (f"fsdp2-fp16_mixed-w2-tp_2-{ALONE}", "not trained in fp16_mixed yet"),
         (f"fsdp2-bf16_mixed-w2-model_hf:gpt_oss-ep_2-{ALONE}", "turns on rounding"),
         (f"fsdp2-fp32-w2-frozen-tp_2-{ALONE}", "not trained with option 'frozen' yet"),
@@ -68,3 +69,12 @@ def test_files_of_other_models_name_each_expert_by_itself(tmp_path: Path) -> Non
     assert {name.rpartition(".")[0] for name in unsaved("hf:qwen3_moe")} == {
         f"model.layers.{layer}.mlp.experts" for layer in range(2)
     }
+
+
+@pytest.mark.nightly
+def test_transformers_cuts_the_layers_that_are_named_here() -> None:
+    for name, layers in LAYERS.items():
+        plan = architecture(name).make().tp_plan
+        assert isinstance(plan, dict)
+        assert {layer: plan.get(layer) for layer in layers} == layers
+    assert architecture("hf:gpt_oss").make().tp_plan == {"lm_head": "colwise_gather_output"}

@@ -189,6 +189,14 @@ def cut_along(info: ParameterInfo, name: str) -> bool:
     return dim is not None and dim.placement not in {REPLICATE, "Partial"}
 
 
+def tp_copies(info: ParameterInfo, cell: Cell, rank: int) -> int:
+    """Return how many ranks of tensor parallelism hold the same of a parameter: 1 if they hold one copy of it together.
+
+    They do so of what tensor parallelism cuts, and of experts that are spread over them. ``rank`` is that of the info.
+    """
+    return 1 if {*cell.tp_peers(rank)} <= {*info.layout.holders} else cell.tp
+
+
 def expert_parts(info: ParameterInfo) -> int:
     """Return in how many parts experts are spread of which the parameter's is one; 1 for any other parameter."""
     dim = info.layout.dim("ep")

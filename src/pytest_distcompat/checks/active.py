@@ -8,7 +8,16 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested
-from pytest_distcompat.checks._values import Names, by_stage, cut_along, expert_parts, held_states, stages_of, unused
+from pytest_distcompat.checks._values import (
+    Names,
+    by_stage,
+    cut_along,
+    expert_parts,
+    held_states,
+    stages_of,
+    tp_copies,
+    unused,
+)
 from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
@@ -111,7 +120,12 @@ def _whole_blocks(cell: Cell, run: RunTrace, snapshot: Snapshot) -> Iterator[str
     if cell.tp == 1 or unwrapped is None:
         return
     names = Names(run, unwrapped)
-    layers = [(names(info.name), cut_along(info, "tp")) for info in snapshot.parameters if len(info.shape) > 1]
+    layers = [
+        # Experts that are spread need not be cut.
+        (names(info.name), cut_along(info, "tp") or cut_along(info, "ep"))
+        for info in snapshot.parameters
+        if len(info.shape) > 1
+    ]
     inside = {block: [cut for name, cut in layers if name.startswith(f"{block}.")] for block in unwrapped.blocks}
     whole = [block for block, cuts in inside.items() if cuts and not any(cuts)]
     if whole and any(cut_along(info, "tp") for info in snapshot.parameters):
@@ -178,8 +192,10 @@ def _shards(
         return
 
     def copies_in(parts: list[tuple[Snapshot, set[int]]]) -> float:
-        stored = ((info, len(own)) for one, own in parts for info in one.parameters if not left_out(info.name))
-        return sum(_part(info, cell.tp) * ranks for info, ranks in stored) / total
+        stored = (
+            (info, one.rank, len(own)) for one, own in parts for info in one.parameters if not left_out(info.name)
+        )
+        return sum(_part(info, cell, rank) * ranks for info, rank, ranks in stored) / total
 
     if not strategy.shards:
         expected, each = size // cell.tp, f"{cell.tp} ranks of tensor parallelism" if cell.tp > 1 else "rank"
@@ -205,12 +221,12 @@ def _shards(
         yield from (f"{holders} together store {text}" for name, text in found_here if not left_out(name))
 
 
-def _part(info: ParameterInfo, tp: int) -> float:
+def _part(info: ParameterInfo, cell: Cell, rank: int) -> float:
     """Return the elements that the rank stores, divided by how many ranks of tensor parallelism store the same.
 
     An expert that is here instead of others counts for these too.
     """
-    return info.local_numel * expert_parts(info) / (1 if cut_along(info, "tp") else tp)
+    return info.local_numel * expert_parts(info) / tp_copies(info, cell, rank)
 
 
 def _groups(
@@ -236,7 +252,7 @@ def _each_once(
     for snapshot, own in parts:
         for info in snapshot.parameters:
             name = strategy.canonical(info.name, cell, whole)
-            stored[name] += _part(info, cell.tp) * len(own)
+            stored[name] += _part(info, cell, snapshot.rank) * len(own)
             flat |= {name} if info.layout.flat else set()
     for name, numel in whole.items():
         # Only what is cut flat is padded.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, named_ranks, requested
-from pytest_distcompat.checks._values import FACTORS, by_stage, cut_along, expert_parts, unused
+from pytest_distcompat.checks._values import FACTORS, by_stage, expert_parts, tp_copies, unused
 from pytest_distcompat.cost import is_quantized, state_elements, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -86,8 +86,8 @@ def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped:
 
 def _replicated_by_tp(cell: Cell, built: tuple[Snapshot, ...]) -> int:
     """Return the trained elements that tensor parallelism leaves whole on each of its ranks, once for each further rank."""
-    infos = (info for info in (built[0].parameters if built else ()) if info.trainable and not cut_along(info, "tp"))
-    return (cell.tp - 1) * sum(math.prod(info.shape) for info in infos)
+    infos = (info for info in (built[0].parameters if built else ()) if info.trainable)
+    return sum((tp_copies(info, cell, built[0].rank) - 1) * math.prod(info.shape) for info in infos)
 
 
 def _copies(built: tuple[Snapshot, ...], size: int) -> int:

@@ -55,7 +55,7 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     cells = [
         Cell(cell.strategy, cell.precision, cell.world_size, (*rest, ("tp", tp)), cell.nodes)
         for tp in sizes
-        if cell.world_size // cell.cp // cell.pp % tp == 0
+        if cell.world_size // cell.cp // cell.pp % (tp * cell.ep) == 0
     ]
     return scenario.reshard(cell, max(one.tp for one in cells if one == cell or not driver.unsupported_reason(one)))
 

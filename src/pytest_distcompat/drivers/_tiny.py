@@ -107,13 +107,15 @@ class TinyDriver(Driver):
             return f"{cell.precision} has one dtype for products and optimizer, in which gradients travel"
         if cell.option("param_groups") and not cell.option("use_orig_params"):
             return "a flat parameter cannot be split into param groups"
-        if cell.tp > 1 and (problem := _tensor.unsupported_reason(cell, tiny.tp_plan)):
+        if cell.tp > 1 and (problem := _tensor.unsupported_reason(cell, cls.plan_of(tiny))):
             return problem
         if tiny.largest and cell.option("optimizer") != "adam8bit":
             return f"the model {tiny.name} is for optimizer=adam8bit, which others have too small layers for"
         if tiny.driver not in {"", cls.name}:
             return f"the model {tiny.name} is for the {tiny.driver} driver"
-        if (cell.ep > 1 or tiny.driver) and (problem := _expert.unsupported_reason(cell, tiny, cls.experts_of(tiny))):
+        experts = cls.experts_of(tiny)
+        spread = cell.ep > 1 or tiny.driver or (cell.tp > 1 and experts)
+        if spread and (problem := _expert.unsupported_reason(cell, tiny, experts)):
             return problem
         if cell.pp > 1 and (problem := _pipeline.unsupported_reason(cell, tiny.stages)):
             return problem
@@ -133,6 +135,11 @@ class TinyDriver(Driver):
             if cell.option("optimizer") != "sgd" and flat:
                 return f"{cell.strategy}'s shards have one dimension, and {cell.option('optimizer')} updates matrices"
         return None
+
+    @classmethod
+    def plan_of(cls, tiny: TinyModel) -> Mapping[str, str]:
+        """Return the plan by which the driver cuts the model's layers; empty if there is none."""
+        return tiny.tp_plan
 
     @classmethod
     def experts_of(cls, tiny: TinyModel) -> str:

@@ -283,7 +283,8 @@ class AccelerateDriver(TinyDriver):
         if self.cell.tp > 1:
             # accelerate wants a model that is cut already: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
             mesh = self.accelerator.torch_device_mesh["tp"]
-            _tensor.parallelize(model, mesh, self.wrap_spec.tp_plan, sequence=False)
+            spec = self.wrap_spec
+            _tensor.parallelize(model, mesh, spec.tp_plan, spec.experts, sequence=False)
         optimizers = listed(self.make_optimizer(model))
         if len(optimizers) > 1 and self.cell.strategy != "ddp":
             from pytest_distcompat.drivers._joined import Joined

@@ -134,6 +134,7 @@ class TrainerDriver(TinyDriver):
         **TinyDriver.needs_options,
         "tp": {"save_only_model": True},
         "ep": {"save_only_model": True, "model": "hf:gpt_oss"},
+        "tp+ep": {"model": "hf:granitemoe_swa"},
     }
     libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "torch", "deepspeed")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
@@ -173,6 +174,11 @@ class TrainerDriver(TinyDriver):
             return problem
         problem = _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
         return problem or (_options.AUTOTP if cell.tp > 1 and cell.strategy != "fsdp2" else None)
+
+    @classmethod
+    def plan_of(cls, tiny: TinyModel) -> Mapping[str, str]:
+        """Return transformers' own plan, of a model with experts."""
+        return LAYERS.get(tiny.name, tiny.tp_plan)
 
     @classmethod
     def experts_of(cls, tiny: TinyModel) -> str:
@@ -427,7 +433,14 @@ class TrainerDriver(TinyDriver):
 
 
 #: Model -> the experts that transformers' plan spreads. The files of other models name each expert by itself.
-EXPERTS = {"hf:gpt_oss": "model.layers.*.mlp.experts"}
+EXPERTS = {"hf:gpt_oss": "model.layers.*.mlp.experts", "hf:granitemoe_swa": "model.layers.*.block_sparse_moe.experts"}
+#: Model -> the layers that transformers' plan cuts, of those with experts; the plan of gpt_oss cuts the last layer alone.
+LAYERS = {
+    "hf:granitemoe_swa": {
+        **dict.fromkeys((f"model.layers.*.self_attn.{name}_proj" for name in "qkv"), "colwise"),
+        "model.layers.*.self_attn.o_proj": "rowwise",
+    }
+}
 #: Options that were tried on a model that transformers cuts while it loads it.
 BESIDE = frozenset({"model", "tp", "ep", "save_only_model", "grad_accum", "activation_checkpointing"})
 
@@ -437,8 +450,6 @@ def _not_loaded_in_parts(cell: Cell) -> str | None:
     model = cell.option("model")
     if "transformers" not in model_of(cell).preload:
         return f"transformers cuts models of its own, and {model} is not one"
-    if cell.tp > 1 and cell.ep > 1:
-        return "transformers counts ranks of tensor parallelism among those of expert parallelism"
     if cell.ep > 1 and model not in EXPERTS:
         return (
             f"of models whose experts transformers spreads, {', '.join(EXPERTS)} alone is tried, and {model} is not it"

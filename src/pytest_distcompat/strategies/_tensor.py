@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.models import model_of
+from pytest_distcompat.strategies import _expert
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,8 +70,11 @@ def autotp_plan(cell: Cell) -> dict[str, Any]:
     return {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
-def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str], *, sequence: bool) -> None:
-    """Cut the model's layers along a mesh of one dimension, in place; those of other stages of a pipeline are not here."""
+def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str], experts: str = "", *, sequence: bool) -> None:
+    """Cut the model's layers along a mesh of one dimension, in place; those of other stages of a pipeline are not here.
+
+    ``experts`` is the name of the module whose experts are cut too; empty if there is none.
+    """
     from torch.distributed.tensor.parallel import parallelize_module
 
     from pytest_distcompat.models._modules import Elsewhere
@@ -78,6 +82,8 @@ def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str], *, seq
     elsewhere = {name for name, module in model.named_modules() if isinstance(module, Elsewhere)}
     styles = {name: _style(style, sequence=sequence) for name, style in plan.items() if name not in elsewhere}
     parallelize_module(model, mesh, {name: style for name, style in styles.items() if style is not None})
+    if experts:
+        _expert.spread(model.get_submodule(experts), mesh)
 
 
 def _style(name: str, *, sequence: bool) -> Any:

@@ -27,7 +27,9 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         model.to(device)
     mesh = _fsdp.mesh(cell, device)
     if cell.tp > 1:
-        _tensor.parallelize(model, mesh["tp"], wrap.tp_plan, sequence=bool(cell.option("sp")))
+        # Beside expert parallelism they are cut along both dimensions at once.
+        experts = wrap.experts if cell.ep == 1 else ""
+        _tensor.parallelize(model, mesh["tp"], wrap.tp_plan, experts, sequence=bool(cell.option("sp")))
         mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
     wrap.prepare(model)
     ignored = {parameter for module in wrap.modules_to_ignore(model) for parameter in module.parameters()}
@@ -46,16 +48,16 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     settings = cell.with_settings("fully_shard", settings)
     blocks = wrap.block_modules(model)
     if cell.ep > 1:
-        experts = model.get_submodule(wrap.experts)
-        sizes = (cell.dp_size // cell.ep, cell.ep)
-        both = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_shard", "ep"))
-        _expert.spread(experts, both["ep"])
-        unit: Any = fully_shard(experts, **{**settings, "mesh": both["dp_shard"]})
+        spread: Any = model.get_submodule(wrap.experts)
+        sizes = {"dp_shard": cell.dp_size // cell.ep, "ep": cell.ep} | ({"tp": cell.tp} if cell.tp > 1 else {})
+        both = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        _expert.spread(spread, both[tuple(sizes)[1:]])
+        unit: Any = fully_shard(spread, **{**settings, "mesh": both["dp_shard"]})
         # Their gradients are sums over the rows of several ranks already; the mean is over all.
         unit.set_gradient_divide_factor(float(cell.dp_size))
         # gloo cannot multiply while it sums; one rank would divide twice (docs/upstream.md).
-        unit.set_force_sum_reduction_for_comms(enable=sizes[0] > 1)
-        blocks.remove(experts)
+        unit.set_force_sum_reduction_for_comms(enable=sizes["dp_shard"] > 1)
+        blocks.remove(spread)
     # Blocks before the root, whose unit then has the parameters of no block.
     for block in blocks:
         fully_shard(block, **settings)
