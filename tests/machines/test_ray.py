@@ -87,7 +87,8 @@ def test_each_worker_has_its_runs_and_all_gpus_of_a_node(
     # Ray lists them in any order.
     assert {(node, *sorted(gpus)) for node, *gpus in shown} == {("0", "0", "1"), ("1", "0", "1")}, found
     refused = "Ray shows a worker's agent the GPUs that it asked for alone; expected -n 2 at most"
-    assert refused in (found := of_workers(3)), found
+    found = of_workers(3)
+    assert refused in found, found
 
 
 def test_workers_without_a_cluster(environment: dict[str, str], tmp_path: Path) -> None:
