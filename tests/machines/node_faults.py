@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+#: The seconds that benchmarks/node_faults.py measured, by fault and executor.
+MEASURED = Path(__file__).with_name("node_faults.json")
 EXECUTORS = ("local", "join", "slurm", "ray")
 
 LOST = "was lost with its node: "
