@@ -65,7 +65,7 @@ def test_workers_have_their_runs_on_a_node_each(slurm: dict[str, str], tmp_path:
     line += ["--distcompat-worker-nodes", "2", "--distcompat-executor", "slurm"]
     found = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert "4 failed" in found.stdout, found.stdout + found.stderr
-    seen = set(re.findall(r"rank 0 on (n\d) failed: AssertionError: assert '(n\d)' == 'n3'", found.stdout))
+    seen = set(re.findall(r"rank \d on (n\d) failed: AssertionError: assert '(n\d)' == 'n3'", found.stdout))
     assert seen == {("n1", "n1"), ("n2", "n2")}, found.stdout
 
 
