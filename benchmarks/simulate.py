@@ -1,7 +1,8 @@
 """Time and memory of simulating models with their real sizes at many ranks.
 
-``python benchmarks/simulate.py --ranks 1024`` simulates Llama 3 70B under FSDP2, HSDP and TP x FSDP, and prints a table.
-``--driver Qwen235B --precision bf16_mixed`` does it with Qwen3-235B-A22B: torch's grouped product has no float32 without values.
+``python benchmarks/simulate.py --ranks 1024 [CELL ...]`` simulates Llama 3 70B under FSDP2, HSDP and TP x FSDP, and prints a
+table. ``--driver Qwen235B --precision bf16_mixed`` does it with Qwen3-235B-A22B: torch's grouped product has no float32 without
+values.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+from machine import expect, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 from pytest_distcompat import Cell
 from pytest_distcompat.checks import find_check
@@ -21,8 +22,8 @@ from pytest_distcompat.engine import run_check
 from pytest_distcompat.launch.simulated import SimulatingLauncher
 from pytest_distcompat.runner import Runner
 
-#: Options of the cells: FSDP2, HSDP, TP x FSDP.
-OPTIONS: tuple[dict[str, int], ...] = ({}, {"dp_replicate": 2}, {"tp": 4})
+#: Options of the cells, by name.
+CELLS: dict[str, dict[str, int]] = {"fsdp2": {}, "hsdp": {"dp_replicate": 2}, "tp": {"tp": 4}}
 CHECKS = ("active", "names", "dtypes", "units", "memory")
 
 
@@ -32,12 +33,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--driver", default="Llama70B", help="a class of large_models.py")
     parser.add_argument("--precision", default="fp32")
+    parser.add_argument("cells", nargs="*", default=list(CELLS), help=f"of {', '.join(CELLS)}; all")
     arguments = parser.parse_args()
+    expect(parser, arguments.cells, CELLS)
     print(measured_on("torch", "transformers"))
     print("| cell | ranks simulated | seconds | seconds of CPU | peak of a process | verdicts |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for options in OPTIONS:
-        cell = Cell.of("fsdp2", arguments.precision, arguments.ranks, **options)
+    for name in arguments.cells:
+        cell = Cell.of("fsdp2", arguments.precision, arguments.ranks, **CELLS[name])
         with tempfile.TemporaryDirectory() as store:
             began, before = time.perf_counter(), os.times()
             runner = Runner(Path(store), SimulatingLauncher(), device="cpu", timeout=3600)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.machines.node_faults import EXECUTORS, FAULTS, Fault
+from tests.machines.node_faults import EXECUTORS, FAULTS, MEASURED, Fault
 
 from pytest_distcompat.cell import OPTIONS, Cell, OptionValue
 from pytest_distcompat.checks import CHECKS, Check
@@ -296,21 +297,27 @@ def actions() -> str:
 
 
 def node_faults() -> str:
-    """Return the table of faults of a node, and which executors' tests meet them."""
+    """Return the table of faults of a node, which executors' tests meet them, and after how many seconds they are said."""
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
 
-    def met(fault: Fault, executor: str) -> str:
-        return fault.impossible.get(executor) or (f"`{fault.instead[executor]}`" if executor in fault.instead else "✓")
+    def met(name: str, fault: Fault, executor: str) -> str:
+        if executor in fault.impossible:
+            return fault.impossible[executor]
+        seconds = measured["seconds"].get(name, {}).get(executor, "")
+        says = f"`{fault.instead[executor]}`" if executor in fault.instead else "✓"
+        return f"{says} {seconds}".strip()
 
     rows = (
         [
             fault.words,
             f"`{fault.says}`" if fault.says else "the tests pass",
             str(fault.within or ""),
-            *(met(fault, executor) for executor in EXECUTORS),
+            *(met(name, fault, executor) for executor in EXECUTORS),
         ]
-        for fault in FAULTS.values()
+        for name, fault in FAULTS.items()
     )
-    return table(("n2", "says", "seconds", *code(EXECUTORS).split(", ")), rows)
+    made = table(("n2", "says", "limit", *code(EXECUTORS).split(", ")), rows)
+    return f"{made}\n`python benchmarks/node_faults.py`: {measured['on']}.\n"
 
 
 def example_driver() -> str:

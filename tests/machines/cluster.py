@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from pytest_distcompat import clock
 CONFIGURATION = """
 ClusterName=distcompat
 SlurmctldHost={hosts[0]}
-SlurmctldPort=16917
+SlurmctldPort={ports[0]}
 SlurmUser=root
 StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool-%n
@@ -31,9 +32,14 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
-NodeName=n1 NodeHostname={hosts[0]} Port=17101 CPUs=2 State=UNKNOWN
-NodeName=n2 NodeHostname={hosts[1]} Port=17102 CPUs=2 State=UNKNOWN
-PartitionName=all Nodes=n1,n2 Default=YES State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
+NodeName=n1 NodeHostname={hosts[0]} Port={ports[1]} CPUs=2 State=UNKNOWN
+NodeName=n2 NodeHostname={hosts[1]} Port={ports[2]} CPUs=2 State=UNKNOWN
+PartitionName=all Nodes=n1,n2 Default=YES State=UP PreemptMode=OFF
+PartitionName=grace Nodes=n1,n2 State=UP PriorityTier=1 GraceTime=90
+PartitionName=now Nodes=n1,n2 State=UP PriorityTier=1
+PartitionName=high Nodes=n1,n2 State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -52,7 +58,11 @@ def cluster(environment: Mapping[str, str], directory: Path, inside: Inside | No
     configuration = directory / "slurm.conf"
     host = os.uname().nodename.partition(".")[0]
     hosts = (host, host) if inside is None else ("n1", "n2")
-    configuration.write_text(CONFIGURATION.format(hosts=hosts, directory=directory))
+    # Another such cluster may run here.
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.create_server(("", 0))) for _ in range(3)]
+        ports = [one.getsockname()[1] for one in free]
+    configuration.write_text(CONFIGURATION.format(hosts=hosts, ports=ports, directory=directory))
     key = directory / "munge" / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)

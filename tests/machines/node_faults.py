@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+#: The seconds that benchmarks/node_faults.py measured, by fault and executor.
+MEASURED = Path(__file__).with_name("node_faults.json")
 EXECUTORS = ("local", "join", "slurm", "ray")
 
 LOST = "was lost with its node: "
+TERMINATED = f"rank 1 on n2 {LOST}its agent got SIGTERM"
 GONE = f"rank 1 on n2 {LOST}its agent is gone"
 SILENT = "sent nothing for some seconds: the link is cut, or the node is down"
 CUT = f"rank 1 on n2 {LOST}{SILENT}"
@@ -87,13 +90,13 @@ class Fault:
 #: By the name of the test that meets the fault.
 FAULTS: Mapping[str, Fault] = {
     "killed": Fault("its agent is killed", GONE, 15),
-    "preempted": Fault("its agent gets SIGTERM, as at preemption", GONE, 15),
+    "preempted": Fault("its agent gets SIGTERM, as at preemption", TERMINATED, 15),
     "taken": Fault(
         "its scheduler ends the agent: `scancel` of the step, end of the Ray node",
         GONE,
         15,
-        # The step has the agents of both nodes.
-        instead={"slurm": f"{LOST}its agent is gone"},
+        # The step has the agents of both nodes, and SIGKILL follows SIGTERM at once.
+        instead={"slurm": f"{LOST}its agent"},
         impossible=dict.fromkeys(("local", "join"), "no scheduler"),
     ),
     "cut": Fault("the link is cut in a collective", CUT, 25, impossible=ONE_MACHINE),

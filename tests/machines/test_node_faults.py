@@ -101,7 +101,9 @@ IN_A_TEST: Mapping[str, tuple[str, Callable[[Nodes], object]]] = {
 
 
 @cells(*IN_A_TEST)
-def test_in_a_test(name: str, executor: str, network: Network, tmp_path: Path) -> None:
+def test_in_a_test(
+    name: str, executor: str, network: Network, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     fault, (point, happens) = FAULTS[name], IN_A_TEST[name]
     test = f"test_{point}"
     # pytest's own node is the same with all executors.
@@ -118,9 +120,12 @@ def test_in_a_test(name: str, executor: str, network: Network, tmp_path: Path) -
 
         session = nodes.session("-k", " or ".join((test, *others)))
         assert clock.wait_until((nodes.directory / point).exists, 300, every=0.05)
+        began = clock.now()
         happens(nodes)
         (nodes.directory / f"{point}-done").touch()
-        assert clock.wait_until(verdict, fault.within, every=0.1)
+        assert clock.wait_until(verdict, fault.within, every=0.02)
+        # For benchmarks/node_faults.py.
+        record_property(f"{name} {executor}", round(clock.now() - began, 1))
         run = ended(nodes, session)
         assert fault.text(executor) in str(run.of(test)["text"]).partition("\n")[0], run.out
         assert run.outcomes == {test: "failed", **others}, run.out

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.machines.cluster import cluster
+
+from pytest_distcompat import clock
 
 pytestmark = [
     pytest.mark.spawn,
@@ -59,7 +65,7 @@ def test_workers_have_their_runs_on_a_node_each(slurm: dict[str, str], tmp_path:
     line += ["--distcompat-worker-nodes", "2", "--distcompat-executor", "slurm"]
     found = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert "4 failed" in found.stdout, found.stdout + found.stderr
-    seen = set(re.findall(r"rank 0 on (n\d) failed: AssertionError: assert '(n\d)' == 'n3'", found.stdout))
+    seen = set(re.findall(r"rank \d on (n\d) failed: AssertionError: assert '(n\d)' == 'n3'", found.stdout))
     assert seen == {("n1", "n1"), ("n2", "n2")}, found.stdout
 
 
@@ -73,24 +79,112 @@ def test_without_an_allocation(environment: dict[str, str], tmp_path: Path) -> N
     )
 
 
+def job_script(slurm: dict[str, str], directory: Path, *args: str) -> None:
+    """Write the script of a job that runs pytest on two nodes."""
+    write = [sys.executable, "-m", "pytest_distcompat.cli", "sbatch", *args, "-p", "no:cacheprovider"]
+    script = subprocess.run(write, env=slurm, cwd=directory, capture_output=True, text=True, check=True).stdout
+    (directory / "job.sh").write_text(script)
+
+
 def test_a_job_script_that_we_wrote(slurm: dict[str, str], tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parents[1] / "nodes" / "two_nodes.py", tmp_path / "test_two_nodes.py")
-    write = [
-        sys.executable,
-        "-m",
-        "pytest_distcompat.cli",
-        "sbatch",
-        "--",
-        "-k",
-        "sum or one_node",
-        "-p",
-        "no:cacheprovider",
-    ]
-    script = subprocess.run(write, env=slurm, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    (tmp_path / "job.sh").write_text(script)
+    job_script(slurm, tmp_path, "--", "-k", "sum or one_node")
     submit = ["sbatch", "--wait", "--output=out", "job.sh"]
     found = subprocess.run(submit, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     written = (tmp_path / "out").read_text()
     assert found.returncode == 0, written
     assert "nodes 2 (from option), executor slurm (from option)" in written
     assert "2 passed" in written
+
+
+PREEMPTED = """
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distcompat(world_size=2, nodes=2)
+
+def test_before(process_group):
+    pass
+
+def test_long(process_group, rank):
+    Path(__file__).with_name(f"long-{rank}").touch()
+    time.sleep(600)
+
+def test_after(process_group):
+    pass
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Preempted:
+    """What a preempted job left: its exit code, what it printed, and the tests of its report with their failures."""
+
+    code: int
+    out: str
+    tests: dict[str, str]
+
+
+def preempted(slurm: dict[str, str], directory: Path, line: list[str]) -> Preempted:
+    """Start a job by that line, and preempt it in mid-test."""
+    (directory / "test_preempted.py").write_text(PREEMPTED)
+    with (directory / "out").open("w") as out:
+        low = subprocess.Popen(line, env=slurm, cwd=directory, stdout=out, stderr=out)
+    started = [directory / f"long-{rank}" for rank in range(2)]
+    written = (directory / "out").read_text
+    assert clock.wait_until(lambda: all(path.exists() for path in started), 200, every=0.1), written()
+    # All processors of both nodes.
+    submit = ["sbatch", "--wait", "--partition=high", "--nodes=2", "--exclusive", "--output=high", "--wrap=true"]
+    high = subprocess.run(submit, env=slurm, cwd=directory, capture_output=True, text=True, timeout=300, check=False)
+    assert high.returncode == 0, high.stderr
+    code = low.wait(60)
+
+    def left() -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.cwd() == str(directory) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+        return found
+
+    assert clock.wait_until(lambda: not left(), 20), left()
+    assert (directory / "junit.xml").exists(), written()
+    # pytest leaves the attributes of a test out that Ctrl-C ended.
+    cases = [case for case in ET.parse(directory / "junit.xml").iter("testcase") if "name" in case.attrib]
+    found = {case.attrib["name"]: "".join(failure.text or "" for failure in case.iter("failure")) for case in cases}
+    return Preempted(code, written(), found)
+
+
+#: The first line of a verdict.
+TAKEN = "rank \\d on n[12] was lost with its node: its agent got SIGTERM: Slurm "
+
+
+def test_a_job_that_is_preempted_with_a_time_of_grace(slurm: dict[str, str], tmp_path: Path) -> None:
+    job_script(slurm, tmp_path, "--partition", "grace", "--", "--junitxml=junit.xml")
+    found = preempted(slurm, tmp_path, ["sbatch", "--wait", "--output=out", "job.sh"])
+    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
+    # Only the steps get the signal now; pytest itself would at the end.
+    assert [*found.tests] == ["test_before", "test_long"]
+    assert re.match(f"{TAKEN}preempts job \\d+", found.tests["test_long"])
+    assert re.search(r"Interrupted: Slurm preempts job \d+", found.out), found.out
+
+
+def test_a_job_that_is_preempted_at_once(slurm: dict[str, str], tmp_path: Path) -> None:
+    job_script(slurm, tmp_path, "--partition", "now", "--", "--junitxml=junit.xml")
+    found = preempted(slurm, tmp_path, ["sbatch", "--wait", "--output=out", "job.sh"])
+    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
+    assert [*found.tests][:1] == ["test_before"]
+    assert "test_after" not in found.tests
+    # Which of both comes first is Slurm's.
+    assert "KeyboardInterrupt: SIGTERM" in found.out or re.search(TAKEN, found.out), found.out
+
+
+def test_an_allocation_that_is_preempted(slurm: dict[str, str], tmp_path: Path) -> None:
+    line = ["salloc", "--partition=now", "--nodes=2", "--ntasks=2", sys.executable, "-m", "pytest", "-p"]
+    line += ["no:cacheprovider", "--distcompat-nodes=2", "--distcompat-executor=slurm", "--junitxml=junit.xml"]
+    found = preempted(slurm, tmp_path, line)
+    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
+    # pytest is no process of the job's.
+    assert [*found.tests] == ["test_before", "test_long"]
+    assert re.match(f"{TAKEN}(preempts|ends) job \\d+", found.tests["test_long"])

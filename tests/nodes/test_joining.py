@@ -41,6 +41,13 @@ class Starts(Elsewhere):
         return subprocess.Popen(["sleep", "60"], text=True)
 
 
+class TakesAway(Elsewhere):
+    """Its scheduler takes the nodes away."""
+
+    def taken(self) -> str:
+        return "the scheduler preempts job 7"
+
+
 class NoLauncher(Launcher):
     """Runs of one node, of which there are none."""
 
@@ -133,4 +140,14 @@ def test_an_agent_that_does_not_come_back_is_waited_for_once(executor: Starts, l
     assert clock.wait_until(lambda: wrong in launcher.ready(), 10)
     assert wrong in launcher.ready()
     assert executor.again == ["n2"]
+    channels[0].close()
+
+
+@pytest.mark.parametrize("executor", [TakesAway()])
+def test_nodes_that_a_scheduler_takes_away(launcher: NodesLauncher) -> None:
+    channels = [joined(launcher, name, clock.wall()) for name in ("n1", "n2")]
+    assert clock.wait_until(lambda: not launcher.ready(), 10)
+    channels[1].send({"is": "leaving", "why": "its agent got SIGTERM"})
+    assert clock.wait_until(lambda: launcher.ready() == "the scheduler preempts job 7", 10)
+    assert launcher.taken == "the scheduler preempts job 7"
     channels[0].close()

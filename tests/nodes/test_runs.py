@@ -19,6 +19,7 @@ import pytest
 from tests.plugin.conftest import RunPytest
 
 from pytest_distcompat import clock
+from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import Run
@@ -168,8 +169,11 @@ def test_an_agent_that_is_killed(run_pytest: RunPytest, environment: dict[str, s
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGKILL, "its agent is gone ("), (signal.SIGTERM, "its agent got SIGTERM")]
+)
 def test_an_agent_that_is_killed_is_started_again(
-    run_pytest: RunPytest, environment: dict[str, str], tmp_path: Path
+    number: int, expected: str, run_pytest: RunPytest, environment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "test_waits.py").write_text(WAITS)
     started = Path(environment["SEEN"], "long-1")
@@ -182,7 +186,7 @@ def test_an_agent_that_is_killed_is_started_again(
         ]
         (agent,) = (one for session in sessions for one in session.children() if one.cmdline()[-1] == "n2")
         below.extend([agent, *agent.children(recursive=True)])
-        agent.kill()
+        agent.send_signal(number)
 
     below: list[psutil.Process] = []
     thread = threading.Thread(target=kill)
@@ -190,8 +194,47 @@ def test_an_agent_that_is_killed_is_started_again(
     run = run_pytest(tmp_path, "-p", "no:cacheprovider")
     thread.join()
     assert run.outcomes == {"test_long": "failed", "test_after": "passed", "test_one_node": "passed"}, run.out
-    assert "rank 1 on n2 was lost with its node: its agent is gone" in first_line(run, "test_long")
+    assert f"rank 1 on n2 was lost with its node: {expected}" in first_line(run, "test_long")
     assert clock.wait_until(lambda: not any(map(psutil.Process.is_running, below)), 10)
+
+
+BEFORE = """
+import pytest
+@pytest.mark.distcompat(world_size=2, nodes=2)
+def test_before():
+    pass
+"""
+
+
+def test_sigterm_ends_the_session_as_ctrl_c_does(
+    run_pytest: RunPytest, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "test_a.py").write_text(BEFORE)
+    (tmp_path / "test_waits.py").write_text(WAITS)
+    (agent,), options = joined(tmp_path, environment, "zz")
+    started = Path(environment["SEEN"], "long-1")
+    started.unlink(missing_ok=True)
+
+    def terminate() -> None:
+        clock.wait_until(started.exists, 120, every=0.1)
+        (session,) = (
+            one for one in psutil.Process().children() if f"--basetemp={tmp_path / 'basetemp'}" in one.cmdline()
+        )
+        below.extend([*session.children(recursive=True), *psutil.Process(agent.pid).children(recursive=True)])
+        session.terminate()
+
+    below: list[psutil.Process] = []
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    run = run_pytest(tmp_path, "-p", "no:cacheprovider", "--distcompat-report", "report.json", *options)
+    thread.join()
+    assert run.code == pytest.ExitCode.INTERRUPTED, run.out
+    assert "KeyboardInterrupt: SIGTERM" in run.out
+    assert run.outcomes == {"test_before": "passed"}
+    assert Report.read(tmp_path / "report.json").session["ending"] == "interrupted"
+    # The agent is in the middle of a run.
+    assert agent.wait(30) == 0
+    assert clock.wait_until(lambda: not any(map(psutil.Process.is_running, below)), 20)
 
 
 @pytest.mark.nightly

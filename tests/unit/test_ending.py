@@ -213,19 +213,20 @@ def test_a_rank_without_a_report_crashed(ranks: Ranks, code: int | None, message
     assert "consequences:\n  rank 0 raised" in ending.text()
 
 
+@pytest.mark.parametrize("why", ["the link is cut", "its agent got SIGTERM"])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_that_is_lost_with_its_node_is_a_cause(ranks: Ranks, first: int) -> None:
+def test_a_rank_that_is_lost_with_its_node_is_a_cause(ranks: Ranks, first: int, why: str) -> None:
     ranks.started(0, 1, 2)
-    ranks.left[1] = RankProcess(lost="the link is cut", node="n2")
+    ranks.left[1] = RankProcess(lost=why, node="n2")
     if first == 0:
         ranks.raised(0, "ValueError: before that")
     ranks.raised(2, PEER_GONE, lost=True)
     ending = ranks.end(1 - first, None, 1, ended_at=(None, 20.0), ended_by_us=[0] * first)
     assert (ending.kind, ending.headline()) == (
         "crashed",
-        ("rank 0 raised ValueError: before that", "rank 1 on n2 was lost with its node: the link is cut")[first],
+        ("rank 0 raised ValueError: before that", f"rank 1 on n2 was lost with its node: {why}")[first],
     )
-    assert "--- rank 1 on n2: was lost with its node: the link is cut ---" in ending.text()
+    assert f"--- rank 1 on n2: was lost with its node: {why} ---" in ending.text()
     assert f"  rank 2 raised {PEER_GONE}" in ending.text().partition("consequences:")[2]
 
 

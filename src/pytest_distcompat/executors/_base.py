@@ -39,6 +39,10 @@ class Executor:
         """Start the agent of the node with that name, perhaps again; None if a user has to."""
         return None
 
+    def taken(self) -> str:
+        """Return why a scheduler takes the session's nodes away, as far as it says; empty if they stay."""
+        return ""
+
     @staticmethod
     def _popen(command: Sequence[str], token: str) -> subprocess.Popen[str]:
         """Start one command that reads the token from its standard input, where no other process can see it."""

@@ -19,6 +19,8 @@ from pytest_distcompat.failures import UsageProblem
 
 #: How long the cluster may take to give the nodes, in seconds.
 PLACEMENT_S = 30
+#: How long the address of the cluster may take to answer, in seconds.
+REACHED_S = 10
 _PREFIX = "--distcompat-executor ray: "
 
 
@@ -60,6 +62,13 @@ class Ray(Executor):
 
 def nodes_by_name() -> dict[str, Any]:
     """Connect to the cluster and return its nodes, by names in the same order in all processes. Raises ConnectionError."""
+    host, colon, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        # Ray itself tries for twelve minutes.
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), REACHED_S).close()
+        except OSError as error:
+            raise ConnectionError(f"{host}:{port}: {error}") from None
     import ray
 
     ray.init(address="auto", logging_level="warning", namespace="distcompat")

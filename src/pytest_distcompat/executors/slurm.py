@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 from pytest_distcompat.executors._base import Executor
 
+#: How long Slurm's controller may take to answer, in seconds.
+ANSWER_S = 5
+
 
 class Slurm(Executor):
     """Node agents of the allocation that pytest runs in, named as Slurm names its nodes."""
@@ -40,6 +43,21 @@ class Slurm(Executor):
     def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
         """Start one agent, as a job step of its own."""
         return self._srun(join, token, "--nodes=1", "--ntasks=1", f"--nodelist={name}")
+
+    def taken(self) -> str:
+        """Return whether Slurm preempts the job, or ends it otherwise."""
+        job = os.environ["SLURM_JOB_ID"]
+        line = ["scontrol", "--oneliner", "show", "job", job]
+        try:
+            shown = subprocess.run(line, check=False, capture_output=True, text=True, timeout=ANSWER_S).stdout
+        except subprocess.TimeoutExpired:
+            return ""
+        fields = dict(one.split("=", 1) for one in shown.split() if "=" in one)
+        # In the time of grace (GraceTime) a preempted job is still RUNNING.
+        if fields.get("PreemptTime", "None") != "None":
+            return f"Slurm preempts job {job}"
+        state = fields.get("JobState", "RUNNING")
+        return "" if state == "RUNNING" else f"Slurm ends job {job} ({state})"
 
     def _srun(self, join: Sequence[str], token: str, *where: str) -> subprocess.Popen[str]:
         # srun hands its standard input to all tasks: https://slurm.schedmd.com/srun.html, --input.

@@ -6,13 +6,14 @@ import contextlib
 import logging
 import math
 import multiprocessing.connection
+import signal
 import socket
 import tempfile
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them without saying so
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -166,15 +167,58 @@ def run(
         The ranks' ``exit_codes`` (None: still alive), the rank that the agent saw fail ``first``, and by rank when the agent saw
         its process gone (``ended_at``).
     """
-    rendezvous: OneNode | SeveralNodes
-    if request.place:
-        place = Place(**request.place)
-        store = meeting_store(place, request.timeout)
-        if place.number == 0:
-            listens(store.port)
-        rendezvous = SeveralNodes.at(place, store, request.timeout)
-    else:
-        rendezvous = OneNode()
+    Path(request.directory, "logs").mkdir(exist_ok=True)
+    # Ranks write their exceptions there for torch, which does not always remove the files.
+    tempfile.tempdir = request.directory
+    rendezvous: OneNode | SeveralNodes | None = None
+    agent: WaitingAgent | None = None
+    first: int | None = None
+    try:
+        try:
+            # torch sets its own handler, which raises the same, once it starts ranks.
+            signal.signal(signal.SIGTERM, _stop)
+            rendezvous = _rendezvous(request, listens)
+            agent = _agent(request, entrypoint, start_method, rendezvous)
+            result = agent.run()
+            first = next(iter(result.failures), None) if result is not None else None
+        finally:
+            # The parent may have sent it just before it reads the answer. Later the handler would end what comes next.
+            signal.signal(signal.SIGTERM, _ignore)
+    except SignalException:
+        # The parent knows that no rank is left. An agent whose ranks all ended by os._exit(0) would wait for ever.
+        pass
+    except Exception:
+        # torch reads the file with a rank's exception, which may be cut (a full disk). Exit codes are there all the same.
+        if agent is None or agent._pcontext is None:  # noqa: SLF001 - see _exit_codes
+            raise
+    finally:
+        tempfile.tempdir = None
+        if isinstance(rendezvous, SeveralNodes):
+            # Ends its thread, which tells the others that this node is there.
+            rendezvous.shutdown()
+    if rendezvous is None or agent is None:
+        # A signal ended the run before it had an agent.
+        return {"exit_codes": [], "first": None, "ended_at": []}
+    sweep_shared_memory(request.here, rendezvous.port)
+    codes = _exit_codes(agent)
+    return {"exit_codes": codes, "first": first, "ended_at": list(map(agent.ended_at.get, range(len(codes))))}
+
+
+def _rendezvous(request: Request, listens: Callable[[int], None]) -> OneNode | SeveralNodes:
+    """Return the rendezvous of the request's nodes."""
+    if not request.place:
+        return OneNode()
+    place = Place(**request.place)
+    store = meeting_store(place, request.timeout)
+    if place.number == 0:
+        listens(store.port)
+    return SeveralNodes.at(place, store, request.timeout)
+
+
+def _agent(
+    request: Request, entrypoint: Callable[[str], None], start_method: str, rendezvous: OneNode | SeveralNodes
+) -> WaitingAgent:
+    """Return the agent of the request's ranks here."""
     spec = WorkerSpec(
         role="default",
         local_world_size=len(request.here),
@@ -185,29 +229,16 @@ def run(
         monitor_interval=MONITOR_INTERVAL_S,
     )
     logs = DefaultLogsSpecs(log_dir=str(Path(request.directory) / "logs"), redirects=Std.ALL)
-    Path(request.directory, "logs").mkdir(exist_ok=True)
-    # Ranks write their exceptions there for torch, which does not always remove the files.
-    tempfile.tempdir = request.directory
-    agent = WaitingAgent(spec, logs, start_method=start_method)
-    first: int | None = None
-    try:
-        result = agent.run()
-        first = next(iter(result.failures), None) if result is not None else None
-    except SignalException:
-        # The parent knows that no rank is left. An agent whose ranks all ended by os._exit(0) would wait for ever.
-        pass
-    except Exception:
-        # torch reads the file with a rank's exception, which may be cut (a full disk). Exit codes are there all the same.
-        if agent._pcontext is None:  # noqa: SLF001 - see _exit_codes
-            raise
-    finally:
-        tempfile.tempdir = None
-        if isinstance(rendezvous, SeveralNodes):
-            # Ends its thread, which tells the others that this node is there.
-            rendezvous.shutdown()
-    sweep_shared_memory(request.here, rendezvous.port)
-    codes = _exit_codes(agent)
-    return {"exit_codes": codes, "first": first, "ended_at": list(map(agent.ended_at.get, range(len(codes))))}
+    return WaitingAgent(spec, logs, start_method=start_method)
+
+
+def _stop(number: int, frame: object) -> NoReturn:  # noqa: ARG001 - the signature of handlers
+    """End the run, as torch's own handler does."""
+    raise SignalException("the parent ends the run", signal.Signals(number))
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing. Unlike SIG_IGN, processes that are started do not inherit it."""
 
 
 def _exit_codes(agent: LocalElasticAgent) -> list[int | None]:

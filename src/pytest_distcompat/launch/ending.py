@@ -31,6 +31,8 @@ from pytest_distcompat.launch.collectives import WaitState, describe_wait_states
 from pytest_distcompat.launch.peers import aborted_by_lost_peer
 from pytest_distcompat.launch.stacks import without_launcher
 
+#: How the message about a rank begins whose node is gone.
+_LOST = "was lost with its node: "
 #: The message about a rank that waited for a rank which had left its test.
 _LEFT_WAITING = "waited for ranks that had left the test, and was killed"
 
@@ -322,7 +324,7 @@ def _rank_end(
     if not ended and done and code in {0, None}:
         return RankEnd(**known, status="done")
     if process.lost:
-        return RankEnd(**known, status="killed", message=f"was lost with its node: {process.lost}")
+        return RankEnd(**known, status="killed", message=f"{_LOST}{process.lost}")
     # At the time limit, or when another rank gave up waiting for this one.
     known["stack"] = process.stack
     action = current_action(events)
@@ -378,6 +380,9 @@ def _fold(ends: Sequence[RankEnd], first: int | None, gone_since: Mapping[int, f
     def consequence(end: RankEnd) -> str:
         if end.status == "raised" and end.lost:
             return "lost peer"
+        if end.message.startswith(_LOST):
+            # Whatever the reason names: SIGTERM, say.
+            return ""
         # The agent ends the other ranks by SIGTERM once one has failed; that one may have got its SIGTERM elsewhere.
         if end.status in {"killed", "missing"} and "SIGTERM" in end.message and end.rank != first:
             return "stopped"

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
@@ -34,6 +34,8 @@ from pytest_distcompat.nodes.facts import facts
 
 #: How often a node says that it is there, and how often logs are streamed, in seconds.
 HEARTBEAT_S, STREAM_S = 1.0, 0.02
+#: How long an agent that a signal ends waits until it has said so, in seconds.
+SAID_S = 1.0
 
 
 def join(host: str, port: int, token: bytes, name: str, wait: float, *, with_parent: bool = False) -> int:
@@ -51,7 +53,9 @@ def join(host: str, port: int, token: bytes, name: str, wait: float, *, with_par
         raise UsageProblem(f"{name}: {welcome['refused']}")
     agent = _Agent(channel, welcome)
     try:
-        return agent.serve()
+        agent.serve()
+    except _EndedError:
+        return agent.exit_code
     finally:
         agent.close()
 
@@ -77,7 +81,14 @@ def boot_id() -> str:
     return ""
 
 
+class _EndedError(BaseException):
+    """A signal ends the agent."""
+
+
 class _Agent:
+    #: What the process ends with: 0 once the session has closed, else 1.
+    exit_code = 1
+
     def __init__(self, channel: Channel, welcome: dict[str, Any]) -> None:
         self._channel = channel
         self._environment = dict(os.environ)
@@ -93,10 +104,13 @@ class _Agent:
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._run = Path()
         self._stopped = threading.Event()
+        #: Whether the session is over, or cannot be reached any more.
+        self._over = False
+        self._leaving, self._said = threading.Event(), threading.Event()
 
-    def serve(self) -> int:
-        """Do what pytest's process sends, until it closes the channel."""
-        signal.signal(signal.SIGTERM, _exit)
+    def serve(self) -> NoReturn:
+        """Do what pytest's process sends, until a signal ends the process."""
+        signal.signal(signal.SIGTERM, self._end)
         threading.Thread(target=self._receive, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
         self._channel.send({"is": "facts", "facts": {**self._facts, "wall": clock.wall()}})
@@ -116,8 +130,6 @@ class _Agent:
                     # A full disk, say.
                     part = {"is": "ended", "processes": {}, "known": {"launch_error": str(error)}, "output": {}}
                 self._channel.send(part)
-            elif message["do"] == "close":
-                return 0
 
     def _pool(self, welcome: dict[str, Any]) -> Pool:
         """Return the pool of this node's devices, which the agents of other workers and sessions lease from too."""
@@ -192,20 +204,35 @@ class _Agent:
                 elif message["do"] == "stop":
                     if self._launcher.watch is not None:
                         self._launcher.watch.stopped = message["why"]
+                elif message["do"] == "close":
+                    self.exit_code = 0
+                    break
                 elif message["do"] != "pong":
                     self._messages.put(message)
-                    if message["do"] == "close":
-                        # The session closes the channel next, which is no loss then.
-                        return
         except (OSError, NotProvedError):
-            # Without pytest's process nothing may go on here. The main thread ends what it has started.
-            os.kill(os.getpid(), signal.SIGTERM)
+            pass
+        # Without the session nothing may go on here, a run that it interrupted least of all. The main thread ends what it has
+        # started.
+        self._over = True
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 self._channel.send({"is": "ping"})
-                clock.sleep(HEARTBEAT_S)
+                if self._leaving.wait(HEARTBEAT_S):
+                    self._channel.send({"is": "leaving", "why": "its agent got SIGTERM"})
+                    break
+        self._said.set()
+
+    def _end(self, number: int, frame: object) -> NoReturn:  # noqa: ARG002 - the signature of handlers
+        # Once: a second signal must not interrupt what ends the processes.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if not self._over:
+            # Before ranks end, which those of other nodes notice. The other thread sends it: this one may be sending right now.
+            self._leaving.set()
+            self._said.wait(SAID_S)
+        raise _EndedError
 
     def close(self) -> None:
         """End the launcher process and all below it."""
@@ -221,9 +248,3 @@ def _problem_of_writing(path: Path) -> str:
     except OSError as error:
         return str(error.strerror)
     return ""
-
-
-def _exit(number: int, frame: object) -> None:  # noqa: ARG001 - the signature of handlers
-    # Once: a second signal must not interrupt what ends the processes.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit(1)

@@ -72,6 +72,9 @@ class Node:
                 message = self.channel.receive()
                 if message["is"] == "ping":
                     self.channel.send({"do": "pong"})
+                elif message["is"] == "leaving":
+                    self.lose(message["why"])
+                    return
                 else:
                     self.messages.put(message)
         except TimeoutError:
@@ -142,6 +145,8 @@ class NodesLauncher(Launcher):
         self._restarted: dict[Node, subprocess.Popen[str] | None] = {}
         #: The nodes that were found to be alike.
         self._alike: set[Node] = set()
+        #: Why a scheduler takes the nodes away; empty while it does not. Then no later run can start.
+        self.taken = ""
 
     def warm_up(self) -> None:
         """Start the agents that the executor starts, and what runs on one node, unless an agent has that too."""
@@ -208,6 +213,8 @@ class NodesLauncher(Launcher):
         Agents that were lost since are started again, by an executor that can.
         """
         self._start()
+        if taken := self._taken():
+            return taken
         for node in self._lost():
             # One that never was ready will not be.
             if node.facts and node not in self._restarted:
@@ -271,6 +278,12 @@ class NodesLauncher(Launcher):
         )
         return f"{found[0]}: {advice}" if found else ""
 
+    def _taken(self) -> str:
+        """Find out, once nodes are lost, whether a scheduler takes all of them away."""
+        if not self.taken and self._lost():
+            self.taken = self._executor.taken()
+        return self.taken
+
     def _lost(self) -> list[Node]:
         return [node for node in list(self._nodes.values()) if node.lost]
 
@@ -291,7 +304,7 @@ class NodesLauncher(Launcher):
         answers = _asked(nodes, lambda _: {"do": "get_warm"})
         if cold := [f"{node.name}: {problem}" for node, problem in answers if problem]:
             return Ending.not_launched(request.world_size, "\n".join(cold))
-        return _Run(nodes, request.from_here(), self._environment, self._settings).run()
+        return _Run(nodes, request.from_here(), self._environment, self._settings, self._taken).run()
 
     @property
     def reuse_scope(self) -> str:
@@ -326,8 +339,15 @@ def _asked(nodes: list[Node], message: Callable[[Node], Mapping[str, Any]]) -> l
 class _Run:
     """One run on several nodes, or on one that leases its devices."""
 
-    def __init__(self, nodes: list[Node], request: Request, environment: Mapping[str, str], settings: Settings) -> None:
-        self._nodes, self._request, self._settings = nodes, request, settings
+    def __init__(
+        self,
+        nodes: list[Node],
+        request: Request,
+        environment: Mapping[str, str],
+        settings: Settings,
+        taken: Callable[[], str],
+    ) -> None:
+        self._nodes, self._request, self._settings, self._taken = nodes, request, settings, taken
         self._directory = Path(request.directory)
         self._each = request.world_size // len(nodes)
         self._parts: dict[str, dict[str, Any]] = {}
@@ -359,8 +379,10 @@ class _Run:
                     while waiting:
                         self._send(*waiting.pop(0), run_id, store)
             for node in self._nodes:
-                if node.lost:
-                    self._parts.setdefault(node.name, {"processes": {}, "known": {}, "lost": node.lost, "output": {}})
+                if node.lost and node.name not in self._parts:
+                    taken = self._taken()
+                    why = f"{node.lost}: {taken}" if taken else node.lost
+                    self._parts[node.name] = {"processes": {}, "known": {}, "lost": why, "output": {}}
             if waiting and self._parts:
                 # Nobody opened the store.
                 self._parts |= {node.name: _NOT_STARTED for _, node in waiting}

@@ -68,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if given:
             # Reading these properties checks the options behind them.
             _ = session.world_size, session.verified
+            if session.over_nodes and _is_controller(config):
+                _end_by_sigterm(config)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -219,6 +221,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     will_run = _IN_USE in config.stash and not config.option.collectonly and not session.testsfailed
     if will_run and (hasattr(config, "workerinput") or not _is_controller(config)):
         session_of(config).launcher.warm_up()
+        if session_of(config).over_nodes:
+            _end_by_sigterm(config)
         problem = session_of(config).nodes_problem()
         if problem:
             raise pytest.UsageError(problem)
@@ -226,6 +230,13 @@ def pytest_runtestloop(session: pytest.Session) -> None:
             from pytest_distcompat.plugin import debugging
 
             debugging.take_over(config)
+
+
+def _end_by_sigterm(config: pytest.Config) -> None:
+    """Have SIGTERM end the session as Ctrl-C does: what ran is reported, reports are written, nodes are let go."""
+    from pytest_distcompat.plugin import termination
+
+    termination.install(config)
 
 
 def _is_controller(config: pytest.Config) -> bool:
@@ -283,6 +294,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show the failure of the ranks instead of frames of this plugin, and attach the verdict to its report."""
     report = yield
+    if _IN_USE in item.config.stash and (taken := session_of(item.config).nodes_taken):
+        item.session.shouldstop = taken
     if item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash:
         from pytest_distcompat.plugin.marked import marker
 

@@ -61,6 +61,7 @@ class DistcompatSession:
         #: Whether such a test needs a directory that all its nodes share.
         self.shares = False
         self._launcher: Launcher | None = None
+        self._nodes_launcher: NodesLauncher | None = None
         self._started: set[tuple[str, Cell]] = set()
         self._process = os.getpid()
 
@@ -123,6 +124,11 @@ class DistcompatSession:
     def worker_nodes(self) -> int:
         """Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node."""
         return int(self.setting("worker_nodes").value)
+
+    @property
+    def over_nodes(self) -> bool:
+        """Whether runs of this session span several nodes, or are on other nodes than this one."""
+        return self.nodes > 1 or self.worker_nodes > 0 or int(self.setting("nodes").value) > 1
 
     @property
     def device(self) -> str:
@@ -224,15 +230,18 @@ class DistcompatSession:
             kind: Any = LAUNCHERS[self.setting("launcher").value]
             self._launcher = LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
             if self.nodes > 1 or self.worker_nodes:
-                self._launcher = self._over_nodes(self._launcher, warmth)
+                self._launcher = self._nodes_launcher = self._over_nodes(self._launcher, warmth)
         assert self._launcher is not None
         return self._launcher
 
     def nodes_problem(self) -> str:
         """Wait until all nodes have joined; return what is wrong with them, empty if nothing is."""
-        from pytest_distcompat.nodes.launcher import NodesLauncher
+        return self._nodes_launcher.ready() if self._nodes_launcher is not None else ""
 
-        return self.launcher.ready() if isinstance(self.launcher, NodesLauncher) else ""
+    @property
+    def nodes_taken(self) -> str:
+        """Why a scheduler takes the session's nodes away, so that no later test can run; empty while it does not."""
+        return self._nodes_launcher.taken if self._nodes_launcher is not None else ""
 
     def _over_nodes(self, one: Launcher, warmth: Warmth) -> NodesLauncher:
         """Return a launcher for runs of several nodes too. Raises pytest.UsageError if an option does not fit."""

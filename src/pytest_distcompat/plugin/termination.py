@@ -1,0 +1,29 @@
+"""SIGTERM to pytest itself, from a scheduler that takes the nodes of its session away."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+
+def install(config: pytest.Config) -> None:
+    """Have SIGTERM end the session as Ctrl-C does, unless somebody else handles it."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _interrupt)
+        config.add_cleanup(_restore)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    # Schedulers repeat it, and reports are being written then.
+    signal.signal(signal.SIGTERM, _ignore)
+    raise KeyboardInterrupt("SIGTERM")
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing. Unlike SIG_IGN, processes that are started do not inherit it."""
+
+
+def _restore() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
