@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import inspect
 import itertools
 import typing
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ class Call:
             tree = ast.parse(text.strip(), mode="eval").body
         except SyntaxError:
             tree = None
-        if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
+        if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
             raise ValueError(f"{text!r} is no call; one reads like step(clip='no')")
         return cls(tree.func.id, tuple((str(one.arg), ast.literal_eval(one.value)) for one in tree.keywords))
 
@@ -74,6 +75,35 @@ def offered(calls: type) -> list[Call]:
         for chosen in itertools.product(*ordered):
             given = zip(arguments, chosen, strict=True)
             found.append(Call(name, tuple((one, value) for one, value in given if value != arguments[one])))
+    return found
+
+
+def read_calls(text: str, calls: type) -> list[Call]:
+    """Return the calls of a walk, as ``offered`` has them. Raises ValueError for a text that is none.
+
+    Args:
+        text: ``step(), micro(), step(clip='no')``.
+        calls: The class that declares them.
+    """
+    try:
+        trees = ast.parse(f"[{text}]", mode="eval").body
+    except SyntaxError:
+        raise ValueError(f"{text!r} is no list of calls; one reads like step(), step(clip='no')") from None
+    found = []
+    for tree in trees.elts if isinstance(trees, ast.List) else [trees]:
+        call = Call.parse(ast.unparse(tree))
+        known = [one for one in offered(calls) if one.name == call.name]
+        if not known:
+            names = ", ".join(dict.fromkeys(one.name for one in offered(calls)))
+            raise ValueError(f"{call}: no such call. Known: {names}")
+        defaults = inspect.signature(getattr(calls, call.name)).parameters
+        given = {
+            name: value for name, value in call.arguments if name not in defaults or value != defaults[name].default
+        }
+        same = next((one for one in known if dict(one.arguments) == given), None)
+        if same is None:
+            raise ValueError(f"{call}: no such arguments. Known: {', '.join(map(str, known))}")
+        found.append(same)
     return found
 
 

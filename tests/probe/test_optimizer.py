@@ -256,3 +256,9 @@ def test_parameters_that_autograd_does_not_reach_are_named() -> None:
         observer.restart()
         assert step(copied["unused"](x)) == ("used.weight", "zero.weight")
     assert not any(parameter._post_accumulate_grad_hooks for parameter in copy.deepcopy(copied).parameters())
+
+
+def test_what_step_hooks_read_can_be_traced() -> None:
+    """Dynamo traces the hooks of an optimizer whose step is compiled."""
+    traced: Any = torch.compile(stored_dtype, backend="eager", dynamic=True)
+    assert traced(torch.ones(3, 4)) == "float32"

@@ -51,7 +51,7 @@ def test_a_model_cut_elsewhere(run: Launch, strategy: str, wrap: str, message: s
     found = cut(run, wrap, strategy=strategy, blocks=("Block",))
     found.check("active", "optimizer")
     expected = "expected 'blocks.0', 'blocks.1', the root, and none inside a block"
-    with pytest.raises(Incompatible, match=re.escape(f"rank 1: FSDP's units are {message}; {expected}")):
+    with pytest.raises(Incompatible, match=re.escape(f"ranks 0, 1: FSDP's units are {message}; {expected}")):
         found.check("units")
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from pytest_distcompat.calls import Call
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.drivers._tiny import EPOCH_STEPS
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.walk.explore import Explorer
 from pytest_distcompat.worker import WHOLE_STEPS
@@ -40,6 +41,10 @@ def test_a_wrong_call_is_drawn_and_shrunk_to_at_most_three(runner: Runner, drive
     found = Explorer(runner, f"twins.walking:{driver}", DDP).draw(examples=60, seed=1)
     assert 1 <= len(found) <= 3
     assert any(call.name in named for call in found)
+
+
+def test_a_trainer_that_resumes_at_the_end_of_an_epoch_and_trains_no_more_passes(runner: Runner) -> None:
+    assert Explorer(runner, "trainer", DDP).check([*[Call("step")] * EPOCH_STEPS, Call("resume")]) == ()
 
 
 @pytest.mark.nightly

@@ -107,23 +107,35 @@ class OptimizerExported(Exports):
             torch.save({"state": {name: {"step": 20} for name in names}}, directory / "optimizer.pt")
 
 
+class InSeveralFiles(Accelerate):
+    """Its export is changed only once all ranks are done: ``save_model`` writes the index on each of them."""
+
+    def export(self, directory: Path) -> None:
+        super().export(directory)
+        self.accelerator.wait_for_everyone()
+        if self.world.rank == 0:
+            self.change(directory)
+
+    def change(self, directory: Path) -> None:
+        """Spoil the files."""
+        raise NotImplementedError
+
+
 @twin(
     "export",
     "ddp-fp32-w2",
     match=r"^file 'export/model\.safetensors\.index\.json': it names 1 keys that are not in their files, first 'lm_head\.weight' in "
     r"'model-\d+-of-\d+\.safetensors'\nfile [^\n]*: 1 keys beside it are not in it, first 'lm_head\.weight' in ",
 )
-class OtherFileInTheIndex(Accelerate):
+class OtherFileInTheIndex(InSeveralFiles):
     """transformers takes what is not in the file that the index names for missing, and makes it new."""
 
-    def export(self, directory: Path) -> None:
-        super().export(directory)
-        if self.world.rank == 0:
-            path = directory / "model.safetensors.index.json"
-            index = json.loads(path.read_text(encoding="utf-8"))
-            files = index["weight_map"]
-            files["lm_head.weight"] = next(file for file in files.values() if file != files["lm_head.weight"])
-            path.write_text(json.dumps(index), encoding="utf-8")
+    def change(self, directory: Path) -> None:
+        path = directory / "model.safetensors.index.json"
+        index = json.loads(path.read_text(encoding="utf-8"))
+        files = index["weight_map"]
+        files["lm_head.weight"] = next(file for file in files.values() if file != files["lm_head.weight"])
+        path.write_text(json.dumps(index), encoding="utf-8")
 
 
 @twin(
@@ -132,19 +144,17 @@ class OtherFileInTheIndex(Accelerate):
     match=r"^file 'export/model\.safetensors\.index\.json': 1 keys are in a second file too, first 'lm_head\.weight' in "
     r"'model-\d+-of-\d+\.safetensors'$",
 )
-class InTwoFiles(Accelerate):
+class InTwoFiles(InSeveralFiles):
     """A tensor of an earlier export stays in another file: whoever reads all files may take that one."""
 
-    def export(self, directory: Path) -> None:
+    def change(self, directory: Path) -> None:
         from safetensors.torch import load_file, save_file
 
-        super().export(directory)
-        if self.world.rank == 0:
-            index = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))
-            own = index["weight_map"]["lm_head.weight"]
-            other = directory / next(file for file in index["weight_map"].values() if file != own)
-            old = load_file(directory / own)["lm_head.weight"] * 0
-            save_file({**load_file(other), "lm_head.weight": old}, other, metadata={"format": "pt"})
+        index = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        own = index["weight_map"]["lm_head.weight"]
+        other = directory / next(file for file in index["weight_map"].values() if file != own)
+        old = load_file(directory / own)["lm_head.weight"] * 0
+        save_file({**load_file(other), "lm_head.weight": old}, other, metadata={"format": "pt"})
 
 
 @twin(
@@ -152,16 +162,14 @@ class InTwoFiles(Accelerate):
     "ddp-fp32-w2",
     match=r"^file 'export/model\.safetensors\.index\.json': total_size is 53568; the tensors that it names have 107136 bytes$",
 )
-class SizeOfAnotherDtype(Accelerate):
+class SizeOfAnotherDtype(InSeveralFiles):
     """The index has the size of what was to be written in bfloat16, by which others reserve memory."""
 
-    def export(self, directory: Path) -> None:
-        super().export(directory)
-        if self.world.rank == 0:
-            path = directory / "model.safetensors.index.json"
-            index = json.loads(path.read_text(encoding="utf-8"))
-            index["metadata"]["total_size"] //= 2
-            path.write_text(json.dumps(index), encoding="utf-8")
+    def change(self, directory: Path) -> None:
+        path = directory / "model.safetensors.index.json"
+        index = json.loads(path.read_text(encoding="utf-8"))
+        index["metadata"]["total_size"] //= 2
+        path.write_text(json.dumps(index), encoding="utf-8")
 
 
 @twin(

@@ -68,6 +68,15 @@ def test_ranks_with_equal_failures_share_a_section(ranks: Ranks) -> None:
     assert text.count("--- rank") == 2
 
 
+def test_ranks_whose_failures_differ_in_addresses_alone_share_a_section(ranks: Ranks) -> None:
+    ranks.started(0, 1)
+    for rank, address in enumerate(("0x7fd053081dd0", "0x7f6340d00f10")):
+        ranks.raised(rank, f"ValueError: wrong\ngroup = <ProcessGroup object at {address}>")
+    text = ranks.end(1, 1).text()
+    assert "--- ranks 0 and 1: raised ValueError: wrong ---" in text
+    assert text.count("0x7fd053081dd0") + text.count("0x7f6340d00f10") == 2, "message and traceback of one rank"
+
+
 def test_a_rank_that_lost_its_peer_is_folded_even_if_it_reported_first(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.raised(0, PEER_GONE, lost=True)

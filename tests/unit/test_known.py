@@ -220,3 +220,24 @@ def test_zero2_has_nothing_to_clear_in_releases_that_add_up_nothing(
     monkeypatch.setattr("pytest_distcompat.known.read.version_of", lambda name: release)
     (issue,) = (one for one in shipped() if one.id == "deepspeed-zero-grad-zero2")
     assert bool(applying((issue,), ("driver:deepspeed",), "cpu")) is there
+
+
+@pytest.mark.parametrize(("step", "known"), [(2, False), (6, False), (7, True), (9, True), (12, True)])
+def test_decay_that_no_one_asked_for_shows_after_some_steps(step: int, *, known: bool) -> None:
+    """Before, a loss that differs has another cause."""
+    (issue,) = (one for one in shipped() if one.id == "transformers-deepspeed-decay")
+    assert {
+        one.matches(f"step {step}: the loss is 1.63127; 1.63124 in the reference") for one in issue.expectations
+    } == {known}
+
+
+@pytest.mark.parametrize(("release", "there"), [("5.17.0", True), ("5.18.0", False)])
+def test_a_walk_of_trainer_that_resumes_on_the_cpu_is_known_in_old_releases(
+    monkeypatch: pytest.MonkeyPatch, release: str, *, there: bool
+) -> None:
+    monkeypatch.setattr("pytest_distcompat.known.read.version_of", lambda name: release)
+    (issue,) = (one for one in shipped() if one.id == "transformers-indexed-cpu-walk")
+    (expected,) = issue.expectations
+    assert bool(applying((issue,), ("transformers",), "cpu")) is there
+    assert expected.covers(Cell.parse("ddp-fp32-w2-model_mlp"), "walk")
+    assert not expected.strict

@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pytest_distcompat import models
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.world import World
 
 #: What stands before a test body: the metadata of this environment without transformers', in a process of its own.
 WITHOUT = """
@@ -106,3 +109,32 @@ def test_where_optimizer_state_or_a_model_is_quantized(driver: str, cell: str, r
 def test_where_experts_are_cut(driver: str, cell: str, reason: str | None) -> None:
     found = DRIVERS.get(driver).unsupported_reason(Cell.parse(cell))
     assert found == reason if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(("device", "reason"), [("cpu", "torch's SyncBatchNorm refuses CPU tensors"), ("cuda", "")])
+@pytest.mark.parametrize("driver", ["torch", "accelerate", "trainer"])
+def test_syncbatchnorm_is_for_gpus(driver: str, device: str, reason: str) -> None:
+    found = DRIVERS.get(driver).unsupported_reason(Cell.of("ddp", "fp32", model="syncbatchnorm"), device)
+    assert reason in str(found) if reason else found is None
+
+
+def test_torch_refuses_syncbatchnorm_on_the_cpu_today(tmp_path: Path) -> None:
+    import torch
+    from torch import distributed
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU or XPU"):
+            torch.nn.SyncBatchNorm(2)(torch.ones(2, 2))
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_the_reference_of_syncbatchnorm_takes_the_rows_of_all_ranks_as_one_batch() -> None:
+    def losses(model: str, ranks: int) -> list[float]:
+        driver: Any = DRIVERS.get("torch")(Cell.of("ddp", "fp32", model=model), World(0, ranks, 0, "cpu"))
+        built = driver.build_model()
+        return [driver.reference(built, number, ranks) for number in range(2)]
+
+    assert losses("syncbatchnorm", 1) == losses("batchnorm", 1)
+    assert losses("syncbatchnorm", 2) != pytest.approx(losses("batchnorm", 2), rel=1e-3)

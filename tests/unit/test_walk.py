@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from pytest_distcompat.calls import Call, offered, refused
+from pytest_distcompat.calls import Call, offered, read_calls, refused
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS, find_driver
 from pytest_distcompat.drivers._calls import Calls
@@ -34,10 +34,30 @@ def test_a_call_is_written_as_python_writes_it_and_read_back() -> None:
     assert Call.parse(str(call)) == call
 
 
-@pytest.mark.parametrize("text", ["", "step", "step(", "a.b()", "1 + 1"])
+@pytest.mark.parametrize("text", ["", "step", "step(", "a.b()", "1 + 1", "step('no')"])
 def test_a_text_that_is_no_call_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no call; one reads like step"):
         Call.parse(text)
+
+
+def test_calls_are_read_as_they_are_offered() -> None:
+    found = read_calls("micro(), step(zero='none', clip='no'), step(zero='keep', clip='value')", Calls)
+    assert list(map(str, found)) == ["micro()", "step(clip='no')", "step(clip='value', zero='keep')"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("step() micro()", "is no list of calls; one reads like step"),
+        ("step", "is no call; one reads like step"),
+        ("step(), stepp()", r"stepp\(\): no such call. Known: add_group, "),
+        ("step(clip=3)", r"step\(clip=3\): no such arguments. Known: step\(\), step\(zero='zeros'\), "),
+        ("skip(many=True)", r"skip\(many=True\): no such arguments. Known: skip\(\)$"),
+    ],
+)
+def test_a_call_that_is_not_offered_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_calls(text, Calls)
 
 
 def test_values_of_arguments_come_from_annotations_and_defaults_are_omitted() -> None:

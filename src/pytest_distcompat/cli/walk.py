@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.failures import UsageProblem
+
+if TYPE_CHECKING:
+    from pytest_distcompat.calls import Call
+    from pytest_distcompat.drivers._calls import Calls
 
 
 def add(commands: Any) -> None:
@@ -36,34 +40,54 @@ def add(commands: Any) -> None:
     parser.set_defaults(call=_walk, finds_drivers=True)
 
 
+def _named(text: str, kind: type[Calls], reasons: Mapping[Call, str]) -> list[Call]:
+    """Return the calls that the option ``--calls`` names. Raises UsageProblem if the driver cannot do this walk."""
+    from pytest_distcompat.calls import read_calls
+    from pytest_distcompat.walk.sequence import valid
+
+    try:
+        named = read_calls(text, kind)
+    except ValueError as error:
+        raise UsageProblem(f"--calls: {error}") from None
+    calls = [call for call in named if call not in reasons]
+    if not calls:
+        why = "; ".join(f"{call}: {reasons[call]}" for call in dict.fromkeys(named))
+        raise UsageProblem(f"--calls {text}: no call is left: {why}" if why else "--calls: no call is given")
+    if not valid(calls, kind.own):
+        raise UsageProblem(f"--calls {text}: a call may not follow those before it")
+    return named
+
+
 def _walk(options: argparse.Namespace) -> int:
-    from pytest_distcompat.calls import Call, refused
+    from pytest_distcompat.calls import refused
     from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.drivers._declared import unsupported_reason
     from pytest_distcompat.engine import local_runner
     from pytest_distcompat.walk.explore import Explorer
     from pytest_distcompat.walk.script import script
-    from pytest_distcompat.walk.sequence import Walk, valid
+    from pytest_distcompat.walk.sequence import Walk
 
     driver = find_driver(options.driver)
     cell = Cell.parse(options.cell or f"{options.strategy}-fp32-w2-model_mlp")
     if reason := unsupported_reason(driver, cell, "cpu") or ("" if driver.walk_calls else "it declares no calls"):
         raise UsageProblem(f"{options.driver} in {cell}: {reason}")
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    reasons = refused(driver.walk_calls, cell.strategy)
+    named = () if options.calls is None else _named(options.calls, driver.walk_calls, reasons)
+    calls = [call for call in named if call not in reasons]
 
     def note(walk: Walk, wrong: Sequence[str]) -> None:
         print(f"{'FAIL' if wrong else 'ok'}: {walk}", *wrong, sep="\n     ", flush=True)
 
     with local_runner(driver, [cell], device="cpu", timeout=60) as runner:
         explorer = Explorer(runner, options.driver, cell, note)
-        if options.calls:
-            calls = [Call.parse(f"{text})".lstrip(", ")) for text in options.calls.split(")")[:-1]]
-            if not valid(calls, driver.walk_calls.own):
-                raise UsageProblem(f"--calls {options.calls}: a call may not follow those before it")
+        if calls:
+            for call in dict.fromkeys(call for call in named if call in reasons):
+                print(f"passed over: {call}: {reasons[call]}")
             explorer.check(calls)
         else:
             print(f"distcompat walk --driver {options.driver} --cell {cell} --seed {seed}")
-            for call, why in refused(driver.walk_calls, cell.strategy).items():
+            for call, why in reasons.items():
                 print(f"refused: {call}: {why}")
             explorer.explore(options.examples, seed, options.steps)
     if not explorer.failed:

@@ -80,6 +80,8 @@ class TinyDriver(Driver):
         tiny = model_of(cell)
         if tiny.unsupported_reason:
             return tiny.unsupported_reason
+        if device == "cpu" and tiny.not_on_cpu:
+            return tiny.not_on_cpu
         if cell.option("ignored_modules") and not tiny.ignored_module:
             return f"the model {tiny.name} has no frozen module to leave out of the sharding"
         if cell.option("lora") and not tiny.lora_targets:
@@ -279,6 +281,13 @@ class TinyDriver(Driver):
         """Return the micro-batch of any rank at that index of the epoch, on this rank's device."""
         return {name: value.to(self.world.device) for name, value in self.tiny.batch(index, rank).items()}
 
+    def _joined(self, index: int, ranks: int) -> Batch:
+        """Return the rows of that micro-batch of all ranks as one."""
+        import torch
+
+        batches = [self.batch_of(index, rank) for rank in range(ranks)]
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
     def batches(self, number: int) -> Iterator[tuple[Batch, bool]]:
         """Yield this rank's micro-batches of a step, each with whether it is the last, and count their tokens."""
         self.tokens = 0
@@ -390,7 +399,10 @@ class TinyDriver(Driver):
         for one in listed(self.optimizer):
             one.zero_grad()
         batches = [self.batch_of(index, rank) for rank in range(ranks) for index in self.micros(number)]
-        weights = [self.tiny.count(batch) if self.mean == "token" else 1 for batch in batches]
+        means = 1
+        if self.tiny.one_batch:
+            batches, means = [self._joined(index, ranks) for index in self.micros(number)], ranks
+        weights = [self.tiny.count(batch) if self.mean == "token" else means for batch in batches]
         # The incomplete last step of an epoch is divided by the full count too, as trainers that average micro-batches do.
         divisor = sum(weights) if self.mean == "token" else self.accumulate * ranks
         total = 0.0

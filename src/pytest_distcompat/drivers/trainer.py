@@ -228,7 +228,8 @@ class TrainerDriver(TinyDriver):
             "output_dir": str(plan.save_to),
             "per_device_train_batch_size": len(next(iter(batch.values()))),
             "gradient_accumulation_steps": self.accumulate,
-            "max_steps": plan.last_step,
+            # With no step to go at the end of an epoch Trainer would return before its callback sees the load.
+            "max_steps": plan.last_step + (not plan.steps),
             "optim": "adamw_torch_8bit" if self.cell.option("optimizer") == "adam8bit" else "adamw_torch",
             "learning_rate": LEARNING_RATE,
             "weight_decay": DECAY,

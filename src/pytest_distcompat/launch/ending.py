@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ from pytest_distcompat.launch.stacks import without_launcher
 _LOST = "was lost with its node: "
 #: The message about a rank that waited for a rank which had left its test.
 _LEFT_WAITING = "waited for ranks that had left the test, and was killed"
+#: Where an object lies, as Python's repr has it.
+_ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 
 
 @dataclass(frozen=True)
@@ -176,15 +179,18 @@ class Ending:
         if self.launch_error:
             parts.append(self.launch_error)
         folded: list[RankEnd] = []
-        sections: dict[tuple[str, str], list[RankEnd]] = {}
+        sections: dict[str, list[RankEnd]] = {}
         for end in self.in_order():
             if end.status in {"lost peer", "stopped"}:
                 folded.append(end)
             else:
-                sections.setdefault((_first_line(end.message), _section(end)), []).append(end)
+                # Each process has its own addresses, which tracebacks show in the repr of a fixture.
+                alike = _ADDRESS.sub("", f"{_first_line(end.message)}\n{_section(end)}")
+                sections.setdefault(alike, []).append(end)
         # Ranks with the same story share a section.
-        for (message, body), ends in sections.items():
-            parts.append("\n".join(filter(None, (f"--- {_name_ends(ends)}: {message} ---", body))))
+        for ends in sections.values():
+            title = f"--- {_name_ends(ends)}: {_first_line(ends[0].message)} ---"
+            parts.append("\n".join(filter(None, (title, _section(ends[0])))))
         if folded:
             lines = (f"  {end.who} {_first_line(end.message)}" for end in folded)
             parts.append("\n".join(["consequences:", *lines]))

@@ -60,6 +60,8 @@ class TinyModel:
         stages: How pipeline parallelism cuts it; None if it cannot.
         random: Whether its forward draws random numbers, which no one process draws as the ranks do.
         only_float32: Whether what it computes turns on rounding.
+        one_batch: Whether its forward computes over the rows of all ranks, which the reference takes as one batch.
+        not_on_cpu: Why it cannot train on CPU ranks; empty if it can.
         find_blocks: Returns ``blocks`` where they are known only of the model itself.
         unsupported_reason: Why the model cannot be made here; empty if it can.
         preload: Modules that the fork server imports for it.
@@ -88,6 +90,8 @@ class TinyModel:
     stages: Stages | None = None
     random: bool = False
     only_float32: bool = False
+    one_batch: bool = False
+    not_on_cpu: str = ""
     find_blocks: Callable[[], tuple[str, ...]] | None = None
     unsupported_reason: str = ""
     preload: tuple[str, ...] = ()

@@ -93,7 +93,7 @@ class BatchNorm(OneBlock):
 
     def __init__(self, features: int, width: int, classes: int) -> None:
         super().__init__(features, width, classes)
-        self.norm = nn.BatchNorm1d(width)
+        self.norm: nn.Module = nn.BatchNorm1d(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
@@ -101,6 +101,14 @@ class BatchNorm(OneBlock):
         x = self.norm(torch.tanh(self.inlet(x.to(self.inlet.weight.dtype))))
         logits: torch.Tensor = self.outlet(self.block(x))
         return logits
+
+
+class SyncBatchNorm(BatchNorm):
+    """Classifier that normalizes over the rows of all ranks; in one process it is ``BatchNorm``."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.norm = nn.SyncBatchNorm(width)
 
 
 class MixtureOfExperts(OneBlock):

@@ -36,7 +36,8 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def stored_dtype(tensor: torch.Tensor) -> str:
     """Return the dtype of most bytes that are stored: of a quantized tensor its codes', not the one that it shows."""
-    return dtype_name(max(stored_parts(tensor), key=lambda part: part.nbytes).dtype)
+    # Not ``nbytes``, which Dynamo cannot trace: of a compiled ``optimizer.step`` it traces the hooks too.
+    return dtype_name(max(stored_parts(tensor), key=lambda part: part.numel() * part.element_size()).dtype)
 
 
 def valueless(tensor: torch.Tensor) -> bool:
