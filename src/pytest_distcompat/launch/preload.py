@@ -38,6 +38,7 @@ MODULES_OF_EVERY_RANK = (
     "torch.distributed.elastic.multiprocessing.api",
     "multiprocessing.popen_forkserver",
     "multiprocessing.queues",
+    "pytest_distcompat.launch.files",
     "pytest_distcompat.launch.rank",
     "pytest_distcompat.launch.request_loop",
 )

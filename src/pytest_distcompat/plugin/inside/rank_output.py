@@ -12,8 +12,6 @@ import pytest
 from _pytest import capture as pytest_capture
 from _pytest._io import TerminalWriter
 
-from pytest_distcompat.launch.files import captured_files
-
 
 def no_terminal(config: pytest.Config) -> None:
     """Block pytest's terminal plugin, and have ``config.get_terminal_writer()`` return a writer to /dev/null.
@@ -38,6 +36,8 @@ def capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[Non
     if capture is None:
         yield
         return
+    from pytest_distcompat.launch.files import captured_files
+
     module: Any = pytest_capture
     before = module.TemporaryFile
     paths = iter(captured_files(directory, rank))
