@@ -84,6 +84,13 @@ def test_without_zero_a_step_under_autotp_is_wrong_from_the_first_on(option: str
         assert [one.matches("step 1: the gradient norm is 1; 2 in the reference") for one in strict] == [True]
 
 
+@pytest.mark.parametrize(("precision", "expected"), [("fp32", [True, True]), ("fp8", [True, False])])
+def test_in_8_bits_the_clipping_of_compiled_blocks_under_tp_passes(precision: str, expected: list[bool]) -> None:
+    cell = Cell.parse(f"fsdp2-{precision}-w4-compile_regional-tp_2")
+    found = list(applying(shipped(), ("torch", "driver:torch"), "cpu"))
+    assert [any(one.covers(cell, check) for one in found) for check in ("parity", "clipping")] == expected
+
+
 def test_a_refusal_is_one(write: Write) -> None:
     (expectation,) = applying(read_file(write(ENTRY + 'kind = "refuses"\n')), ("mine",), "cpu")
     assert expectation.kind == "refuses"
