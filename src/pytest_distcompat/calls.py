@@ -89,12 +89,12 @@ def read_calls(text: str, calls: type) -> list[Call]:
         trees = ast.parse(f"[{text}]", mode="eval").body
     except SyntaxError:
         raise ValueError(f"{text!r} is no list of calls; one reads like step(), step(clip='no')") from None
-    found = []
+    every, found = offered(calls), []
     for tree in trees.elts if isinstance(trees, ast.List) else [trees]:
         call = Call.parse(ast.unparse(tree))
-        known = [one for one in offered(calls) if one.name == call.name]
+        known = [one for one in every if one.name == call.name]
         if not known:
-            names = ", ".join(dict.fromkeys(one.name for one in offered(calls)))
+            names = ", ".join(dict.fromkeys(one.name for one in every))
             raise ValueError(f"{call}: no such call. Known: {names}")
         defaults = inspect.signature(getattr(calls, call.name)).parameters
         given = {

@@ -40,8 +40,11 @@ def add(commands: Any) -> None:
     parser.set_defaults(call=_walk, finds_drivers=True)
 
 
-def _named(text: str, kind: type[Calls], reasons: Mapping[Call, str]) -> list[Call]:
-    """Return the calls that the option ``--calls`` names. Raises UsageProblem if the driver cannot do this walk."""
+def _named(text: str, kind: type[Calls], reasons: Mapping[Call, str]) -> tuple[list[Call], list[Call]]:
+    """Return the calls that the option ``--calls`` names, then those of them that are refused.
+
+    Raises UsageProblem if the driver cannot do this walk.
+    """
     from pytest_distcompat.calls import read_calls
     from pytest_distcompat.walk.sequence import valid
 
@@ -50,12 +53,13 @@ def _named(text: str, kind: type[Calls], reasons: Mapping[Call, str]) -> list[Ca
     except ValueError as error:
         raise UsageProblem(f"--calls: {error}") from None
     calls = [call for call in named if call not in reasons]
+    passed_over = [*dict.fromkeys(call for call in named if call in reasons)]
     if not calls:
-        why = "; ".join(f"{call}: {reasons[call]}" for call in dict.fromkeys(named))
+        why = "; ".join(f"{call}: {reasons[call]}" for call in passed_over)
         raise UsageProblem(f"--calls {text}: no call is left: {why}" if why else "--calls: no call is given")
     if not valid(calls, kind.own):
         raise UsageProblem(f"--calls {text}: a call may not follow those before it")
-    return named
+    return calls, passed_over
 
 
 def _walk(options: argparse.Namespace) -> int:
@@ -73,8 +77,7 @@ def _walk(options: argparse.Namespace) -> int:
         raise UsageProblem(f"{options.driver} in {cell}: {reason}")
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     reasons = refused(driver.walk_calls, cell.strategy)
-    named = () if options.calls is None else _named(options.calls, driver.walk_calls, reasons)
-    calls = [call for call in named if call not in reasons]
+    calls, passed_over = ([], []) if options.calls is None else _named(options.calls, driver.walk_calls, reasons)
 
     def note(walk: Walk, wrong: Sequence[str]) -> None:
         print(f"{'FAIL' if wrong else 'ok'}: {walk}", *wrong, sep="\n     ", flush=True)
@@ -82,7 +85,7 @@ def _walk(options: argparse.Namespace) -> int:
     with local_runner(driver, [cell], device="cpu", timeout=60) as runner:
         explorer = Explorer(runner, options.driver, cell, note)
         if calls:
-            for call in dict.fromkeys(call for call in named if call in reasons):
+            for call in passed_over:
                 print(f"passed over: {call}: {reasons[call]}")
             explorer.check(calls)
         else:

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import loopback
-from pytest_distcompat.launch.process import sweep_shared_memory
+from pytest_distcompat.launch.process import do_nothing, sweep_shared_memory
 from pytest_distcompat.launch.request import Place, Request
 
 # To format the traceback of a failed run torch imports torch._dynamo, which takes more than a second. That traceback is
@@ -183,7 +183,7 @@ def run(
             first = next(iter(result.failures), None) if result is not None else None
         finally:
             # The parent may have sent it just before it reads the answer. Later the handler would end what comes next.
-            signal.signal(signal.SIGTERM, _ignore)
+            signal.signal(signal.SIGTERM, do_nothing)
     except SignalException:
         # The parent knows that no rank is left. An agent whose ranks all ended by os._exit(0) would wait for ever.
         pass
@@ -235,10 +235,6 @@ def _agent(
 def _stop(number: int, frame: object) -> NoReturn:  # noqa: ARG001 - the signature of handlers
     """End the run, as torch's own handler does."""
     raise SignalException("the parent ends the run", signal.Signals(number))
-
-
-def _ignore(number: int, frame: object) -> None:
-    """Do nothing. Unlike SIG_IGN, processes that are started do not inherit it."""
 
 
 def _exit_codes(agent: LocalElasticAgent) -> list[int | None]:

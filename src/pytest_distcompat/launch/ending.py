@@ -179,18 +179,18 @@ class Ending:
         if self.launch_error:
             parts.append(self.launch_error)
         folded: list[RankEnd] = []
-        sections: dict[str, list[RankEnd]] = {}
+        sections: dict[str, tuple[str, str, list[RankEnd]]] = {}
         for end in self.in_order():
             if end.status in {"lost peer", "stopped"}:
                 folded.append(end)
             else:
+                message, body = _first_line(end.message), _section(end)
                 # Each process has its own addresses, which tracebacks show in the repr of a fixture.
-                alike = _ADDRESS.sub("", f"{_first_line(end.message)}\n{_section(end)}")
-                sections.setdefault(alike, []).append(end)
+                alike = _ADDRESS.sub("", f"{message}\n{body}")
+                sections.setdefault(alike, (message, body, []))[2].append(end)
         # Ranks with the same story share a section.
-        for ends in sections.values():
-            title = f"--- {_name_ends(ends)}: {_first_line(ends[0].message)} ---"
-            parts.append("\n".join(filter(None, (title, _section(ends[0])))))
+        for message, body, ends in sections.values():
+            parts.append("\n".join(filter(None, (f"--- {_name_ends(ends)}: {message} ---", body))))
         if folded:
             lines = (f"  {end.who} {_first_line(end.message)}" for end in folded)
             parts.append("\n".join(["consequences:", *lines]))

@@ -39,6 +39,10 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def do_nothing(number: int, frame: object) -> None:
+    """Handle a signal that must not end this process. Unlike SIG_IGN, processes that are started do not inherit it."""
+
+
 def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
     """Return a copy of the environment for ranks on ``cpu`` or ``cuda``; on the CPU no GPU is visible.
 

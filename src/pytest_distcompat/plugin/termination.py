@@ -7,6 +7,8 @@ import threading
 
 import pytest
 
+from pytest_distcompat.launch.process import do_nothing
+
 
 def install(config: pytest.Config) -> None:
     """Have SIGTERM end the session as Ctrl-C does, unless somebody else handles it."""
@@ -17,12 +19,8 @@ def install(config: pytest.Config) -> None:
 
 def _interrupt(number: int, frame: object) -> None:
     # Schedulers repeat it, and reports are being written then.
-    signal.signal(signal.SIGTERM, _ignore)
+    signal.signal(signal.SIGTERM, do_nothing)
     raise KeyboardInterrupt("SIGTERM")
-
-
-def _ignore(number: int, frame: object) -> None:
-    """Do nothing. Unlike SIG_IGN, processes that are started do not inherit it."""
 
 
 def _restore() -> None:

@@ -6,9 +6,9 @@ import contextlib
 import os
 import select
 import signal
-from types import FrameType
 
 from pytest_distcompat import clock
+from pytest_distcompat.launch.process import do_nothing
 
 
 class Termination:
@@ -22,7 +22,7 @@ class Termination:
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._received_at: float | None = None
-        signal.signal(signal.SIGTERM, _stay_alive)
+        signal.signal(signal.SIGTERM, do_nothing)
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._in_child)
 
@@ -47,9 +47,5 @@ class Termination:
         """Restore the default handler in a forked child: workers of a data loader must die by SIGTERM."""
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
-            if signal.getsignal(signal.SIGTERM) is _stay_alive:
+            if signal.getsignal(signal.SIGTERM) is do_nothing:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _stay_alive(number: int, frame: FrameType | None) -> None:
-    pass
