@@ -18,8 +18,27 @@ from pytest_distcompat.launch.temporary import OwnedDirectory, temporary_root
 OWNER = """
 import time
 from pytest_distcompat.launch.temporary import OwnedDirectory
-print(OwnedDirectory().path, flush=True)
+mine = OwnedDirectory()
+print(mine.path, flush=True)
 time.sleep(600)
+"""
+#: Ends by a signal while it starts the launcher process, as a node agent that its session refuses.
+INTERRUPTED = """
+import os
+import signal
+import subprocess
+import sys
+from pytest_distcompat.launch import WarmLauncher, Warmth
+
+def end(number, frame):
+    raise OSError("ended")
+
+def start(*args, **keywords):
+    os.kill(os.getpid(), int(sys.argv[1]))
+
+signal.signal(int(sys.argv[1]), end)
+subprocess.Popen = start
+WarmLauncher(Warmth()).warm_up()
 """
 
 
@@ -84,6 +103,13 @@ def test_a_fork_of_its_owner_does_not_remove_it(temporary: Path) -> None:
     assert mine.path.exists()
     mine.remove()
     assert not mine.path.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_directory_of_an_interrupted_start_is_left(temporary: Path, number: int) -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, str(number)], check=False, capture_output=True, text=True)
+    assert "OSError: ended" in done.stderr
+    assert not list(temporary.iterdir())
 
 
 LONG = """

@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
 _PREFIX = "distcompat-"
@@ -36,23 +37,24 @@ def temporary_root() -> Path:
 
 
 class OwnedDirectory:
-    """A new directory for temporary files, this process's own until it calls ``remove`` or dies."""
+    """A new directory for temporary files, this process's own until it calls ``remove``, drops the object, or ends."""
 
     def __init__(self) -> None:
         remove_abandoned()
         # It has another name until it is locked, because one without a lock counts as abandoned.
         made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=temporary_root()))
-        self._lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.path = made.rename(made.with_name(made.name[1:]))
-        self._owner = os.getpid()
+        # Also called where a signal interrupts the constructor of what was to own this object.
+        self.remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
-    def remove(self) -> None:
-        """Remove the directory. Do nothing in a fork of the owner, to which it does not belong."""
-        if os.getpid() == self._owner:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._owner = 0
+
+def _remove(path: Path, lock: int, owner: int) -> None:
+    """Remove a directory. Do nothing in a fork of the owner, to which it does not belong."""
+    if os.getpid() == owner:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
 
 
 def remove_abandoned() -> None:
