@@ -112,3 +112,44 @@ def test_the_release_that_turned_a_test_red(wheel: Wheel, tmp_path: Path, capsys
     assert main([*command, "--", str(tmp_path / "test_mine.py"), "-p", "no:cacheprovider"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "madeup==1.1 is green; madeup==1.5 is green; expected one red and one green"
+
+
+#: Builds a wheel without anything that would have to be fetched (PEP 517).
+BACKEND = """
+import zipfile
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    name, about = "madeup-1.0-py3-none-any.whl", "madeup-1.0.dist-info"
+    with zipfile.ZipFile(f"{wheel_directory}/{name}", "w") as wheel:
+        wheel.write("madeup.py")
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\\nName: madeup\\nVersion: 1.0\\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    return name
+"""
+
+
+@pytest.mark.nightly
+def test_the_commit_that_turned_a_test_red(wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wheel("unrelated", "1")
+    origin = tmp_path / "origin"
+    origin.mkdir()
+    git(origin, "init", "--quiet", "--initial-branch=main")
+    built = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    (origin / "pyproject.toml").write_text(f'{built}[project]\nname = "madeup"\nversion = "1.0"\n')
+    (origin / "backend.py").write_text(BACKEND)
+    commits = []
+    for number in range(6):
+        (origin / "madeup.py").write_text(f'__version__ = "1.{number * 2}"\n')
+        git(origin, "add", ".")
+        git(origin, "commit", "--quiet", "-m", str(number))
+        commits.append(git(origin, "rev-parse", "HEAD"))
+    (tmp_path / "test_mine.py").write_text(TEST.format(minor=5))
+    releases = f"madeup @ git+file://{origin}@{commits[0]}..main"
+    code = main(
+        ["releases", "--bisect", releases, "--into", str(tmp_path / "kept"), "--", str(tmp_path / "test_mine.py")]
+    )
+    out = capsys.readouterr().out
+    assert f"the first red one is madeup @ git+file://{origin}@{commits[3]}; " in out.splitlines()[-1], out
+    assert f"@{commits[2]} is green" in out.splitlines()[-1], out
+    assert code == 0

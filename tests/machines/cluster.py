@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 from pytest_distcompat import clock
 
@@ -45,6 +49,13 @@ PartitionName=high Nodes=n1,n2 State=UP PriorityTier=2 PreemptMode=OFF
 
 #: Returns the words before a command that runs it on a node.
 Inside = Callable[[str], list[str]]
+
+
+needs_slurm = pytest.mark.skipif(
+    not shutil.which("slurmctld") or not shutil.which("munged") or os.getuid() != 0,
+    reason="no Slurm and munge, or not root: make machines",
+)
+needs_ray = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="no Ray: make machines")
 
 
 @contextlib.contextmanager

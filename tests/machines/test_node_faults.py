@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from tests.machines.cluster import needs_ray, needs_slurm
 from tests.machines.executors import NODES, Join, Nodes
 from tests.machines.network import Network, needs_namespaces
 from tests.machines.node_faults import EXECUTORS, FAULTS, write_tests
@@ -17,14 +18,8 @@ from tests.pytest_runs import Run, reports
 
 from pytest_distcompat import clock
 
-pytestmark = [
-    pytest.mark.spawn,
-    pytest.mark.nightly,
-    needs_namespaces,
-    pytest.mark.skipif(
-        not shutil.which("slurmctld") or not importlib.util.find_spec("ray"), reason="no Slurm or Ray: make machines"
-    ),
-]
+pytestmark = [pytest.mark.spawn, pytest.mark.nightly, needs_namespaces]
+NEEDS = {"slurm": [needs_slurm], "ray": [needs_ray]}
 
 TESTS = """
 @pytest.mark.distcompat(world_size=2, nodes=2, timeout=200)
@@ -58,7 +53,12 @@ time.clock_gettime = lambda which: read(which) + (3600 if which == time.CLOCK_RE
 
 def cells(*names: str) -> pytest.MarkDecorator:
     """Parametrize a test by these faults and the executors that can have them."""
-    found = [(name, executor) for name in names for executor in EXECUTORS if executor not in FAULTS[name].impossible]
+    found = [
+        pytest.param(name, executor, marks=NEEDS.get(executor, ()))
+        for name in names
+        for executor in EXECUTORS
+        if executor not in FAULTS[name].impossible
+    ]
     return pytest.mark.parametrize(("name", "executor"), found)
 
 
@@ -127,7 +127,10 @@ def test_in_a_test(
         # For benchmarks/node_faults.py.
         record_property(f"{name} {executor}", round(clock.now() - began, 1))
         run = ended(nodes, session)
-        assert fault.text(executor) in str(run.of(test)["text"]).partition("\n")[0], run.out
+        line = str(run.of(test)["text"]).partition("\n")[0]
+        assert fault.text(executor) in line, run.out
+        # Each names a node, one that ``scancel`` took from both of them too.
+        assert re.search(r"\bn[12]\b", line), run.out
         assert run.outcomes == {test: "failed", **others}, run.out
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.machines.cluster import needs_ray
 
-pytest.importorskip("ray", reason="no Ray: make machines")
-pytestmark = [pytest.mark.spawn, pytest.mark.nightly]
+pytestmark = [pytest.mark.spawn, pytest.mark.nightly, needs_ray]
 #: The least that Ray takes.
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
 #: Ray counts GPUs that it is told of, whether or not they are there.
@@ -57,6 +57,7 @@ def test_two_nodes_of_a_cluster(cluster: Any, environment: dict[str, str], tmp_p
 WORKERS = """
 import psutil
 import pytest
+from tests.machines.cluster import needs_ray
 
 @pytest.mark.distcompat(world_size=2)
 @pytest.mark.parametrize("number", range(4))

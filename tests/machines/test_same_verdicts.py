@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.machines.cluster import cluster
+from tests.machines.cluster import cluster, needs_ray, needs_slurm
+from tests.machines.network import needs_namespaces
 from tests.nodes.test_suites import run_on, verdicts
 from tests.plugin.conftest import RunPytest
 
@@ -19,13 +19,8 @@ from pytest_distcompat.report.document import Report
 if TYPE_CHECKING:
     from tests.machines.network import Network
 
-pytestmark = [
-    pytest.mark.spawn,
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        not shutil.which("slurmctld") or os.getuid() != 0, reason="no Slurm, or not root: make machines"
-    ),
-]
+# Of all that needs nodes of its own, these run every day.
+pytestmark = pytest.mark.spawn
 
 HERE = Path(__file__).parent
 CHOSEN = ("-k", "TestSound and w2 or TestRaises or TestDrifts")
@@ -56,6 +51,7 @@ def on_two(command: list[str], environment: dict[str, str], directory: Path, exe
     return verdicts(Report.read(directory / "report.json"))
 
 
+@needs_namespaces
 def test_two_namespaces(network: Network, expected: Verdicts, tmp_path: Path) -> None:
     network.join(copied(tmp_path))
     out, _ = network.pytest(tmp_path, *OPTIONS).communicate(timeout=600)
@@ -63,14 +59,15 @@ def test_two_namespaces(network: Network, expected: Verdicts, tmp_path: Path) ->
     assert verdicts(Report.read(tmp_path / "report.json")) == expected
 
 
+@needs_slurm
 def test_slurm(environment: dict[str, str], expected: Verdicts, tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
     with cluster(environment, tmp_path / "cluster") as inside:
         assert on_two(["salloc", "--nodes=2", "--ntasks=2"], inside, copied(tmp_path), "slurm") == expected
 
 
+@needs_ray
 def test_ray(environment: dict[str, str], expected: Verdicts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="no Ray: make machines")
     from ray.cluster_utils import Cluster
     from tests.machines.test_ray import NODE
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
 import shutil
 import subprocess
@@ -15,18 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.machines.cluster import cluster
+from tests.machines.cluster import cluster, needs_slurm
 
 from pytest_distcompat import clock
 
-pytestmark = [
-    pytest.mark.spawn,
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        not shutil.which("slurmctld") or not shutil.which("munged") or os.getuid() != 0,
-        reason="no Slurm and munge, or not root: make machines",
-    ),
-]
+pytestmark = [pytest.mark.spawn, pytest.mark.nightly, needs_slurm]
 
 
 @pytest.fixture(scope="module")

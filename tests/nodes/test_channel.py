@@ -7,8 +7,11 @@ import queue
 import random
 import socket
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pytest_distcompat.nodes import agent as agent_module
 from pytest_distcompat.nodes import channel as channel_module
@@ -79,6 +82,63 @@ def test_a_message_that_was_changed_or_sent_again_is_refused(port: int, admitted
             assert pytest_side.receive() == {}
         with pytest.raises(NotProvedError, match="did not sign"):
             pytest_side.receive()
+
+
+class Meddling:
+    """A peer's socket that alters the byte at one place of all that is sent: ``change``, ``drop``, ``add``, or ``end`` there."""
+
+    def __init__(self, connection: socket.socket, place: int, how: str, bit: int) -> None:
+        self._connection, self._place, self._how, self._bit = connection, place, how, bit
+        self._sent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def send(self, data: bytes | memoryview) -> int:
+        raw = bytearray(data)
+        at = self._place - self._sent
+        self._sent += len(raw)
+        if 0 <= at < len(raw):
+            if self._how == "change":
+                raw[at] ^= 1 << self._bit
+            elif self._how == "drop":
+                del raw[at]
+            elif self._how == "add":
+                raw.insert(at, raw[at] ^ 1 << self._bit)
+            else:
+                del raw[at:]
+        self._connection.sendall(raw)
+        if self._sent == HANDSHAKE + MESSAGE or (self._how in ("drop", "end") and at >= 0):
+            # The session need not wait for more.
+            self._connection.shutdown(socket.SHUT_WR)
+        return len(data)
+
+    sendall = send
+
+
+#: The nonce and the proof; the length, the signature and the text of one message.
+HANDSHAKE, MESSAGE = 32 + 32, 4 + 32 + len(b'{"do": "run"}')
+
+
+# One port for all examples, as a session has.
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, HANDSHAKE + MESSAGE - 1), st.sampled_from(["change", "drop", "add", "end"]), st.integers(0, 7))
+def test_nothing_that_was_altered_on_its_way_is_heard(
+    port: int, admitted: queue.Queue[Channel], place: int, how: str, bit: int
+) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        meddling = Meddling(connection, place, how, bit)
+        with contextlib.suppress(NotProvedError, OSError):
+            agent = Channel(cast("socket.socket", meddling), TOKEN, serves=False)
+            agent.send({"do": "run"})
+        if place < HANDSHAKE:
+            # The session has hung up.
+            with contextlib.suppress(OSError):
+                assert not connection.recv(1)
+            assert admitted.empty()
+        else:
+            with pytest.raises((NotProvedError, OSError)):
+                admitted.get(timeout=5).receive()
 
 
 def test_noise_on_the_port_admits_nobody_and_keeps_nobody_out(port: int, admitted: queue.Queue[Channel]) -> None:
