@@ -101,6 +101,15 @@ def test_the_check_finds_the_defect_and_no_other_check_is_misled(twin: Twin, run
             assert status == "passed", f"{check.name}: {message}"
 
 
+@pytest.mark.nightly
+def test_an_evaluation_that_waits_for_a_rank_is_named_a_hang(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_timeout", 30)
+    status, message = verdict(runner, "twins.twins_rows:LeavesEarly", Cell.parse("ddp-fp32-w2"), "evaluation")
+    assert status == "hung", message
+    story = r"time limit of 30 s: different collectives: rank 0 waits in all_gather .*; rank 1 waits in barrier "
+    assert re.match(story, message), message
+
+
 @pytest.mark.parametrize("check", CHECKS.names())
 def test_every_check_has_twins_with_and_without_flat_masters(check: str) -> None:
     flat = {STRATEGIES.get(twin.cell.strategy).flat_masters for twin in TWINS if twin.check == check}

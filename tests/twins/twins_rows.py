@@ -135,6 +135,19 @@ class OwnRowsOnly(Evaluates):
         return {"mean": sum(rows) / len(rows)}
 
 
+class LeavesEarly(Evaluates):
+    """A rank that has nothing left gathers no more, and the others wait for it."""
+
+    def metrics(self, count: int) -> Mapping[str, float]:
+        accelerator, loader = _rows.accelerate_loader("in order", count)
+        for number, batch in enumerate(loader):
+            if self.world.rank == 1 and number:
+                break
+            accelerator.gather(batch)
+        accelerator.wait_for_everyone()
+        return {"mean": 0.0}
+
+
 ALIKE = r"^ranks 0 and 1 draw the same random numbers in step 2\nranks 0 and 1 draw the same random numbers in step 3$"
 
 
