@@ -102,12 +102,23 @@ def test_the_check_finds_the_defect_and_no_other_check_is_misled(twin: Twin, run
 
 
 @pytest.mark.nightly
-def test_an_evaluation_that_waits_for_a_rank_is_named_a_hang(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("twin", "kind", "story"),
+    [
+        ("LeavesEarly", "failed", "rank 0 needed rank 1, which had finished: it raised RuntimeError: "),
+        (
+            "LeavesEarlyAndWaits",
+            "hung",
+            "time limit of 30 s: different collectives: rank 0 waits in all_gather .*; rank 1 waits in barrier ",
+        ),
+    ],
+)
+def test_an_evaluation_of_which_a_rank_leaves_early(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, twin: str, kind: str, story: str
+) -> None:
     monkeypatch.setattr(runner, "_timeout", 30)
-    status, message = verdict(runner, "twins.twins_rows:LeavesEarly", Cell.parse("ddp-fp32-w2"), "evaluation")
-    assert status == "hung", message
-    story = r"time limit of 30 s: different collectives: rank 0 waits in all_gather .*; rank 1 waits in barrier "
-    assert re.match(story, message), message
+    status, message = verdict(runner, f"twins.twins_rows:{twin}", Cell.parse("ddp-fp32-w2"), "evaluation")
+    assert (status, bool(re.match(story, message))) == (kind, True), message
 
 
 @pytest.mark.parametrize("check", CHECKS.names())

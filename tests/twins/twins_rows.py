@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from pytest_distcompat.drivers import _rows
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
@@ -144,8 +146,16 @@ class LeavesEarly(Evaluates):
             if self.world.rank == 1 and number:
                 break
             accelerator.gather(batch)
-        accelerator.wait_for_everyone()
         return {"mean": 0.0}
+
+
+class LeavesEarlyAndWaits(LeavesEarly):
+    """It waits for the others, in another collective than theirs."""
+
+    def metrics(self, count: int) -> Mapping[str, float]:
+        found = super().metrics(count)
+        torch.distributed.barrier()
+        return found
 
 
 ALIKE = r"^ranks 0 and 1 draw the same random numbers in step 2\nranks 0 and 1 draw the same random numbers in step 3$"

@@ -200,6 +200,15 @@ def test_an_unexplained_lost_peer_is_a_cause(ranks: Ranks) -> None:
     assert ranks.end(1, 1).headline() == f"rank 1 raised {PEER_GONE}"
 
 
+def test_a_rank_that_needed_one_that_had_finished_says_so(ranks: Ranks) -> None:
+    ranks.started(0, 1, 2)
+    ranks.done(1, 2)
+    ranks.raised(0, PEER_GONE, lost=True)
+    ending = ranks.end(1, 0, 0)
+    assert ranks.statuses(ending) == ["raised", "done", "done"]
+    assert ending.headline() == f"rank 0 needed ranks 1 and 2, which had finished: it raised {PEER_GONE}"
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [

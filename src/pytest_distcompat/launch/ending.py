@@ -413,5 +413,13 @@ def _fold(ends: Sequence[RankEnd], first: int | None, gone_since: Mapping[int, f
     if not roots:
         # Each is another's consequence. A rank that raised is nearer to the cause than those that were ended.
         raised = any(end.status == "raised" for end in ends)
-        return [replace(end, status="stopped") if raised and consequence(end) == "stopped" else end for end in ends]
+        ends = [replace(end, status="stopped") if raised and consequence(end) == "stopped" else end for end in ends]
+        # Those too that the agent ended while they were leaving.
+        finished = [end.rank for end in ends if isinstance(end.last, Done)]
+        return [
+            replace(end, message=f"needed {name_ranks(finished)}, which had finished: it {end.message}")
+            if finished and consequence(end) == "lost peer"
+            else end
+            for end in ends
+        ]
     return [replace(end, status=consequence(end) or end.status) if explained(end) else end for end in ends]
