@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -125,12 +126,25 @@ class Strategy:
         """Return the unwrapped model's name for a live one: without the segments that the cell's wrappers put in.
 
         The segment of a wrapper that the cell does not ask for stays, so that the name is not an unwrapped one. So does
-        a leading segment that is part of one of the ``unwrapped`` names (a submodule called ``module``).
+        a segment that is part of one of the ``unwrapped`` names (a submodule called ``module``).
         """
         known = set(unwrapped)
         removable = set(self.wrappers)
         removable |= {segment for option, segment in OPTION_WRAPPERS.items() if cell.option(option)}
-        segments = [segment for segment in name.split(".") if segment not in removable]
+        segments = name.split(".")
+        inserted = [index for index, segment in enumerate(segments) if segment in removable]
+        found = []
+        # All of them are the wrappers', if that is a name of the model, or else as many as can be.
+        for count in range(len(inserted), -1, -1):
+            for removed in itertools.combinations(inserted, count):
+                kept = [segment for index, segment in enumerate(segments) if index not in removed]
+                found.append(self._without_leading(kept, known))
+                if found[-1] in known:
+                    return found[-1]
+        return found[0]
+
+    def _without_leading(self, segments: Sequence[str], known: Collection[str]) -> str:
+        """Return the name of these segments, without the first where that is the wrapper's."""
         for leading in self.leading:
             if segments and segments[0] == leading and ".".join(segments) not in known:
                 segments = segments[1:]
