@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.drivers.torch import TorchDriver
 
 from .declare import twin
 from .twins_checkpoints import write
@@ -12,6 +14,8 @@ from .twins_checkpoints_export import Exports
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pytest_distcompat.strategies import WrapSpec
 
 
 @twin("export", "ddp-fp32-w2-model_twice", match=r"Missing key\(s\) in state_dict: \"inlet\.bias\"")
@@ -43,3 +47,11 @@ class CompilersNameEverywhere(AccelerateDriver):
         if self.world.rank == 0:
             state = load_file(directory / "model.safetensors")
             write(directory, "model.safetensors", {key.replace("_orig_mod.", ""): state[key] for key in state})
+
+
+class NotToldOfUnused(TorchDriver):
+    """DDP waits for the gradients of all parameters."""
+
+    @property
+    def wrap_spec(self) -> WrapSpec:
+        return dataclasses.replace(super().wrap_spec, find_unused=False)

@@ -315,6 +315,23 @@ class WrapperNames(nn.Module):
         return logits
 
 
+class Branch(OneBlock):
+    """Classifier with a layer that is skipped where no row of a batch needs it."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.branch = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        needed = x[:, :1] > 0
+        x = self.block(self.inlet(x.to(self.inlet.weight.dtype)))
+        if needed.any():
+            x = x + self.branch(x) * needed
+        logits: torch.Tensor = self.outlet(x)
+        return logits
+
+
 class Elsewhere(nn.Module):
     """Place of a module that another stage of the pipeline has."""
 

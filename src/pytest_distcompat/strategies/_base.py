@@ -51,7 +51,8 @@ class WrapSpec:
 
     ``blocks`` are their class names. ``min_num_params`` make a unit under option ``wrap_policy``. ``ignored_modules``
     are the names of modules to leave out, empty unless the cell asks for some. ``tp_plan`` is that of the tiny model, ``experts``
-    the module that expert parallelism cuts. ``prepare`` recomputes and compiles blocks; a strategy calls it
+    the module that expert parallelism cuts. ``find_unused``: a rank may leave out parameters that another uses. ``prepare``
+    recomputes and compiles blocks; a strategy calls it
     where its library wants that. A plan of tensor parallelism names no layer of a block that is wrapped, so that layers are cut
     before, as https://github.com/pytorch/torchtitan orders it.
     """
@@ -61,6 +62,7 @@ class WrapSpec:
     ignored_modules: tuple[str, ...] = ()
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     experts: str = ""
+    find_unused: bool = False
     prepare: Callable[[Module], None] = lambda model: None  # noqa: ARG005
 
     def block_modules(self, model: Module) -> list[Module]:
