@@ -24,6 +24,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.known import KnownIssue, shipped
+from pytest_distcompat.models import BLANK
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES, Dtypes
 from pytest_distcompat.trace import Loader
@@ -219,6 +220,14 @@ def cell_options() -> str:
     return table(("option", "values, the default first", "means", "drivers"), rows)
 
 
+def left_blank() -> str:
+    """Return the architectures that the profile ``zoo`` has no tiny model of, by the reason."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for model_type, reason in BLANK.items():
+        found[reason].append(f"hf:{model_type}")
+    return table(("no tiny model of", "why not"), ([code(names), reason] for reason, names in found.items()))
+
+
 def beside_tp() -> str:
     """What no built-in driver has beside tensor parallelism, of what some driver has without, and why."""
     axes = [("fsdp2", name, dict[str, OptionValue]()) for name in PRECISIONS.names()]
@@ -345,6 +354,7 @@ BUILT: Mapping[str, Callable[[], str]] = {
     "upstream": upstream,
     "mutants": mutants,
     "traincheck": traincheck,
+    "left_blank": left_blank,
 }
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.known import shipped
+from pytest_distcompat.models import BLANK, architecture, architectures
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import Status
@@ -101,6 +102,12 @@ def test_the_list_of_upstream_bugs_has_every_script_and_thread() -> None:
     assert set(re.findall(r"\(upstream/(\w+\.py)\)", text)) == {path.name for path in (DOCS / "upstream").glob("*.py")}
     broken = [issue.link for issue in shipped() if "refuse" not in issue.kind]
     assert all(link in text for link in broken if re.search(r"/(issues|pull)/\d+$", link))
+
+
+def test_each_architecture_left_blank_has_its_reason_there() -> None:
+    cells = {name.strip("` "): reason for names, reason in rows(BUILT["left_blank"]())[2:] for name in names.split(",")}
+    assert cells == {name: architecture(name).unsupported_reason for name in architectures() if BLANK.get(name[3:])}
+    assert len(cells) == len(BLANK), "an architecture that the installed transformers does not have"
 
 
 @pytest.mark.parametrize("name", CHECKS.names())

@@ -17,6 +17,7 @@ import yaml
 from pytest_distcompat import __version__
 from pytest_distcompat.cli import main
 from pytest_distcompat.plugin.options import OPTIONS
+from pytest_distcompat.profiles import PROFILES
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -88,6 +89,22 @@ def test_a_failed_nightly_run_opens_an_issue() -> None:
     assert {"failure", "cancelled"} == set(re.findall(r"result, '(\w+)'", issue["if"]))
 
 
+def test_every_profile_is_run_by_some_workflow() -> None:
+    """`default` where a step names none, `smoke` by the demo of the Makefile."""
+    text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8")
+    night = yaml.safe_load(text)["jobs"]
+    drawn = night["profiles"]
+    assert drawn["steps"][-1]["with"] == {
+        "gpus": "0",
+        "profile": "${{ matrix.profile }}",
+        "arguments": "-n 2 --distcompat-budget 50m",
+        "name": "nightly-cpu-${{ matrix.profile }}",
+    }
+    run = {*drawn["strategy"]["matrix"]["profile"], night["gpu"]["steps"][-1]["with"]["profile"], "default"}
+    assert "--distcompat-profile smoke" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert run | {"smoke"} == set(PROFILES)
+
+
 def test_workflows_give_the_action_inputs_that_it_has(written: Path) -> None:
     inputs = yaml.safe_load(ACTION.read_text(encoding="utf-8"))["inputs"]
     used = [
@@ -155,6 +172,20 @@ def test_the_action_has_pytests_exit_code(run_step: Any, tmp_path: Path, body: s
     assert run_step("The verdict", CODE=str(code)).returncode == code
 
 
+@pytest.mark.parametrize("broken_off", [False, True])
+def test_the_action_replaces_the_last_report(run_step: Any, tmp_path: Path, broken_off: bool) -> None:
+    """A budget's cells are in the order of the report that is replaced; a session that writes none leaves none."""
+    (tmp_path / ".distcompat").mkdir()
+    shutil.copy(REAL, tmp_path / ".distcompat" / "previous.json")
+    (tmp_path / "test_it.py").write_text("def test_it(): pass\n", encoding="utf-8")
+    (tmp_path / "conftest.py").write_text("raise SystemExit(3)" if broken_off else "", encoding="utf-8")
+    done = run_step("Run", TESTS="test_it.py -q", GPUS="0", PROFILE="smoke", ARGUMENTS="-p no:randomly")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = tmp_path / ".distcompat" / "report.json"
+    assert report.exists() is not broken_off
+    assert broken_off or report.read_bytes() != REAL.read_bytes()
+
+
 @pytest.mark.parametrize("code", ["0", "1"])
 def test_the_action_shows_what_differs_from_the_last_good_run(run_step: Any, tmp_path: Path, code: str) -> None:
     (tmp_path / ".distcompat").mkdir()
@@ -167,5 +198,7 @@ def test_the_action_shows_what_differs_from_the_last_good_run(run_step: Any, tmp
     assert run_step("What is different", CODE=code).returncode == 0
     summary = (tmp_path / "GITHUB_STEP_SUMMARY").read_text(encoding="utf-8")
     assert summary.startswith("## Since the last good run\n```text\n1 newly broken, 0 newly missing")
+    # Tomorrow's cells are in the order of this run, however it was.
+    assert (tmp_path / ".distcompat" / "previous.json").read_text(encoding="utf-8") == worse
     # Tomorrow's run compares with this one only if it was good.
     assert (tmp_path / ".distcompat" / "last.json").read_text(encoding="utf-8") == (worse if code == "0" else good)

@@ -121,6 +121,16 @@ def test_an_evaluation_of_which_a_rank_leaves_early(
     assert (status, bool(re.match(story, message))) == (kind, True), message
 
 
+@pytest.mark.nightly
+def test_ddp_that_is_not_told_of_unused_parameters_fails(runner: Runner) -> None:
+    """No twin: the run ends, so that every check fails."""
+    cell = Cell.of("ddp", "fp32", model="branch")
+    assert verdict(runner, "torch", cell, "gradients") == ("passed", "")
+    status, message = verdict(runner, "twins.twins_odd_models:NotToldOfUnused", cell, "gradients")
+    assert status == "failed"
+    assert "Expected to have finished reduction in the prior iteration before starting a new one" in message
+
+
 @pytest.mark.parametrize("check", CHECKS.names())
 def test_every_check_has_twins_with_and_without_flat_masters(check: str) -> None:
     flat = {STRATEGIES.get(twin.cell.strategy).flat_masters for twin in TWINS if twin.check == check}

@@ -13,6 +13,8 @@ import pytest
 from pytest_distcompat import models
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.scenario import STEPS
+from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.world import World
 
 #: What stands before a test body: the metadata of this environment without transformers', in a process of its own.
@@ -77,6 +79,62 @@ def test_ranks_use_other_experts_in_the_first_step() -> None:
 def assert_reason(driver: str, cell: str, reason: str | None) -> None:
     found = DRIVERS.get(driver).unsupported_reason(Cell.parse(cell))
     assert found == reason if reason is None else reason in str(found)
+
+
+def test_in_each_step_some_ranks_leave_the_branch_out_and_others_do_not() -> None:
+    tiny = models.MODELS.get("branch")
+    model = tiny.make()
+    for step in range(STEPS):
+        used = []
+        for rank in range(4):
+            model.zero_grad()
+            tiny.loss(model, tiny.batch(step, rank)).backward()  # type: ignore[no-untyped-call]
+            used.append(model.get_parameter("branch.weight").grad is not None)
+        assert used in ([False, True] * 2, [True, False] * 2)
+
+
+@pytest.mark.parametrize(
+    ("driver", "strategy", "issue"),
+    [
+        ("torch", "ddp", ""),
+        ("trainer", "fsdp1", ""),
+        ("deepspeed", "zero0", ""),
+        ("torch", "fsdp2", "pytorch/pytorch/issues/158719"),
+        ("accelerate", "zero1", "deepspeedai/DeepSpeed/issues/1355"),
+        ("trainer", "zero3", "deepspeedai/DeepSpeed/issues/1355"),
+    ],
+)
+def test_strategies_in_which_all_ranks_must_use_the_same_parameters_say_so(
+    driver: str, strategy: str, issue: str
+) -> None:
+    assert_reason(driver, Cell.of(strategy, "fp32", model="branch").id, issue or None)
+
+
+def test_the_parameters_of_twice_are_views_and_its_attributes_its_blocks() -> None:
+    model: Any = models.MODELS.get("twice").make()
+    assert len({one.untyped_storage().data_ptr() for one in model.parameters()}) == 1
+    assert len({one.data_ptr() for one in model.parameters()}) == len(list(model.parameters()))
+    assert model.linear is model.block.linear
+    with pytest.raises(AttributeError, match="'Block' object has no attribute 'nothing'"):
+        _ = model.nothing
+
+
+@pytest.mark.parametrize(
+    ("strategy", "live", "name"),
+    [
+        ("fsdp1", "_fsdp_wrapped_module.a._fsdp_wrapped_module.weight", "a.weight"),
+        (
+            "fsdp1",
+            "_fsdp_wrapped_module.b._fsdp_wrapped_module._fsdp_wrapped_module.weight",
+            "b._fsdp_wrapped_module.weight",
+        ),
+        ("fsdp1", "_fsdp_wrapped_module.c._fsdp_wrapped_module.weight", "c.weight"),
+        ("ddp", "module.b._fsdp_wrapped_module.weight", "b._fsdp_wrapped_module.weight"),
+    ],
+)
+def test_a_module_may_have_the_name_of_a_wrapper(strategy: str, live: str, name: str) -> None:
+    known = ("a.weight", "b._fsdp_wrapped_module.weight")
+    assert STRATEGIES.get(strategy).canonical(live, Cell(strategy, "fp32"), known) == name
 
 
 @pytest.mark.parametrize(

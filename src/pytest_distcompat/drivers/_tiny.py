@@ -62,9 +62,8 @@ class TinyDriver(Driver):
     @property
     def wrap_spec(self) -> WrapSpec:
         """Return which modules are wrapped, recomputed and compiled one by one."""
-        return WrapSpec(
-            tuple(self.blocks), self.tiny.unit_size, tuple(self.ignored_modules), self.tiny.tp_plan, self.tiny.experts
-        )
+        tiny, ignored = self.tiny, tuple(self.ignored_modules)
+        return WrapSpec(tuple(self.blocks), tiny.unit_size, ignored, tiny.tp_plan, tiny.experts, tiny.unused)
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:

@@ -275,9 +275,10 @@ class AccelerateDriver(TinyDriver):
         settings["mixed_precision"] = self._mixed_precision()
         settings["gradient_accumulation_steps"] = self.accumulate
         settings |= self._compilation(model)
+        handlers = [*settings.pop("kwargs_handlers", ()), *self._recipe()]
         if self.world.device == "cpu":
             settings |= on_cpu(settings)
-        settings.setdefault("kwargs_handlers", []).extend(self._recipe())
+        settings.setdefault("kwargs_handlers", []).extend(handlers)
         self._recompute(model)
         self.accelerator = Accelerator(**self.cell.with_settings("Accelerator", self._with_objects(settings)))
         if self.cell.tp > 1:

@@ -3,11 +3,12 @@
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.models._architectures import PREFIX, architecture, architectures
 from pytest_distcompat.models._base import TinyModel
+from pytest_distcompat.models._blank import BLANK
 from pytest_distcompat.registry import Registry
 
 MODELS: Registry[TinyModel] = Registry(__name__, TinyModel, "model")
 
-__all__ = ["MODELS", "TinyModel", "architecture", "architectures", "model_of"]
+__all__ = ["BLANK", "MODELS", "TinyModel", "architecture", "architectures", "model_of"]
 
 
 def model_of(cell: Cell) -> TinyModel:

@@ -61,6 +61,7 @@ class TinyModel:
         random: Whether its forward draws random numbers, which no one process draws as the ranks do.
         only_float32: Whether what it computes turns on rounding.
         one_batch: Whether its forward computes over the rows of all ranks, which the reference takes as one batch.
+        unused: Whether its forward may use a parameter on one rank and not on another.
         not_on_cpu: Why it cannot train on CPU ranks; empty if it can.
         find_blocks: Returns ``blocks`` where they are known only of the model itself.
         unsupported_reason: Why the model cannot be made here; empty if it can.
@@ -91,6 +92,7 @@ class TinyModel:
     random: bool = False
     only_float32: bool = False
     one_batch: bool = False
+    unused: bool = False
     not_on_cpu: str = ""
     find_blocks: Callable[[], tuple[str, ...]] | None = None
     unsupported_reason: str = ""

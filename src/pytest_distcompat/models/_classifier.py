@@ -31,13 +31,13 @@ def classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) ->
     }
     common: dict[str, Any] = {
         "make": make,
-        "batch": _batch,
+        "batch": batch_of,
         "loss": _loss,
         "count": _count,
         "outputs": _outputs,
         "reload": reload,
     }
-    return TinyModel(name, **common, **{**own, **fields})
+    return TinyModel(name, **{**common, **own, **fields})
 
 
 def _make(class_name: str, width: int) -> Module:
@@ -47,7 +47,8 @@ def _make(class_name: str, width: int) -> Module:
     return model
 
 
-def _batch(step: int, rank: int) -> Batch:
+def batch_of(step: int, rank: int) -> Batch:
+    """Return four rows, the same for the same numbers in every process."""
     import torch
 
     generator = torch.Generator().manual_seed(1000 * step + rank)

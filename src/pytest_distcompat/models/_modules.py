@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -66,7 +67,26 @@ class OneBlock(nn.Module):
 
 
 class Twice(OneBlock):
-    """Classifier that runs one block two times, and uses a weight by ``functional.linear``."""
+    """Classifier that runs one block two times, and uses a weight by ``functional.linear``.
+
+    Its parameters are views of one storage, and it hands attributes that it lacks on to its block.
+    """
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        parameters = list(self.parameters())
+        pieces = torch.split(
+            torch.cat([one.detach().flatten() for one in parameters]), [one.numel() for one in parameters]
+        )
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.data = piece.view_as(parameter)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter, buffer or module, or the block's attribute, as PEFT's models do of what they wrap."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("block"), name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
@@ -276,6 +296,40 @@ class Transposed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
         return functional.linear(self.block(self.inlet(x.to(self.inlet.weight.dtype))), self.weight)
+
+
+class WrapperNames(nn.Module):
+    """Classifier whose modules have the names under which torch's wrappers keep what they wrap."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        inner = nn.Sequential(OrderedDict(_checkpoint_wrapped_module=Block(width)))
+        # Of torch.compile and of FSDP1; the innermost is that of activation checkpointing.
+        self._orig_mod = nn.Sequential(OrderedDict(_fsdp_wrapped_module=inner))
+        self.outlet = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        logits: torch.Tensor = self.outlet(self._orig_mod(self.inlet(x.to(self.inlet.weight.dtype))))
+        return logits
+
+
+class Branch(OneBlock):
+    """Classifier with a layer that is skipped where no row of a batch needs it."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__(features, width, classes)
+        self.branch = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        needed = x[:, :1] > 0
+        x = self.block(self.inlet(x.to(self.inlet.weight.dtype)))
+        if needed.any():
+            x = x + self.branch(x) * needed
+        logits: torch.Tensor = self.outlet(x)
+        return logits
 
 
 class Elsewhere(nn.Module):

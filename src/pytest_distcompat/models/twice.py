@@ -1,4 +1,7 @@
-"""One block that each forward uses two times, and a layer whose weight is used outside its own forward."""
+"""One block that each forward uses two times, and a layer whose weight is used outside its own forward.
+
+The parameters are views of one storage, and attributes are handed on to the block.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,8 @@ class WrapSpec:
 
     ``blocks`` are their class names. ``min_num_params`` make a unit under option ``wrap_policy``. ``ignored_modules``
     are the names of modules to leave out, empty unless the cell asks for some. ``tp_plan`` is that of the tiny model, ``experts``
-    the module that expert parallelism cuts. ``prepare`` recomputes and compiles blocks; a strategy calls it
+    the module that expert parallelism cuts. ``find_unused``: a rank may leave out parameters that another uses. ``prepare``
+    recomputes and compiles blocks; a strategy calls it
     where its library wants that. A plan of tensor parallelism names no layer of a block that is wrapped, so that layers are cut
     before, as https://github.com/pytorch/torchtitan orders it.
     """
@@ -60,6 +62,7 @@ class WrapSpec:
     ignored_modules: tuple[str, ...] = ()
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     experts: str = ""
+    find_unused: bool = False
     prepare: Callable[[Module], None] = lambda model: None  # noqa: ARG005
 
     def block_modules(self, model: Module) -> list[Module]:
@@ -125,12 +128,25 @@ class Strategy:
         """Return the unwrapped model's name for a live one: without the segments that the cell's wrappers put in.
 
         The segment of a wrapper that the cell does not ask for stays, so that the name is not an unwrapped one. So does
-        a leading segment that is part of one of the ``unwrapped`` names (a submodule called ``module``).
+        a segment that is part of one of the ``unwrapped`` names (a submodule called ``module``).
         """
         known = set(unwrapped)
         removable = set(self.wrappers)
         removable |= {segment for option, segment in OPTION_WRAPPERS.items() if cell.option(option)}
-        segments = [segment for segment in name.split(".") if segment not in removable]
+        segments = name.split(".")
+        inserted = [index for index, segment in enumerate(segments) if segment in removable]
+        found = []
+        # All of them are the wrappers', if that is a name of the model, or else as many as can be.
+        for count in range(len(inserted), -1, -1):
+            for removed in itertools.combinations(inserted, count):
+                kept = [segment for index, segment in enumerate(segments) if index not in removed]
+                found.append(self._without_leading(kept, known))
+                if found[-1] in known:
+                    return found[-1]
+        return found[0]
+
+    def _without_leading(self, segments: Sequence[str], known: Collection[str]) -> str:
+        """Return the name of these segments, without the first where that is the wrapper's."""
         for leading in self.leading:
             if segments and segments[0] == leading and ".".join(segments) not in known:
                 segments = segments[1:]

@@ -35,11 +35,21 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         settings["init_sync"] = False
     if cell.pp > 1:
         settings["process_group"] = _fsdp.mesh(cell, device).get_group()
+    if wrap.find_unused:
+        settings["find_unused_parameters"] = True
     return DistributedDataParallel(model, **cell.with_settings("DistributedDataParallel", settings))
 
 
-def _no_settings(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
-    return {}
+def _accelerate(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
+    if not wrap.find_unused:
+        return {}
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    return {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]}
+
+
+def _transformers(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
+    return {"ddp_find_unused_parameters": True} if wrap.find_unused else {}
 
 
 DDP = Strategy(
@@ -51,8 +61,8 @@ DDP = Strategy(
     shards=False,
     leading=("module",),
     torch=_torch,
-    accelerate=_no_settings,
-    transformers=_no_settings,
+    accelerate=_accelerate,
+    transformers=_transformers,
     options={
         "state_dict_full": "DDP has one form of state dict, the full one",
         "cpu_offload": "DDP has nothing to offload",

@@ -116,6 +116,10 @@ FSDP2 = Strategy(
     torch=_torch,
     accelerate=functools.partial(_fsdp.plugin, 2),
     transformers=functools.partial(_fsdp.arguments, 2),
-    options={"no_use_orig_params": "FSDP2 has no flat parameters", **DEEPSPEED_OPTIONS},
+    options={
+        "no_use_orig_params": "FSDP2 has no flat parameters",
+        "model_branch": "all ranks must use the same parameters (https://github.com/pytorch/pytorch/issues/158719)",
+        **DEEPSPEED_OPTIONS,
+    },
     order=2,
 )

@@ -129,6 +129,11 @@ _UNSUPPORTED = {
 }
 
 
+_PARTITIONED = {
+    "model_branch": "all ranks must use the same parameters (https://github.com/deepspeedai/DeepSpeed/issues/1355)"
+}
+
+
 def _zero(stage: int, meaning: str, options: Mapping[str, str]) -> Strategy:
     return Strategy(
         f"zero{stage}",
@@ -146,7 +151,7 @@ def _zero(stage: int, meaning: str, options: Mapping[str, str]) -> Strategy:
         accelerate=functools.partial(_accelerate, stage),
         transformers=functools.partial(_transformers, stage),
         deepspeed=functools.partial(_native, stage),
-        options={**_UNSUPPORTED, **options},
+        options={**_UNSUPPORTED, **(_PARTITIONED if stage else {}), **options},
         order=3 + stage,
     )
 
