@@ -29,6 +29,25 @@ def test_only_the_wrong_call_fails(runner: Runner) -> None:
     assert any("blocks.0" in text and "bfloat16" in text for text in findings)
 
 
+PARTLY = "step(), save(), step(), load(optimizer=False), step(), load(scheduler=False), step(), load_weights(), step()"
+
+
+def test_a_load_without_the_optimizer_that_loads_it_fails(runner: Runner) -> None:
+    assert Explorer(runner, "torch", DDP).check(calls(PARTLY)) == ()
+    wrong = Explorer(runner, "twins.walking:Rewinding", DDP)
+    assert wrong.check(calls(PARTLY)) == tuple(calls(PARTLY)[:4])
+    (findings,) = wrong.failed.values()
+    assert findings == ["load(optimizer=False): all ranks: the learning rates are 0.00285; 0.0027075 in the reference"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("driver", "strategy"), [("deepspeed", "zero2"), ("torch", "fsdp2"), ("accelerate", "zero1")])
+def test_a_checkpoint_is_loaded_in_part(runner: Runner, driver: str, strategy: str) -> None:
+    explorer = Explorer(runner, driver, Cell.of(strategy, "fp32", model="mlp"))
+    walk = PARTLY if driver != "accelerate" else "step(), save(), step(), load(optimizer=False), step(), load(), step()"
+    assert explorer.check(calls(walk)) == ()
+
+
 def test_a_walk_of_steps_alone_may_be_longer_than_what_other_runs_record_whole(runner: Runner) -> None:
     assert Explorer(runner, "trainer", DDP).check([Call("step")] * (WHOLE_STEPS + 1)) == ()
 

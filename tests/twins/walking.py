@@ -36,6 +36,13 @@ class MissingCalls(TorchCalls):
             parameter.grad = gradient
 
 
+class RewindingCalls(TorchCalls):
+    """``load`` takes the optimizer's state from the checkpoint too where it is to leave it as it is."""
+
+    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
+        super().load(scheduler=scheduler)
+
+
 class Casting(TorchDriver):
     walk_calls: ClassVar[type[TorchCalls]] = CastingCalls
 
@@ -46,3 +53,7 @@ class Detaching(TorchDriver):
 
 class Missing(TorchDriver):
     walk_calls: ClassVar[type[TorchCalls]] = MissingCalls
+
+
+class Rewinding(TorchDriver):
+    walk_calls: ClassVar[type[TorchCalls]] = RewindingCalls

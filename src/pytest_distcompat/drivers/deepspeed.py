@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers import _options, _preload, _rows
-from pytest_distcompat.drivers._calls import Calls
+from pytest_distcompat.drivers._calls import NO_SECOND_LOAD, Calls
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.precisions import PRECISIONS
@@ -59,9 +59,7 @@ class DeepSpeedCalls(Calls):
         },
         "zero0": _WITHOUT_ZERO,
         **{f"zero{stage}": _WHOLE_PARAMETERS for stage in (1, 2)},
-        "zero3": {
-            "load*": "under ZeRO-3 a checkpoint cannot be loaded after one was saved, says load_checkpoint's documentation"
-        },
+        "zero3": NO_SECOND_LOAD,
     }
 
     def backward(self, last: bool) -> float:
@@ -95,9 +93,10 @@ class DeepSpeedCalls(Calls):
         """Save by ``save_checkpoint``."""
         self.model.save_checkpoint(str(self.directory))
 
-    def load(self) -> None:
+    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
         """Load by ``load_checkpoint``."""
-        self.model.load_checkpoint(str(self.directory))
+        wanted = {"load_optimizer_states": optimizer, "load_lr_scheduler_states": scheduler}
+        self.model.load_checkpoint(str(self.directory), **wanted)
 
     def load_weights(self) -> None:
         """Load the weights alone, by an argument of ``load_checkpoint``."""
