@@ -48,6 +48,38 @@ def test_a_checkpoint_is_loaded_in_part(runner: Runner, driver: str, strategy: s
     assert explorer.check(calls(walk)) == ()
 
 
+def test_what_is_unwrapped_or_exported_has_the_values_that_were_trained(runner: Runner) -> None:
+    # An export goes beside a checkpoint with a file of the same name, or the load would be of the export.
+    sound = "save(), step(), unwrap_model(), export(), export(safe_serialization=False), load(), step()"
+    assert Explorer(runner, "accelerate", DDP).check(calls(sound)) == ()
+    stale = Explorer(runner, "twins.walking:Stale", DDP)
+    assert len(stale.check(calls("unwrap_model(), step(), unwrap_model()"))) == 3
+    ((first, *_),) = stale.failed.values()
+    assert first.startswith("unwrap_model(): what it returned is not the reference's: 'inlet.weight' and ")
+    rounding = Explorer(runner, "twins.walking:Rounding", DDP)
+    assert len(rounding.check(calls("step(), export()"))) == 2
+    ((first, second),) = rounding.failed.values()
+    assert first.startswith("export(): what it returned is not the reference's: ")
+    assert second == "export(): what it returned lacks 'outlet.bias'"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("driver", "strategy", "export"),
+    [
+        ("accelerate", "fsdp2", "export(), unwrap_model()"),
+        ("accelerate", "zero3", "export(), unwrap_model()"),
+        ("deepspeed", "zero2", "export(), export(exclude_frozen_parameters=True)"),
+        ("deepspeed", "zero3", "export(), export(exclude_frozen_parameters=True)"),
+        ("trainer", "fsdp2", "save_model(), unwrap_model()"),
+        ("trainer", "zero2", "save_model(), unwrap_model()"),
+    ],
+)
+def test_exports_of_a_sound_trainer_pass(runner: Runner, driver: str, strategy: str, export: str) -> None:
+    explorer = Explorer(runner, driver, Cell.of(strategy, "fp32", model="mlp"))
+    assert explorer.check(calls(f"step(), {export}, step(), {export}, step()")) == ()
+
+
 def test_a_walk_of_steps_alone_may_be_longer_than_what_other_runs_record_whole(runner: Runner) -> None:
     assert Explorer(runner, "trainer", DDP).check([Call("step")] * (WHOLE_STEPS + 1)) == ()
 

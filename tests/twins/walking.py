@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 from pytest_distcompat.calls import observer
+from pytest_distcompat.drivers._calls import Calls
+from pytest_distcompat.drivers.accelerate import AccelerateCalls, AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchCalls, TorchDriver
 
 
@@ -43,6 +46,29 @@ class RewindingCalls(TorchCalls):
         super().load(scheduler=scheduler)
 
 
+class StaleCalls(AccelerateCalls):
+    """``unwrap_model`` returns a copy that the first call made."""
+
+    kept: Any = None
+
+    @observer
+    def unwrap_model(self) -> Any:  # type: ignore[override]  # one form is enough
+        self.kept = self.kept or copy.deepcopy(super().unwrap_model())
+        return self.kept
+
+
+class RoundingCalls(AccelerateCalls):
+    """``export`` writes weights that were rounded to bfloat16, without the last layer's bias."""
+
+    @observer
+    def export(self) -> Any:  # type: ignore[override]  # one form is enough
+        whole = {name: one.bfloat16().float() for name, one in self.accelerator.get_state_dict(self.model).items()}
+        whole.pop("outlet.bias")
+        self.exports.mkdir(parents=True, exist_ok=True)
+        self.accelerator.save(whole, self.exports / "model.safetensors", safe_serialization=True)
+        return self.written("model.safetensors")
+
+
 class Casting(TorchDriver):
     walk_calls: ClassVar[type[TorchCalls]] = CastingCalls
 
@@ -57,3 +83,11 @@ class Missing(TorchDriver):
 
 class Rewinding(TorchDriver):
     walk_calls: ClassVar[type[TorchCalls]] = RewindingCalls
+
+
+class Stale(AccelerateDriver):
+    walk_calls: ClassVar[type[Calls]] = StaleCalls
+
+
+class Rounding(AccelerateDriver):
+    walk_calls: ClassVar[type[Calls]] = RoundingCalls

@@ -186,6 +186,23 @@ class Calls:
     def _stateful(self) -> tuple[Any, Any]:
         return self.trainer.optimizer, self.trainer.scheduler
 
+    @property
+    def exports(self) -> Path:
+        """Return where weights are exported to: beside checkpoints, which may have files of the same names."""
+        return self.directory / "exported"
+
+    def written(self, name: str) -> Any:
+        """Return the weights in a file that rank 0 has exported, on rank 0, and remove it before the next one is written."""
+        import torch
+        from safetensors.torch import load_file
+
+        if self.ranks[0]:
+            return None
+        path = self.exports / name
+        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+        path.unlink()
+        return found
+
     def outputs(self, context: str = "no_grad") -> Any:
         """Return what the model computes in evaluation mode, and leave it in the mode that it was in."""
         import torch

@@ -164,9 +164,9 @@ class AccelerateCalls(Calls):
         return gathered[: len(found)]
 
     @observer
-    def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> None:
+    def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """Take all wrappers off."""
-        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper, keep_torch_compile)
+        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper, keep_torch_compile)
 
     @observer
     def get_state_dict(self, unwrap: bool = True) -> Any:
@@ -174,9 +174,10 @@ class AccelerateCalls(Calls):
         return self.accelerator.get_state_dict(self.model, unwrap=unwrap)
 
     @observer
-    def export(self, safe_serialization: bool = True) -> None:
+    def export(self, safe_serialization: bool = True) -> Any:
         """Write the weights by ``save_model``."""
-        self.accelerator.save_model(self.model, str(self.directory), safe_serialization=safe_serialization)
+        self.accelerator.save_model(self.model, str(self.exports), safe_serialization=safe_serialization)
+        return self.written("model.safetensors" if safe_serialization else "pytorch_model.bin")
 
 
 #: Precisions, each without further options, in which ``prepare`` is tried on layers that are cut.

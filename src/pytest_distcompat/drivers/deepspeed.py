@@ -134,9 +134,10 @@ class DeepSpeedCalls(Calls):
         return None if self.trainer.strategy.shards else state
 
     @observer
-    def export(self, exclude_frozen_parameters: bool = False) -> None:
+    def export(self, exclude_frozen_parameters: bool = False) -> Any:
         """Write the weights by ``save_16bit_model``."""
-        self.model.save_16bit_model(str(self.directory), exclude_frozen_parameters=exclude_frozen_parameters)
+        self.model.save_16bit_model(str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters)
+        return self.written("pytorch_model.bin")
 
     @observer
     def memory(self) -> None:

@@ -129,7 +129,7 @@ class TorchCalls(Calls):
     @observer
     def unwrap(self) -> Any:
         """Take the wrapper off."""
-        return dict(self.model.module.named_parameters())
+        return self.model.module
 
     @observer
     def state_dict(self, how: Literal["full_state_dict", "cpu_offload", "ignore_frozen_params", "own"] = "own") -> Any:
