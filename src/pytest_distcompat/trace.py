@@ -269,14 +269,14 @@ class CallInfo:
 
     ``observes``: the call must change nothing. ``gradients`` are digests by live name, empty for none; ``evaluating`` the
     modules in evaluation mode. ``sums`` are this rank's part of what is optimized and of buffers, by live name; ``returned``
-    those of what the call returned.
+    those of what the call returned, None for nothing to compare.
     """
 
     observes: bool
     gradients: Mapping[str, str]
     evaluating: tuple[str, ...]
     sums: Mapping[str, Sums]
-    returned: Mapping[str, Sums] = field(default_factory=dict)
+    returned: Mapping[str, Sums] | None = None
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,26 @@ def test_what_is_unwrapped_or_exported_has_the_values_that_were_trained(runner: 
     assert second == "export(): what it returned lacks 'outlet.bias'"
 
 
+def test_moments_that_are_not_the_references_are_named(runner: Runner) -> None:
+    read = "optimizer_state(how='full_state_dict')"
+    assert Explorer(runner, "torch", DDP).check(calls(f"step(), {read}, state_dict(), step(), {read}")) == ()
+    wrong = Explorer(runner, "twins.walking:Forgetting", DDP)
+    assert len(wrong.check(calls(f"step(), {read}"))) == 2
+    ((finding,),) = wrong.failed.values()
+    assert finding.startswith(f"{read}: what it returned is not the reference's: ")
+
+
+@pytest.mark.nightly
+def test_gradients_that_are_not_the_references_are_named(runner: Runner) -> None:
+    zero3, read = Cell.of("zero3", "fp32", model="mlp"), "accessors(of='grad')"
+    sound = f"step(), micro(), {read}, step(), {read}, accessors(of='optimizer_state')"
+    assert Explorer(runner, "deepspeed", zero3).check(calls(sound)) == ()
+    wrong = Explorer(runner, "twins.walking:Summing", zero3)
+    assert len(wrong.check(calls(f"step(), micro(), {read}"))) == 3
+    ((finding,),) = wrong.failed.values()
+    assert finding.startswith(f"{read}: what it returned is not the reference's: ")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("driver", "strategy", "export"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers.accelerate import AccelerateCalls, AccelerateDriver
+from pytest_distcompat.drivers.deepspeed import DeepSpeedCalls, DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchCalls, TorchDriver
 
 
@@ -69,6 +70,22 @@ class RoundingCalls(AccelerateCalls):
         return self.written("model.safetensors")
 
 
+class ForgettingCalls(TorchCalls):
+    """``optimizer_state`` has half of each moment."""
+
+    @observer
+    def optimizer_state(self, how: Any = "full_state_dict") -> Any:
+        return {name: one / 2 for name, one in super().optimizer_state(how).items()}
+
+
+class SummingCalls(DeepSpeedCalls):
+    """``accessors`` adds gradients up over the ranks, whose mean the trainer takes."""
+
+    @observer
+    def accessors(self, of: Literal["fp32_param", "optimizer_state", "grad"] = "grad") -> Any:
+        return {name: one * self.trainer.world.size for name, one in super().accessors(of).items()}
+
+
 class Casting(TorchDriver):
     walk_calls: ClassVar[type[TorchCalls]] = CastingCalls
 
@@ -83,6 +100,14 @@ class Missing(TorchDriver):
 
 class Rewinding(TorchDriver):
     walk_calls: ClassVar[type[TorchCalls]] = RewindingCalls
+
+
+class Forgetting(TorchDriver):
+    walk_calls: ClassVar[type[TorchCalls]] = ForgettingCalls
+
+
+class Summing(DeepSpeedDriver):
+    walk_calls: ClassVar[type[Calls]] = SummingCalls
 
 
 class Stale(AccelerateDriver):

@@ -178,11 +178,13 @@ def _values(cell: Cell, names: Names, here: Sequence[Snapshot], there: Snapshot)
     calls = [snapshot.call for snapshot in here if snapshot.call]
     live = [{names(name): sums for name, sums in one.sums.items()} for one in calls]
     yield from _off(names, live, expected, tolerance, "parameters are not the reference's")
-    # Only some ranks return anything, such as the one that writes a file.
+    # Of gradients and moments the reference returns its own. Only some ranks return anything, such as one that writes a file.
+    if there.call and there.call.returned is not None:
+        expected, tolerance = there.call.returned, 2 * PRECISIONS.get(cell.precision).norm_tolerance
     returned = [{names(name): sums for name, sums in one.returned.items()} for one in calls if one.returned]
     known = [{name: sums for name, sums in one.items() if name in expected} for one in returned]
     yield from _off(names, known, expected, tolerance, "what it returned is not the reference's")
-    trained = [info.name for info in there.parameters if info.trainable]
+    trained = [info.name for info in there.parameters if info.trainable and info.name in expected]
     if returned and (lacking := [repr(name) for name in trained if not any(name in one for one in known)]):
         yield f"what it returned lacks {', '.join(lacking)}"
 

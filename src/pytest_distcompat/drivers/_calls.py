@@ -186,6 +186,20 @@ class Calls:
     def _stateful(self) -> tuple[Any, Any]:
         return self.trainer.optimizer, self.trainer.scheduler
 
+    def accessors(self, of: Any = "fp32_param") -> Any:
+        """Return what reads of parameters, gradients and Adam's first moments are compared with, of those that there are."""
+        state = self.trainer.optimizer.state
+        read: Any = {
+            "fp32_param": lambda one: one,
+            "grad": lambda one: one.grad,
+            "optimizer_state": lambda one: state[one].get("exp_avg") if one in state else None,
+        }[of]
+        return {name: read(one) for name, one in self.model.named_parameters() if read(one) is not None}
+
+    def optimizer_state(self, how: Any = "own") -> Any:
+        """Return what the optimizer's state is compared with, as ``accessors`` does."""
+        return None if how == "own" else self.accessors("optimizer_state")
+
     @property
     def exports(self) -> Path:
         """Return where weights are exported to: beside checkpoints, which may have files of the same names."""

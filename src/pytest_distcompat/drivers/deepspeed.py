@@ -124,8 +124,7 @@ class DeepSpeedCalls(Calls):
         read = getattr(utils, f"safe_get_full_{of}")
         more = ["exp_avg"] if of == "optimizer_state" else []
         trained = [(name, one) for name, one in self.model.module.named_parameters() if one.requires_grad]
-        found = {name: read(one, *more) for name, one in trained}
-        return found if of == "fp32_param" else None
+        return {name: read(one, *more) for name, one in trained}
 
     @observer
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:

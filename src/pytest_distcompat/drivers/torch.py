@@ -137,22 +137,26 @@ class TorchCalls(Calls):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         if how == "own":
-            self.model.state_dict()
-            return None
+            return self.model.state_dict()
         chosen: dict[str, Any] = {"full_state_dict": True, how: True}
         whole = get_model_state_dict(self.model, options=StateDictOptions(**chosen))
         return {name: tensor for name, tensor in whole.items() if how != "ignore_frozen_params" or "frozen" not in name}
 
     @observer
-    def optimizer_state(self, how: Literal["full_state_dict", "flatten_optimizer_state_dict", "own"] = "own") -> None:
+    def optimizer_state(self, how: Literal["full_state_dict", "flatten_optimizer_state_dict", "own"] = "own") -> Any:
         """Take the optimizer's state dict: its own, or by ``get_optimizer_state_dict`` with an option."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
         if how == "own":
             self.trainer.optimizer.state_dict()
-        else:
-            chosen: dict[str, Any] = {how: True}
-            get_optimizer_state_dict(self.model, self.trainer.optimizer, options=StateDictOptions(**chosen))
+            return None
+        chosen: dict[str, Any] = {how: True}
+        found: Any = get_optimizer_state_dict(self.model, self.trainer.optimizer, options=StateDictOptions(**chosen))
+        if how == "full_state_dict":
+            return {name: state["exp_avg"] for name, state in found.get("state", {}).items() if "exp_avg" in state}
+        moments = {name[6:-8]: one for name, one in found.items() if name.endswith(".exp_avg")}
+        # FSDP1's are ShardedTensors, which cannot be added up.
+        return {name: one for name, one in moments.items() if not hasattr(one, "local_shards")}
 
     @observer
     def gather(self, how: Literal["summon_full_params", "full_tensor", "unshard"] = "summon_full_params") -> Any:

@@ -105,7 +105,7 @@ def read_call(model: Module, returned: Any, *, observes: bool) -> CallInfo:
         sums={name: _sums(tensor) for name, tensor in _optimized(model).items()},
         returned={name: _sums(tensor) for name, tensor in returned.items() if hasattr(tensor, "numel")}
         if isinstance(returned, Mapping)
-        else {},
+        else None,
     )
 
 
