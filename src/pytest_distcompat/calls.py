@@ -51,7 +51,8 @@ def training(method: Method) -> Method:
 def observer(method: Method) -> Method:
     """Declare a method of a ``Calls`` as a call that must change nothing.
 
-    It may return what is compared with the reference: a tensor of outputs, or whole parameters by their unwrapped names.
+    It may return what is compared with the reference: a tensor of outputs, a model, or tensors by the names of parameters,
+    whole or this rank's part.
     """
     method.kind = "observer"  # type: ignore[attr-defined]  # see above
     return method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -108,11 +109,14 @@ def run_check(
     runner: Runner, driver: str, cell: Cell, check: Check, expectations: Iterable[Expectation]
 ) -> tuple[Verdict, Trace]:
     """Run what a check needs in a cell; return its verdict and the trace that it was judged on."""
+    seed = None
     if check is WALK:
-        trace = Explorer(runner, driver, cell).explore(WALKS)
+        explorer = Explorer(runner, driver, cell)
+        seed = explorer.seed
+        trace = explorer.explore(WALKS, seed)
     else:
         trace = runner.trace(driver, cell, check.runs(cell, find_driver(driver)))
-    return judge(check, cell, trace, expectations), trace
+    return dataclasses.replace(judge(check, cell, trace, expectations), seed=seed), trace
 
 
 def not_applicable(check: Check, cell: Cell, driver: type[Driver], limits: Mapping[str, float]) -> str | None:

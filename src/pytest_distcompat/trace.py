@@ -268,15 +268,15 @@ class CallInfo:
     """Data that a walk compares after a call of the live trainer, besides that of any snapshot.
 
     ``observes``: the call must change nothing. ``gradients`` are digests by live name, empty for none; ``evaluating`` the
-    modules in evaluation mode. ``sums`` are this rank's part of what is optimized, by live name; ``returned`` the whole tensors
-    that the call returned.
+    modules in evaluation mode. ``sums`` are this rank's part of what is optimized and of buffers, by live name; ``returned``
+    those of what the call returned, None for nothing to compare.
     """
 
     observes: bool
     gradients: Mapping[str, str]
     evaluating: tuple[str, ...]
     sums: Mapping[str, Sums]
-    returned: Mapping[str, Sums] = field(default_factory=dict)
+    returned: Mapping[str, Sums] | None = None
 
 
 @dataclass(frozen=True)

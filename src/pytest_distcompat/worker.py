@@ -238,7 +238,7 @@ class Rank:
             driver.walker = Calls(driver, self.run_paths.save_to, range(self.run_paths.ranks))
         with self.observer.watching():
             result = driver.walker.perform(self.run.actions[self.index].removeprefix(REFERENCE_CALL))
-            if not isinstance(result, float):
+            if result is None:
                 result = driver.walker.outputs()
         return self._snapshot(whole=True) | self._called(result)
 

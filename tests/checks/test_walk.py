@@ -18,6 +18,7 @@ from pytest_distcompat.trace import (
     RunFailure,
     RunTrace,
     Snapshot,
+    Sums,
     Trace,
     UnwrappedInfo,
 )
@@ -122,6 +123,30 @@ def test_shards_are_added_up_before_they_are_compared() -> None:
         return dataclasses.replace(one, call=dataclasses.replace(one.call, sums={"module.weight": part}))
 
     assert found(walked(half)) == []
+
+
+WHOLE = CallInfo(True, {"module.weight": "4:2"}, (), {"module.weight": SUMS}, {"weight": SUMS})
+
+
+def returning(**of_ranks: dict[str, Sums]) -> Change:
+    def change(one: Snapshot) -> Snapshot:
+        returned = of_ranks.get(f"rank{one.rank}", {})
+        return dataclasses.replace(one, call=dataclasses.replace(WHOLE, returned=returned)) if one.index == 3 else one
+
+    return change
+
+
+def test_what_a_call_returns_on_one_rank_or_in_parts_is_compared() -> None:
+    assert found(walked(returning(rank0={"weight": SUMS}))) == []
+    assert found(walked(returning(rank0={"weight": (2, 0.5, 1.0)}, rank1={"weight": (2, 1.5, 2.0)}))) == []
+    assert found(walked(returning(rank0={"weight": SUMS}, rank1={"weight": SUMS}))) == []
+    (finding,) = found(walked(returning(rank0={"weight": SUMS}, rank1={"weight": (4, 2.5, 3.0)})))
+    assert finding.startswith("step(), evaluate(): evaluate(): what it returned is not the reference's: 'weight'")
+
+
+def test_what_a_call_does_not_return_is_named() -> None:
+    (finding,) = found(walked(returning(rank0={"other": SUMS})))
+    assert finding == "step(), evaluate(): evaluate(): what it returned lacks 'weight'"
 
 
 def test_an_observer_may_change_no_gradient_and_no_mode() -> None:

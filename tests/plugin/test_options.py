@@ -239,3 +239,20 @@ def test_walks_are_selected_by_strategy_alone(pytester: pytest.Pytester) -> None
     found = pytester.runpytest("--co", "-q", "--distcompat-gpus=0", *flags)
     found.stdout.fnmatch_lines(["*fsdp2-fp32-w2-model_mlp:walk*"])
     found.stdout.no_fnmatch_line("*ddp*")
+
+
+def test_the_summary_says_how_to_draw_the_same_walks_again(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        "from pytest_distcompat.trace import Trace\n"
+        "from pytest_distcompat.walk.explore import Explorer\n"
+        "def explore(self, examples, seed):\n    print('drawn by', seed)\n    return Trace.of(self.driver, [])\n"
+        "Explorer.seed, Explorer.explore = 17, explore\n"
+    )
+    pytester.makepyfile(
+        "from pytest_distcompat import CompatSuite, Matrix\n"
+        "class TestIt(CompatSuite):\n    driver = 'accelerate'\n    matrix = Matrix(('ddp',), ('fp32',))\n"
+    )
+    found = pytester.runpytest_subprocess("--distcompat-profile=walk", "--distcompat-gpus=0", "-rP", "-p", "no:xdist")
+    assert found.ret == 0
+    again = "distcompat walk --driver accelerate --cell ddp-fp32-w2-model_mlp --seed 17"
+    found.stdout.fnmatch_lines(["drawn by 17", f"walks drawn by seed 17, again: {again}"])

@@ -29,6 +29,77 @@ def test_only_the_wrong_call_fails(runner: Runner) -> None:
     assert any("blocks.0" in text and "bfloat16" in text for text in findings)
 
 
+PARTLY = "step(), save(), step(), load(optimizer=False), step(), load(scheduler=False), step(), load_weights(), step()"
+
+
+def test_a_load_without_the_optimizer_that_loads_it_fails(runner: Runner) -> None:
+    assert Explorer(runner, "torch", DDP).check(calls(PARTLY)) == ()
+    wrong = Explorer(runner, "twins.walking:Rewinding", DDP)
+    assert wrong.check(calls(PARTLY)) == tuple(calls(PARTLY)[:4])
+    (findings,) = wrong.failed.values()
+    assert findings == ["load(optimizer=False): all ranks: the learning rates are 0.00285; 0.0027075 in the reference"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("driver", "strategy"), [("deepspeed", "zero2"), ("torch", "fsdp2"), ("accelerate", "zero1")])
+def test_a_checkpoint_is_loaded_in_part(runner: Runner, driver: str, strategy: str) -> None:
+    explorer = Explorer(runner, driver, Cell.of(strategy, "fp32", model="mlp"))
+    walk = PARTLY if driver != "accelerate" else "step(), save(), step(), load(optimizer=False), step(), load(), step()"
+    assert explorer.check(calls(walk)) == ()
+
+
+def test_what_is_unwrapped_or_exported_has_the_values_that_were_trained(runner: Runner) -> None:
+    # An export goes beside a checkpoint with a file of the same name, or the load would be of the export.
+    sound = "save(), step(), unwrap_model(), export(), export(safe_serialization=False), load(), step()"
+    assert Explorer(runner, "accelerate", DDP).check(calls(sound)) == ()
+    stale = Explorer(runner, "twins.walking:Stale", DDP)
+    assert len(stale.check(calls("unwrap_model(), step(), unwrap_model()"))) == 3
+    ((first, *_),) = stale.failed.values()
+    assert first.startswith("unwrap_model(): what it returned is not the reference's: 'inlet.weight' and ")
+    rounding = Explorer(runner, "twins.walking:Rounding", DDP)
+    assert len(rounding.check(calls("step(), export()"))) == 2
+    ((first, second),) = rounding.failed.values()
+    assert first.startswith("export(): what it returned is not the reference's: ")
+    assert second == "export(): what it returned lacks 'outlet.bias'"
+
+
+def test_moments_that_are_not_the_references_are_named(runner: Runner) -> None:
+    read = "optimizer_state(how='full_state_dict')"
+    assert Explorer(runner, "torch", DDP).check(calls(f"step(), {read}, state_dict(), step(), {read}")) == ()
+    wrong = Explorer(runner, "twins.walking:Forgetting", DDP)
+    assert len(wrong.check(calls(f"step(), {read}"))) == 2
+    ((finding,),) = wrong.failed.values()
+    assert finding.startswith(f"{read}: what it returned is not the reference's: ")
+
+
+@pytest.mark.nightly
+def test_gradients_that_are_not_the_references_are_named(runner: Runner) -> None:
+    zero3, read = Cell.of("zero3", "fp32", model="mlp"), "accessors(of='grad')"
+    sound = f"step(), micro(), {read}, step(), {read}, accessors(of='optimizer_state')"
+    assert Explorer(runner, "deepspeed", zero3).check(calls(sound)) == ()
+    wrong = Explorer(runner, "twins.walking:Summing", zero3)
+    assert len(wrong.check(calls(f"step(), micro(), {read}"))) == 3
+    ((finding,),) = wrong.failed.values()
+    assert finding.startswith(f"{read}: what it returned is not the reference's: ")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("driver", "strategy", "export"),
+    [
+        ("accelerate", "fsdp2", "export(), unwrap_model()"),
+        ("accelerate", "zero3", "export(), unwrap_model()"),
+        ("deepspeed", "zero2", "export(), export(exclude_frozen_parameters=True)"),
+        ("deepspeed", "zero3", "export(), export(exclude_frozen_parameters=True)"),
+        ("trainer", "fsdp2", "save_model(), unwrap_model()"),
+        ("trainer", "zero2", "save_model(), unwrap_model()"),
+    ],
+)
+def test_exports_of_a_sound_trainer_pass(runner: Runner, driver: str, strategy: str, export: str) -> None:
+    explorer = Explorer(runner, driver, Cell.of(strategy, "fp32", model="mlp"))
+    assert explorer.check(calls(f"step(), {export}, step(), {export}, step()")) == ()
+
+
 def test_a_walk_of_steps_alone_may_be_longer_than_what_other_runs_record_whole(runner: Runner) -> None:
     assert Explorer(runner, "trainer", DDP).check([Call("step")] * (WHOLE_STEPS + 1)) == ()
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import copy
+from typing import Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
+from pytest_distcompat.drivers._calls import Calls
+from pytest_distcompat.drivers.accelerate import AccelerateCalls, AccelerateDriver
+from pytest_distcompat.drivers.deepspeed import DeepSpeedCalls, DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchCalls, TorchDriver
 
 
@@ -36,6 +40,52 @@ class MissingCalls(TorchCalls):
             parameter.grad = gradient
 
 
+class RewindingCalls(TorchCalls):
+    """``load`` takes the optimizer's state from the checkpoint too where it is to leave it as it is."""
+
+    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
+        super().load(scheduler=scheduler)
+
+
+class StaleCalls(AccelerateCalls):
+    """``unwrap_model`` returns a copy that the first call made."""
+
+    kept: Any = None
+
+    @observer
+    def unwrap_model(self) -> Any:  # type: ignore[override]  # one form is enough
+        self.kept = self.kept or copy.deepcopy(super().unwrap_model())
+        return self.kept
+
+
+class RoundingCalls(AccelerateCalls):
+    """``export`` writes weights that were rounded to bfloat16, without the last layer's bias."""
+
+    @observer
+    def export(self) -> Any:  # type: ignore[override]  # one form is enough
+        whole = {name: one.bfloat16().float() for name, one in self.accelerator.get_state_dict(self.model).items()}
+        whole.pop("outlet.bias")
+        self.exports.mkdir(parents=True, exist_ok=True)
+        self.accelerator.save(whole, self.exports / "model.safetensors", safe_serialization=True)
+        return self.written("model.safetensors")
+
+
+class ForgettingCalls(TorchCalls):
+    """``optimizer_state`` has half of each moment."""
+
+    @observer
+    def optimizer_state(self, how: Any = "full_state_dict") -> Any:
+        return {name: one / 2 for name, one in super().optimizer_state(how).items()}
+
+
+class SummingCalls(DeepSpeedCalls):
+    """``accessors`` adds gradients up over the ranks, whose mean the trainer takes."""
+
+    @observer
+    def accessors(self, of: Literal["fp32_param", "optimizer_state", "grad"] = "grad") -> Any:
+        return {name: one * self.trainer.world.size for name, one in super().accessors(of).items()}
+
+
 class Casting(TorchDriver):
     walk_calls: ClassVar[type[TorchCalls]] = CastingCalls
 
@@ -46,3 +96,23 @@ class Detaching(TorchDriver):
 
 class Missing(TorchDriver):
     walk_calls: ClassVar[type[TorchCalls]] = MissingCalls
+
+
+class Rewinding(TorchDriver):
+    walk_calls: ClassVar[type[TorchCalls]] = RewindingCalls
+
+
+class Forgetting(TorchDriver):
+    walk_calls: ClassVar[type[TorchCalls]] = ForgettingCalls
+
+
+class Summing(DeepSpeedDriver):
+    walk_calls: ClassVar[type[Calls]] = SummingCalls
+
+
+class Stale(AccelerateDriver):
+    walk_calls: ClassVar[type[Calls]] = StaleCalls
+
+
+class Rounding(AccelerateDriver):
+    walk_calls: ClassVar[type[Calls]] = RoundingCalls

@@ -172,26 +172,35 @@ def _numbers(cell: Cell, call: Call, here: Snapshot, there: Snapshot) -> Iterato
 
 
 def _values(cell: Cell, names: Names, here: Sequence[Snapshot], there: Snapshot) -> Iterator[str]:
-    """Yield the parameters, live or returned, that are not the reference's."""
+    """Yield the parameters and buffers, live or returned, that are not the reference's, and those that were not returned."""
     expected = there.call.sums if there.call else {}
     tolerance = TOLERANCE if PRECISIONS.get(cell.precision).compute == "float32" else ROUNDED_TOLERANCE
-    parts: dict[str, list[Sums]] = defaultdict(list)
-    for snapshot in here:
-        for name, sums in (snapshot.call.sums if snapshot.call else {}).items():
-            parts[names(name)].append(sums)
+    calls = [snapshot.call for snapshot in here if snapshot.call]
+    live = [{names(name): sums for name, sums in one.sums.items()} for one in calls]
+    yield from _off(names, live, expected, tolerance, "parameters are not the reference's")
+    # Of gradients and moments the reference returns its own. Only some ranks return anything, such as one that writes a file.
+    if there.call and there.call.returned is not None:
+        expected, tolerance = there.call.returned, 2 * PRECISIONS.get(cell.precision).norm_tolerance
+    returned = [{names(name): sums for name, sums in one.returned.items()} for one in calls if one.returned]
+    known = [{name: sums for name, sums in one.items() if name in expected} for one in returned]
+    yield from _off(names, known, expected, tolerance, "what it returned is not the reference's")
+    trained = [info.name for info in there.parameters if info.trainable and info.name in expected]
+    if returned and (lacking := [repr(name) for name in trained if not any(name in one for one in known)]):
+        yield f"what it returned lacks {', '.join(lacking)}"
+
+
+def _off(
+    names: Names, held: Sequence[Mapping[str, Sums]], expected: Mapping[str, Sums], tolerance: float, what: str
+) -> Iterator[str]:
+    """Yield what is off of tensors that the ranks hold whole or, together, in parts."""
     wrong = {}
-    for name, held in parts.items():
-        size = names.sizes.get(name, 0)
-        whole = [(size, sum(one[1] for one in held), sum(one[2] for one in held))]
-        for sums in whole if sum(one[0] for one in held) == size else held:
+    for name in dict.fromkeys(name for one in held for name in one):
+        parts = [one[name] for one in held if name in one]
+        whole = (sum(one[0] for one in parts), sum(one[1] for one in parts), sum(one[2] for one in parts))
+        for sums in [whole] if whole[0] == names.sizes.get(name) else parts:
             if name not in expected or not _close(sums, expected[name], tolerance):
                 wrong[name] = sums
-    yield from _one("parameters are not the reference's", expected, wrong, [*wrong])
-    for snapshot in here:
-        returned = {names(name): sums for name, sums in (snapshot.call.returned if snapshot.call else {}).items()}
-        both = [name for name in returned if name in expected]
-        off = [name for name in both if not _close(returned[name], expected[name], tolerance)]
-        yield from _one(f"rank {snapshot.rank}: what it returned is not the reference's", expected, returned, off)
+    yield from _one(what, expected, wrong, [*wrong])
 
 
 def _close(found: Sums, expected: Sums, tolerance: float) -> bool:

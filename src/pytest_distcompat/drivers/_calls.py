@@ -13,6 +13,10 @@ from pytest_distcompat.strategies._base import MAX_NORM
 
 #: The value to which calls clip gradients, and what learning rates are multiplied by.
 CLIP_VALUE, SLOWER = 0.01, 0.5
+#: What walks under ZeRO-3 lack.
+NO_SECOND_LOAD = {
+    "load*": "under ZeRO-3 a checkpoint cannot be loaded after one was saved, says load_checkpoint's documentation"
+}
 
 
 class Calls:
@@ -167,18 +171,51 @@ class Calls:
         self.saved = copy.deepcopy([one.state_dict() for one in (self.model, *self._stateful())])
 
     @training
-    def load(self) -> None:
-        """Load the last checkpoint in the same process group."""
-        for one, state in zip((self.model, *self._stateful()), copy.deepcopy(self.saved), strict=True):
-            one.load_state_dict(state)
+    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
+        """Load the last checkpoint in the same process group, with or without the state of optimizer and scheduler."""
+        wanted = (True, optimizer, scheduler)
+        for one, state, loads in zip((self.model, *self._stateful()), copy.deepcopy(self.saved), wanted, strict=True):
+            if loads:
+                one.load_state_dict(state)
 
     @training
     def load_weights(self) -> None:
         """Load nothing but the weights of the last checkpoint."""
-        self.model.load_state_dict(self.saved[0])
+        self.load(optimizer=False, scheduler=False)
 
     def _stateful(self) -> tuple[Any, Any]:
         return self.trainer.optimizer, self.trainer.scheduler
+
+    def accessors(self, of: Any = "fp32_param") -> Any:
+        """Return what reads of parameters, gradients and Adam's first moments are compared with, of those that there are."""
+        state = self.trainer.optimizer.state
+        read: Any = {
+            "fp32_param": lambda one: one,
+            "grad": lambda one: one.grad,
+            "optimizer_state": lambda one: state[one].get("exp_avg") if one in state else None,
+        }[of]
+        return {name: read(one) for name, one in self.model.named_parameters() if read(one) is not None}
+
+    def optimizer_state(self, how: Any = "own") -> Any:
+        """Return what the optimizer's state is compared with, as ``accessors`` does."""
+        return None if how == "own" else self.accessors("optimizer_state")
+
+    @property
+    def exports(self) -> Path:
+        """Return where weights are exported to: beside checkpoints, which may have files of the same names."""
+        return self.directory / "exported"
+
+    def written(self, name: str) -> Any:
+        """Return the weights in a file that rank 0 has exported, on rank 0, and remove it before the next one is written."""
+        import torch
+        from safetensors.torch import load_file
+
+        if self.ranks[0]:
+            return None
+        path = self.exports / name
+        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+        path.unlink()
+        return found
 
     def outputs(self, context: str = "no_grad") -> Any:
         """Return what the model computes in evaluation mode, and leave it in the mode that it was in."""

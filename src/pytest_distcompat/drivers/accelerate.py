@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers import _options, _preload, _rows
-from pytest_distcompat.drivers._calls import CLIP_VALUE, Calls
+from pytest_distcompat.drivers._calls import CLIP_VALUE, NO_SECOND_LOAD, Calls
 from pytest_distcompat.drivers._tiny import TinyDriver, listed
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
@@ -34,13 +34,13 @@ _ENGINE = {
     ),
     "micro*": "under DeepSpeed accelerate counts micro-batches itself, by gradient_accumulation_steps",
     **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "DeepSpeed's optimizer partitions what it was built with"),
-    "load*": "DeepSpeed loads into a new engine only",
 }
 _FSDP1 = {
     "get_state_dict*": "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989",
     "export*": "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989",
 }
 _WRAPPED = dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so")
+_WHOLE_STATE = {"load(optimizer=False*": "load_state loads everything"}
 _VALUE = {"step(clip='value'*": "accelerate raises: use clip_grad_norm_ instead"}
 
 
@@ -101,11 +101,14 @@ class AccelerateCalls(Calls):
         name: _SCRIPT.replace("\n    PLUGIN", text) for name, text in _PLUGINS.items()
     }
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "*": {"load_weights*": "load_state loads everything"},
-        "ddp": _WRAPPED,
-        "fsdp1": _WRAPPED | _VALUE | _FSDP1,
-        "fsdp2": _VALUE,
-        **dict.fromkeys(("zero0", "zero1", "zero2", "zero3"), _ENGINE),
+        "*": dict.fromkeys(
+            ("load_weights*", "load(*scheduler=False*"), "load_state loads a torch scheduler in any case"
+        ),
+        "ddp": _WRAPPED | _WHOLE_STATE,
+        "fsdp1": _WRAPPED | _VALUE | _FSDP1 | _WHOLE_STATE,
+        "fsdp2": _VALUE | _WHOLE_STATE,
+        **dict.fromkeys(("zero0", "zero1", "zero2"), _ENGINE),
+        "zero3": _ENGINE | NO_SECOND_LOAD,
     }
 
     @property
@@ -144,9 +147,9 @@ class AccelerateCalls(Calls):
         """Save by ``save_state``."""
         self.accelerator.save_state(str(self.directory))
 
-    def load(self) -> None:
-        """Load by ``load_state``."""
-        self.accelerator.load_state(str(self.directory))
+    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:  # noqa: ARG002 - see ``refused``
+        """Load by ``load_state``, which passes arguments on to DeepSpeed's ``load_checkpoint``."""
+        self.accelerator.load_state(str(self.directory), **{} if optimizer else {"load_optimizer_states": False})
 
     @observer
     def evaluate(self, context: Literal["no_grad", "inference_mode"] = "no_grad") -> Any:
@@ -161,9 +164,9 @@ class AccelerateCalls(Calls):
         return gathered[: len(found)]
 
     @observer
-    def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> None:
+    def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """Take all wrappers off."""
-        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper, keep_torch_compile)
+        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper, keep_torch_compile)
 
     @observer
     def get_state_dict(self, unwrap: bool = True) -> Any:
@@ -171,9 +174,10 @@ class AccelerateCalls(Calls):
         return self.accelerator.get_state_dict(self.model, unwrap=unwrap)
 
     @observer
-    def export(self, safe_serialization: bool = True) -> None:
+    def export(self, safe_serialization: bool = True) -> Any:
         """Write the weights by ``save_model``."""
-        self.accelerator.save_model(self.model, str(self.directory), safe_serialization=safe_serialization)
+        self.accelerator.save_model(self.model, str(self.exports), safe_serialization=safe_serialization)
+        return self.written("model.safetensors" if safe_serialization else "pytorch_model.bin")
 
 
 #: Precisions, each without further options, in which ``prepare`` is tried on layers that are cut.

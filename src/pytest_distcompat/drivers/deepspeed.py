@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers import _options, _preload, _rows
-from pytest_distcompat.drivers._calls import Calls
+from pytest_distcompat.drivers._calls import NO_SECOND_LOAD, Calls
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.precisions import PRECISIONS
@@ -59,9 +59,7 @@ class DeepSpeedCalls(Calls):
         },
         "zero0": _WITHOUT_ZERO,
         **{f"zero{stage}": _WHOLE_PARAMETERS for stage in (1, 2)},
-        "zero3": {
-            "load*": "under ZeRO-3 a checkpoint cannot be loaded after one was saved, says load_checkpoint's documentation"
-        },
+        "zero3": NO_SECOND_LOAD,
     }
 
     def backward(self, last: bool) -> float:
@@ -95,9 +93,10 @@ class DeepSpeedCalls(Calls):
         """Save by ``save_checkpoint``."""
         self.model.save_checkpoint(str(self.directory))
 
-    def load(self) -> None:
+    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
         """Load by ``load_checkpoint``."""
-        self.model.load_checkpoint(str(self.directory))
+        wanted = {"load_optimizer_states": optimizer, "load_lr_scheduler_states": scheduler}
+        self.model.load_checkpoint(str(self.directory), **wanted)
 
     def load_weights(self) -> None:
         """Load the weights alone, by an argument of ``load_checkpoint``."""
@@ -125,8 +124,7 @@ class DeepSpeedCalls(Calls):
         read = getattr(utils, f"safe_get_full_{of}")
         more = ["exp_avg"] if of == "optimizer_state" else []
         trained = [(name, one) for name, one in self.model.module.named_parameters() if one.requires_grad]
-        found = {name: read(one, *more) for name, one in trained}
-        return found if of == "fp32_param" else None
+        return {name: read(one, *more) for name, one in trained}
 
     @observer
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
@@ -135,9 +133,10 @@ class DeepSpeedCalls(Calls):
         return None if self.trainer.strategy.shards else state
 
     @observer
-    def export(self, exclude_frozen_parameters: bool = False) -> None:
+    def export(self, exclude_frozen_parameters: bool = False) -> Any:
         """Write the weights by ``save_16bit_model``."""
-        self.model.save_16bit_model(str(self.directory), exclude_frozen_parameters=exclude_frozen_parameters)
+        self.model.save_16bit_model(str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters)
+        return self.written("pytorch_model.bin")
 
     @observer
     def memory(self) -> None:

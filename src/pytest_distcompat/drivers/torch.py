@@ -91,11 +91,15 @@ class TorchCalls(Calls):
         own = getattr(self.model, "clip_grad_norm_", None)
         return own(MAX_NORM) if own else super().clip_norm()
 
-    def _state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
+    def _state(self, optimizer: bool = True, scheduler: bool = True) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-        model, optimizer = get_state_dict(self.model, self.trainer.optimizer)
-        return {"model": model, "optimizer": optimizer, "scheduler": self.trainer.scheduler.state_dict()}
+        state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
+        if optimizer:
+            state["optimizer"] = get_optimizer_state_dict(self.model, self.trainer.optimizer)
+        if scheduler:
+            state["scheduler"] = self.trainer.scheduler.state_dict()
+        return state
 
     @observer
     def save(self) -> None:
@@ -104,25 +108,18 @@ class TorchCalls(Calls):
 
         save(self._state(), checkpoint_id=self.directory)
 
-    def load(self) -> None:
-        """Load in place, then set the state."""
-        from torch.distributed.checkpoint.state_dict import set_state_dict
+    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
+        """Load in place what is wanted of the checkpoint, then set it."""
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        state = self._state()
-        load(state, checkpoint_id=self.directory)
-        found = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self.model, self.trainer.optimizer, **found)
-        self.trainer.scheduler.load_state_dict(state["scheduler"])
-
-    def load_weights(self) -> None:
-        """Load the model alone, and set it."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        state = {"model": get_model_state_dict(self.model)}
+        state = self._state(optimizer, scheduler)
         load(state, checkpoint_id=self.directory)
         set_model_state_dict(self.model, state["model"])
+        if optimizer:
+            set_optimizer_state_dict(self.model, self.trainer.optimizer, state["optimizer"])
+        if scheduler:
+            self.trainer.scheduler.load_state_dict(state["scheduler"])
 
     @observer
     def evaluate(self, context: Literal["no_grad", "inference_mode"] = "no_grad") -> Any:
@@ -132,7 +129,7 @@ class TorchCalls(Calls):
     @observer
     def unwrap(self) -> Any:
         """Take the wrapper off."""
-        return dict(self.model.module.named_parameters())
+        return self.model.module
 
     @observer
     def state_dict(self, how: Literal["full_state_dict", "cpu_offload", "ignore_frozen_params", "own"] = "own") -> Any:
@@ -140,22 +137,26 @@ class TorchCalls(Calls):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         if how == "own":
-            self.model.state_dict()
-            return None
+            return self.model.state_dict()
         chosen: dict[str, Any] = {"full_state_dict": True, how: True}
         whole = get_model_state_dict(self.model, options=StateDictOptions(**chosen))
         return {name: tensor for name, tensor in whole.items() if how != "ignore_frozen_params" or "frozen" not in name}
 
     @observer
-    def optimizer_state(self, how: Literal["full_state_dict", "flatten_optimizer_state_dict", "own"] = "own") -> None:
+    def optimizer_state(self, how: Literal["full_state_dict", "flatten_optimizer_state_dict", "own"] = "own") -> Any:
         """Take the optimizer's state dict: its own, or by ``get_optimizer_state_dict`` with an option."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
         if how == "own":
             self.trainer.optimizer.state_dict()
-        else:
-            chosen: dict[str, Any] = {how: True}
-            get_optimizer_state_dict(self.model, self.trainer.optimizer, options=StateDictOptions(**chosen))
+            return None
+        chosen: dict[str, Any] = {how: True}
+        found: Any = get_optimizer_state_dict(self.model, self.trainer.optimizer, options=StateDictOptions(**chosen))
+        if how == "full_state_dict":
+            return {name: state["exp_avg"] for name, state in found.get("state", {}).items() if "exp_avg" in state}
+        moments = {name[6:-8]: one for name, one in found.items() if name.endswith(".exp_avg")}
+        # FSDP1's are ShardedTensors, which cannot be added up.
+        return {name: one for name, one in moments.items() if not hasattr(one, "local_shards")}
 
     @observer
     def gather(self, how: Literal["summon_full_params", "full_tensor", "unshard"] = "summon_full_params") -> Any:

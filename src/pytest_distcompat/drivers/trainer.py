@@ -49,9 +49,10 @@ class TrainerCalls(Calls):
             **dict.fromkeys(("skip*", "new_epoch*", "mode*", "load*"), "Trainer's own loop decides that"),
             **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so"),
         },
-        "fsdp1": {
-            "get_state_dict*": "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989",
-        },
+        "fsdp1": dict.fromkeys(
+            ("get_state_dict*", "save_model*"),
+            "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989",
+        ),
     }
 
     @observer
@@ -67,15 +68,22 @@ class TrainerCalls(Calls):
             self.model.reshard()
 
     @observer
-    def save_model(self) -> None:
-        """Write the weights by ``Trainer.save_model``."""
-        self.trainer.trainer.save_model(str(self.directory))
+    def save_model(self) -> Any:
+        """Write the weights by ``Trainer.save_model``, which writes nothing while FSDP's state dicts are sharded."""
+        plugin = getattr(self.trainer.trainer.accelerator.state, "fsdp_plugin", None)
+        kind = getattr(plugin, "state_dict_type", None)
+        if plugin is not None:
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+        self.trainer.trainer.save_model(str(self.exports))
+        if plugin is not None:
+            plugin.set_state_dict_type(kind)
+        return self.written("model.safetensors")
 
     @observer
-    def unwrap_model(self, keep_fp32_wrapper: bool = True) -> None:
+    def unwrap_model(self, keep_fp32_wrapper: bool = True) -> Any:
         """Take all wrappers off."""
         accelerator = self.trainer.trainer.accelerator
-        accelerator.unwrap_model(self.trainer.trainer.model_wrapped, keep_fp32_wrapper)
+        return accelerator.unwrap_model(self.trainer.trainer.model_wrapped, keep_fp32_wrapper)
 
     @observer
     def get_state_dict(self) -> Any:

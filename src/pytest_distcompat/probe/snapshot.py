@@ -95,26 +95,31 @@ def sample(output: torch.Tensor) -> tuple[float, ...]:
 
 
 def read_call(model: Module, returned: Any, *, observes: bool) -> CallInfo:
-    """Return what a call left behind; ``returned`` is a mapping of whole tensors, or nothing to compare."""
-    masters = {name: master for name, _, master in flat_masters(model)}
-    optimized = {
-        name: masters.get(name, zero3_shard(one) if hasattr(one, "ds_tensor") else local_of(one))
-        for name, one in model.named_parameters()
-    }
+    """Return what a call left behind; ``returned`` is a module, a mapping of tensors, or nothing to compare."""
+    if isinstance(returned, torch.nn.Module):
+        returned = _optimized(returned)
     return CallInfo(
         observes=observes,
         gradients={name: "" if one.grad is None else digest(one.grad) for name, one in model.named_parameters()},
         evaluating=tuple(name for name, module in model.named_modules() if not module.training),
-        sums={name: _sums(tensor) for name, tensor in optimized.items()},
+        sums={name: _sums(tensor) for name, tensor in _optimized(model).items()},
         returned={name: _sums(tensor) for name, tensor in returned.items() if hasattr(tensor, "numel")}
         if isinstance(returned, Mapping)
-        else {},
+        else None,
     )
 
 
-def _sums(tensor: torch.Tensor) -> Sums:
-    import torch
+def _optimized(model: Module) -> dict[str, torch.Tensor]:
+    """Return this rank's parts of what is optimized, a master if there is one, and the buffers."""
+    masters = {name: master for name, _, master in flat_masters(model)}
+    parameters = {
+        name: masters.get(name, zero3_shard(one) if hasattr(one, "ds_tensor") else local_of(one))
+        for name, one in model.named_parameters()
+    }
+    return parameters | dict(model.named_buffers())
 
+
+def _sums(tensor: torch.Tensor) -> Sums:
     with torch.no_grad():
         values = local_of(tensor).double()
         return values.numel(), float(values.sum()), float(values.square().sum())

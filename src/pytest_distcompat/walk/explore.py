@@ -90,17 +90,21 @@ class Explorer:
             if entry["driver"] == self.kind.name and self.cell.strategy in entry["strategies"]:
                 yield tuple(map(Call.parse, entry["calls"])), entry
 
-    def explore(self, examples: int, seed: int | None = None, length: int = LENGTH) -> Trace:
+    @property
+    def seed(self) -> int:
+        """Return what a session draws by: the same number until a release of the driver's libraries changes."""
+        return zlib.crc32(" ".join(str(version_of(name)) for name in self.kind.libraries).encode())
+
+    def explore(self, examples: int, seed: int, length: int = LENGTH) -> Trace:
         """Replay the corpus, then draw; return the runs of the walks that fail.
 
         Args:
             examples: How many walks to draw.
-            seed: What they are drawn by; None for another one with each release of the driver's libraries.
+            seed: What they are drawn by.
             length: How many calls a walk has at most.
         """
         replayed = [self.check(calls) for calls, entry in self.corpus() if "hangs" not in entry]
-        versions = " ".join(str(version_of(name)) for name in self.kind.libraries)
-        drawn = self.draw(examples, zlib.crc32(versions.encode()) if seed is None else seed, length)
+        drawn = self.draw(examples, seed, length)
         runs = [run for calls in (*replayed, drawn) for run in self.runs.get(calls, {}).values()]
         return Trace.of(self.driver, runs)
 

@@ -65,6 +65,10 @@ def show(terminal: Any, report: Report, written: Sequence[str], nothing_ran: Seq
     verdicts = f"{len(report.results)} verdict{'s' * (len(report.results) != 1)}"
     terminal.write_line(f"{verdicts} from {runs} {'run' if runs == 1 else 'runs'}")
     terminal.write_line(visible(counts_text(report)))
+    for one in report.results:
+        if one.seed is not None:
+            command = f"distcompat walk --driver {one.driver} --cell {one.cell} --seed {one.seed}"
+            terminal.write_line(visible(f"walks drawn by seed {one.seed}, again: {command}"))
     _write_lines(terminal, runs_text(report.runs, report.session.get("timeline", ()), report.session.get("gaps", ())))
     if report.interrupted:
         message = f"{report.session['ending']}: {len(report.unreached)} items were not reached"
