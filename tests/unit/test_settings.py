@@ -230,6 +230,23 @@ def test_settings_of_float16_are_swept_in_float16(name: str) -> None:
     assert (setting.state, setting.precision, setting.checks) == ("swept", "fp16_mixed", ("scaling",))
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("TrainingArguments.local_rank", "launcher"),
+        ("ds_config.activation_checkpointing.profile", "deepspeed.checkpointing"),
+        ("ds_config.tensor_parallel.autotp_size", "option"),
+        ("Accelerator.megatron_lm_plugin", "does not give"),
+        ("ds_config.optimizer.legacy_fusion", "compiled"),
+        ("load_checkpoint.custom_load_fn", "callable"),
+    ],
+)
+def test_the_reason_of_an_exclusion_is_that_of_the_field(name: str, reason: str) -> None:
+    setting = rules.ruled(Field(name, "str", "null", (), ("zero2",), "fp32"))
+    assert setting.state == "excluded"
+    assert reason in setting.reason
+
+
 def test_schedules_and_torchs_optimizers_of_the_json_are_swept() -> None:
     found = [rules.ruled(Field(f"ds_config.{part}.type", "str", "null", (), ("zero2",), "fp32")) for part in PARTS]
     assert [one.state for one in found] == ["hinted", "hinted"]
