@@ -24,8 +24,8 @@ class Run:
 
     ``first_step`` is the number of the first step. ``after`` names the run whose checkpoint this one finds. ``strategy``,
     ``precision``, ``world_size`` and ``tp`` say where the run's cell differs from the check's; ``only`` which options it keeps
-    (None: all), ``follows`` which objects' settings (None: all). ``directory`` is the checkpoint's name, ``damage`` what is
-    done to it. ``same_as`` is the name under which other checks know the very same run.
+    (None: all), ``follows`` which settings (None: all), and ``ignores`` which of them it does not. ``directory`` is the
+    checkpoint's name, ``damage`` what is done to it. ``same_as`` is the name under which other checks know the very same run.
     """
 
     name: str
@@ -41,12 +41,14 @@ class Run:
     damage: str = ""
     same_as: str = ""
     follows: tuple[str, ...] | None = None
+    ignores: tuple[str, ...] = ()
 
     def cell(self, cell: Cell) -> Cell:
         """Return the cell that the run runs in, for a check in ``cell``."""
         options = tuple((name, value) for name, value in cell.options if self.only is None or name in self.only)
         if self.follows is not None and cell.set:
-            kept = (one for one in cell.set if one.startswith(tuple(f"{name}." for name in self.follows)))
+            names = tuple(f"{name}{end}" for name in self.follows for end in ".=")
+            kept = (one for one in cell.set if one.startswith(names) and one not in self.ignores)
             options = (*(one for one in options if one[0] != "set"), ("set", "+".join(kept)))
         if self.tp:
             options = (*(one for one in options if one[0] != "tp"), ("tp", self.tp))
@@ -67,6 +69,16 @@ class Scenario:
 
     name: str
     runs: tuple[Run, ...]
+
+    def following(self, *settings: str) -> Scenario:
+        """Return the scenario with a reference for each of two settings, which follows all of the cell's but the other."""
+        runs = list(self.runs)
+        if settings:
+            at = runs.index(REFERENCE_RUN)
+            names = (REFERENCE_RUN.name, OTHER_REFERENCE)
+            both = zip(names, reversed(settings[:2]), strict=True)
+            runs[at : at + 1] = [dataclasses.replace(REFERENCE_RUN, name=name, ignores=(one,)) for name, one in both]
+        return dataclasses.replace(self, runs=tuple(runs))
 
 
 #: Options that say on which mesh a cell runs; one rank has none.
@@ -103,6 +115,17 @@ TRAIN_RUN = Run(
 #: A fresh process group loads what TRAIN_RUN saved and takes the same two steps.
 RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, after="train")
 
+#: The settings that the reference follows, of an object or a field: they change the training, and one process can be given them.
+FOLLOWED = (
+    *("AdamW", "SGD", "Adafactor", "Muon", "AdamW8bit", "ds_config.optimizer", "ds_config.scheduler"),
+    *("ds_config.gradient_clipping", "DeepSpeedPlugin.gradient_clipping", "TrainingArguments.max_grad_norm"),
+    *(
+        f"TrainingArguments.{name}"
+        for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+    ),
+    *(f"TrainingArguments.{name}" for name in ("optim", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")),
+)
+
 #: The same training without any strategy: the reference for losses, norms and learning rates.
 #: It trains on the batches of all ranks of the check's cell.
 REFERENCE_RUN = Run(
@@ -112,8 +135,11 @@ REFERENCE_RUN = Run(
     world_size=1,
     # With flat parameters a trainer may lose its groups.
     only=("model", "grad_accum", "frozen", "lora", "param_groups", "use_orig_params", "optimizer", "set"),
-    follows=("AdamW",),
+    follows=FOLLOWED,
 )
+
+#: The name of the reference that follows the other one of two settings which say different values of the same.
+OTHER_REFERENCE = "other_reference"
 
 #: The reference under autocast: how far rounding alone moves a training, for a model that is not built in.
 ROUNDED_RUN = dataclasses.replace(REFERENCE_RUN, name="rounded", actions=("build_model", *("rounded",) * STEPS))

@@ -90,6 +90,28 @@ def test_a_reference_that_cannot_be_computed_so_allows_no_more(sound: Sound, off
     assert "2.0e-03 allowed" in partly.findings("parity")[0]
 
 
+def contradicted(story: Story) -> Story:
+    """Return the story with a second reference, whose losses are twice those of the first."""
+    first = story.trace.run("reference")
+    snapshots = tuple(replace(one, loss=one.loss * 2 if one.loss else None) for one in first.snapshots)
+    runs = {**story.trace.runs, "other_reference": replace(first, name="other_reference", snapshots=snapshots)}
+    return replace(story, trace=replace(story.trace, runs=runs))
+
+
+def test_of_two_settings_that_contradict_each_other_either_may_win(sound: Sound) -> None:
+    story = sound("zero2-fp32-w2")
+    assert contradicted(story).findings("parity") == []
+    assert contradicted(scaled(story, "loss", 2)).findings("parity") == []
+
+
+def test_of_two_settings_that_contradict_each_other_not_both_may_win(sound: Sound) -> None:
+    mixed = scaled(sound("zero2-fp32-w2"), "loss", 2, nth=8)
+    assert mixed.findings("parity") != []
+    first, second = contradicted(mixed).findings("parity")
+    assert first.startswith("step 9: the loss is ")
+    assert second.startswith("against the other of two settings that contradict each other: step 1: the loss is ")
+
+
 def test_rounding_is_measured_for_models_that_are_not_ours(sound: Sound) -> None:
     class Own(Driver):
         """A trainer on a model of its own."""

@@ -183,6 +183,80 @@ def test_what_is_excluded_is_said_twice_with_the_drivers_value_or_not_at_all(mon
     ]
 
 
+CLIPPING = {"fields": ["*.clipping", "A.max_norm"], "twice": ["1.0", "0.5"], "reason": "one number"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        (("A.clipping=1.0", "A.max_norm=0.5"), ("A.clipping=1.0", "A.max_norm=0.5")),
+        (("A.clipping=auto", "A.clipping=1.0", "A.max_norm=0.5"), ("A.clipping=1.0", "A.max_norm=0.5")),
+        (("A.clipping=0.5", "A.max_norm=0.5"), ()),
+        (("A.clipping=auto", "A.max_norm=0.5"), ()),
+        (("A.clipping=1.0", "A.decay=0.5"), ()),
+        ((), ()),
+    ],
+)
+def test_settings_that_say_the_same_contradict_each_other(
+    settings: tuple[str, ...], found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "rules", lambda: [CLIPPING, CLIPPING | {"fields": ["A.decay"]}])
+    assert rules.contradiction(settings) == found
+
+
+def test_a_contradiction_has_a_reference_for_each_of_the_two_settings() -> None:
+    two = ("ds_config.gradient_clipping=1.0", "TrainingArguments.max_grad_norm=0.5")
+    cell = Cell.of("zero2", "fp32", model="mlp", set="+".join((*two, "TrainingArguments.weight_decay=0.5")))
+    runs = {run.name: run.cell(cell) for run in CHECKS.get("parity").runs(cell, DRIVERS.get("trainer")).runs}
+    assert runs["train"] == cell
+    assert runs["reference"].set == (two[0], "TrainingArguments.weight_decay=0.5")
+    assert runs["other_reference"].set == (two[1], "TrainingArguments.weight_decay=0.5")
+
+
+def test_what_is_excluded_keeps_the_reason_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    excluding = {"fields": ["A.flag"], "excluded": True, "reason": "it needs a GPU"}
+    later = {"fields": ["A.*"], "checks": ["resume"], "reason": "concerns checkpoints"}
+    monkeypatch.setattr(rules, "rules", lambda: [excluding, later])
+    assert rules.rule_of("A.flag")["reason"] == "it needs a GPU"
+    monkeypatch.setattr(rules, "rules", lambda: [excluding, later | {"excluded": False}])
+    assert rules.rule_of("A.flag")["reason"] == "concerns checkpoints"
+
+
+@pytest.mark.parametrize(
+    "name", ["loss_scale", "hysteresis", "loss_scale_window", "min_loss_scale", "initial_scale_power"]
+)
+def test_settings_of_float16_are_swept_in_float16(name: str) -> None:
+    setting = rules.ruled(Field(f"ds_config.fp16.{name}", "int", "1", ("0", "7"), ("zero2",), "fp32"))
+    assert (setting.state, setting.precision, setting.checks) == ("swept", "fp16_mixed", ("scaling",))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("TrainingArguments.local_rank", "launcher"),
+        ("ds_config.activation_checkpointing.profile", "deepspeed.checkpointing"),
+        ("ds_config.tensor_parallel.autotp_size", "option"),
+        ("Accelerator.megatron_lm_plugin", "does not give"),
+        ("ds_config.optimizer.legacy_fusion", "compiled"),
+        ("load_checkpoint.custom_load_fn", "callable"),
+    ],
+)
+def test_the_reason_of_an_exclusion_is_that_of_the_field(name: str, reason: str) -> None:
+    setting = rules.ruled(Field(name, "str", "null", (), ("zero2",), "fp32"))
+    assert setting.state == "excluded"
+    assert reason in setting.reason
+
+
+def test_schedules_and_torchs_optimizers_of_the_json_are_swept() -> None:
+    found = [rules.ruled(Field(f"ds_config.{part}.type", "str", "null", (), ("zero2",), "fp32")) for part in PARTS]
+    assert [one.state for one in found] == ["hinted", "hinted"]
+    assert all(any(value.startswith(name) for value in found[0].values) for name in ("WarmupLR", "OneCycle"))
+    assert any("torch_adam=true" in value for value in found[1].values)
+
+
+PARTS = ("scheduler", "optimizer")
+
+
 def test_a_variable_of_the_environment_stays_text() -> None:
     cell = Cell.of("fsdp2", "fp32", set="env.FSDP_VERSION=1+A.b=1")
     assert cell.settings("env") == {"FSDP_VERSION": "1"}
@@ -240,9 +314,20 @@ def test_accelerates_objects_are_made_under_some_strategies(setting: str, strate
     assert (reason is None) == there, reason
 
 
-def test_the_reference_follows_the_optimizers_settings_alone() -> None:
-    cell = Cell.of("ddp", "fp32", set="AdamW.eps=1.0+DistributedDataParallel.static_graph=true")
-    assert REFERENCE_RUN.cell(cell).set == ("AdamW.eps=1.0",)
+@pytest.mark.parametrize(
+    "followed",
+    [
+        "AdamW.eps=1.0",
+        "SGD.nesterov=true",
+        "ds_config.scheduler.params.gamma=0.5",
+        "TrainingArguments.max_grad_norm=0.5",
+    ],
+)
+def test_the_reference_follows_what_changes_the_training_and_nothing_else(followed: str) -> None:
+    cell = Cell.of("ddp", "fp32", set=f"{followed}+DistributedDataParallel.static_graph=true")
+    assert REFERENCE_RUN.cell(cell).set == (followed,)
+    other = Cell.of("ddp", "fp32", set="ds_config.gradient_clipping_of_another_kind=1+AdamWithout.eps=1.0")
+    assert REFERENCE_RUN.cell(other).set == ()
     assert REFERENCE_RUN.cell(Cell.of("ddp", "fp32", set="compile.fullgraph=true")) == Cell("ddp", "fp32", 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import MESH, Scenario
+from pytest_distcompat.scenario import MESH, OTHER_REFERENCE, Scenario
 from pytest_distcompat.trace import CollectiveInfo, Snapshot, Trace, UnwrappedInfo
 
 Claim = Callable[[Cell, Trace], Iterable[str]]
@@ -93,8 +94,17 @@ class Check:
         return inspect.getdoc(self.claim) or ""
 
     def findings(self, cell: Cell, trace: Trace) -> list[str]:
-        """Return the findings, each once; empty if the claim holds."""
-        return list(dict.fromkeys(self.claim(cell, trace)))
+        """Return the findings, each once; empty if the claim holds.
+
+        Where two settings contradict each other it is to hold against the reference that follows the one or the other.
+        """
+        found = list(dict.fromkeys(self.claim(cell, trace)))
+        if not found or (other := trace.runs.get(OTHER_REFERENCE)) is None:
+            return found
+        runs = {**trace.runs, "reference": other}
+        against = dict.fromkeys(self.claim(cell, dataclasses.replace(trace, runs=runs)))
+        second = [f"against the other of two settings that contradict each other: {one}" for one in against]
+        return [*found, *second] if second else []
 
     def __call__(self, cell: Cell, trace: Trace) -> Iterator[str]:
         """Call the claim and return its findings as they come."""

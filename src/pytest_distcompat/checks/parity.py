@@ -13,6 +13,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
+from pytest_distcompat.settings.rules import contradiction
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace, shard_groups, together
 
 #: A trainer may deviate by so many times what rounding does to the reference, or what the table allows: it rounds in other
@@ -34,9 +35,12 @@ def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def reference_runs(cell: Cell, driver: type[Driver]) -> Scenario:
-    """Return the runs; for a model of the driver's own one more measures rounding, which is known for built-in ones."""
+    """Return the runs; for a model of the driver's own one more measures rounding, which is known for built-in ones.
+
+    Of two settings that contradict each other either may win, so that there is a reference for each.
+    """
     own = "model" not in driver.options and PRECISIONS.get(cell.precision).compute != "float32"
-    return ROUNDED_PARITY if own else PARITY
+    return (ROUNDED_PARITY if own else PARITY).following(*contradiction(cell.set))
 
 
 @check(scenario=reference_runs, until=_WHOLE, order=5, not_applicable=has_reference)

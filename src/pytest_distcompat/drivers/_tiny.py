@@ -56,8 +56,18 @@ class TinyDriver(Driver):
             type(self).blocks or self.tiny.blocks or (self.tiny.find_blocks() if self.tiny.find_blocks else ())
         )
         self.accumulate = int(cell.option("grad_accum"))
+        self.max_norm = self.said(
+            MAX_NORM,
+            *("TrainingArguments.max_grad_norm", "DeepSpeedPlugin.gradient_clipping", "ds_config.gradient_clipping"),
+        )
         if cell.option("ignored_modules"):
             self.ignored_modules = (self.tiny.ignored_module,)
+
+    def said(self, default: Any, *places: str) -> Any:
+        """Return what the cell's settings say in the first of these places, by which the reference follows; else the default."""
+        names = (place.partition(".") for place in places)
+        values = (self.cell.settings(name).get(field, "auto") for name, _, field in names)
+        return next((value for value in values if value != "auto"), default)
 
     @property
     def wrap_spec(self) -> WrapSpec:
@@ -203,15 +213,20 @@ class TinyDriver(Driver):
 
         groups = self.groups(model)
         if name == "sgd":
-            return optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9, weight_decay=DECAY)
+            return self.make_one(optim.SGD, groups, momentum=0.9)
         if name == "adafactor":
-            return optim.Adafactor(groups, lr=LEARNING_RATE, weight_decay=DECAY)
+            return self.make_one(optim.Adafactor, groups)
         if name == "adam8bit":
             from torchao.optim import AdamW8bit
 
             self.compile_nothing()
-            return AdamW8bit(groups, lr=LEARNING_RATE, weight_decay=DECAY)
+            return self.make_one(AdamW8bit, groups)
         return self.muon_and_adamw(groups)
+
+    def make_one(self, kind: Any, groups: Any, **given: Any) -> Any:
+        """Return an optimizer of that class, with the driver's rate and decay and what the cell sets of its arguments."""
+        settings = {"lr": LEARNING_RATE, "weight_decay": DECAY, **given}
+        return kind(groups, **self.cell.with_settings(kind.__name__, settings))
 
     def compile_nothing(self) -> None:
         """Have torchao's optimizer run uncompiled on the CPU, where its first step would compile for minutes."""
@@ -231,7 +246,7 @@ class TinyDriver(Driver):
         ]
         # DeepSpeed removes empty groups.
         matrices, rest = ([group for group in groups if group["params"]] for groups in split)
-        return [Muon(matrices, lr=LEARNING_RATE, weight_decay=DECAY), self.make_adamw(rest)]
+        return [self.make_one(Muon, matrices), self.make_adamw(rest)]
 
     def make_adamw(self, groups: Any) -> torch.optim.Optimizer:
         """Return AdamW; option ``param_groups`` exempts biases and norms from weight decay."""
@@ -240,11 +255,10 @@ class TinyDriver(Driver):
 
         # FSDP1's gradient scaler does not support a fused optimizer: https://github.com/pytorch/pytorch/issues/140514
         fused = self.fused and not (self.cell.strategy == "fsdp1" and self.precision.scaled)
-        settings: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": DECAY, "fused": fused}
-        if self.cell.tp * self.cell.ep > 1:
-            # Parameters on different meshes cannot be updated in one operation.
-            settings |= {"fused": False, "foreach": False}
-        return AdamW(groups, **self.cell.with_settings("AdamW", settings))
+        # Parameters on different meshes cannot be updated in one operation.
+        one_by_one = {"fused": False, "foreach": False} if self.cell.tp * self.cell.ep > 1 else {}
+        made: torch.optim.Optimizer = self.make_one(AdamW, groups, **{"fused": fused} | one_by_one)
+        return made
 
     def groups(self, model: Module) -> Any:
         """Return what the optimizer is made of: parameters, or param groups."""
@@ -409,7 +423,7 @@ class TinyDriver(Driver):
             loss = self.tiny.loss(model, batch) * weight / divisor
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
-        self.grad_norm = float(clip_grad_norm_(model.parameters(), MAX_NORM))
+        self.grad_norm = float(clip_grad_norm_(model.parameters(), self.max_norm or math.inf))
         for one in (*listed(self.optimizer), *listed(self.scheduler)):
             one.step()
         return total

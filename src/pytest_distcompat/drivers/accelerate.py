@@ -230,6 +230,10 @@ class AccelerateDriver(TinyDriver):
         Source("", "accelerate.utils.dataclasses.KwargsHandler", ("ddp", "fsdp2"), "subclasses"),
         Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero2",), "keys"),
         Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp2", "zero2")),
+        Source("SGD", "torch.optim.SGD", ("ddp", "fsdp2", "zero2")),
+        Source("Adafactor", "torch.optim.Adafactor", ("ddp", "fsdp2")),
+        Source("Muon", "torch.optim.Muon", ("ddp", "fsdp2")),
+        Source("AdamW8bit", "torchao.optim.AdamW8bit", ("ddp", "fsdp2")),
         Source("Accelerator", "accelerate.Accelerator", ("ddp", "zero2"), "environment"),
         Source(
             "FullyShardedDataParallelPlugin", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"

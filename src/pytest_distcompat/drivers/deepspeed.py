@@ -222,9 +222,14 @@ class DeepSpeedDriver(TinyDriver):
             deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)
         if self.cell.ep > 1:
             _expert.spread_by_deepspeed(self.raw, self.cell.ep, self.world.rank)
-        optimizer = self.make_optimizer(self.raw)
-        arguments = {"model": self.raw, "optimizer": optimizer, "config": config}
-        arguments["lr_scheduler"] = self.make_scheduler(optimizer)
+        arguments: dict[str, Any] = {"model": self.raw, "config": config}
+        if "optimizer" in config:
+            arguments["model_parameters"] = self.groups(self.raw)
+        else:
+            arguments["optimizer"] = self.make_optimizer(self.raw)
+        if "scheduler" not in config:
+            made = arguments.get("optimizer")
+            arguments["lr_scheduler"] = self.make_scheduler(made) if made else self.make_scheduler
         if self.cell.cp > 1:
             from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -232,12 +237,36 @@ class DeepSpeedDriver(TinyDriver):
             arguments["mpu"] = UlyssesSPAttentionHF.register_with_transformers(
                 self.raw, "sdpa", self.cell.cp, rows, disable_in_eval=True
             )
-        made = deepspeed.initialize(**self.cell.with_settings("initialize", arguments))
-        self.model, self.optimizer, _, self.scheduler = made
+        parts = deepspeed.initialize(**self.cell.with_settings("initialize", arguments))
+        self.model, self.optimizer, _, self.scheduler = parts
         mode = self.cell.option("compile")
         if mode:
             self.model.compile(backend="inductor" if mode is True else str(mode))
         self.seed_rank()
+
+    def make_optimizer(self, model: Module) -> Any:
+        """Return the optimizer, for the reference that which the JSON names: one of torch."""
+        if not (named := self._named("optimizer")):
+            return super().make_optimizer(model)
+        from torch import optim
+
+        named["params"].pop("torch_adam", None)
+        return getattr(optim, named["type"])(self.groups(model), **named["params"])
+
+    def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
+        """Return the scheduler, for the reference that which the JSON names: one of DeepSpeed or torch."""
+        if not (named := self._named("scheduler")):
+            return super().make_scheduler(optimizer, every)
+        from deepspeed.runtime import lr_schedules
+        from torch.optim import lr_scheduler
+
+        kind: Any = getattr(lr_schedules, named["type"], None) or getattr(lr_scheduler, named["type"])
+        return kind(optimizer, **named["params"])
+
+    def _named(self, part: str) -> dict[str, Any]:
+        """Return what the cell's settings put into that part of the JSON, with its parameters."""
+        found: dict[str, Any] = self.cell.with_settings("ds_config", {}).get(part, {})
+        return found
 
     def groups(self, model: Module) -> Any:
         """Return what the optimizer is made of; experts are in groups of their own, which the engine demands."""
@@ -252,9 +281,11 @@ class DeepSpeedDriver(TinyDriver):
         """Run forward and backward of each micro-batch; the engine scales, reduces, clips and steps the scheduler."""
         self.model.train()
         total = 0.0
+        managed = self.cell.settings("ds_config").get("managed_gradient_accumulation", True)
         for batch, last in self.batches(number):
-            # An epoch's last step has fewer micro-batches than the JSON says.
-            self.model.set_gradient_accumulation_boundary(last)
+            if managed:
+                # An epoch's last step has fewer micro-batches than the JSON says.
+                self.model.set_gradient_accumulation_boundary(last)
             loss = self.micro_loss(batch)
             self.model.backward(loss / self.backward_divisor)
             total += float(loss.detach()) / self.accumulate

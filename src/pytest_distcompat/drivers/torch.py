@@ -230,6 +230,10 @@ class TorchDriver(TinyDriver):
         ),
         Source("compile", "torch.compile", ("ddp", "fsdp2")),
         Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp1", "fsdp2")),
+        Source("SGD", "torch.optim.SGD", ("ddp", "fsdp1", "fsdp2")),
+        Source("Adafactor", "torch.optim.Adafactor", ("ddp", "fsdp2")),
+        Source("Muon", "torch.optim.Muon", ("ddp", "fsdp2")),
+        Source("AdamW8bit", "torchao.optim.AdamW8bit", ("ddp", "fsdp2")),
     )
     libraries: ClassVar[tuple[str, ...]] = ("torch",)
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
@@ -21,6 +22,7 @@ from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_callback
 from pytest_distcompat.models import TinyModel, model_of
+from pytest_distcompat.scenario import STEPS
 from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES, _fsdp
 from pytest_distcompat.strategies._base import MAX_NORM
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
 #: The only decaying schedule that does not depend on how many steps are left. Before transformers 5 the time scale is not
 #: passed on, and the rate hardly changes.
 SCHEDULE: dict[str, Any] = {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 10}}
+
+
+#: Trainer's names of optimizers of torch that need no arguments -> torch's.
+TORCH_OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
 
 
 class TrainerCalls(Calls):
@@ -209,22 +215,29 @@ class TrainerDriver(TinyDriver):
     def groups(self, model: Module) -> Any:
         """Return Trainer's own two param groups for the reference: norms and biases without weight decay."""
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        decay = self.said(DECAY, "TrainingArguments.weight_decay", "ds_config.optimizer.params.weight_decay")
         if not self.cell.option("use_orig_params"):
             # A flat parameter belongs to one group as a whole: https://docs.pytorch.org/docs/stable/fsdp.html (use_orig_params).
-            return [{"params": [p for _, p in trained], "weight_decay": DECAY}]
+            return [{"params": [p for _, p in trained], "weight_decay": decay}]
         undecayed = {name for name, _ in trained if "bias" in name or "norm" in name}
         return [
-            {"params": [p for name, p in trained if name not in undecayed], "weight_decay": DECAY},
+            {"params": [p for name, p in trained if name not in undecayed], "weight_decay": decay},
             {"params": [p for name, p in trained if name in undecayed], "weight_decay": 0.0},
         ]
 
-    def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:
+    def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:  # noqa: ARG002 - Trainer's is of steps
         """Return the schedule of ``arguments`` for the reference, made as Trainer makes it."""
         from transformers import get_scheduler
 
-        name, parameters = SCHEDULE["lr_scheduler_type"], SCHEDULE["lr_scheduler_kwargs"]
+        chosen = SCHEDULE | self.cell.settings("TrainingArguments")
+        # A fraction is one of all steps.
+        warmup = chosen.get("warmup_steps", 0)
         return get_scheduler(
-            name, optimizer, num_warmup_steps=0, num_training_steps=every, scheduler_specific_kwargs=parameters
+            chosen["lr_scheduler_type"],
+            optimizer,
+            num_warmup_steps=math.ceil(warmup * STEPS) if warmup < 1 else int(warmup),
+            num_training_steps=STEPS,
+            scheduler_specific_kwargs=chosen["lr_scheduler_kwargs"],
         )
 
     def arguments(self, plan: Plan) -> dict[str, Any]:
@@ -378,9 +391,24 @@ class TrainerDriver(TinyDriver):
 
     def make_optimizer(self, model: Module) -> Any:
         """Return the reference's optimizer, made as Trainer makes it."""
-        if not (chosen := self.optimizer_class()):
+        if chosen := self.optimizer_class():
+            return chosen[0](self.groups(model), **chosen[1])
+        if (name := TORCH_OPTIMIZERS.get(self.said("", "TrainingArguments.optim"))) is None:
             return super().make_optimizer(model)
-        return chosen[0](self.groups(model), **chosen[1])
+        from torch import optim
+
+        return self.make_one(getattr(optim, name), self.groups(model))
+
+    def make_one(self, kind: Any, groups: Any, **given: Any) -> Any:
+        """Return the reference's optimizer, with the numbers that TrainingArguments or DeepSpeed's JSON say."""
+        numbers = {"lr": self.said(LEARNING_RATE, "TrainingArguments.learning_rate", "ds_config.optimizer.params.lr")}
+        if kind.__name__.startswith("AdamW"):
+            decays = {"beta1": 0.9, "beta2": 0.999}
+            numbers["betas"] = tuple(
+                self.said(value, f"TrainingArguments.adam_{name}") for name, value in decays.items()
+            )
+            numbers["eps"] = self.said(1e-8, "TrainingArguments.adam_epsilon", "ds_config.optimizer.params.eps")
+        return super().make_one(kind, groups, **given, **numbers)
 
     def collator(self, **settings: Any) -> Callable[[list[dict[str, torch.Tensor]]], Any]:
         """Return what joins rows into one: https://huggingface.co/blog/packing-with-FA2. The reference is fed the rows."""

@@ -16,6 +16,7 @@ from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report, facets
 from pytest_distcompat.report.markdown import headline
 from pytest_distcompat.report.result import by_reason, check_order, not_applicable_reasons, tables
+from pytest_distcompat.report.settings import settings_tables
 from pytest_distcompat.report.text import counts_text, follows
 from pytest_distcompat.report.trend import KINDS, Trend, changes
 from pytest_distcompat.status import Status, Verdict
@@ -51,6 +52,7 @@ def html(report: Report) -> str:
         interrupted=report.interrupted,
         unreached=len(report.unreached),
         suites=tables(report.results),
+        settings=settings_tables(report.results),
         overview=_overview(report.results),
         # Where a tile leads without the script, to the first verdict of its driver and strategy.
         anchors={place(first): anchor for anchor, first in firsts.items()},

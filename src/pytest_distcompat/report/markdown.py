@@ -10,6 +10,7 @@ from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row, Table, not_applicable_reasons, tables
+from pytest_distcompat.report.settings import settings_tables
 from pytest_distcompat.report.text import HEADLINE, counts_text, cut, follows
 
 #: The longest chat message, in characters (Slack cuts at 3000: https://docs.slack.dev/reference/block-kit/blocks/section-block).
@@ -23,7 +24,7 @@ _SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<!\w)_|_(?!\w)|^[#+=-])")
 
 
 def markdown(report: Report) -> str:
-    """Return the page: failures by cause, matrices, checks that are not applicable, costs of cells."""
+    """Return the page: failures by cause, settings, matrices, checks that are not applicable, costs of cells."""
     return "\n".join(_page(report)) + "\n"
 
 
@@ -69,8 +70,10 @@ def _page(report: Report) -> Iterator[str]:
     if session.get("baseline"):
         yield from ("", "## Since the baseline", "", *(f"- {escape(line)}" for line in session["baseline"]["text"]))
     yield from _causes(causes(report.results))
+    for table in settings_tables(report.results):
+        yield from _suite(table, f"Settings of {table.title}")
     for table in tables(report.results):
-        yield from _suite(table)
+        yield from _suite(table, table.title)
     yield from _not_applicable(report.rows)
     yield from _cost(report.rows)
 
@@ -89,8 +92,8 @@ def _causes(found: list[Cause]) -> Iterator[str]:
         yield f"\n{unshown(len(found) - CAUSES)}"
 
 
-def _suite(table: Table) -> Iterator[str]:
-    yield from ("", f"## {escape(table.title)}", "")
+def _suite(table: Table, title: str) -> Iterator[str]:
+    yield from ("", f"## {escape(title)}", "")
     yield f"| {' | '.join(('', *map(escape, table.checks)))} |"
     yield "|" + " --- |" * (len(table.checks) + 1)
     for cell in table.cells:

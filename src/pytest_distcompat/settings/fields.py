@@ -27,7 +27,7 @@ _VALUES: Mapping[type, tuple[Any, ...]] = {type(None): (None,), bool: (True, Fal
 #: A key that no config model has, so that the model's error names the model.
 _UNKNOWN_KEY = "distcompat_unknown"
 #: Libraries that a driver may do without.
-_OPTIONAL = ("accelerate", "deepspeed", "transformers")
+_OPTIONAL = ("accelerate", "deepspeed", "torchao", "transformers")
 #: Names of limits, in ``operator`` and in pydantic's metadata.
 _LIMITS = ("ge", "gt", "le", "lt")
 

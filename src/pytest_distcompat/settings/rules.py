@@ -78,7 +78,9 @@ def rule_of(name: str) -> dict[str, Any]:
     rule: dict[str, Any] = {}
     for one in rules():
         if any(fnmatchcase(name, pattern) for pattern in one["fields"]):
-            rule = {**rule, **one}
+            # What excludes a field is why it is excluded, whatever later rules say about others like it.
+            reason = {"reason": rule["reason"]} if rule.get("excluded") and "excluded" not in one else {}
+            rule = {**rule, **one, **reason}
     return rule
 
 
@@ -88,6 +90,16 @@ def meant_to_fail(setting: str) -> list[str]:
     rule = rule_of(name)
     own = value in {_AUTO, *rule.get("twice", ())[:1]} and "twice" in rule
     return [] if own else list(rule.get("without", ()))
+
+
+def contradiction(settings: Iterable[str]) -> tuple[str, ...]:
+    """Return the settings that say different values of the same; the fields of one rule with ``twice`` say the same."""
+    said = {one.partition("=")[0]: one for one in settings if not one.endswith(f"={_AUTO}")}
+    for patterns in (rule["fields"] for rule in rules() if "twice" in rule):
+        found = [one for name, one in said.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if len({one.partition("=")[2] for one in found}) > 1:
+            return tuple(found)
+    return ()
 
 
 def _twice(found: Field, values: Iterable[str], known: Collection[str]) -> tuple[str, ...]:

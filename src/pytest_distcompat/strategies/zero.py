@@ -80,6 +80,8 @@ def _accelerate(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) ->
     settings = config(stage, precision, cell)
     # accelerate fills in the Accelerator's own count, as its documentation says.
     settings["gradient_accumulation_steps"] = "auto"
+    if "gradient_clipping" in cell.settings("DeepSpeedPlugin"):
+        settings["gradient_clipping"] = "auto"
     settings = cell.with_settings("ds_config", settings)
     plugin = DeepSpeedPlugin(**cell.with_settings("DeepSpeedPlugin", {"hf_ds_config": settings}))
     return {"deepspeed_plugin": plugin, **_sequence_parallel(cell)}

@@ -1,0 +1,111 @@
+"""What changes a training on purpose changes the reference of the built-in drivers too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.world import World
+
+torch = pytest.importorskip("torch")
+
+
+def driver(name: str, settings: str = "", **options: Any) -> Any:
+    options |= {"set": settings} if settings else {}
+    return DRIVERS.get(name)(Cell.of("ddp", "fp32", model="mlp", **options), World(0, 1, 0, "cpu"))
+
+
+def made(name: str, settings: str = "", **options: Any) -> Any:
+    return driver(name, settings, **options).make_optimizer(torch.nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("name", ["torch", "accelerate"])
+def test_the_arguments_of_each_optimizer_that_a_cell_can_ask_for_are_settings(name: str) -> None:
+    kinds = {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon", "adam8bit": "AdamW8bit"}
+    kind: Any = DRIVERS.get(name)
+    assert {kinds[one] for one in kind.optimizers} <= {source.name for source in kind.sources}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "argument", "value"),
+    [
+        ("sgd", "SGD.nesterov=true", "nesterov", True),
+        ("sgd", "SGD.momentum=0.5", "momentum", 0.5),
+        ("adafactor", "Adafactor.d=2.0", "d", 2.0),
+        ("adamw", "AdamW.amsgrad=true", "amsgrad", True),
+        ("muon", "Muon.ns_steps=2", "ns_steps", 2),
+    ],
+)
+def test_an_optimizer_gets_its_settings(optimizer: str, settings: str, argument: str, value: object) -> None:
+    found = made("torch", settings, optimizer=optimizer)
+    one = found[0] if isinstance(found, list) else found
+    assert one.defaults[argument] == value
+    # The driver's own arguments stay.
+    assert one.defaults["lr"] == 3e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("TrainingArguments.learning_rate=0.001", {"lr": 0.001}),
+        ("ds_config.optimizer.params.lr=auto+TrainingArguments.learning_rate=0.001", {"lr": 0.001}),
+        ("TrainingArguments.adam_beta1=0.5", {"betas": (0.5, 0.999)}),
+        ("TrainingArguments.adam_epsilon=0.5", {"eps": 0.5}),
+        ("TrainingArguments.weight_decay=0.5", {"weight_decay": 0.5}),
+    ],
+)
+def test_the_reference_of_trainer_follows_its_numbers(settings: str, expected: dict[str, object]) -> None:
+    usual, found = made("trainer").param_groups[0], made("trainer", settings).param_groups[0]
+    assert {key: value for key, value in found.items() if key != "params" and value != usual[key]} == expected
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sgd", "SGD"), ("rmsprop", "RMSprop"), ("adamw_torch_fused", "AdamW")])
+def test_the_reference_of_trainer_has_the_optimizer_that_is_named(name: str, kind: str) -> None:
+    assert type(made("trainer", f"TrainingArguments.optim={name}")).__name__ == kind
+
+
+def test_the_reference_of_trainer_follows_the_schedule() -> None:
+    pytest.importorskip("transformers")
+    settings = "TrainingArguments.lr_scheduler_type=linear+TrainingArguments.lr_scheduler_kwargs=null"
+    trainer = driver("trainer", f"{settings}+TrainingArguments.warmup_steps=0.5")
+    optimizer = trainer.make_optimizer(torch.nn.Linear(4, 4))
+    scheduler, rates = trainer.make_scheduler(optimizer), []
+    for _ in range(20):
+        rates.append(optimizer.param_groups[0]["lr"] / 3e-3)
+        optimizer.step()
+        scheduler.step()
+    # Half of the 20 steps warm up, the others decay.
+    assert rates[::5] == pytest.approx([0.0, 0.5, 1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "norm"),
+    [
+        ("deepspeed", "ds_config.gradient_clipping=0.5", 0.5),
+        ("accelerate", "DeepSpeedPlugin.gradient_clipping=0.5", 0.5),
+        ("trainer", "TrainingArguments.max_grad_norm=0.0", 0.0),
+        ("trainer", "ds_config.gradient_clipping=auto", 1.0),
+    ],
+)
+def test_the_reference_clips_to_what_is_set(name: str, settings: str, norm: float) -> None:
+    trainer = driver(name, settings)
+    model = trainer.tiny.make()
+    trainer.reference(model, 0, 1)
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    clipped = torch.nn.utils.get_total_norm(gradients)
+    assert float(clipped) == pytest.approx(min(trainer.grad_norm, norm or trainer.grad_norm), rel=1e-4)
+
+
+def test_the_reference_of_deepspeed_has_the_optimizer_and_schedule_of_the_json() -> None:
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    momentum = "ds_config.optimizer.type=SGD+ds_config.optimizer.params.lr=0.5+ds_config.optimizer.params.momentum=0.9"
+    engine = driver("deepspeed", f"{momentum}+ds_config.scheduler.type=OneCycle+{ONE_CYCLE}")
+    optimizer = engine.make_optimizer(torch.nn.Linear(4, 4))
+    assert (type(optimizer), optimizer.defaults["momentum"]) == (torch.optim.SGD, 0.9)
+    assert isinstance(engine.make_scheduler(optimizer), schedules.OneCycle)
+
+
+ONE_CYCLE = "ds_config.scheduler.params.cycle_min_lr=0.001+ds_config.scheduler.params.cycle_max_lr=0.003"
