@@ -53,7 +53,7 @@ OPTIONS: dict[str, Option] = {
             # Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
             (
                 *(("llama", "llama_tied", "mlp") if version_of("transformers") else ("mlp", "llama", "llama_tied")),
-                *("twice", "odd", "scalar", "transposed", "wrapper_names", "branch"),
+                *("twice", "odd", "scalar", "transposed", "branch", "wrapper_names"),
                 *("dropout", "batchnorm", "syncbatchnorm"),
                 *("moe", "moe_fused", "moe_deepspeed", "wide"),
             ),
