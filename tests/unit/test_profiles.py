@@ -131,6 +131,8 @@ def composed(cell: Cell) -> bool:
         ("fsdp2-fp32-w4-activation_checkpointing-tp_2-sp", True),
         ("ddp-fp32-w4-grad_accum_2-pp_2", True),
         ("fsdp2-fp32-w4-model_llama_dropout-tp_2-sp", True),
+        # The llama has heads for two ranks.
+        ("fsdp2-fp32-w4-model_mlp-tp_4", True),
         # DDP takes no DTensors, which the cell with that axis alone says.
         ("ddp-fp32-w4-tp_2-pp_2", False),
     ],
