@@ -24,7 +24,20 @@ if TYPE_CHECKING:
 #: Name of the attention among those of transformers.
 ATTENTION = "distcompat_context_parallel"
 #: Options that were tried beside context parallelism.
-BESIDE = frozenset({"model", "tp", "cp", "state_dict", "activation_checkpointing", "param_groups", "set"})
+BESIDE = frozenset(
+    {
+        "model",
+        "dp_replicate",
+        "tp",
+        "cp",
+        "state_dict",
+        "activation_checkpointing",
+        "grad_accum",
+        "compile",
+        "param_groups",
+        "set",
+    }
+)
 
 #: Options that were tried beside DeepSpeed's Ulysses.
 BESIDE_ULYSSES = frozenset({"model", "cp", "set"})
