@@ -53,9 +53,8 @@ OPTIONS: dict[str, Option] = {
             # Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
             (
                 *(("llama", "llama_tied", "mlp") if version_of("transformers") else ("mlp", "llama", "llama_tied")),
-                *("twice", "odd", "scalar", "transposed", "branch", "wrapper_names"),
-                *("dropout", "batchnorm", "syncbatchnorm"),
-                *("moe", "moe_fused", "moe_deepspeed", "wide"),
+                *("twice", "odd", "scalar", "transposed", "branch", "dropout", "wrapper_names", "llama_dropout"),
+                *("batchnorm", "syncbatchnorm", "moe", "moe_fused", "moe_deepspeed", "wide"),
             ),
             "which tiny model the built-in drivers train; `hf:MODEL_TYPE` is an architecture of transformers",
             pattern=r"hf:\w+",

@@ -35,6 +35,7 @@ BESIDE_AXES: tuple[tuple[str, OptionValue], ...] = (
     ("compile", "regional"),
     ("activation_checkpointing", True),
     ("grad_accum", 2),
+    ("model", "llama_dropout"),
 )
 
 #: Options of how a model is made, stored and sharded; the others concern training. A cell of ``pairwise`` has one of each kind.
@@ -202,7 +203,7 @@ def _cell(driver: type[Driver], strategy: str, precision: str, world_size: int, 
 def _composed(
     driver: type[Driver], claimed: Iterable[tuple[str, str]], world_size: int, supported: Callable[[Cell], bool]
 ) -> Iterator[Cell]:
-    """Yield every two axes of the mesh beside each other, and each beside what changes the computation of its layers.
+    """Yield every two axes of the mesh beside each other, and each beside what changes what its layers compute.
 
     Where one of the two cannot run by itself, the reason is that of its own cell.
     """

@@ -72,8 +72,8 @@ class TestTorch(CompatSuite):
             Matrix(("fsdp1",), ("fp32",), options=({"state_dict": "full"}, {"use_orig_params": False})),
             Matrix(("fsdp1", "fsdp2"), ("fp32",), world_sizes=(4,), options=({"dp_replicate": 2, "model": "mlp"},)),
             Matrix(("fsdp2",), ("fp32",), world_sizes=(4,), options=({"tp": 2},)),
+            Matrix(("fsdp2",), ("fp32",), world_sizes=(2,), options=({"pp": 2}, {"model": "dropout", "tp": 2})),
             Matrix(("fsdp2",), ("fp32",), world_sizes=(2,), options=({"cp": 2}, {"model": "moe_fused", "ep": 2})),
-            Matrix(("fsdp2",), ("fp32",), world_sizes=(2,), options=({"pp": 2},)),
             Matrix(("ddp",), ("fp32",), options=({"grad_accum": 2},)),
         ),
     )

@@ -11,6 +11,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.trace import DropoutInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
@@ -68,6 +69,59 @@ def test_peers_of_tensor_parallelism_draw_alike(sound: Sound) -> None:
     assert story.findings("randomness") == []
     assert story.snapshot("step", {"rng": "1 of rank 0"}, run="train", nth=1, rank=2).findings("randomness") == [
         "ranks 0 and 2 draw the same random numbers in step 2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cell", "held"),
+    [
+        ("fsdp2-fp32-w4-cp_2", "parts of the same sequences (cp 2)"),
+        ("fsdp2-fp32-w4-pp_4-pp_schedule_GPipe", "stages of the same pipeline (pp 4)"),
+    ],
+)
+def test_ranks_that_are_fed_the_same_rows_draw_others(sound: Sound, cell: str, held: str) -> None:
+    story = own(sound(cell))
+    assert story.findings("randomness") == []
+    assert story.snapshot("step", {"rng": "2 of rank 0"}, nth=2, rank=1).findings("randomness") == [
+        f"ranks 0 and 1 draw the same random numbers in step 3; expected others, as they hold {held}"
+    ]
+
+
+def dropped(story: Story, rank: int, *pairs: tuple[str, str]) -> Story:
+    """Alter what a rank drops in the second step: by what it is given, and where."""
+    infos = tuple(DropoutInfo("drop", *pair) for pair in pairs)
+    return story.snapshot("step", {"dropouts": infos}, nth=1, rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("of_peer", "finding"),
+    [
+        ((("x", "here"), ("y", "there")), ""),
+        # Of parts of the sequence, or of other activations from there on.
+        ((("x of its own", "elsewhere"), ("y of its own", "anywhere")), ""),
+        (
+            (("x", "elsewhere"), ("y of its own", "anywhere")),
+            "ranks 0 and 1 drop others of the same activations in step 2 (drop); expected the same (tp 2)",
+        ),
+        (
+            (("x of its own", "here"), ("y", "there")),
+            "ranks 0 and 1 drop the same of different activations in step 2 (drop); expected others (tp 2)",
+        ),
+    ],
+)
+def test_peers_of_tensor_parallelism_drop_the_same_of_the_same(
+    sound: Sound, of_peer: tuple[tuple[str, str], ...], finding: str
+) -> None:
+    story = dropped(own(sound("fsdp2-fp32-w4-tp_2")), 0, ("x", "here"), ("y", "there"))
+    assert dropped(story, 1, *of_peer).findings("randomness") == [finding] * bool(finding)
+
+
+def test_micro_batches_of_a_rank_drop_others(sound: Sound) -> None:
+    story = own(sound("fsdp2-fp32-w4"))
+    # Blocks that are computed again drop what they dropped before.
+    assert dropped(story, 1, ("x", "here"), ("y", "there"), ("x", "here")).findings("randomness") == []
+    assert dropped(story, 1, ("x", "here"), ("y", "here")).findings("randomness") == [
+        "rank 1 drops the same of different activations in step 2 (drop)"
     ]
 
 

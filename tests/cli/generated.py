@@ -26,6 +26,7 @@ from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.known import KnownIssue, shipped
 from pytest_distcompat.models import BLANK
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.profiles import AXES, BESIDE_AXES
 from pytest_distcompat.strategies import STRATEGIES, Dtypes
 from pytest_distcompat.trace import Loader
 
@@ -228,29 +229,40 @@ def left_blank() -> str:
     return table(("no tiny model of", "why not"), ([code(names), reason] for reason, names in found.items()))
 
 
-def beside_tp() -> str:
-    """What no built-in driver has beside tensor parallelism, of what some driver has without, and why."""
-    axes = [("fsdp2", name, dict[str, OptionValue]()) for name in PRECISIONS.names()]
-    axes += [(name, "fp32", {}) for name in STRATEGIES.names()]
-    axes += [
-        # Of the built-in models one alone has experts that can be spread.
-        ("fsdp2", "bf16_mixed", {one.name: value} | ({"model": "moe_fused"} if one.name == "ep" else {}))
-        for one in OPTIONS.values()
-        for value in one.values[1:]
-        # A schedule is for stages.
-        if one.name not in {"model", "pp_schedule"}
-    ]
-    able = [driver for driver in DRIVERS.by_name.values() if "tp" in driver.options]
-    found: dict[str, list[str]] = {}
-    for strategy, precision, options in axes:
-        cells = Cell.of(strategy, precision, 8, **options), Cell.of(strategy, precision, 8, **{"tp": 2, **options})
-        both = [[driver.unsupported_reason(cell, "cuda") for cell in cells] for driver in able]
-        reasons = [reason for alone, reason in both if not alone]
-        if reasons and all(reasons):
-            # The name of an option stands beside its reason.
-            reason = re.sub(r" with option '(?!tp')\w+'| in \w+$", "", str(reasons[0]))
-            found.setdefault(reason, []).append(strategy if strategy != "fsdp2" else next(iter(options), precision))
-    return table(("beside `tp`", "why not"), ([code(names), reason] for reason, names in found.items() if names))
+def beside_axes() -> str:
+    """What no built-in driver has beside each axis of a mesh, of what some driver has without."""
+
+    def able(strategy: str, precision: str, *chosen: tuple[str, OptionValue]) -> bool:
+        options: dict[str, OptionValue] = dict(chosen)
+        for driver in DRIVERS.by_name.values():
+            tokens = [OPTIONS[name].token(value) for name, value in chosen]
+            wanted = {
+                name: value
+                for token in (*options, *tokens, "+".join(options))
+                for name, value in driver.needs_options.get(token, {}).items()
+            }
+            if options.get("ep"):
+                wanted = {"model": "moe_deepspeed" if strategy.startswith("zero") else "moe_fused", **wanted}
+            if options.get("sp"):
+                wanted = {"tp": 2, **wanted}
+            cell = Cell.of(strategy, precision, 8, **{**wanted, **options})
+            if not driver.unsupported_reason(cell, "cuda"):
+                return True
+        return False
+
+    def row(axis: str) -> list[str]:
+        here = (axis, OPTIONS[axis].values[1])
+        strategies = [name for name in STRATEGIES.names() if not able(name, "fp32", here)]
+        others = [one for one in STRATEGIES.names() if one not in strategies]
+        precisions = [name for name in PRECISIONS.names() if not any(able(one, name, here) for one in others)]
+        beside = [
+            name
+            for name, value in [*((name, OPTIONS[name].values[1]) for name in AXES), *BESIDE_AXES]
+            if name not in {axis, "model"} and not any(able(one, "fp32", here, (name, value)) for one in others)
+        ]
+        return [f"`{axis}`", code(strategies), code(precisions), code(beside)]
+
+    return table(("axis", "strategies", "precisions", "axes and options"), map(row, AXES))
 
 
 #: Actions that a driver need not have.
@@ -344,7 +356,7 @@ MADE: Mapping[str, Callable[[], str]] = {
     "options": cell_options,
     "actions": actions,
     "driver": example_driver,
-    "beside_tp": beside_tp,
+    "beside_axes": beside_axes,
     "node_faults": node_faults,
 }
 

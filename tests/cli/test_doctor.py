@@ -153,8 +153,8 @@ def test_cells_that_can_run_and_reasons_of_the_others() -> None:
     # By axis of the mesh: AutoTP, Ulysses and experts in two precisions, under the stages that they are promised for.
     names, tp, cp, ep = (line.split() for line in whole[9:13])
     assert names[-4:] == ["zero0", "zero1", "zero2", "zero3"]
-    # Beside two of them recomputation and accumulation too, or accumulation alone, are tried.
-    assert (tp[0], tp[-4:], cp[0], cp[-4:]) == ("tp", ["6", "6", "6", "-"], "cp", ["2", "2", "2", "2"])
+    # Beside two of them recomputation and accumulation too, or accumulation alone, are tried, and a model that draws.
+    assert (tp[0], tp[-4:], cp[0], cp[-4:]) == ("tp", ["8", "8", "8", "-"], "cp", ["3", "3", "3", "3"])
     assert (ep[0], ep[-4:]) == ("ep", ["6", "6", "6", "-"])
     assert [line.split()[:3] for line in whole[13:16]] == [["tp", "x", "cp"], ["tp", "x", "ep"], ["cp", "x", "ep"]]
     reasons = [line.split() for line in whole if " not: " in line]
@@ -162,7 +162,7 @@ def test_cells_that_can_run_and_reasons_of_the_others() -> None:
     # By check, in how many of these cells; a reason where in none.
     assert whole[16].split() == ["checks", "with", "a", "verdict", "tp", "cp", "ep"]
     checks = {line.split()[0]: line.split()[1:] for line in whole[17 : 17 + len(CHECKS.names())]}
-    assert checks["active"] == ["18", "8", "18"]
+    assert checks["active"] == ["24", "12", "18"]
     assert checks["throughput"] == ["-", "-", "-"]
     assert "    no verdict: no limit was given: --distcompat-throughput [throughput under tp, ...]" in whole
 

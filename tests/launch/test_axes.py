@@ -55,6 +55,29 @@ CUT_AND_SPREAD = {
     "fsdp2-fp32-w8-model_moe_fused-tp_2-ep_2",
     "fsdp2-fp32-w4-model_hf:granitemoe_swa-tp_2-ep_2-save_only_model",
 }
+#: Replicas beside the other axes, and these beside what changes the computation of layers.
+BESIDE = """
+from pytest_distcompat import CompatSuite, Matrix
+
+COPIES, EXPERTS, SEQUENCE = {"dp_replicate": 2}, {"model": "moe_fused", "ep": 2}, {"cp": 2}
+
+class TestBeside(CompatSuite):
+    driver = "torch"
+    matrix = Matrix(
+        ("fsdp2",), ("fp32",), world_sizes=(8,),
+        options=({**COPIES, **EXPERTS}, {**COPIES, **SEQUENCE}, {**COPIES, "pp": 2}),
+        extra=(
+            Matrix(
+                ("fsdp2",), ("fp32",), world_sizes=(2,),
+                options=(
+                    {**EXPERTS, "activation_checkpointing": True},
+                    {**SEQUENCE, "grad_accum": 2},
+                    {**SEQUENCE, "compile": "regional"},
+                ),
+            ),
+        ),
+    )
+"""
 #: What accelerate imports, and transformers no longer has (docs/upstream/accelerate_tp_fsdp2.py), made anew.
 WITH_THE_CLASS = """
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
@@ -130,6 +153,12 @@ def test_tensor_beside_expert_parallelism(pytester: pytest.Pytester) -> None:
     assert unlike == {("bf16_mixed", "dtypes"), ("bf16_mixed", "parity")}
     checks = {one["check"] for one in found if one["cell"] == "fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2"}
     assert checks >= {"active", "memory", "reshard", "portable", "export"}
+
+
+def test_axes_beside_replicas_and_beside_other_computations(pytester: pytest.Pytester) -> None:
+    found = results(pytester, "-k", "active or units or gradients or memory", suite=BESIDE)
+    assert {*(one["status"] for one in found)} == {"passed"}
+    assert len({one["cell"] for one in found}) == 6
 
 
 def test_accelerate_lacks_one_class_to_put_tensor_parallelism_beside_fsdp2(pytester: pytest.Pytester) -> None:

@@ -7,6 +7,7 @@ from .mutation import Edit, Mutant
 ENGINE = "deepspeed/runtime/engine.py"
 UNFUSED = "deepspeed/runtime/fp16/unfused_optimizer.py"
 UTILS = "deepspeed/runtime/utils.py"
+ULYSSES = "deepspeed/runtime/sequence_parallel/ulysses_sp.py"
 ZERO12 = "deepspeed/runtime/zero/stage_1_and_2.py"
 
 ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues/"
@@ -24,6 +25,31 @@ MUTANTS = (
         (PULLS + "5170",),
         "bf16 gradients are reduced, but the optimizer reads the fp32 ones",
         (Edit(ENGINE, 'if hasattr(self.optimizer, "get_grads_for_reduction"):', "if False:"),),
+    ),
+    Mutant(
+        "ds-7473-ulysses-loss",
+        (ISSUES + "7473",),
+        "Ulysses: each part of a sequence shifts its own labels, so that no part learns to predict the next one's first token",
+        (
+            Edit(
+                ULYSSES,
+                '            batch["shift_labels"] = labels[..., 1:].contiguous()\n',
+                '            batch["shift_labels"] = labels[..., 1:].contiguous()\n'
+                '            batch["shift_labels"][..., chunk_len - 1 :: chunk_len] = -100\n',
+            ),
+        ),
+    ),
+    Mutant(
+        "ds-8491-ulysses-gradients",
+        (ISSUES + "8491", ISSUES + "5248"),
+        "Ulysses under ZeRO-2: gradients are divided by the ranks of a sequence too, whose sum they are",
+        (
+            Edit(
+                ZERO12,
+                "tensor.div_(dist.get_world_size(group=self.dp_process_group) / float(self.sequence_parallel_size))",
+                "tensor.div_(dist.get_world_size(group=self.dp_process_group))",
+            ),
+        ),
     ),
     Mutant(
         "ds-7580-overflow-z1",

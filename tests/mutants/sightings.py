@@ -73,6 +73,12 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "ds-6772-module-id": (
         Sighting("mutants.drivers:Numbered", "zero3-bf16_mixed-w2-model_mlp", "parity", "step 1: the loss is"),
     ),
+    "ds-7473-ulysses-loss": (
+        Sighting("deepspeed", "zero2-fp32-w4-cp_2", "parity", r"step 1: .*the loss is .* in the reference"),
+    ),
+    "ds-8491-ulysses-gradients": (
+        Sighting("deepspeed", "zero2-fp32-w4-cp_2", "parity", r"step 1: .*the gradient norm is .* in the reference"),
+    ),
     "ds-7580-overflow-z1": (
         Sighting(
             "twins.twins_float8:Half", "zero1-fp16_mixed-w2", "scaling", "SIGABRT during 'overflow'|changed in a step"

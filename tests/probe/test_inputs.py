@@ -104,6 +104,22 @@ def test_a_trainer_that_builds_the_model_itself_is_watched() -> None:
     assert len(observer.infos()["compute"]) == 1
 
 
+def test_what_a_dropout_drops_is_read() -> None:
+    observer, model = Observer(), torch.nn.Sequential(torch.nn.Dropout(0.25), torch.nn.Dropout(0.0))
+    observer.attach(model)
+    with observer.watching():
+        for seed, batch in ((1, torch.ones(60)), (1, 2 * torch.ones(60)), (2, torch.ones(60))):
+            torch.manual_seed(seed)
+            model(batch)
+        # So few that two which draw by themselves drop the same now and then; and in evaluation nothing is dropped.
+        model(torch.ones(20))
+        model.eval()(torch.ones(60))
+    first, scaled, again = observer.infos()["dropouts"]
+    assert first.name == "0"
+    assert first.zeros == scaled.zeros != again.zeros
+    assert first.input == again.input != scaled.input
+
+
 def test_a_convolution_computes() -> None:
     observer, model = Observer(), torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.ReLU())
     observer.attach(model)

@@ -164,6 +164,12 @@ def test_where_optimizer_state_or_a_model_is_quantized(driver: str, cell: str, r
         ("torch", "fsdp2-fp32-w4-model_moe_fused-tp_2", None),
         ("torch", "fsdp2-bf16_mixed-w8-model_moe_fused-grad_accum_2-tp_2-ep_2", None),
         ("torch", "fsdp2-fp32-w4-model_moe_fused-compile_regional-tp_2-ep_2", "with option 'compile' yet"),
+        ("torch", "fsdp2-fp32-w2-model_moe_fused-activation_checkpointing-ep_2", None),
+        (
+            "trainer",
+            "fsdp2-fp32-w2-model_hf:gpt_oss-activation_checkpointing-ep_2-save_only_model",
+            "transformers recomputes whole layers",
+        ),
         ("torch", "fsdp2-bf16_pure-w4-model_moe_fused-tp_2", "parallelism of experts is not driven in bf16_pure yet"),
         ("deepspeed", "zero1-fp32-w4-model_moe_fused-tp_2", "has no experts of a DeepSpeed layer"),
     ],

@@ -79,11 +79,13 @@ def _draws_nothing(cell: Cell, driver: type[Driver]) -> str | None:
 def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks drop different activations, and that a resumed run draws what the run that never stopped drew.
 
-    The check compares torch's random states after each step, on ranks that draw in every step. Ranks of one
-    tensor-parallel group may draw alike.
+    The check compares torch's random states after each step, on ranks that draw in every step: no two may be alike, but of
+    ranks of one tensor-parallel group. These drop the same of the same activations and, as under sequence parallelism, not
+    the same of different ones; no rank drops the same of two micro-batches. That is read from modules ``torch.nn.Dropout``.
 
     If it fails: seed each rank differently once the model is made, as by accelerate's
-    ``set_seed(seed, device_specific=True)``. Save the random state of each rank, not that of rank 0 alone.
+    ``set_seed(seed, device_specific=True)``, and ranks of one tensor-parallel group alike, unless each has a part of the
+    sequence. Save the random state of each rank, not that of rank 0 alone.
     """
     whole, resumed = trace.run("train"), trace.run("resume")
     steps = [whole.at("step", nth) for nth in range(SAVED + 2)]
@@ -97,7 +99,9 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
         idle = named_ranks(sorted(set(range(cell.world_size)) - draws), cell.world_size)
         yield f"{idle}: a step draws no random numbers; the model {model_of(cell).name} draws some in each forward"
     for nth in range(1, SAVED):
-        yield from _alike(cell, [one for one in steps[nth] if one.rank in draws], nth)
+        drawn = [one for one in steps[nth] if one.rank in draws]
+        yield from _alike(cell, drawn, nth)
+        yield from _dropped(cell, drawn, nth)
     for nth, before in enumerate((whole.at("save"), *steps[SAVED:])):
         after = resumed.at("load") if not nth else resumed.at("step", nth - 1)
         when = f"step {nth} after the load" if nth else "the load"
@@ -114,6 +118,37 @@ def _alike(cell: Cell, drawn: list[Snapshot], nth: int) -> Iterator[str]:
     first: dict[str, int] = {}
     for snapshot in drawn:
         other = first.setdefault(snapshot.rng, snapshot.rank)
-        # Peers of tensor parallelism have the same activations, of which they must drop the same.
-        if cell.dp_rank(other) != cell.dp_rank(snapshot.rank):
-            yield f"ranks {other} and {snapshot.rank} draw the same random numbers in step {nth + 1}"
+        if snapshot.rank not in cell.tp_peers(other):
+            finding = f"ranks {other} and {snapshot.rank} draw the same random numbers in step {nth + 1}"
+            yield f"{finding}{_apart_on(cell, other, snapshot.rank)}"
+
+
+def _apart_on(cell: Cell, one: int, other: int) -> str:
+    """Return what two ranks hold that are fed the same rows; empty for data parallel ranks."""
+    if cell.dp_rank(one) != cell.dp_rank(other):
+        return ""
+    parts = f"parts of the same sequences (cp {cell.cp})"
+    held = parts if other in cell.cp_peers(one) else f"stages of the same pipeline (pp {cell.pp})"
+    return f"; expected others, as they hold {held}"
+
+
+def _dropped(cell: Cell, drawn: list[Snapshot], nth: int) -> Iterator[str]:
+    """Yield a finding for what peers of tensor parallelism must not drop, and for micro-batches of which the same is dropped."""
+    peers: dict[int, Snapshot] = {}
+    for snapshot in drawn:
+        first = peers.setdefault(cell.tp_peers(snapshot.rank)[0], snapshot)
+        ranks = f"ranks {first.rank} and {snapshot.rank}"
+        for one, other in zip(first.dropouts, snapshot.dropouts, strict=False):
+            # What follows the first difference was made of other activations.
+            if (one.input == other.input) != (one.zeros == other.zeros):
+                drop, given = (
+                    ("drop the same", "different") if one.zeros == other.zeros else ("drop others", "the same")
+                )
+                expected = "others" if given == "different" else "the same"
+                yield f"{ranks} {drop} of {given} activations in step {nth + 1} ({one.name}); expected {expected} (tp {cell.tp})"
+                break
+        inputs: dict[str, str] = {}
+        for one in snapshot.dropouts:
+            if inputs.setdefault(one.zeros, one.input) != one.input:
+                yield f"rank {snapshot.rank} drops the same of different activations in step {nth + 1} ({one.name})"
+                break

@@ -311,10 +311,14 @@ class TinyDriver(Driver):
             yield batch, index == indices[-1]
 
     def seed_rank(self) -> None:
-        """Seed torch differently on each rank: with one seed all ranks would drop the same activations."""
+        """Seed torch differently on each rank, but alike where ranks of tensor parallelism have the same activations.
+
+        With one seed all ranks would drop the same. Under ``sp`` the activations of peers are parts of the sequence.
+        """
         import torch
 
-        torch.manual_seed(1 + self.world.rank)
+        rank = self.world.rank if self.cell.option("sp") else self.cell.tp_peers(self.world.rank)[0]
+        torch.manual_seed(1 + rank)
 
     def save_random(self, directory: Path) -> None:
         """Write this rank's random state."""

@@ -236,6 +236,8 @@ class TorchDriver(TinyDriver):
         Source("AdamW8bit", "torchao.optim.AdamW8bit", ("ddp", "fsdp2")),
     )
     libraries: ClassVar[tuple[str, ...]] = ("torch",)
+    # The llama has too few heads.
+    needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {**TinyDriver.needs_options, "tp_4": {"model": "mlp"}}
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
     order: ClassVar[int] = 0

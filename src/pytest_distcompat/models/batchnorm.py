@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from pytest_distcompat.models._classifier import classifier
 
-BATCHNORM = classifier("batchnorm", "BatchNorm", frozen_modules=("inlet",), only_float32=True, order=8)
+BATCHNORM = classifier("batchnorm", "BatchNorm", frozen_modules=("inlet",), only_float32=True, order=9)

@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from pytest_distcompat.models._classifier import classifier
 
-DROPOUT = classifier("dropout", "Dropout", frozen_modules=("inlet",), random=True, order=7)
+#: Every activation that is dropped is whole on each rank.
+_TP_PLAN = {**dict.fromkeys(("inlet", "block.linear"), "colwise_gather"), "outlet": "rowwise_split"}
+
+DROPOUT = classifier("dropout", "Dropout", frozen_modules=("inlet",), tp_plan=_TP_PLAN, random=True, order=7)

@@ -1,4 +1,4 @@
-"""LlamaForCausalLM of about 25 thousand parameters, with untied and with tied output embeddings."""
+"""LlamaForCausalLM of about 25 thousand parameters, with untied and with tied output embeddings, and with dropout."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from pytest_distcompat.models._base import Batch
 
 VOCABULARY, HIDDEN = 128, 32
+#: Names of the models below.
+LLAMAS = ("llama", "llama_tied", "llama_dropout")
 
 
-def _make(*, tied: bool) -> Module:
+def _make(*, tied: bool, dropout: float) -> Module:
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -31,8 +34,19 @@ def _make(*, tied: bool) -> Module:
         tie_word_embeddings=tied,
         use_cache=False,
     )
-    model: Module = LlamaForCausalLM(config).float()
-    return model
+    model: Any = LlamaForCausalLM(config).float()
+    if dropout:
+        for layer in model.model.layers:
+            layer.mlp.dropout = torch.nn.Dropout(dropout)
+            layer.mlp.register_forward_hook(_drop)
+    found: Module = model
+    return found
+
+
+def _drop(module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Drop some of what a layer adds to the residual stream: a Llama has dropout in its attention alone."""
+    dropped: torch.Tensor = module.dropout(output)
+    return dropped
 
 
 def _batch(step: int, rank: int) -> Batch:
@@ -122,11 +136,11 @@ _STAGES = Stages(
 )
 
 
-def _llama(name: str, order: int, *, tied: bool) -> TinyModel:
+def _llama(name: str, order: int, *, tied: bool = False, dropout: float = 0.0) -> TinyModel:
     return TinyModel(
         name,
         ("LlamaDecoderLayer",),
-        functools.partial(_make, tied=tied),
+        functools.partial(_make, tied=tied, dropout=dropout),
         _batch,
         _loss,
         _count,
@@ -138,10 +152,12 @@ def _llama(name: str, order: int, *, tied: bool) -> TinyModel:
         tp_plan=_TP_PLAN if tied else {**_TP_PLAN, **_EMBEDDINGS},
         # Tied ones are in the first stage and in the last.
         stages=None if tied else _STAGES,
+        random=dropout > 0,
         preload=_PRELOAD,
         order=order,
     )
 
 
-LLAMA = _llama("llama", 0, tied=False)
+LLAMA = _llama("llama", 0)
 LLAMA_TIED = _llama("llama_tied", 1, tied=True)
+LLAMA_DROPOUT = _llama("llama_dropout", 8, dropout=0.25)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from pytest_distcompat.models._classifier import classifier
 
-MOE_DEEPSPEED = classifier("moe_deepspeed", "DeepSpeedMixture", spread=2.5, experts="moe", driver="deepspeed", order=11)
+MOE_DEEPSPEED = classifier("moe_deepspeed", "DeepSpeedMixture", spread=2.5, experts="moe", driver="deepspeed", order=12)

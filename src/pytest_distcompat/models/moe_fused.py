@@ -15,5 +15,5 @@ MOE_FUSED = classifier(
     experts="experts",
     tp_plan=_TP_PLAN,
     spread=2.5,
-    order=10,
+    order=11,
 )

@@ -12,5 +12,5 @@ SYNCBATCHNORM = classifier(
     only_float32=True,
     one_batch=True,
     not_on_cpu="torch's SyncBatchNorm refuses CPU tensors: 'SyncBatchNorm expected input tensor to be on GPU or XPU'",
-    order=8,
+    order=9,
 )

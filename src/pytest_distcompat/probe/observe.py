@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,8 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pytest_distcompat.probe.blocks import is_a, multiplies
 from pytest_distcompat.probe.layouts import secondary_ranks
 from pytest_distcompat.probe.optimizer import read_gradients
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype
-from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, StepInfo
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype, valueless
+from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, DropoutInfo, StepInfo
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -69,6 +70,7 @@ class Observer:
         #: The sizes of the tensors of each kind of collective.
         self.collectives: dict[_Kind, list[int]] = defaultdict(list)
         self.inputs: list[str] = []
+        self.dropouts: list[DropoutInfo] = []
         self.float8 = 0
         self.recomputed: Counter[str] = Counter()
         self._forward, self._depth = False, 0
@@ -115,9 +117,11 @@ class Observer:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._reached.update(dict.fromkeys(trainable, False))
         layers = ((name, module) for name, module in model.named_modules() if multiplies(module))
+        dropping = ((name, module) for name, module in model.named_modules() if isinstance(module, DROPOUTS))
         return [
             *(parameter.register_post_accumulate_grad_hook(reach) for parameter in trainable),  # type: ignore[no-untyped-call]  # torch
             *(module.register_forward_hook(self._forward_hook(name)) for name, module in layers),
+            *(module.register_forward_hook(self._dropout_hook(name)) for name, module in dropping),
         ]
 
     def attach_to_blocks(self, model: Module, names: Iterable[str]) -> None:
@@ -195,7 +199,7 @@ class Observer:
 
     def restart(self) -> None:
         """Forget everything recorded, for the next action."""
-        for recorded in (self.steps, self._stepped, self.compute, self.collectives, self.inputs):
+        for recorded in (self.steps, self._stepped, self.compute, self.collectives, self.inputs, self.dropouts):
             recorded.clear()
         self._reached.update(dict.fromkeys(self._reached, False))
         self.float8 = 0
@@ -218,6 +222,7 @@ class Observer:
                 for (op, dtype, ranks), sizes in sorted(self.collectives.items())
             ),
             "inputs": tuple(self.inputs),
+            "dropouts": tuple(self.dropouts),
             "float8": self.float8,
             "recomputed": dict(self.recomputed),
         }
@@ -232,6 +237,16 @@ class Observer:
                 self.compute.setdefault(dtypes, ComputeInfo(name, *dtypes))
 
         return Hook(self._guarded("a forward hook of a layer", hook))
+
+    def _dropout_hook(self, name: str) -> Hook:
+        def hook(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            if torch.compiler.is_compiling() or not (self.active and module.training and torch.is_grad_enabled()):
+                return
+            with self.aside():
+                if info := read_dropout(name, module.p, inputs[0], output):
+                    self.dropouts.append(info)
+
+        return Hook(self._guarded("a forward hook of a dropout", hook))
 
     def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Record what the optimizer steps on; return the arguments with a closure wrapped, to record again after it."""
@@ -283,6 +298,23 @@ class Observer:
         if self._depth:
             kind = "products" if _MULTIPLIES.search(func._schema.name) else "others"  # noqa: SLF001 - see above
             self.recomputed[kind if self._forward else f"{kind} again"] += 1
+
+
+#: Modules that drop single activations, with the probability ``p``.
+DROPOUTS = (torch.nn.Dropout,)
+#: Two that draw by themselves drop the same once in two to this power.
+CHANCE = 30
+
+
+def read_dropout(name: str, p: float, given: Any, output: Any) -> DropoutInfo | None:
+    """Return what a module dropped; None if others that draw by themselves might drop the same by chance."""
+    if valueless(given):
+        return None
+    given, output = local_of(given).detach(), local_of(output).detach()
+    kept = given != 0
+    if not 0 < p < 1 or int(kept.sum()) * -math.log2(p * p + (1 - p) ** 2) < CHANCE:
+        return None
+    return DropoutInfo(name, digest(given), digest((output == 0) & kept))
 
 
 def digest_of_inputs(values: Any) -> str:

@@ -12,6 +12,8 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.models.llama import LLAMAS
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +24,20 @@ if TYPE_CHECKING:
 #: Name of the attention among those of transformers.
 ATTENTION = "distcompat_context_parallel"
 #: Options that were tried beside context parallelism.
-BESIDE = frozenset({"model", "tp", "cp", "state_dict", "activation_checkpointing", "param_groups", "set"})
+BESIDE = frozenset(
+    {
+        "model",
+        "dp_replicate",
+        "tp",
+        "cp",
+        "state_dict",
+        "activation_checkpointing",
+        "grad_accum",
+        "compile",
+        "param_groups",
+        "set",
+    }
+)
 
 #: Options that were tried beside DeepSpeed's Ulysses.
 BESIDE_ULYSSES = frozenset({"model", "cp", "set"})
@@ -32,7 +47,7 @@ def unsupported_reason(cell: Cell) -> str | None:
     """Return why no sequence is cut as the cell asks; None if one is."""
     if cell.strategy not in {"fsdp2", "zero0", "zero1", "zero2", "zero3"}:
         return "context parallelism is driven under FSDP2, and under ZeRO as DeepSpeed's Ulysses, alone"
-    if cell.option("model") not in {"llama", "llama_tied"}:
+    if cell.option("model") not in LLAMAS:
         return f"the model {cell.option('model')} has no sequence to cut"
     # Ulysses reduces gradients in float32, whatever they are in.
     if cell.precision not in ({"fp32", "bf16_mixed"} if cell.strategy == "fsdp2" else {"fp32"}):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: Options that were tried beside DeepSpeed's own expert parallelism, and beside that of FSDP2.
 BESIDE_DEEPSPEED = frozenset({"model", "ep", "grad_accum", "set"})
 BESIDE_TP = BESIDE_DEEPSPEED | {"tp", "state_dict", "save_only_model", "param_groups", "reshard_after_forward"}
-BESIDE = BESIDE_TP | {"compile"}
+BESIDE = BESIDE_TP | {"compile", "activation_checkpointing", "dp_replicate"}
 
 
 def unsupported_reason(cell: Cell, tiny: TinyModel, experts: str) -> str | None:

@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
 #: Options that were tried beside pipeline parallelism.
 BESIDE = frozenset(
-    ("model", "pp", "pp_schedule", "tp", "compile", "grad_accum", "activation_checkpointing", "param_groups", "set")
+    (
+        "model",
+        "pp",
+        "pp_schedule",
+        "dp_replicate",
+        "tp",
+        "compile",
+        "grad_accum",
+        "activation_checkpointing",
+        "param_groups",
+        "set",
+    )
 )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.models import model_of
+from pytest_distcompat.models.llama import LLAMAS
 from pytest_distcompat.strategies import _expert
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
         return f"the model {cell.option('model')} has no plan for tensor parallelism"
     if cell.strategy != "fsdp2" and (problem := _no_autotp(cell)):
         return problem
-    if cell.option("model") in {"llama", "llama_tied"} and cell.tp > 2:
+    if cell.option("model") in LLAMAS and cell.tp > 2:
         return "the tiny llama has two heads of keys and values, which no more ranks can share"
     if cell.option("sp") and "norm" not in plan.values():
         return f"the model {cell.option('model')} has no sequence to cut"
@@ -56,7 +57,7 @@ def _no_autotp(cell: Cell) -> str | None:
 
 def autotp_plan(cell: Cell) -> dict[str, Any]:
     """Return DeepSpeed's setting for a model whose plan transformers does not have; a layer of another style stays whole."""
-    if cell.option("model") in {"llama", "llama_tied"}:
+    if cell.option("model") in LLAMAS:
         return {}
     kinds = {"colwise": "column", "colwise_gather": "column", "rowwise": "row"}
     specs = [

@@ -31,6 +31,8 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         experts = wrap.experts if cell.ep == 1 else ""
         _tensor.parallelize(model, mesh["tp"], wrap.tp_plan, experts, sequence=bool(cell.option("sp")))
         mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
+    # By its name before a wrapper that recomputes it has that.
+    spread: Any = model.get_submodule(wrap.experts) if cell.ep > 1 else None
     wrap.prepare(model)
     ignored = {parameter for module in wrap.modules_to_ignore(model) for parameter in module.parameters()}
     settings: dict[str, Any] = {
@@ -47,16 +49,17 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     }
     settings = cell.with_settings("fully_shard", settings)
     blocks = wrap.block_modules(model)
-    if cell.ep > 1:
-        spread: Any = model.get_submodule(wrap.experts)
-        sizes = {"dp_shard": cell.dp_size // cell.ep, "ep": cell.ep} | ({"tp": cell.tp} if cell.tp > 1 else {})
+    if spread is not None:
+        copies = int(cell.option("dp_replicate"))
+        outer = ({"dp_replicate": copies} if copies > 1 else {}) | {"dp_shard": cell.dp_size // cell.ep // copies}
+        sizes = outer | {"ep": cell.ep} | ({"tp": cell.tp} if cell.tp > 1 else {})
         both = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        _expert.spread(spread, both[tuple(sizes)[1:]])
-        unit: Any = fully_shard(spread, **{**settings, "mesh": both["dp_shard"]})
+        _expert.spread(spread, both[tuple(sizes)[len(outer) :]])
+        unit: Any = fully_shard(spread, **{**settings, "mesh": both[tuple(outer)]})
         # Their gradients are sums over the rows of several ranks already; the mean is over all.
         unit.set_gradient_divide_factor(float(cell.dp_size))
         # gloo cannot multiply while it sums; one rank would divide twice (docs/upstream.md).
-        unit.set_force_sum_reduction_for_comms(enable=sizes["dp_shard"] > 1)
+        unit.set_force_sum_reduction_for_comms(enable=cell.dp_size > cell.ep)
         blocks.remove(spread)
     # Blocks before the root, whose unit then has the parameters of no block.
     for block in blocks:
