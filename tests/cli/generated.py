@@ -139,6 +139,7 @@ def upstream() -> str:
         "accelerate": "accelerate",
         "transformers": "transformers and PEFT",
         "deepspeed": "DeepSpeed",
+        "torchao": "torchao",
     }
     return "\n".join(f"## {title}\n\n{''.join(found.pop(library))}" for library, title in titles.items())
 
