@@ -20,7 +20,7 @@ ASLEEP = "is in fall_asleep at test_hang.py:*: time.sleep(600)"
 LOOP = "is in loop at test_hang.py:*"
 REDUCES = (REDUCE, ["all_reduce", "meet"])
 SLEEPS = (ASLEEP, ["fall_asleep"])
-PEER_LOST = "rank {0} failed: RuntimeError: * Connection * by peer*"
+PEER_LOST = "rank {0} needed rank*, which had finished: it failed: RuntimeError: * Connection * by peer*"
 
 #: All ranks that are not named.
 OTHERS = 99
