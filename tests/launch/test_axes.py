@@ -67,6 +67,8 @@ class TestBeside(CompatSuite):
         ("fsdp2",), ("fp32",), world_sizes=(8,),
         options=({**COPIES, **EXPERTS}, {**COPIES, **SEQUENCE}, {**COPIES, "pp": 2}),
         extra=(
+            # One rank is left to shard over.
+            Matrix(("fsdp2",), ("fp32",), world_sizes=(4,), options=({**COPIES, **EXPERTS},)),
             Matrix(
                 ("fsdp2",), ("fp32",), world_sizes=(2,),
                 options=(
@@ -158,7 +160,7 @@ def test_tensor_beside_expert_parallelism(pytester: pytest.Pytester) -> None:
 def test_axes_beside_replicas_and_beside_other_computations(pytester: pytest.Pytester) -> None:
     found = results(pytester, "-k", "active or units or gradients or memory", suite=BESIDE)
     assert {*(one["status"] for one in found)} == {"passed"}
-    assert len({one["cell"] for one in found}) == 6
+    assert len({one["cell"] for one in found}) == 7
 
 
 def test_accelerate_lacks_one_class_to_put_tensor_parallelism_beside_fsdp2(pytester: pytest.Pytester) -> None:

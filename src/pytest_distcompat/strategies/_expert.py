@@ -36,10 +36,6 @@ def unsupported_reason(cell: Cell, tiny: TinyModel, experts: str) -> str | None:
     if cell.precision not in {"fp32", "bf16_mixed"}:
         return f"{kind} is not driven in {cell.precision} yet"
     beside = BESIDE_DEEPSPEED if own else BESIDE_TP if cell.tp > 1 else BESIDE
-    copies = int(cell.option("dp_replicate"))
-    if copies > 1 and cell.dp_size == cell.ep * copies:
-        # Measured with torch 2.13 on 4 ranks: a quarter of the gradient.
-        return "FSDP2 divides the experts' gradients twice where dp_replicate leaves one rank to shard over"
     others = [name for name, _ in cell.options if name not in beside]
     return f"{kind} is not driven with option {others[0]!r} yet" if others else None
 

@@ -59,7 +59,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         # Their gradients are sums over the rows of several ranks already; the mean is over all.
         unit.set_gradient_divide_factor(float(cell.dp_size))
         # gloo cannot multiply while it sums; one rank would divide twice (docs/upstream.md).
-        unit.set_force_sum_reduction_for_comms(enable=cell.dp_size > cell.ep)
+        unit.set_force_sum_reduction_for_comms(enable=sizes["dp_shard"] > 1)
         blocks.remove(spread)
     # Blocks before the root, whose unit then has the parameters of no block.
     for block in blocks:
