@@ -140,12 +140,11 @@ def _dropped(cell: Cell, drawn: list[Snapshot], nth: int) -> Iterator[str]:
         ranks = f"ranks {first.rank} and {snapshot.rank}"
         for one, other in zip(first.dropouts, snapshot.dropouts, strict=False):
             # What follows the first difference was made of other activations.
+            given = "the same" if one.input == other.input else "different"
+            drop, expected = ("the same", "others") if one.zeros == other.zeros else ("others", "the same")
             if (one.input == other.input) != (one.zeros == other.zeros):
-                drop, given = (
-                    ("drop the same", "different") if one.zeros == other.zeros else ("drop others", "the same")
-                )
-                expected = "others" if given == "different" else "the same"
-                yield f"{ranks} {drop} of {given} activations in step {nth + 1} ({one.name}); expected {expected} (tp {cell.tp})"
+                where = f"in step {nth + 1} ({one.name}); expected {expected} (tp {cell.tp})"
+                yield f"{ranks} drop {drop} of {given} activations {where}"
                 break
         inputs: dict[str, str] = {}
         for one in snapshot.dropouts:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers import _options, _preload, _rows
-from pytest_distcompat.drivers._calls import CLIP_VALUE, NO_SECOND_LOAD, Calls
+from pytest_distcompat.drivers._calls import CLIP_VALUE, NO_SECOND_LOAD, OFFLOADS, Calls
 from pytest_distcompat.drivers._tiny import TinyDriver, listed
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
@@ -35,10 +35,7 @@ _ENGINE = {
     "micro*": "under DeepSpeed accelerate counts micro-batches itself, by gradient_accumulation_steps",
     **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "DeepSpeed's optimizer partitions what it was built with"),
 }
-_FSDP1 = {
-    "get_state_dict*": "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989",
-    "export*": "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989",
-}
+_FSDP1 = dict.fromkeys(("get_state_dict*", "export*"), OFFLOADS)
 _WRAPPED = dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so")
 _WHOLE_STATE = {"load(optimizer=False*": "load_state loads everything"}
 _VALUE = {"step(clip='value'*": "accelerate raises: use clip_grad_norm_ instead"}

@@ -154,7 +154,8 @@ class TorchCalls(Calls):
         found: Any = get_optimizer_state_dict(self.model, self.trainer.optimizer, options=StateDictOptions(**chosen))
         if how == "full_state_dict":
             return {name: state["exp_avg"] for name, state in found.get("state", {}).items() if "exp_avg" in state}
-        moments = {name[6:-8]: one for name, one in found.items() if name.endswith(".exp_avg")}
+        start, end = "state.", ".exp_avg"
+        moments = {name.removeprefix(start).removesuffix(end): one for name, one in found.items() if name.endswith(end)}
         # FSDP1's are ShardedTensors, which cannot be added up.
         return {name: one for name, one in moments.items() if not hasattr(one, "local_shards")}
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pytest_distcompat.calls import observer
 from pytest_distcompat.driver import OnAction, Plan
 from pytest_distcompat.drivers import _options, _preload, _releases, _rows
-from pytest_distcompat.drivers._calls import Calls
+from pytest_distcompat.drivers._calls import OFFLOADS, Calls
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_callback
 from pytest_distcompat.models import TinyModel, model_of
@@ -55,10 +55,7 @@ class TrainerCalls(Calls):
             **dict.fromkeys(("skip*", "new_epoch*", "mode*", "load*"), "Trainer's own loop decides that"),
             **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so"),
         },
-        "fsdp1": dict.fromkeys(
-            ("get_state_dict*", "save_model*"),
-            "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989",
-        ),
+        "fsdp1": dict.fromkeys(("get_state_dict*", "save_model*"), OFFLOADS),
     }
 
     @observer

@@ -308,11 +308,11 @@ CHANCE = 30
 
 def read_dropout(name: str, p: float, given: Any, output: Any) -> DropoutInfo | None:
     """Return what a module dropped; None if others that draw by themselves might drop the same by chance."""
-    if valueless(given):
+    if not 0 < p < 1 or valueless(given):
         return None
     given, output = local_of(given).detach(), local_of(output).detach()
     kept = given != 0
-    if not 0 < p < 1 or int(kept.sum()) * -math.log2(p * p + (1 - p) ** 2) < CHANCE:
+    if int(kept.sum()) * -math.log2(p * p + (1 - p) ** 2) < CHANCE:
         return None
     return DropoutInfo(name, digest(given), digest((output == 0) & kept))
 
