@@ -339,7 +339,7 @@ def node_faults() -> str:
         for name, fault in FAULTS.items()
     )
     made = table(("n2", "says", "limit", *code(EXECUTORS).split(", ")), rows)
-    return f"{made}\n`python benchmarks/node_faults.py`, the machine being busy: {measured['on']}.\n"
+    return f"{made}\n`python benchmarks/node_faults.py`: {measured['on']}.\n"
 
 
 def example_driver() -> str:
