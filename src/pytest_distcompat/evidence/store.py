@@ -95,8 +95,8 @@ def read_store(store: Path) -> list[StoredRun]:
     return runs
 
 
-def add_evidence(report: Report, runs: Iterable[StoredRun]) -> None:
-    """Add the runs to the report, and to each cell the ids of its runs and the evidence of its training."""
+def add_evidence(report: Report, runs: Iterable[StoredRun], *, trainings: bool = True) -> None:
+    """Add the runs to the report, and to each cell the ids of its runs; with ``trainings`` also the evidence of its training."""
     stored = list(runs)
     by_id = {run.id: run for run in stored}
     report.runs = [run.to_json() for run in stored]
@@ -105,7 +105,7 @@ def add_evidence(report: Report, runs: Iterable[StoredRun]) -> None:
         own = [run for run in stored if run.asked.driver == row.driver and _is_for(run, cell, by_id)]
         row.runs = [run.id for run in own]
         trained = next((run for run in own if run.name == "train" and run.done), None)
-        if trained is not None:
+        if trained is not None and trainings:
             others = {run.name: run for run in own if run.name in _COMPARED and run.done}
             add_training(row, trained.trace(), *(run.trace() for run in others.values()))
 

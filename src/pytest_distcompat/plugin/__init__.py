@@ -234,9 +234,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 def _end_by_sigterm(config: pytest.Config) -> None:
     """Have SIGTERM end the session as Ctrl-C does: what ran is reported, reports are written, nodes are let go."""
-    from pytest_distcompat.plugin import termination
+    from pytest_distcompat.plugin import interruption
 
-    termination.install(config)
+    interruption.install(config)
 
 
 def _is_controller(config: pytest.Config) -> bool:

@@ -232,7 +232,8 @@ class Results:
         results = with_device_seconds(ordered, session_info["timeline"])
         report = Report(session_info, results, rows, unreached=unreached)
         report.fill_drivers()
-        add_evidence(report, runs)
+        # Only files show what was trained, and to read all trainings again takes seconds.
+        add_evidence(report, runs, trainings=bool(self.session.setting("report").value or os.environ.get(SUMMARY)))
         return report
 
     def _compare(self, session: pytest.Session) -> None:
