@@ -187,6 +187,18 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_others(session: Session
     assert len(load(tmp_path / "out.json")["results"]) == 9
 
 
+def test_a_report_through_a_pipe_is_not_read_first(
+    session: Session, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    os.mkfifo(tmp_path / "out.json")
+    reader = subprocess.Popen(["cat", str(tmp_path / "out.json")], stdout=subprocess.PIPE, text=True)
+    request.addfinalizer(reader.kill)
+    done = session("--distcompat-report=out.json", runs=WELL)
+    received, _ = reader.communicate(timeout=60)
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    assert len(json.loads(received)["results"]) == 9
+
+
 @pytest.mark.nightly
 def test_an_unwritable_report_makes_the_session_fail(session: Session, tmp_path: Path) -> None:
     (tmp_path / "full.json").symlink_to("/dev/full")

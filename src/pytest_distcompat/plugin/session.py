@@ -95,7 +95,8 @@ class DistcompatSession:
     def last_report(self) -> Report | None:
         """The baseline, else the last report that this session will replace; None if there is none."""
         baseline: Report | None = self.setting("baseline").value
-        last = (path for path in self.setting("report").value if path.suffix == ".json" and path.exists())
+        # A pipe would be waited for, and a device has no end.
+        last = (path for path in self.setting("report").value if path.suffix == ".json" and path.is_file())
         for path in last if baseline is None else ():
             with contextlib.suppress(UsageProblem):
                 return Report.read(path)
