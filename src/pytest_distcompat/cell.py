@@ -153,6 +153,11 @@ OPTIONS: dict[str, Option] = {
             "the rows of a micro-batch are joined into one without padding, in which each attends to itself alone",
         ),
         Option("async_save", (False, True), "checkpoints are written while training goes on"),
+        Option(
+            "checkpoints",
+            ("shared", "node"),
+            "where they are: in a directory that all nodes share, or on each node in one of its own",
+        ),
         Option("conflict", (False, True), "the DeepSpeed JSON asks for another precision than the trainer"),
         Option(
             "set",
@@ -266,6 +271,11 @@ class Cell:
         if name not in OPTIONS:
             raise ValueError(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
         return OPTIONS[name].default
+
+    @property
+    def per_node(self) -> bool:
+        """Tell whether each node has checkpoints of its own."""
+        return self.option("checkpoints") == "node"
 
     @property
     def tp(self) -> int:

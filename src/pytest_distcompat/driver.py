@@ -38,8 +38,9 @@ class Plan:
     Attributes:
         actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``; in a walk also ``call`` and a call.
         first_step: The number of the first step.
-        save_to: The directory to save into; it exists and is the same for all ranks.
-        load_from: The directory to load from; it exists and is the same for all ranks.
+        save_to: The directory to save into; it exists and is the same for all ranks, for those of one node in a cell with
+            ``checkpoints="node"``.
+        load_from: The directory to load from, of which the same is true.
     """
 
     actions: tuple[str, ...]
@@ -169,7 +170,7 @@ class Driver:
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint to resume from; the directory exists and is the same for all ranks."""
+        """Write a checkpoint to resume from; the directory exists and is the same for all ranks, see ``Plan``."""
         raise NotImplementedError(_missing(self, "save"))
 
     def load(self, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ class SuitePayload:
 
     ``driver`` is a name or ``module:attribute``, ``cell`` the id of the run's cell, ``ranks`` the number of
     data-parallel ranks of the cell that it is for. A run with damage has a copy of ``load_from`` in ``save_to``, and
-    loads that. ``log_level`` is pytest's, or empty.
+    loads that. ``log_level`` is pytest's, or empty. With ``per_node`` the three directories are on each node other ones.
     """
 
     driver: str
@@ -29,11 +30,28 @@ class SuitePayload:
     load_from: str
     export: str
     log_level: str = ""
+    per_node: bool = False
 
     @property
     def paths(self) -> RunPaths:
         """The directories that it names."""
         return RunPaths(Path(self.save_to), Path(self.load_from), Path(self.export), self.ranks)
+
+    def on_node(self, directory: Path, own: Path) -> SuitePayload:
+        """Return the payload for a node that has the run's directories below ``own``, the one to save into being made.
+
+        Raises:
+            FileNotFoundError: What the run loads is not there.
+        """
+        save_to, load_from, export = (
+            own / Path(path).relative_to(directory.parent) for path in (self.save_to, self.load_from, self.export)
+        )
+        if self.run.after and not load_from.exists():
+            raise FileNotFoundError(f"the node was lost since run {self.run.after!r}, whose files were there")
+        # An interrupted run may have left some.
+        shutil.rmtree(own / directory.name, ignore_errors=True)
+        save_to.mkdir(parents=True)
+        return dataclasses.replace(self, save_to=str(save_to), load_from=str(load_from), export=str(export))
 
 
 @dataclass(frozen=True)
@@ -46,11 +64,11 @@ class RunPaths:
     export: Path
     ranks: int
 
-    def clear(self, run: Run, rank: int, directory: Path) -> None:
+    def clear(self, run: Run, directory: Path, *, first: bool) -> None:
         """Restore the directories to their state before the run, for ranks that are started again by hand."""
         # A trainer may refuse to overwrite a checkpoint. The one that the run loads stays as it is.
         cleared = directory / f"cleared-{os.environ['TORCHELASTIC_RUN_ID']}"
-        if rank == 0:
+        if first:
             if self.save_to.is_file():
                 self.save_to.unlink()
             shutil.rmtree(self.save_to, ignore_errors=True)
@@ -58,8 +76,8 @@ class RunPaths:
                 shutil.rmtree(self.export, ignore_errors=True)
             if run.damage and run.after:
                 shutil.copytree(self.load_from, self.save_to)
-            self.save_to.mkdir(exist_ok=True)
+            self.save_to.mkdir(parents=True, exist_ok=True)
             cleared.touch()
-        # If rank 0 fails, torchrun ends the others.
+        # If the first rank fails, torchrun ends the others.
         while not cleared.exists():
             clock.sleep(0.02)

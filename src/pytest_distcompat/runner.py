@@ -46,6 +46,7 @@ class Runner:
         notice: Callable[[str], None] = print,
         limits: Mapping[str, float] | None = None,
         log_level: str = "",
+        worker: str = "",
     ) -> None:
         self.store = store
         self._launcher = launcher
@@ -54,6 +55,8 @@ class Runner:
         self._notice = notice
         self._limits = dict(limits or {})
         self._log_level = log_level
+        #: The worker of xdist, whose node agents alone have its checkpoints of each node.
+        self._worker = worker
         #: The directories of the runs that this process has started, by the name of the run.
         self.started: dict[Path, str] = {}
         self._decoded: dict[Path, tuple[RunTrace, str]] = {}
@@ -111,7 +114,8 @@ class Runner:
             shutil.copytree(load_from, save_to, dirs_exist_ok=True)
         run_cell = run.cell(cell)
         names = str(save_to), str(load_from), str(export)
-        payload = SuitePayload(driver, run_cell.id, cell.dp_size, self._device, run, *names, self._log_level)
+        settings = (self._log_level, _on_each_node(cell, run))
+        payload = SuitePayload(driver, run_cell.id, cell.dp_size, self._device, run, *names, *settings)
         request = Request(
             target=f"{WORKER}:run",
             payload=dataclasses.asdict(payload),
@@ -145,10 +149,16 @@ class Runner:
         run_cell = run.cell(cell)
         ranks = f"-of_{cell.dp_size}" if run_cell.world_size != cell.world_size else ""
         origin = f"-after_{cell.id}" if run.after and run_cell != cell else ""
-        text = f"{driver}-{run_cell.id}-{run.same_as or run.name}{ranks}{origin}"
+        worker = f"-by_{self._worker}" if self._worker and _on_each_node(cell, run) else ""
+        text = f"{driver}-{run_cell.id}-{run.same_as or run.name}{ranks}{origin}{worker}"
         name = re.sub(r"[^\w.-]", "_", text)
         # A file name has 255 bytes, and a cell's id may be long.
         return self.store / f"{name[:180]}-{hashlib.sha256(f'{text} {self._device}'.encode()).hexdigest()[:8]}"
+
+
+def _on_each_node(cell: Cell, run: Run) -> bool:
+    """Tell whether the run's files are on each node in its own directory; what a run on one rank loads is on the first one."""
+    return cell.per_node and cell.nodes > 1 and (run.cell(cell).nodes > 1 or bool(run.after))
 
 
 def _threads(cell: Cell, device: str) -> dict[str, str]:

@@ -66,7 +66,7 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     os.environ.update(cell.settings("env"))
     driver = find_driver(asked.driver)(cell, world)
     if log.by_hand:
-        asked.paths.clear(asked.run, world.rank, log.path.parent)
+        asked.paths.clear(asked.run, log.path.parent, first=world.first(per_node=asked.per_node))
     rank = Rank(driver, asked.run, asked.paths, Observer(), log)
     rank.perform()
     _end_process_group(driver)
@@ -267,13 +267,14 @@ class Rank:
         return infos
 
     def _files(self) -> dict[str, Any]:
-        """Read the saved files, then the exported ones, on rank 0."""
+        """Read the saved files, then the exported ones, on rank 0, or on the first rank of each node that has its own."""
         from pytest_distcompat.probe.files import read_files, read_saved
 
-        if self.driver.world.rank:
+        rank = self.driver.world.rank
+        if not self.driver.world.first(per_node=self.driver.cell.per_node):
             return {}
         exported = read_files(self.run_paths.export, "export/")
-        found = {"files": read_files(self.run_paths.save_to) + exported}
+        found = {"files": read_files(self.run_paths.save_to, f"of rank {rank}: " if rank else "") + exported}
         if self.driver.cell.option("save_only_model"):
             found["saved"] = read_saved(self.run_paths.save_to)
         return {field: tuple(info.renamed(self.driver.saved_name) for info in infos) for field, infos in found.items()}

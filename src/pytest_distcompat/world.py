@@ -29,6 +29,10 @@ class World:
             os.environ["LOCAL_RANK"] = str(local_rank)
         return cls(rank, size, local_rank, f"cuda:{local_rank}", shared)
 
+    def first(self, *, per_node: bool) -> bool:
+        """Tell whether this is rank 0, or with ``per_node`` the first rank of its node."""
+        return not (self.local_rank if per_node else self.rank)
+
     @property
     def backend(self) -> str:
         """Return the torch.distributed backend for the device: NCCL refuses two ranks on one GPU."""

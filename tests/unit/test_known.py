@@ -218,6 +218,14 @@ def test_a_rank_without_a_shard_differs_from_an_unsaved_optimizer(key: str, *, k
     assert not expected.strict
 
 
+@pytest.mark.parametrize(("form", "known"), [("", True), ("-state_dict_full", False)])
+def test_a_rank_without_a_shard_is_in_whole_files_too(form: str, *, known: bool) -> None:
+    cell = Cell.parse(f"fsdp1-fp32-w4-model_mlp{form}")
+    strict = [one for one in applying(shipped(), ("torch", "driver:torch"), "cpu") if one.strict]
+    for check in ("resume", "reshard"):
+        assert any("without a local shard" in one.reason for one in strict if one.covers(cell, check)) is known
+
+
 @pytest.mark.parametrize(
     ("release", "there"), [("0.17.5", True), ("0.17.6", False), ("0.18.2", False), ("0.18.3", True)]
 )

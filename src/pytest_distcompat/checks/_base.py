@@ -34,7 +34,7 @@ REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter
 CHECKPOINT_OPTIONS = frozenset(
     {
         *("model", "state_dict", "use_orig_params", "cpu_offload", "param_groups", "frozen", "lora", "save_only_model"),
-        *("float32_norms", "optimizer", *MESH),
+        *("float32_norms", "optimizer", "checkpoints", *MESH),
     }
 )
 
@@ -46,7 +46,10 @@ EXPORTED = CHECKPOINT_OPTIONS | {"precision", "world_size", "compile", "activati
 #: How far the runs of scenario RESUME must have come: two steps after the save, and after the load.
 UNTIL_RESUMED = (("train", "step", 4), ("resume", "step", 1))
 #: What the parts of a checkpoint depend on, which another number of ranks or another strategy must find by name.
-RESHARDED = frozenset({"model", "state_dict", "use_orig_params", *MESH}) - {"dp_replicate", "pp_schedule"}
+RESHARDED = frozenset({"model", "state_dict", "use_orig_params", "checkpoints", *MESH}) - {
+    "dp_replicate",
+    "pp_schedule",
+}
 
 
 def _applies_to_all(cell: Cell, driver: type[Driver]) -> str | None:

@@ -170,20 +170,21 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: weights were not gathered, or were filtered by a name that wrapping had changed.
     """
     run = trace.run()
-    unwrapped, at_save, written = run.unwrapped, run.at("save"), run.first("files")
+    unwrapped, at_save = run.unwrapped, run.at("save")
     yield from every_rank(at_save, cell.world_size, "save")
-    if unwrapped is None or written is None:
+    files = [file for snapshot in run.at("files") for file in snapshot.saved]
+    if unwrapped is None or not run.at("files"):
         yield "the saved files were not read"
         return
     for owner, holds in (("an optimizer", "optimizer"), ("a scheduler", "scheduler")):
-        paths = [repr(file.path) for file in written.saved if file.holds == holds]
+        paths = [repr(file.path) for file in files if file.holds == holds]
         if paths:
             yield f"state of {owner} is in {', '.join(paths[:3])}; the checkpoint is of the model alone"
     names = [info.name for info in (*unwrapped.parameters, *(one for one in unwrapped.buffers if one.persistent))]
     if cell.option("lora"):
         names = [info.name for info in unwrapped.parameters if info.trainable]
     saved: dict[str, set[str]] = {}
-    for key, digest in (pair for file in written.saved for pair in file.digests.items()):
+    for key, digest in (pair for file in files for pair in file.digests.items()):
         saved.setdefault(key, set()).add(digest)
     weights = {name: saved[key] for key, name in _keys(unwrapped, names) if key in saved}
     if missing := [name for name in names if name not in weights]:

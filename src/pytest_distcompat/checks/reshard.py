@@ -43,6 +43,8 @@ def _not_resharded(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why the check does not apply to the cell; None if it does."""
     if cell.strategy not in driver.reshards:
         return f"the driver does not claim that {cell.strategy} loads a checkpoint of another world size"
+    if cell.per_node and STRATEGIES.get(cell.strategy).flat_masters:
+        return "each node has the shards of its own ranks, and other ranks would need those of all"
     return _not_by_name(cell) or saved_as_elsewhere(cell)
 
 
@@ -102,6 +104,8 @@ def _not_portable(cell: Cell, driver: type[Driver]) -> str | None:
         return "checkpoints hold the model alone: there is no training to resume"
     if _by_weights(cell) and not (driver.can("export") and driver.can("reload")):
         return "only weights can be moved from DeepSpeed's checkpoints, and the driver has no export() and reload()"
+    if _by_weights(cell) and cell.per_node:
+        return "the weights are exported on the node of rank 0 alone"
     if _by_weights(cell) and cell.option("lora"):
         return "PEFT loads an exported adapter frozen, so it cannot be trained on"
     if elsewhere := saved_as_elsewhere(cell):

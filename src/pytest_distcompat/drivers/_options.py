@@ -33,6 +33,13 @@ def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
             "recomputed modules then hold several of FSDP1's units: one rank gathers for the recomputation while another "
             "reduces gradients, and both wait (docs/upstream.md)"
         )
+    if cell.per_node and (
+        cell.strategy == "fsdp1" or (cell.strategy == "fsdp2" and cell.option("state_dict") != "full")
+    ):
+        return (
+            "of FSDP's files accelerate writes some on rank 0 alone that all ranks read "
+            "(https://github.com/huggingface/accelerate/issues/3010)"
+        )
     if cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1:
         return "accelerate's ParallelismConfig is for FSDP2; FSDP1's hybrid shards are those of a machine, of which there is one"
     if device != "cpu":

@@ -87,6 +87,10 @@ class TinyDriver(Driver):
         if problem:
             return problem
         tiny = model_of(cell)
+        if cell.per_node and (
+            cell.dp_size < cell.world_size or cell.ep > 1 or cell.option("dp_replicate") != 1 or tiny.driver
+        ):
+            return "checkpoints on each node are tried with plain data parallel ranks alone, without experts"
         if tiny.unsupported_reason:
             return tiny.unsupported_reason
         if device == "cpu" and tiny.not_on_cpu:

@@ -209,6 +209,7 @@ class AccelerateDriver(TinyDriver):
         "grad_accum_dtype",
         "reduce_dtype",
         "optimizer",
+        "checkpoints",
         "conflict",
         "set",
     )
@@ -272,7 +273,7 @@ class AccelerateDriver(TinyDriver):
     def build(self, model: Module) -> None:
         """Make one Accelerator, then prepare data, model, optimizer and scheduler together."""
         from accelerate import Accelerator
-        from accelerate.utils import set_seed
+        from accelerate.utils import ProjectConfiguration, set_seed
         from torch.utils.data import DataLoader
 
         assert self.strategy.accelerate is not None
@@ -280,6 +281,8 @@ class AccelerateDriver(TinyDriver):
         settings["mixed_precision"] = self._mixed_precision()
         settings["gradient_accumulation_steps"] = self.accumulate
         settings |= self._compilation(model)
+        if self.cell.per_node:
+            settings["project_config"] = ProjectConfiguration(save_on_each_node=True)
         handlers = [*settings.pop("kwargs_handlers", ()), *self._recipe()]
         if self.world.device == "cpu":
             settings |= on_cpu(settings)

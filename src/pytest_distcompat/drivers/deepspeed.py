@@ -167,6 +167,7 @@ class DeepSpeedDriver(TinyDriver):
         "float32_norms",
         "grad_accum_dtype",
         "reduce_dtype",
+        "checkpoints",
         "conflict",
         "set",
     )
@@ -200,7 +201,8 @@ class DeepSpeedDriver(TinyDriver):
 
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan; a checkpoint of another world size is converted, as the engine must know when it is created."""
-        if "load" in plan.actions and saved_on(plan.load_from) not in {None, (self.world.size, self.cell.tp)}:
+        saved = None if self.cell.per_node else saved_on(plan.load_from)
+        if "load" in plan.actions and saved not in {None, (self.world.size, self.cell.tp)}:
             self.universal = plan.save_to.parent / "universal"
         super().train(model, plan, report)
 
@@ -304,9 +306,14 @@ class DeepSpeedDriver(TinyDriver):
         # Each rank of a sequence adds the whole loss's gradients. Only ZeRO-3 divides by all ranks (docs/upstream.md).
         return 1 if self.strategy.shards else self.cell.cp
 
+    @property
+    def tag(self) -> dict[str, str]:
+        """Return the tag of a checkpoint on each node: DeepSpeed notes the latest one on that of rank 0 alone."""
+        return {"tag": "saved"} if self.cell.per_node else {}
+
     def save(self, directory: Path) -> None:
         """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""
-        settings = self.cell.settings("save_checkpoint")
+        settings = self.tag | self.cell.settings("save_checkpoint")
         self.model.save_checkpoint(str(directory), client_state={"ranks": self.world.size}, **settings)
         self.save_random(directory)
 
@@ -314,7 +321,8 @@ class DeepSpeedDriver(TinyDriver):
         """Load by ``load_checkpoint``; one of another world size is converted to a universal checkpoint first."""
         if self.universal is not None:
             self._convert(directory, self.universal)
-        _, own = self.model.load_checkpoint(str(self.universal or directory), **self.cell.settings("load_checkpoint"))
+        settings = self.tag | self.cell.settings("load_checkpoint")
+        _, own = self.model.load_checkpoint(str(self.universal or directory), **settings)
         self.load_random(directory, required=(own or {}).get("ranks") == self.world.size)
 
     def _convert(self, directory: Path, universal: Path) -> None:
@@ -339,7 +347,10 @@ class DeepSpeedDriver(TinyDriver):
             state = whole_weights(self.model)
         elif self.tiny.driver:
             state = self._with_all_experts(directory.parent / "shards")
-        elif not self.strategy.zero_stage:
+        elif self.cell.per_node and self.strategy.shards:
+            # The shards of a checkpoint are on all nodes.
+            state = whole_weights(self.model)
+        elif self.cell.per_node or not self.strategy.zero_stage:
             state = self.model.module_state_dict()
         else:
             from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -214,6 +214,7 @@ class TorchDriver(TinyDriver):
         "reduce_dtype",
         "optimizer",
         "async_save",
+        "checkpoints",
         "set",
     )
     sources: ClassVar[tuple[Source, ...]] = (
@@ -268,8 +269,13 @@ class TorchDriver(TinyDriver):
             return "Transformer Engine is driven through accelerate"
         if cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1 and not cell.option("reshard_after_forward"):
             return "FSDP1's hybrid sharding without resharding after forward has a private name only"
-        if cell.option("async_save") and (device != "cpu" or cell.option("state_dict") == "full"):
+        if cell.option("async_save") and (device != "cpu" or cell.option("state_dict") == "full" or cell.per_node):
             return "async_save is for sharded checkpoints, and needs gloo"
+        if cell.per_node and "fsdp" in cell.strategy and cell.option("state_dict") != "full":
+            return (
+                "torch.distributed.checkpoint writes the metadata of shards on rank 0 alone (its use_collectives=False is "
+                "experimental, and not driven); state_dict='full' is one file"
+            )
         return super().unsupported_reason(cell, device)
 
     def build(self, model: Module) -> None:
@@ -432,16 +438,21 @@ class TorchDriver(TinyDriver):
         state["scheduler"] = [one.state_dict() for one in listed(self.scheduler)]
         return state | ({"scaler": self.scaler.state_dict()} if self.scaler else {})
 
+    @property
+    def whole(self) -> bool:
+        """Tell whether a checkpoint is one file."""
+        return self.cell.option("state_dict") == "full" or self.cell.per_node
+
     def save(self, directory: Path) -> None:
-        """Write one DCP checkpoint, or one file by rank 0 for state_dict=full."""
+        """Write one DCP checkpoint, or one file by rank 0; on each node that has its own, its first rank writes that file."""
         import torch
         from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
         state = self._state()
         if not self.cell.option("save_only_model"):
             self.save_random(directory)
-        if self.cell.option("state_dict") == "full":
-            if self.world.rank == 0:
+        if self.whole:
+            if self.world.first(per_node=self.cell.per_node):
                 torch.save(state, directory / "checkpoint.pt")
             return
         if self.cell.option("async_save"):
@@ -456,7 +467,7 @@ class TorchDriver(TinyDriver):
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        if self.cell.option("state_dict") == "full":
+        if self.whole:
             state = torch.load(directory / "checkpoint.pt", map_location="cpu", weights_only=True)
         else:
             # What it saves keeps the form of what it loaded, so that stages can load it again. By names there are no lists.

@@ -31,6 +31,7 @@ from pytest_distcompat.lease.timeline import read_timeline
 from pytest_distcompat.leased import LeasedLauncher
 from pytest_distcompat.nodes.channel import Channel, NotProvedError
 from pytest_distcompat.nodes.facts import facts
+from pytest_distcompat.run_paths import SuitePayload
 
 #: How often a node says that it is there, and how often logs are streamed, in seconds.
 HEARTBEAT_S, STREAM_S = 1.0, 0.02
@@ -151,6 +152,10 @@ class _Agent:
         fields["payload"] = dict(fields["payload"])
         if "session" in fields["payload"]:
             fields["payload"] |= {"session": str(self._session), "directory": str(self._run)}
+        if fields["payload"].get("per_node"):
+            payload = decode(SuitePayload, fields["payload"])
+            directory = Path(message["request"]["directory"])
+            fields["payload"] = dataclasses.asdict(payload.on_node(directory, self._owned.path / "runs"))
         request = Request(**fields)
         if message["place"]:
             place = Place(**message["place"])

@@ -274,7 +274,8 @@ class NodesLauncher(Launcher):
         ]
         shutil.rmtree(directory, ignore_errors=True)
         advice = (
-            "suites, and tests with shared_dir, need a directory that all nodes share; expected --basetemp=DIR with one"
+            "suites, and tests with shared_dir, need a directory that all nodes share; expected --basetemp=DIR with one, "
+            "or cells with option checkpoints='node', where the driver has it"
         )
         return f"{found[0]}: {advice}" if found else ""
 
@@ -293,7 +294,7 @@ class NodesLauncher(Launcher):
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
         """Run the request on its nodes."""
-        if request.nodes == 1 and not self._settings.node:
+        if request.nodes == 1 and not self._settings.node and not request.payload.get("per_node"):
             return self._one.run(request, reuse)
         self._one.retire()
         if problem := self.ready():

@@ -389,7 +389,7 @@ class DistcompatSession:
         ini = self.config.getini("log_level") if self.config.pluginmanager.hasplugin("logging") else None
         level = str(self.config.getoption("log_level", None) or ini or "")
         settings: dict[str, Any] = {"notice": self.notice, "limits": self.limits, "log_level": level}
-        return Runner(store, launcher, device=self.device, timeout=self.timeout, **settings)
+        return Runner(store, launcher, device=self.device, timeout=self.timeout, worker=self.worker, **settings)
 
     def new_directory(self, name: str) -> Path:
         """Make a new directory for one run of a marked test, and return it."""

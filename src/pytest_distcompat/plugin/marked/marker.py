@@ -324,8 +324,9 @@ def note_nodes(session: DistcompatSession, items: Iterable[pytest.Item]) -> None
         if not uneven(size, nodes):
             session.nodes = max(session.nodes, nodes)
             # Runs of a suite go on from one another's files.
+            apart = case is not None and case.cell.per_node and nodes > 1
             shares = case is not None or "shared_dir" in getattr(item, "fixturenames", ())
-            session.shares |= shares and (nodes > 1 or session.worker_nodes > 0)
+            session.shares |= shares and not apart and (nodes > 1 or session.worker_nodes > 0)
 
 
 def after(item: pytest.Item, nextitem: pytest.Item | None) -> None:
