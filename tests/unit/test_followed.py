@@ -62,6 +62,29 @@ def test_the_reference_of_trainer_follows_its_numbers(settings: str, expected: d
     assert {key: value for key, value in found.items() if key != "params" and value != usual[key]} == expected
 
 
+@pytest.mark.parametrize(
+    ("option", "settings", "kind", "expected"),
+    [
+        ("sgd", "", "SGD", {"momentum": 0.9, "nesterov": False}),
+        (
+            "sgd",
+            "TrainingArguments.optim_args=momentum=0.5,nesterov=true",
+            "SGD",
+            {"momentum": 0.5, "nesterov": True},
+        ),
+        ("adafactor", "", "Adafactor", {"relative_step": False, "scale_parameter": False, "lr": 3e-3}),
+    ],
+)
+def test_the_reference_of_trainer_has_the_optimizer_and_its_own_arguments(
+    option: str, settings: str, kind: str, expected: dict[str, object]
+) -> None:
+    pytest.importorskip("transformers")
+    found = made("trainer", settings, optimizer=option)
+    assert type(found).__name__ == kind
+    assert {key: found.param_groups[0][key] for key in expected} == expected
+    assert [group["weight_decay"] for group in found.param_groups] == [0.01, 0.0]
+
+
 @pytest.mark.parametrize(("name", "kind"), [("sgd", "SGD"), ("rmsprop", "RMSprop"), ("adamw_torch_fused", "AdamW")])
 def test_the_reference_of_trainer_has_the_optimizer_that_is_named(name: str, kind: str) -> None:
     assert type(made("trainer", f"TrainingArguments.optim={name}")).__name__ == kind
@@ -106,6 +129,16 @@ def test_the_reference_of_deepspeed_has_the_optimizer_and_schedule_of_the_json()
     optimizer = engine.make_optimizer(torch.nn.Linear(4, 4))
     assert (type(optimizer), optimizer.defaults["momentum"]) == (torch.optim.SGD, 0.9)
     assert isinstance(engine.make_scheduler(optimizer), schedules.OneCycle)
+
+
+def test_the_reference_of_deepspeed_has_its_muon_for_matrices_but_embeddings_and_the_last_layer() -> None:
+    pytest.importorskip("deepspeed")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("embed", "inner", "lm_head")})
+    found = driver("deepspeed", "ds_config.optimizer.params.momentum=0.5", optimizer="muon").make_optimizer(model)
+    groups = {group["use_muon"]: group for group in found.param_groups}
+    assert [one is model["inner"].weight for one in groups[True]["params"]] == [True]
+    assert len(groups[False]["params"]) == 5
+    assert (groups[True]["momentum"], groups[True]["lr"], groups[False]["weight_decay"]) == (0.5, 3e-3, 0.01)
 
 
 ONE_CYCLE = "ds_config.scheduler.params.cycle_min_lr=0.001+ds_config.scheduler.params.cycle_max_lr=0.003"

@@ -43,6 +43,10 @@ class TinyDriver(Driver):
     }
     #: The values of option ``optimizer``.
     optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor")
+    #: Those of them that update flat partitions of several parameters as they update parameters.
+    update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd")
+    #: Those that compile their step themselves.
+    compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit",)
     #: Whether the optimizer is fused, which needs parameters of one kind and state of one dtype.
     fused: ClassVar[bool] = True
 
@@ -141,9 +145,13 @@ class TinyDriver(Driver):
                 return "other optimizers are for one group of unscaled parameters, which keep their own tensors"
             flat = cell.strategy == "fsdp1" or STRATEGIES.get(cell.strategy).flat_masters
             if cell.option("optimizer") == "adam8bit":
-                masters = precision.load if cls.name == "torch" else precision.master
-                return _not_quantized(cell, tiny, masters, device, flat=flat)
-            if cell.option("optimizer") != "sgd" and flat:
+                loaded = precision.load if cls.name == "torch" else precision.master
+                return _not_quantized(cell, tiny, loaded, device, flat=flat)
+            # torch upcasts nothing, nor do accelerate and Trainer under DDP.
+            masters = precision.load if cls.name == "torch" or cell.strategy == "ddp" else precision.master
+            if cell.option("optimizer") == "sgd" and masters == "bfloat16":
+                return "SGD's steps at this rate are smaller than bfloat16 resolves, in which its parameters are"
+            if cell.option("optimizer") not in cls.update_flat and flat:
                 return f"{cell.strategy}'s shards have one dimension, and {cell.option('optimizer')} updates matrices"
         return None
 
@@ -229,8 +237,8 @@ class TinyDriver(Driver):
         return kind(groups, **self.cell.with_settings(kind.__name__, settings))
 
     def compile_nothing(self) -> None:
-        """Have torchao's optimizer run uncompiled on the CPU, where its first step would compile for minutes."""
-        if self.cell.option("optimizer") == "adam8bit" and self.world.device == "cpu":
+        """Have an optimizer that compiles itself run uncompiled on the CPU, where its first step would take minutes."""
+        if self.cell.option("optimizer") in self.compile_themselves and self.world.device == "cpu":
             import torch
 
             torch.compiler.set_stance("force_eager")
