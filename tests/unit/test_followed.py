@@ -122,6 +122,23 @@ def test_the_reference_clips_to_what_is_set(name: str, settings: str, norm: floa
     assert float(clipped) == pytest.approx(min(trainer.grad_norm, norm or trainer.grad_norm), rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["torch", "trainer"])
+def test_the_reference_says_what_its_loss_would_be_if_something_else_counted_alike(name: str) -> None:
+    pytest.importorskip("transformers")
+    trainer: Any = DRIVERS.get(name)(Cell.of("ddp", "fp32", grad_accum=2), World(0, 1, 0, "cpu"))
+    found: dict[str, set[str]] = {}
+    # The last step of an epoch has one micro-batch of two.
+    for number in (0, 7):
+        loss = trainer.reference(trainer.tiny.make(), number, 2)
+        trainer.optimizer = None
+        for what, mean in trainer.averages.items():
+            found.setdefault(what, set()).add("own" if mean == pytest.approx(loss, rel=1e-5) else "another")
+    full = "each micro-batch, also those that are missing,"
+    assert found["each token"] == {"own" if name == "trainer" else "another"}
+    assert found[full] == {"another" if name == "trainer" else "own"}
+    assert found["each rank"] == {"another"}
+
+
 def test_the_reference_of_deepspeed_has_the_optimizer_and_schedule_of_the_json() -> None:
     schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
     momentum = "ds_config.optimizer.type=SGD+ds_config.optimizer.params.lr=0.5+ds_config.optimizer.params.momentum=0.9"

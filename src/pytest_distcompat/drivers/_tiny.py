@@ -430,15 +430,36 @@ class TinyDriver(Driver):
         weights = [self.tiny.count(batch) if self.mean == "token" else means for batch in batches]
         # The incomplete last step of an epoch is divided by the full count too, as trainers that average micro-batches do.
         divisor = sum(weights) if self.mean == "token" else self.accumulate * ranks
-        total = 0.0
+        losses = []
         for batch, weight in zip(batches, weights, strict=True):
-            loss = self.tiny.loss(model, batch) * weight / divisor
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+            loss = self.tiny.loss(model, batch)
+            (loss * weight / divisor).backward()  # type: ignore[no-untyped-call]
+            losses.append(float(loss.detach()))
+        total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / divisor
+        if not self.tiny.one_batch:
+            self.averages = _averages(losses, list(map(self.tiny.count, batches)), ranks, self.accumulate)
         self.grad_norm = float(clip_grad_norm_(model.parameters(), self.max_norm or math.inf))
         for one in (*listed(self.optimizer), *listed(self.scheduler)):
             one.step()
         return total
+
+
+def _averages(losses: list[float], tokens: list[int], ranks: int, accumulate: int) -> dict[str, float]:
+    """Return a step's loss by what counts alike in it, from the loss and the tokens of each micro-batch, rank by rank."""
+
+    def mean(values: list[float], weights: list[int]) -> float:
+        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(1, sum(weights))
+
+    each = len(losses) // ranks
+    own = [slice(each * rank, each * (rank + 1)) for rank in range(ranks)]
+    across = [slice(nth, None, each) for nth in range(each)]
+    return {
+        "each token": mean(losses, tokens),
+        "each rank": sum(mean(losses[one], tokens[one]) for one in own) / ranks,
+        "each micro-batch": sum(losses) / len(losses),
+        "each micro-batch, also those that are missing,": sum(losses) / (accumulate * ranks),
+        "each micro-batch of all ranks together": sum(mean(losses[one], tokens[one]) for one in across) / each,
+    }
 
 
 def _not_quantized(cell: Cell, tiny: TinyModel, masters: str, device: str, *, flat: bool) -> str | None:
