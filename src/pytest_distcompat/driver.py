@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import CALL
@@ -121,6 +122,8 @@ class Driver:
     fed: Sequence[Any] = ()
     #: How many tokens (or samples) this rank trained on in the last step.
     tokens: int = 0
+    #: What the loss of the reference's last step would be if something else were averaged: what counts alike -> loss.
+    averages: Mapping[str, float] = MappingProxyType({})
     #: Class names of the modules to shard, checkpoint and compile one by one.
     blocks: tuple[str, ...] = ()
     #: Names of the modules to leave out of the sharding.

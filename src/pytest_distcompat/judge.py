@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks import Check
+from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.checks._base import message
+from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.expect import Expectation, fails, may_refuse, refuses
+from pytest_distcompat.scenario import OTHER_REFERENCE
+from pytest_distcompat.settings.rules import contradiction, meant_to_fail
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunFailure, Trace
 
@@ -66,7 +69,7 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
     if end is not None:
         found = [end.text or end.message or "broke off without a word"]
     else:
-        found = check.findings(cell, trace)
+        found = _findings(check, cell, trace)
     text, failures = "\n".join(found), [one for one in covering if one.kind == "fails"]
     # An issue that names no check covers this failure only if its message matches.
     if declared := [one for one in failures if one.strict or one.check != "*" or one.matches(text)]:
@@ -78,7 +81,7 @@ def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
     """Return the expectation that would declare this failure; None where none can, as for a crash or a hang."""
     end = _broken_off(check, trace)
     facets: dict[str, Any] = {"strategy": cell.strategy, "precision": cell.precision, **dict(cell.options)}
-    found = [_without_rank(end) or end.text] if end else check.findings(cell, trace)
+    found = [_without_rank(end) or end.text] if end else _findings(check, cell, trace)
     if end is not None and end.action in _BUILDS:
         made = refuses(match=_constant_part(found[0]) or ".", **facets)
     else:
@@ -103,6 +106,31 @@ def _broken_off(check: Check, trace: Trace) -> RunFailure | None:
         if (run.name in check.raises and end.kind != "raised") or (needed and broken):
             return end
     return None
+
+
+def _findings(check: Check, cell: Cell, trace: Trace) -> list[str]:
+    """Return what the check finds; if nothing, whether it and another check hold with one setting each of two."""
+    return check.findings(cell, trace) or [*_mixed(check, cell, trace)]
+
+
+def _mixed(check: Check, cell: Cell, trace: Trace) -> Iterator[str]:
+    """Yield a finding where the claim holds against one of two contradictory settings alone, and another against the other."""
+    settings = contradiction(cell.set)
+    if not settings or OTHER_REFERENCE not in trace.runs:
+        return
+    own, driver = check.agrees_with(cell, trace), find_driver(trace.driver)
+    meant = {name for setting in cell.set for name in meant_to_fail(setting)}
+    for other in CHECKS.by_name.values():
+        compared = not other.not_applicable(cell, driver) and other.runs(cell, driver) == check.runs(cell, driver)
+        if other.name in meant or not compared or _broken_off(other, trace):
+            continue
+        # A claim that holds against neither is a finding of its own.
+        theirs = other.agrees_with(cell, trace)
+        if len(own) == len(theirs) == 1 and own != theirs:
+            yield (
+                f"a mix of two settings that contradict each other: {check.name} holds with {settings[own[0]]} alone, "
+                f"{other.name} with {settings[theirs[0]]} alone; expected one of them everywhere"
+            )
 
 
 def _expected_refusal(covering: Iterable[Expectation], end: RunFailure | None) -> Expectation | None:

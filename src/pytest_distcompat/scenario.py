@@ -123,7 +123,8 @@ FOLLOWED = (
         f"TrainingArguments.{name}"
         for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     ),
-    *(f"TrainingArguments.{name}" for name in ("optim", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")),
+    *(f"TrainingArguments.{name}" for name in ("optim", "optim_args")),
+    *(f"TrainingArguments.{name}" for name in ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")),
 )
 
 #: The same training without any strategy: the reference for losses, norms and learning rates.

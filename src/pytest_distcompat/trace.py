@@ -330,7 +330,8 @@ class Snapshot:
     it, where activations are to be recomputed. These and ``collectives`` are recorded in the third step of a
     training, or in its last if it has fewer; with gradient accumulation in every step; and never in a training that
     resumes from a checkpoint. ``rows`` are what loaders give, ``metrics`` what an evaluation finds. In a simulation
-    ``stands_for`` names the ranks that hold as much, this one included.
+    ``stands_for`` names the ranks that hold as much, this one included. ``averages`` are what the reference's loss would be if
+    something else counted alike.
     """
 
     rank: int
@@ -361,6 +362,7 @@ class Snapshot:
     call: CallInfo | None = None
     rows: tuple[RowsInfo, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    averages: Mapping[str, float] = field(default_factory=dict)
     stands_for: tuple[int, ...] = ()
 
     @property

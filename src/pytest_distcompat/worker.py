@@ -310,7 +310,8 @@ class Rank:
             loss = driver.reference(model, self.number, self.run_paths.ranks)
         whole = self.number < WHOLE_STEPS
         self.number += 1
-        infos = {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
+        infos: dict[str, Any] = {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
+        infos["averages"] = dict(driver.averages)
         infos |= self.observer.infos()
         if driver.optimizer is None:
             raise RuntimeError("reference() is to set self.optimizer to the optimizer that it steps, as train() does")

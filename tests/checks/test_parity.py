@@ -38,6 +38,15 @@ def test_a_loss_that_is_off_from_the_first_step(sound: Sound) -> None:
     ]
 
 
+def test_a_loss_that_is_a_mean_with_other_weights_says_with_which(sound: Sound) -> None:
+    averages = {"each token": 1.5, "each rank": 3.0, "each micro-batch": 2.0}
+    story = sound("ddp-fp32-w2").alter(lambda one: replace(one, averages=averages), run="reference")
+    (found,) = scaled(story, "loss", 2).findings("parity")
+    assert found.endswith("2.0e-05 allowed): here each rank counts alike, there each token")
+    (found,) = scaled(story, "loss", 3).findings("parity")
+    assert found.endswith("2.0e-05 allowed)")
+
+
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
 def test_the_precision_says_how_far_off_is_too_far(sound: Sound, cell: str, field: str) -> None:

@@ -46,6 +46,13 @@ def test_the_smoke_profile_passes_except_for_known_issues(pytester: pytest.Pytes
 
 
 @pytest.mark.nightly
+def test_the_default_profile_calls_all_that_only_reads_in_one_cell_of_each_suite(pytester: pytest.Pytester) -> None:
+    found = verdicts(run(pytester, "-k", ":walk"))
+    assert {name for name, *_ in found} == {"TestTorch", "TestAccelerate", "TestTrainer", "TestDeepSpeed"}
+    assert [*found.values()] == ["passed"] * 4
+
+
+@pytest.mark.nightly
 def test_two_workers_come_to_the_same_verdicts_from_as_many_runs(pytester: pytest.Pytester) -> None:
     alone, shared = run(pytester, *SMOKE), run(pytester, *SMOKE, "-n", "2")
     assert verdicts(shared) == verdicts(alone)

@@ -70,6 +70,7 @@ class Paired(TorchDriver):
 def test_pairs_that_fail_are_reduced_to_the_two_settings(tmp_path: Path) -> None:
     (tmp_path / "paired.py").write_text(PAIRED, encoding="utf-8")
     command = [sys.executable, "-m", "pytest_distcompat.cli", "settings", "--driver=paired:Paired", "--pairs=ddp"]
+    command += ["-o", "pairs.json", "-o", "pairs.html"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     assert done.returncode == 1, done.stdout + done.stderr
@@ -78,6 +79,14 @@ def test_pairs_that_fail_are_reduced_to_the_two_settings(tmp_path: Path) -> None
     assert parts.keys() == {frozenset(wrong), frozenset(refused)}
     assert "failed: step 1" in parts[frozenset(wrong)]
     assert "shard needs whole precision" in parts[frozenset(refused)]
+    results = json.loads((tmp_path / "pairs.json").read_text(encoding="utf-8"))["results"]
+    assert {(frozenset(one["facets"]["set"].split("+")), one["status"]) for one in results} == {
+        (frozenset(wrong), "failed"),
+        (frozenset(refused), "refused"),
+    }
+    assert all(one["reproduce"] in done.stdout for one in results)
+    assert any("the smallest part that fails of a row of" in one["message"] for one in results)
+    assert "Config.shard + Config.half" in (tmp_path / "pairs.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.settings import settings_tables
+from pytest_distcompat.report.text import settings_text
 from pytest_distcompat.report.write import write_report
 from pytest_distcompat.status import Status, Verdict
 
@@ -39,6 +40,19 @@ def test_a_session_without_settings_has_no_such_table(tmp_path: Path) -> None:
     for suffix in (".md", ".html"):
         write_report(tmp_path / f"r{suffix}", Report(results=RESULTS[-1:]))
         assert "Settings" not in (tmp_path / f"r{suffix}").read_text(encoding="utf-8")
+
+
+def test_the_terminal_lists_the_settings_that_fail_and_then_those_that_are_refused() -> None:
+    more = [result("ddp", f"A.field{number}=1", Status.REFUSED, "no") for number in range(12)]
+    lines = ["".join(text for text, _ in line) for line in settings_text([*more, *RESULTS])]
+    assert lines[0] == "S (driver d): 13 of 14 settings fail or are refused"
+    assert lines[1:3] == ["  A.flag     ddp refused  zero2 FAIL", "  A.field0   ddp refused"]
+    assert lines[-1] == "  and 1 more, which the HTML and Markdown reports have"
+    assert len(lines) == 14
+
+
+def test_the_terminal_says_nothing_of_settings_that_are_accepted_or_known_to_fail() -> None:
+    assert list(settings_text([RESULTS[0], RESULTS[3], RESULTS[4]])) == []
 
 
 def test_markdown_has_the_table_and_the_reasons_below_it(tmp_path: Path) -> None:

@@ -29,6 +29,15 @@ def test_only_the_wrong_call_fails(runner: Runner) -> None:
     assert any("blocks.0" in text and "bfloat16" in text for text in findings)
 
 
+def test_all_that_only_reads_is_called_between_two_steps(runner: Runner) -> None:
+    sound = Explorer(runner, "torch", DDP)
+    assert {call.name for call in sound.observers()} == {"evaluate", "optimizer_state", "save", "state_dict", "unwrap"}
+    assert sound.observe().runs == {}
+    wrong = Explorer(runner, "twins.walking:Casting", DDP)
+    assert wrong.check_observers() == tuple(calls("step(), unwrap()"))
+    assert {name.rpartition("-")[2] for name in wrong.observe().runs} == {"0", "reference"}
+
+
 PARTLY = "step(), save(), step(), load(optimizer=False), step(), load(scheduler=False), step(), load_weights(), step()"
 
 

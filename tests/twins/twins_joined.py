@@ -8,7 +8,7 @@ from typing import Any
 from pytest_distcompat.drivers._joined import Joined
 from pytest_distcompat.drivers.trainer import TrainerDriver
 
-from .declare import CLIPPING, MEMORY, PARITY, twin
+from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, twin
 
 
 class FirstAlone(Joined):
@@ -34,6 +34,19 @@ class AdamWNeverSteps(TrainerDriver):
 
     def optimizer_class(self) -> tuple[Any, dict[str, Any]] | None:
         return FirstAlone, {"make": self.muon_and_adamw}
+
+
+@twin(
+    "parity",
+    "ddp-fp32-w2-model_mlp-optimizer_sgd",
+    match=r"^step [23]: (rank 0: the gradient norm|the loss) is ",
+    also={**CLIPPING, **GRADIENTS},
+)
+class ArgumentsLost(TrainerDriver):
+    """The optimizer is made by its name, without its own arguments: SGD has no momentum."""
+
+    def arguments(self, plan: Any) -> dict[str, Any]:
+        return super().arguments(plan) | {"optim_args": None}
 
 
 class Forgetful(Joined):

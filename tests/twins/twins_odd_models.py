@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 
-from .declare import twin
+from .declare import CLIPPING, GRADIENTS, Torch, twin
 from .twins_checkpoints import write
 from .twins_checkpoints_export import Exports
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.precisions import Precision
     from pytest_distcompat.strategies import WrapSpec
 
 
@@ -47,6 +52,38 @@ class CompilersNameEverywhere(AccelerateDriver):
         if self.world.rank == 0:
             state = load_file(directory / "model.safetensors")
             write(directory, "model.safetensors", {key.replace("_orig_mod.", ""): state[key] for key in state})
+
+
+@twin(
+    "export",
+    "ddp-fp32-w2-model_twice-activation_checkpointing",
+    match=r"Missing key\(s\) in state_dict: \"inlet\.weight\"",
+    also={"names": r"key 'linear\.bias' is no name of the unwrapped model"},
+)
+class TakenForItsBlock(Exports):
+    """A wrapper is known by its attribute, which a model that hands attributes on has of its block: the block is written."""
+
+    def changed(self, state: dict[str, Any]) -> dict[str, Any]:
+        model: Any = self.raw
+        while hasattr(model, "_checkpoint_wrapped_module"):
+            model = model._checkpoint_wrapped_module
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@twin(
+    "parity",
+    "ddp-fp32-w2-model_twice",
+    "fsdp2-fp32-w2-model_twice",
+    match=r"^step 1: the loss is ",
+    also={**CLIPPING, **GRADIENTS},
+)
+class KeepsANumberOnTheModel(Torch):
+    """The trainer has a number of its own on the model, under the name of one that the model looks up in its block."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        wrapped = super().wrap(model, precision, cell, device)
+        model.gain = 0.5  # type: ignore[assignment]  # a number, no module
+        return wrapped
 
 
 class NotToldOfUnused(TorchDriver):

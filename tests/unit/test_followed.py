@@ -62,6 +62,29 @@ def test_the_reference_of_trainer_follows_its_numbers(settings: str, expected: d
     assert {key: value for key, value in found.items() if key != "params" and value != usual[key]} == expected
 
 
+@pytest.mark.parametrize(
+    ("option", "settings", "kind", "expected"),
+    [
+        ("sgd", "", "SGD", {"momentum": 0.9, "nesterov": False}),
+        (
+            "sgd",
+            "TrainingArguments.optim_args=momentum=0.5,nesterov=true",
+            "SGD",
+            {"momentum": 0.5, "nesterov": True},
+        ),
+        ("adafactor", "", "Adafactor", {"relative_step": False, "scale_parameter": False, "lr": 3e-3}),
+    ],
+)
+def test_the_reference_of_trainer_has_the_optimizer_and_its_own_arguments(
+    option: str, settings: str, kind: str, expected: dict[str, object]
+) -> None:
+    pytest.importorskip("transformers")
+    found = made("trainer", settings, optimizer=option)
+    assert type(found).__name__ == kind
+    assert {key: found.param_groups[0][key] for key in expected} == expected
+    assert [group["weight_decay"] for group in found.param_groups] == [0.01, 0.0]
+
+
 @pytest.mark.parametrize(("name", "kind"), [("sgd", "SGD"), ("rmsprop", "RMSprop"), ("adamw_torch_fused", "AdamW")])
 def test_the_reference_of_trainer_has_the_optimizer_that_is_named(name: str, kind: str) -> None:
     assert type(made("trainer", f"TrainingArguments.optim={name}")).__name__ == kind
@@ -99,6 +122,23 @@ def test_the_reference_clips_to_what_is_set(name: str, settings: str, norm: floa
     assert float(clipped) == pytest.approx(min(trainer.grad_norm, norm or trainer.grad_norm), rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["torch", "trainer"])
+def test_the_reference_says_what_its_loss_would_be_if_something_else_counted_alike(name: str) -> None:
+    pytest.importorskip("transformers")
+    trainer: Any = DRIVERS.get(name)(Cell.of("ddp", "fp32", grad_accum=2), World(0, 1, 0, "cpu"))
+    found: dict[str, set[str]] = {}
+    # The last step of an epoch has one micro-batch of two.
+    for number in (0, 7):
+        loss = trainer.reference(trainer.tiny.make(), number, 2)
+        trainer.optimizer = None
+        for what, mean in trainer.averages.items():
+            found.setdefault(what, set()).add("own" if mean == pytest.approx(loss, rel=1e-5) else "another")
+    full = "each micro-batch, also those that are missing,"
+    assert found["each token"] == {"own" if name == "trainer" else "another"}
+    assert found[full] == {"another" if name == "trainer" else "own"}
+    assert found["each rank"] == {"another"}
+
+
 def test_the_reference_of_deepspeed_has_the_optimizer_and_schedule_of_the_json() -> None:
     schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
     momentum = "ds_config.optimizer.type=SGD+ds_config.optimizer.params.lr=0.5+ds_config.optimizer.params.momentum=0.9"
@@ -106,6 +146,16 @@ def test_the_reference_of_deepspeed_has_the_optimizer_and_schedule_of_the_json()
     optimizer = engine.make_optimizer(torch.nn.Linear(4, 4))
     assert (type(optimizer), optimizer.defaults["momentum"]) == (torch.optim.SGD, 0.9)
     assert isinstance(engine.make_scheduler(optimizer), schedules.OneCycle)
+
+
+def test_the_reference_of_deepspeed_has_its_muon_for_matrices_but_embeddings_and_the_last_layer() -> None:
+    pytest.importorskip("deepspeed")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("embed", "inner", "lm_head")})
+    found = driver("deepspeed", "ds_config.optimizer.params.momentum=0.5", optimizer="muon").make_optimizer(model)
+    groups = {group["use_muon"]: group for group in found.param_groups}
+    assert [one is model["inner"].weight for one in groups[True]["params"]] == [True]
+    assert len(groups[False]["params"]) == 5
+    assert (groups[True]["momentum"], groups[True]["lr"], groups[False]["weight_decay"]) == (0.5, 3e-3, 0.01)
 
 
 ONE_CYCLE = "ds_config.scheduler.params.cycle_min_lr=0.001+ds_config.scheduler.params.cycle_max_lr=0.003"

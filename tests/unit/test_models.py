@@ -161,6 +161,28 @@ def test_where_optimizer_state_or_a_model_is_quantized(driver: str, cell: str, r
 @pytest.mark.parametrize(
     ("driver", "cell", "reason"),
     [
+        ("trainer", "ddp-fp32-w2-optimizer_sgd", None),
+        ("trainer", "fsdp2-bf16_mixed-w2-optimizer_sgd", None),
+        ("trainer", "ddp-bf16_mixed-w2-optimizer_sgd", "smaller than bfloat16 resolves"),
+        ("torch", "fsdp2-bf16_pure-w2-optimizer_sgd", "smaller than bfloat16 resolves"),
+        ("deepspeed", "zero3-bf16_pure-w2-optimizer_sgd", "smaller than bfloat16 resolves"),
+        ("trainer", "fsdp1-fp32-w2-optimizer_adafactor", "fsdp1's shards have one dimension, and adafactor updates"),
+        ("trainer", "zero2-fp32-w2-optimizer_muon", "zero2's shards have one dimension, and muon updates matrices"),
+        ("deepspeed", "zero3-fp32-w2-optimizer_muon", None),
+        ("deepspeed", "zero0-fp32-w2-optimizer_adafactor", None),
+        ("deepspeed", "zero1-fp32-w2-optimizer_adafactor", "zero1's shards have one dimension, and adafactor updates"),
+        ("deepspeed", "zero0-fp32-w2-model_wide-optimizer_adam8bit", "a function for map_location"),
+        ("deepspeed", "zero1-fp32-w2-compile_aot_eager-optimizer_muon", "not tried with option 'compile' yet"),
+        ("deepspeed", "zero2-bf16_mixed-w2-optimizer_muon", "keeps momentum in the gradients' dtype"),
+    ],
+)
+def test_where_another_optimizer_can_update_what_a_rank_holds(driver: str, cell: str, reason: str | None) -> None:
+    assert_reason(driver, cell, reason)
+
+
+@pytest.mark.parametrize(
+    ("driver", "cell", "reason"),
+    [
         ("torch", "fsdp2-fp32-w4-model_moe_fused-tp_2", None),
         ("torch", "fsdp2-bf16_mixed-w8-model_moe_fused-grad_accum_2-tp_2-ep_2", None),
         ("torch", "fsdp2-fp32-w4-model_moe_fused-compile_regional-tp_2-ep_2", "with option 'compile' yet"),

@@ -1,5 +1,7 @@
 """Registry of checks: each is a claim, as a pure function of (cell, trace) that yields findings."""
 
+import dataclasses
+
 from pytest_distcompat.checks import _walk
 from pytest_distcompat.checks._base import Check, check
 from pytest_distcompat.registry import Registry
@@ -7,8 +9,10 @@ from pytest_distcompat.registry import Registry
 CHECKS: Registry[Check] = Registry(__name__, Check, "check")
 #: The check of profile ``walk``, whose runs are drawn.
 WALK: Check = _walk.walk
+#: The same of one walk, which calls all that only reads: what the default profile has of it.
+OBSERVERS_WALK = dataclasses.replace(WALK)
 
-__all__ = ["CHECKS", "WALK", "Check", "all_check_names", "check", "find_check"]
+__all__ = ["CHECKS", "OBSERVERS_WALK", "WALK", "Check", "all_check_names", "check", "find_check"]
 
 
 def all_check_names() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import MESH, OTHER_REFERENCE, Scenario
+from pytest_distcompat.scenario import MESH, OTHER_REFERENCE, REFERENCE_RUN, Scenario
 from pytest_distcompat.trace import CollectiveInfo, Snapshot, Trace, UnwrappedInfo
 
 Claim = Callable[[Cell, Trace], Iterable[str]]
@@ -108,6 +108,12 @@ class Check:
         against = dict.fromkeys(self.claim(cell, dataclasses.replace(trace, runs=runs)))
         second = [f"against the other of two settings that contradict each other: {one}" for one in against]
         return [*found, *second] if second else []
+
+    def agrees_with(self, cell: Cell, trace: Trace) -> list[int]:
+        """Return which of two settings that contradict each other, 0 or 1, have a reference that the claim holds against."""
+        references = (trace.runs[REFERENCE_RUN.name], trace.runs[OTHER_REFERENCE])
+        runs = ({**trace.runs, REFERENCE_RUN.name: reference} for reference in references)
+        return [nth for nth, one in enumerate(runs) if not any(self.claim(cell, dataclasses.replace(trace, runs=one)))]
 
     def __call__(self, cell: Cell, trace: Trace) -> Iterator[str]:
         """Call the claim and return its findings as they come."""

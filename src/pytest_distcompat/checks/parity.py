@@ -51,8 +51,8 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     have different numbers of tokens, and the last step of an epoch has fewer micro-batches than the others.
 
     If it fails: a loss that is off from the first step on is computed differently, such as a mean of unequal
-    micro-batches' means. One that is off later comes from the optimizer: bfloat16 masters, gradients summed instead of
-    averaged, another schedule.
+    micro-batches' means; the finding then says what counts alike. One that is off later comes from the optimizer:
+    bfloat16 masters, gradients summed instead of averaged, another schedule.
     """
     losses, norms = tolerances(cell, trace)
     trained, reference = trace.run("train"), trace.run("reference")
@@ -113,7 +113,17 @@ def _loss(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest
         return
     loss = sum(losses) / len(losses)
     if not _close(loss, there.loss, tolerance, largest):
-        yield f"the loss is {loss:.6g}; {_expected(loss, there.loss, tolerance, largest)}"
+        yield f"the loss is {loss:.6g}; {_expected(loss, there.loss, tolerance, largest)}{_average(loss, there, tolerance)}"
+
+
+def _average(loss: float, there: Snapshot, tolerance: float) -> str:
+    """Return what counts alike in the loss and in the reference's, if the loss is a mean with other weights; else nothing."""
+    means = (
+        [name for name, mean in there.averages.items() if math.isclose(one, mean, rel_tol=tolerance)]
+        for one in (loss, there.loss or 0.0)
+    )
+    here, expected = means
+    return f": here {here[0]} counts alike, there {expected[0]}" if here and expected else ""
 
 
 def _same_rows(cell: Cell) -> str:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report.write import replace_file
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.write import FORMATS, replace_file, write_report
+
+#: The help of an option that names a report's file.
+WRITTEN = f"written in the format of its suffix ({', '.join(FORMATS)}); may be given several times"
+
+
+def report_file(text: str) -> Path:
+    """Return the path of a report's file. Raises ArgumentTypeError if its suffix is that of no format."""
+    path = Path(text)
+    if path.suffix not in FORMATS:
+        raise argparse.ArgumentTypeError(f"{text!r}: the suffix says the format. Known: {', '.join(FORMATS)}")
+    return path
 
 
 @contextlib.contextmanager
@@ -23,6 +36,13 @@ def write(path: Path, text: str) -> None:
     """Write a file. Raises UsageProblem."""
     with named_in_errors(path):
         replace_file(path, [text])
+
+
+def write_reports(paths: Iterable[Path], report: Report) -> None:
+    """Write a report to each file, in the format of its suffix. Raises UsageProblem."""
+    for path in paths:
+        with named_in_errors(path):
+            write_report(path, report)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], indent: str = "  ") -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.cli.output import named_in_errors, write
+from pytest_distcompat.cli.output import WRITTEN, report_file, write, write_reports
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.compare import compare
@@ -17,7 +17,6 @@ from pytest_distcompat.report.html import trend_html
 from pytest_distcompat.report.merge import merge
 from pytest_distcompat.report.text import counts_text
 from pytest_distcompat.report.trend import trend
-from pytest_distcompat.report.write import FORMATS, write_report
 
 
 def add(commands: Any) -> None:
@@ -39,13 +38,15 @@ def add(commands: Any) -> None:
         "Exit code 1: the report of a shard (--distcompat-shard) is missing.",
     )
     merged.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json")
-    merged.add_argument("-o", "--output", type=_output, required=True, action="append", metavar="FILE", help=_WRITTEN)
+    merged.add_argument(
+        "-o", "--output", type=report_file, required=True, action="append", metavar="FILE", help=WRITTEN
+    )
     merged.set_defaults(call=_merge, whole=True)
     shown = commands.add_parser(
         "report", help="a report in other formats", description="Write a JSON report in other formats."
     )
     shown.add_argument("reports", type=Path, nargs=1, metavar="REPORT.json")
-    shown.add_argument("-o", "--output", type=_output, required=True, action="append", metavar="FILE", help=_WRITTEN)
+    shown.add_argument("-o", "--output", type=report_file, required=True, action="append", metavar="FILE", help=WRITTEN)
     shown.set_defaults(call=_merge, whole=False)
     nights = commands.add_parser(
         "trend",
@@ -57,16 +58,6 @@ def add(commands: Any) -> None:
         "-o", "--output", type=Path, default=Path("trend.html"), metavar="FILE", help="default: %(default)s"
     )
     nights.set_defaults(call=_trend)
-
-
-_WRITTEN = f"written in the format of its suffix ({', '.join(FORMATS)}); may be given several times"
-
-
-def _output(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in FORMATS:
-        raise argparse.ArgumentTypeError(f"{text!r}: the suffix says the format. Known: {', '.join(FORMATS)}")
-    return path
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -81,9 +72,7 @@ def _diff(options: argparse.Namespace) -> int:
 def _merge(options: argparse.Namespace) -> int:
     read = [Report.read(path) for path in options.reports]
     report = merge(read) if len(read) > 1 or (options.whole and "shard" in read[0].session) else read[0]
-    for path in options.output:
-        with named_in_errors(path):
-            write_report(path, report)
+    write_reports(options.output, report)
     print(visible(counts_text(report)))
     return int(options.whole and bool(report.session.get("missing")))
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import shlex
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.cli.output import table
+from pytest_distcompat import clock
+from pytest_distcompat.cli.output import WRITTEN, report_file, table, write_reports
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.report.document import Report
+
+if TYPE_CHECKING:
+    from pytest_distcompat.status import Verdict
 
 
 def add(commands: Any) -> None:
@@ -26,6 +34,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="pair only what passed alone in this report of the profile sweep"
     )
+    parser.add_argument(
+        "-o", "--output", type=report_file, default=[], action="append", metavar="FILE", help=f"of the pairs, {WRITTEN}"
+    )
     parser.set_defaults(call=_settings, finds_drivers=True)
 
 
@@ -33,7 +44,32 @@ def _settings(options: argparse.Namespace) -> int:
     from pytest_distcompat.drivers import DRIVERS
 
     names = options.driver or DRIVERS.names()
-    return max(_pairs(name, options.pairs, options.report) if options.pairs else _list(name) for name in names)
+    if not options.pairs:
+        if options.output:
+            raise UsageProblem("--output is for --pairs")
+        return max(map(_list, names))
+    began = clock.wall()
+    found = [verdict for name in names for verdict in _pairs(name, options.pairs, options.report)]
+    write_reports(options.output, _report(found, began))
+    return int(any(verdict.red for verdict in found))
+
+
+def _report(found: list[Verdict], began: float) -> Report:
+    """Return the report of the smallest sets of settings that fail."""
+    from pytest_distcompat.installed import versions
+
+    session = {
+        "versions": versions(),
+        "device": "cpu",
+        "world_size": 2,
+        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
+        "seconds": round(clock.wall() - began, 1),
+        "runs": 0,
+        "ending": "finished",
+        "settings": {},
+        "timeline": [],
+    }
+    return Report(session, found)
 
 
 def _list(driver: str) -> int:
@@ -51,15 +87,14 @@ def _list(driver: str) -> int:
     return int(counts["unknown"] > 0)
 
 
-def _pairs(driver: str, strategy: str, report: Path | None) -> int:
-    """Run a covering array of the settings, reduce each row that fails, and print what is left of it."""
+def _pairs(driver: str, strategy: str, report: Path | None) -> list[Verdict]:
+    """Run a covering array of the settings, reduce each row that fails, print what is left of it, and return the verdicts."""
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.engine import local_runner, not_applicable, run_check
     from pytest_distcompat.known import applying, concerned, shipped
     from pytest_distcompat.profiles import SWEEP_CHECKS
-    from pytest_distcompat.report.document import Report
     from pytest_distcompat.settings.pairs import covering_rows, reduced_failures
     from pytest_distcompat.settings.rules import settings_of
 
@@ -75,11 +110,13 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> int:
     for setting in settings_of(kind.sources):
         # Settings that need another precision or option, or change the training on purpose, are tried alone.
         if strategy in setting.strategies and setting.precision == "fp32" and not (setting.options or setting.without):
-            found = [one for one in setting.values if not report or passed.get(cell_of((f"{setting.name}={one}",)).id)]
-            values |= {setting.name: found} if found else {}
+            sound = [one for one in setting.values if not report or passed.get(cell_of((f"{setting.name}={one}",)).id)]
+            values |= {setting.name: sound} if sound else {}
     rows = covering_rows(values)
     print(f"{driver}: {len(rows)} rows of {len(values)} settings under {strategy}")
     red: set[tuple[str, ...]] = set()
+    verdicts: dict[tuple[str, ...], Verdict] = {}
+    found: list[Verdict] = []
     known = applying(shipped(), concerned(kind), "cpu")
     with local_runner(kind, map(cell_of, rows), device="cpu") as runner:
 
@@ -90,6 +127,7 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> int:
                 if not not_applicable(CHECKS.get(name), cell, kind, {}):
                     verdict = run_check(runner, driver, cell, CHECKS.get(name), known)[0]
                     if verdict.status.red or verdict.status == "refused":
+                        verdicts[row] = verdict
                         return f"{name}: {verdict.status}: {(verdict.message or verdict.reason).splitlines()[0][:200]}"
             return ""
 
@@ -97,6 +135,16 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> int:
             for part, how in reduced_failures(row, outcome, tuple(red)):
                 red.add(part)
                 print(f"{' + '.join(part)}\n    {how}")
-                check = how.partition(":")[0]
-                print(f"    distcompat trace {driver} {shlex.quote(cell_of(part).id)} --check {check}", flush=True)
-    return int(any(": refused: " not in outcome(part) for part in red))
+                verdict = verdicts[part]
+                command = f"distcompat trace {driver} {shlex.quote(verdict.cell)} --check {verdict.check}"
+                print(f"    {command}", flush=True)
+                found.append(_of_pairs(verdict, driver, strategy, len(row), command))
+    return found
+
+
+def _of_pairs(verdict: Verdict, driver: str, strategy: str, size: int, command: str) -> Verdict:
+    """Return the verdict of a smallest part as a report has it."""
+    suite = f"pairs under {strategy}"
+    text = f"{verdict.message}\n\nthe smallest part that fails of a row of {size} settings"
+    nodeid = f"{suite} of {driver}::test[{verdict.cell}:{verdict.check}]"
+    return dataclasses.replace(verdict, message=text, reproduce=command, suite=suite, driver=driver, nodeid=nodeid)

@@ -36,6 +36,9 @@ def required(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
         if cell.tp * cell.ep > 1:
             # ``DistributedConfig`` has changed in each of the releases before.
             yield "transformers>=5.23"
+        if cell.option("optimizer") == "sgd":
+            # Before, ``optim_args`` are not read for SGD, which has no momentum then: 5.0 has not, 5.10 has.
+            yield "transformers>=5.10"
     if cell.option("optimizer") == "muon":
         yield "torch>=2.9"
     if cell.option("optimizer") == "adam8bit":

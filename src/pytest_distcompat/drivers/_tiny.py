@@ -43,6 +43,10 @@ class TinyDriver(Driver):
     }
     #: The values of option ``optimizer``.
     optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor")
+    #: Those of them that update flat partitions of several parameters as they update parameters.
+    update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd")
+    #: Those that compile their step themselves.
+    compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit",)
     #: Whether the optimizer is fused, which needs parameters of one kind and state of one dtype.
     fused: ClassVar[bool] = True
 
@@ -145,9 +149,13 @@ class TinyDriver(Driver):
                 return "other optimizers are for one group of unscaled parameters, which keep their own tensors"
             flat = cell.strategy == "fsdp1" or STRATEGIES.get(cell.strategy).flat_masters
             if cell.option("optimizer") == "adam8bit":
-                masters = precision.load if cls.name == "torch" else precision.master
-                return _not_quantized(cell, tiny, masters, device, flat=flat)
-            if cell.option("optimizer") != "sgd" and flat:
+                loaded = precision.load if cls.name == "torch" else precision.master
+                return _not_quantized(cell, tiny, loaded, device, flat=flat)
+            # torch upcasts nothing, nor do accelerate and Trainer under DDP.
+            masters = precision.load if cls.name == "torch" or cell.strategy == "ddp" else precision.master
+            if cell.option("optimizer") == "sgd" and masters == "bfloat16":
+                return "SGD's steps at this rate are smaller than bfloat16 resolves, in which its parameters are"
+            if cell.option("optimizer") not in cls.update_flat and flat:
                 return f"{cell.strategy}'s shards have one dimension, and {cell.option('optimizer')} updates matrices"
         return None
 
@@ -233,8 +241,8 @@ class TinyDriver(Driver):
         return kind(groups, **self.cell.with_settings(kind.__name__, settings))
 
     def compile_nothing(self) -> None:
-        """Have torchao's optimizer run uncompiled on the CPU, where its first step would compile for minutes."""
-        if self.cell.option("optimizer") == "adam8bit" and self.world.device == "cpu":
+        """Have an optimizer that compiles itself run uncompiled on the CPU, where its first step would take minutes."""
+        if self.cell.option("optimizer") in self.compile_themselves and self.world.device == "cpu":
             import torch
 
             torch.compiler.set_stance("force_eager")
@@ -426,15 +434,36 @@ class TinyDriver(Driver):
         weights = [self.tiny.count(batch) if self.mean == "token" else means for batch in batches]
         # The incomplete last step of an epoch is divided by the full count too, as trainers that average micro-batches do.
         divisor = sum(weights) if self.mean == "token" else self.accumulate * ranks
-        total = 0.0
+        losses = []
         for batch, weight in zip(batches, weights, strict=True):
-            loss = self.tiny.loss(model, batch) * weight / divisor
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+            loss = self.tiny.loss(model, batch)
+            (loss * weight / divisor).backward()  # type: ignore[no-untyped-call]
+            losses.append(float(loss.detach()))
+        total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / divisor
+        if not self.tiny.one_batch:
+            self.averages = _averages(losses, list(map(self.tiny.count, batches)), ranks, self.accumulate)
         self.grad_norm = float(clip_grad_norm_(model.parameters(), self.max_norm or math.inf))
         for one in (*listed(self.optimizer), *listed(self.scheduler)):
             one.step()
         return total
+
+
+def _averages(losses: list[float], tokens: list[int], ranks: int, accumulate: int) -> dict[str, float]:
+    """Return a step's loss by what counts alike in it, from the loss and the tokens of each micro-batch, rank by rank."""
+
+    def mean(values: list[float], weights: list[int]) -> float:
+        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(1, sum(weights))
+
+    each = len(losses) // ranks
+    own = [slice(each * rank, each * (rank + 1)) for rank in range(ranks)]
+    across = [slice(nth, None, each) for nth in range(each)]
+    return {
+        "each token": mean(losses, tokens),
+        "each rank": sum(mean(losses[one], tokens[one]) for one in own) / ranks,
+        "each micro-batch": sum(losses) / len(losses),
+        "each micro-batch, also those that are missing,": sum(losses) / (accumulate * ranks),
+        "each micro-batch of all ranks together": sum(mean(losses[one], tokens[one]) for one in across) / each,
+    }
 
 
 def _not_quantized(cell: Cell, tiny: TinyModel, masters: str, device: str, *, flat: bool) -> str | None:

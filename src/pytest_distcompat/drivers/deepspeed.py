@@ -5,6 +5,7 @@ https://deepspeed.readthedocs.io/en/latest/initialize.html, https://deepspeed.re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers import _options, _preload, _rows
 from pytest_distcompat.drivers._calls import NO_SECOND_LOAD, Calls
-from pytest_distcompat.drivers._tiny import TinyDriver
+from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
@@ -20,6 +21,7 @@ from pytest_distcompat.strategies import STRATEGIES, _context, _expert
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
+    import torch
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
@@ -167,6 +169,7 @@ class DeepSpeedDriver(TinyDriver):
         "float32_norms",
         "grad_accum_dtype",
         "reduce_dtype",
+        "optimizer",
         "checkpoints",
         "conflict",
         "set",
@@ -184,6 +187,9 @@ class DeepSpeedDriver(TinyDriver):
     order: ClassVar[int] = 2
     walk_calls: ClassVar[type[Calls]] = DeepSpeedCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.DEEPSPEED
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon", "adam8bit")
+    update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "muon")
+    compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit", "muon")
 
     #: The directory of the universal checkpoint, if one of another world size is loaded.
     universal: Path | None = None
@@ -195,6 +201,8 @@ class DeepSpeedDriver(TinyDriver):
             return f"native DeepSpeed is driven for ZeRO; {cell.strategy} is a strategy of torch"
         if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
             return "Transformer Engine is driven through accelerate"
+        if cell.option("optimizer") == "muon" and (problem := _no_muon(cell)):
+            return problem
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute != "bfloat16":
             return "the conflict is between float16 in the JSON and a precision in bfloat16"
         return super().unsupported_reason(cell, device)
@@ -216,6 +224,11 @@ class DeepSpeedDriver(TinyDriver):
         config = dict(self.strategy.deepspeed(self.precision, self.cell))
         if self.universal is not None:
             config["checkpoint"] = {"load_universal": True}
+        if self.cell.option("optimizer") == "muon":
+            self.compile_nothing()
+            config["optimizer"] = self._named("optimizer")
+            # Each rank orthogonalizes whole matrices: with reduce_scatter the engine refuses.
+            config["zero_optimization"] = {**config["zero_optimization"], "reduce_scatter": False}
         self.raw = _options.in_8_bits(model, self.world.device) if self.precision.float8 else model
         if self.cell.option("activation_checkpointing"):
             _options.recompute_by_model(self.raw, self.wrap_spec.block_modules(self.raw))
@@ -253,7 +266,23 @@ class DeepSpeedDriver(TinyDriver):
         from torch import optim
 
         named["params"].pop("torch_adam", None)
+        if named["type"] == "Muon":
+            return self.make_muon(model, **named["params"])
         return getattr(optim, named["type"])(self.groups(model), **named["params"])
+
+    def make_muon(self, model: Module, **settings: Any) -> torch.optim.Optimizer:
+        """Return DeepSpeed's Muon for the reference, whose matrices are whole; embeddings and the last layer are AdamW's."""
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+        from torch.optim import AdamW
+
+        self.compile_nothing()
+        split: dict[bool, list[Any]] = {True: [], False: []}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                split[parameter.dim() >= 2 and not re.search("embed|lm_head", name)].append(parameter)
+        groups = [{"params": held, "use_muon": muon, **settings} for muon, held in split.items() if held]
+        made: torch.optim.Optimizer = MuonWithAuxAdam(groups, adam_optimizer=AdamW)
+        return made
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
         """Return the scheduler, for the reference that which the JSON names: one of DeepSpeed or torch."""
@@ -266,8 +295,11 @@ class DeepSpeedDriver(TinyDriver):
         return kind(optimizer, **named["params"])
 
     def _named(self, part: str) -> dict[str, Any]:
-        """Return what the cell's settings put into that part of the JSON, with its parameters."""
-        found: dict[str, Any] = self.cell.with_settings("ds_config", {}).get(part, {})
+        """Return what the JSON has in that part: Muon's name, and what the cell's settings put there."""
+        # DeepSpeed's own Muon alone knows which matrices a flat partition has parts of. Its own AdamW would be compiled.
+        muon = {"type": "Muon", "params": {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True}}
+        own = {"optimizer": muon} if self.cell.option("optimizer") == "muon" else {}
+        found: dict[str, Any] = self.cell.with_settings("ds_config", own).get(part, {})
         return found
 
     def groups(self, model: Module) -> Any:
@@ -379,6 +411,14 @@ class DeepSpeedDriver(TinyDriver):
     def trainer_world_size(self) -> int | None:
         """Return the engine's world size."""
         return int(self.model.world_size)
+
+
+def _no_muon(cell: Cell) -> str | None:
+    """Return why DeepSpeed's own Muon is not tried in a cell; None if it is."""
+    if cell.precision != "fp32":
+        return "DeepSpeed's Muon keeps momentum in the gradients' dtype, whatever else is in float32: it is tried in fp32 alone"
+    others = [name for name, _ in cell.without("model", "optimizer", "set").options]
+    return f"DeepSpeed's Muon is not tried with option {others[0]!r} yet" if others else None
 
 
 def saved_on(directory: Path) -> tuple[int, int] | None:

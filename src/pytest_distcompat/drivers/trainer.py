@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
 SCHEDULE: dict[str, Any] = {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 10}}
 
 
-#: Trainer's names of optimizers of torch that need no arguments -> torch's.
+#: Option ``optimizer`` -> its name in TrainingArguments, which have none for Muon.
+OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd", "adafactor": "adafactor", "adam8bit": "adamw_torch_8bit"}
+#: Trainer's names of optimizers of torch -> torch's.
 TORCH_OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
 
 
@@ -156,7 +159,7 @@ class TrainerDriver(TinyDriver):
     walk_calls: ClassVar[type[Calls]] = TrainerCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TRAINER
 
-    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "muon", "adam8bit")
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon", "adam8bit")
     trainer: Any = None
 
     @classmethod
@@ -252,7 +255,8 @@ class TrainerDriver(TinyDriver):
             "gradient_accumulation_steps": self.accumulate,
             # With no step to go at the end of an epoch Trainer would return before its callback sees the load.
             "max_steps": plan.last_step + (not plan.steps),
-            "optim": "adamw_torch_8bit" if self.cell.option("optimizer") == "adam8bit" else "adamw_torch",
+            "optim": OPTIMIZERS.get(str(self.cell.option("optimizer")), "adamw_torch"),
+            "optim_args": self.optimizer_arguments,
             "learning_rate": LEARNING_RATE,
             "weight_decay": DECAY,
             "max_grad_norm": MAX_NORM,
@@ -395,11 +399,25 @@ class TrainerDriver(TinyDriver):
         """Return the reference's optimizer, made as Trainer makes it."""
         if chosen := self.optimizer_class():
             return chosen[0](self.groups(model), **chosen[1])
-        if (name := TORCH_OPTIMIZERS.get(self.said("", "TrainingArguments.optim"))) is None:
+        named = self.said(OPTIMIZERS[str(self.cell.option("optimizer"))], "TrainingArguments.optim")
+        if named == "adafactor":
+            from transformers.optimization import Adafactor
+
+            return self.make_one(Adafactor, self.groups(model), scale_parameter=False, relative_step=False)
+        if named not in TORCH_OPTIMIZERS:
             return super().make_optimizer(model)
         from torch import optim
 
-        return self.make_one(getattr(optim, name), self.groups(model))
+        pairs = (one.split("=") for one in (self.optimizer_arguments or "").split(",") if one)
+        arguments = {key: json.loads(value) for key, value in pairs}
+        return self.make_one(getattr(optim, TORCH_OPTIMIZERS[named]), self.groups(model), **arguments)
+
+    @property
+    def optimizer_arguments(self) -> str | None:
+        """Return the optimizer's own arguments, as TrainingArguments spell them: ``momentum=0.9,nesterov=true``."""
+        own = "momentum=0.9" if self.cell.option("optimizer") == "sgd" else None
+        said: str | None = self.said(own, "TrainingArguments.optim_args")
+        return said
 
     def make_one(self, kind: Any, groups: Any, **given: Any) -> Any:
         """Return the reference's optimizer, with the numbers that TrainingArguments or DeepSpeed's JSON say."""

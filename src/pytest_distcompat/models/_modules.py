@@ -69,7 +69,7 @@ class OneBlock(nn.Module):
 class Twice(OneBlock):
     """Classifier that runs one block two times, and uses a weight by ``functional.linear``.
 
-    Its parameters are views of one storage, and it hands attributes that it lacks on to its block.
+    Its parameters are views of one storage. It hands attributes that it lacks on to its block, and uses one of them.
     """
 
     def __init__(self, features: int, width: int, classes: int) -> None:
@@ -80,6 +80,7 @@ class Twice(OneBlock):
         )
         for parameter, piece in zip(parameters, pieces, strict=True):
             parameter.data = piece.view_as(parameter)
+        self.block.gain = 1.0  # type: ignore[assignment]  # a number, no module
 
     def __getattr__(self, name: str) -> Any:
         """Return a parameter, buffer or module, or the block's attribute, as PEFT's models do of what they wrap."""
@@ -90,7 +91,7 @@ class Twice(OneBlock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
-        x = self.block(self.block(self.inlet(x.to(self.inlet.weight.dtype))))
+        x = self.block(self.block(self.inlet(x.to(self.inlet.weight.dtype)))) * self.gain
         return functional.linear(x, self.outlet.weight, self.outlet.bias)
 
 

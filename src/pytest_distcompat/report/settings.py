@@ -1,4 +1,4 @@
-"""Table setting x strategy of the cells that set fields of libraries."""
+"""Table setting x strategy of the cells that set fields of libraries, and those of its rows that fail or are refused."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ def settings_tables(results: Iterable[Verdict]) -> list[Table]:
     """
     suites = grouped(((one.suite, one.place), one) for one in results if facets(one.cell).get("set"))
     return [_table(found) for found in suites.values()]
+
+
+def failing(table: Table) -> list[tuple[str, list[tuple[str, Verdict]]]]:
+    """Return the settings that fail or are refused, each with the strategies and verdicts; those that fail come first."""
+    found = []
+    for setting in table.cells:
+        verdicts = [(strategy, one) for strategy in table.checks if (one := table.found.get((setting, strategy)))]
+        bad = [(strategy, one) for strategy, one in verdicts if one.red or one.status is Status.REFUSED]
+        found += [(setting, bad)] if bad else []
+    return sorted(found, key=lambda row: not any(verdict.red for _, verdict in row[1]))
 
 
 def _table(results: Iterable[Verdict]) -> Table:

@@ -8,6 +8,7 @@ from typing import Any
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import Row, Table, by_reason, not_applicable_reasons, tables
+from pytest_distcompat.report.settings import failing, settings_tables
 from pytest_distcompat.status import Status, Verdict
 
 #: A text and its style: ``good``, ``known``, ``bad``, ``dim``, ``head`` or nothing.
@@ -19,6 +20,8 @@ _TITLES = {"known": "known", "simulated": "weaker than ok", "skipped": "not run"
 #: How many of the slowest runs, and of the causes of failure, are shown.
 SLOWEST = 5
 CAUSES = 20
+#: How many of the settings that fail or are refused are shown.
+SETTINGS = 12
 #: The longest headline in the list of causes, in characters.
 HEADLINE = 240
 
@@ -93,6 +96,23 @@ def causes_text(results: Iterable[Verdict]) -> Iterator[Line]:
             yield ((f"     reproduce: {cause.reproduce}", ""),)
     if len(found) > CAUSES:
         yield ((f"  {unshown(len(found) - CAUSES)}", ""),)
+
+
+def settings_text(results: Iterable[Verdict]) -> Iterator[Line]:
+    """Yield, for each suite that ran settings, those that fail or are refused, with the strategies under which they do."""
+    for table in settings_tables(results):
+        rows = failing(table)
+        if rows:
+            words = f"{len(rows)} of {len(table.cells)} settings fail or are refused"
+            yield ((f"{table.title}: {words}", "head"),)
+        label = max((len(setting) for setting, _ in rows[:SETTINGS]), default=0)
+        for setting, verdicts in rows[:SETTINGS]:
+            spans: list[Span] = [(f"  {setting.ljust(label)}", "")]
+            for strategy, one in verdicts:
+                spans += [(f"  {strategy} ", ""), (one.status.word, one.status.style)]
+            yield tuple(spans)
+        if len(rows) > SETTINGS:
+            yield ((f"  and {len(rows) - SETTINGS} more, which the HTML and Markdown reports have", "dim"),)
 
 
 def follows(cause: Cause) -> str:

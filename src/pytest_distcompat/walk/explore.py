@@ -1,4 +1,4 @@
-"""Exploration: replay the walks that failed once, draw new ones, and shrink the first that fails."""
+"""Exploration: replay walks that failed once, observe all there is, draw new ones, and shrink the first that fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.calls import Call, offered, refused
+from pytest_distcompat.calls import Call, kind_of, offered, refused
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._walk import findings
 from pytest_distcompat.driver import Driver
@@ -96,7 +96,7 @@ class Explorer:
         return zlib.crc32(" ".join(str(version_of(name)) for name in self.kind.libraries).encode())
 
     def explore(self, examples: int, seed: int, length: int = LENGTH) -> Trace:
-        """Replay the corpus, then draw; return the runs of the walks that fail.
+        """Replay the corpus, do all that only reads, then draw; return the runs of the walks that fail.
 
         Args:
             examples: How many walks to draw.
@@ -104,9 +104,41 @@ class Explorer:
             length: How many calls a walk has at most.
         """
         replayed = [self.check(calls) for calls, entry in self.corpus() if "hangs" not in entry]
+        observed = self.check_observers()
         drawn = self.draw(examples, seed, length)
-        runs = [run for calls in (*replayed, drawn) for run in self.runs.get(calls, {}).values()]
+        runs = [run for calls in (*replayed, observed, drawn) for run in self.runs.get(calls, {}).values()]
         return Trace.of(self.driver, runs)
+
+    def observe(self) -> Trace:
+        """Do all that only reads; return the runs of the walk that fails, none if all is well."""
+        return Trace.of(self.driver, self.runs.get(self.check_observers(), {}).values())
+
+    def check_observers(self) -> tuple[Call, ...]:
+        """Run a walk of all calls that only read, between two steps; return the shortest part that fails, or nothing."""
+        step, calls = Call("step"), self.observers()
+        found = self.check([step, *calls, step])
+        # What only the next step shows may be of any of them.
+        for call in (found[-1:] if found[-1:] != (step,) else calls) if found else ():
+            if alone := self.check([step, call, step]):
+                return alone
+        return found
+
+    def observers(self) -> list[Call]:
+        """Return all calls that only read, with each of their arguments, but those that are known to be broken."""
+        kind, step, found = self.kind.walk_calls, Call("step"), list[Call]()
+        assert kind is not None
+        reasons = refused(kind, self.cell.strategy)
+        for call in offered(kind):
+            text = ", ".join(map(str, [step, *found, call, step]))
+            observes = kind_of(kind, call.name) == "observer" and call not in reasons
+            if observes and allowed([step, *found], call, kind.own) and not any(one.search(text) for one in self.known):
+                found.append(call)
+        return found
+
+    @property
+    def known(self) -> list[re.Pattern[str]]:
+        """Return what matches the walks that a bug, not mended yet, makes fail."""
+        return [re.compile(entry["avoid"]) for _, entry in self.corpus() if "avoid" in entry]
 
     def draw(self, examples: int, seed: int, length: int = LENGTH) -> tuple[Call, ...]:
         """Run drawn walks until one fails; return the shortest that Hypothesis makes of it, or nothing."""
@@ -121,7 +153,7 @@ class Explorer:
         # Observers are many: of 20 walks that draw all calls alike, in DeepSpeed 4 step, and 1 steps after a micro-batch.
         updates = [call for call in possible if call.name in UPDATES] or possible
         call = strategies.one_of(strategies.sampled_from(updates), strategies.sampled_from(possible))
-        known = [re.compile(entry["avoid"]) for _, entry in self.corpus() if "avoid" in entry]
+        known = self.known
         failed: set[tuple[Call, ...]] = set()
 
         @seeded(seed)

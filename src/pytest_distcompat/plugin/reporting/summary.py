@@ -1,4 +1,4 @@
-"""Section at the end of pytest's terminal output: matrix, causes, slowest runs, devices, counts."""
+"""Section at the end of pytest's terminal output: matrix, settings, causes, slowest runs, devices, counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_distcompat.excerpt import visible
 from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report
-from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, runs_text
+from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, runs_text, settings_text
 from pytest_distcompat.status import Verdict
 
 #: The markup of pytest's TerminalWriter for each style of a span.
@@ -60,6 +60,7 @@ def show(terminal: Any, report: Report, written: Sequence[str], nothing_ran: Seq
     _write_lines(terminal, matrix_text(report.results, report.rows if verbose else (), width))
     if not verbose and any(row.not_applicable for row in report.rows):
         terminal.write_line("an empty place: the check is not applicable there (-v gives the reasons)")
+    _write_lines(terminal, settings_text(report.results))
     _write_lines(terminal, causes_text(report.results))
     runs = report.session.get("runs", 0)
     verdicts = f"{len(report.results)} verdict{'s' * (len(report.results) != 1)}"

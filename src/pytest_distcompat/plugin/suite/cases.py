@@ -13,7 +13,7 @@ import pytest
 
 from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
-from pytest_distcompat.checks import CHECKS, WALK, Check
+from pytest_distcompat.checks import CHECKS, OBSERVERS_WALK, WALK, Check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver, preload_of
@@ -159,6 +159,12 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         checks = [check for check in CHECKS.by_name.values() if check.name not in reasons]
         reason = unsupported[cell]
         found += [Case(suite, cell, check, reasons, reason) for check in (checks[:1] if reason else checks)]
+    # On GPUs it was not tried.
+    walked = suite.__module__ == CompatSuite.__module__ and session.device == "cpu" and not session.simulated
+    if profile == "default" and walked:
+        cell = Cell.of(profiles.OBSERVED[driver.name], "fp32", session.world_size, model="mlp")
+        if session.selects(cell):
+            found.append(Case(suite, cell, OBSERVERS_WALK, unsupported=why_not_supported(driver, cell, session)))
     return found
 
 
