@@ -104,7 +104,7 @@ def test_each_architecture_takes_a_step_or_has_a_reason() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in BLANK if not name.islower()])
+@pytest.mark.parametrize("name", [name for name in BLANK if not name.islower() and "GroundingDino" not in name])
 def test_a_class_without_a_model_has_none_still(name: str) -> None:
     pytest.importorskip("torch")
     tiny = architecture(f"hf:{name}")

@@ -60,7 +60,7 @@ RULES_OF_TASKS: tuple[tuple[str, int], ...] = (
     (r".*(mel_bins|n_mels?)|feature_size|num_conv_pos_embeddings|num_pos_feats", 16),
     (r".*(depths|num_blocks|num_layers)", 1),
     (r".*num_frames", 4),
-    (r".*num_queries", 8),
+    (r".*num_queries|max_text_length", 8),
     (r"max_2d_position_embeddings|num_hash_buckets", 64),
     (
         r"(.*_)?(hidden_size|dim|units|channels|feature_size)s?|encoder_ffn_dim|embed_dims|out_features",

@@ -20,6 +20,7 @@ FIXED: dict[str, dict[str, Any]] = {
 _DEFAULTS = "no model can be made of its config's defaults, and these rules do not know which values it needs"
 _LAYERS = "its config lists values for each of its many layers, so that two layers cannot be asked for by number"
 
+_ROUNDED = "its logits are infinite beyond the text, and which boxes it refines turns on rounding"
 _NO_SIZES = "its config has no default for sizes of its head"
 _TIMM = "it needs timm"
 _SIZES = "sizes of its parts follow from each other in ways that these rules do not know"
@@ -48,7 +49,10 @@ BLANK: dict[str, str] = {
     "DepthProForDepthEstimation": _SIZES,
     "EncoderDecoderModel": _DEFAULTS,
     "FastSpeech2ConformerWithHifiGan": "it learns from durations, pitch and energy together only",
+    "GroundingDinoForObjectDetection": _ROUNDED,
+    "MMGroundingDinoForObjectDetection": _ROUNDED,
     "MaskFormerForInstanceSegmentation": "it needs scipy",
+    "OmDetTurboForObjectDetection": _TIMM,
     "Sapiens2ForPoseEstimation": _NO_SIZES,
     "bailing_hybrid": "its heads are cut from other sizes than those that the rules shrink",
     "blt": "its patcher is a second model, whose sizes depend on hash tables of the first",
