@@ -56,7 +56,7 @@ OPTIONS: dict[str, Option] = {
                 *("twice", "odd", "scalar", "transposed", "branch", "dropout", "wrapper_names", "llama_dropout"),
                 *("batchnorm", "syncbatchnorm", "moe", "moe_fused", "moe_deepspeed", "wide"),
             ),
-            "which tiny model the built-in drivers train; `hf:MODEL_TYPE` is an architecture of transformers",
+            "which tiny model the built-in drivers train; `hf:MODEL_TYPE` or `hf:CLASS` is an architecture of transformers",
             pattern=r"hf:\w+",
         ),
         Option("state_dict", ("sharded", "full"), "the form in which FSDP writes a checkpoint"),

@@ -22,7 +22,7 @@ PROFILES = {
     "smoke": "each strategy and each precision of the matrix once, no options; checks with runs of their own in one cell only",
     "default": "the suite's matrix; a check with runs of its own only once in cells alike in all that it depends on",
     "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
-    "zoo": "every causal language model of transformers and one model of each other task, under DDP, FSDP2 and ZeRO-3",
+    "zoo": "every causal language model of transformers and one class of each other task, under DDP, FSDP2 and ZeRO-3",
     "sweep": "every setting of the installed libraries that the driver makes objects with, one at a time (distcompat settings)",
     "walk": "each strategy of the matrix in fp32, model `mlp`: calls of a live trainer in drawn order, against one process",
     "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself, and "

@@ -24,7 +24,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.known import KnownIssue, shipped
-from pytest_distcompat.models import BLANK
+from pytest_distcompat.models import BLANK, BLANK_TASKS, of_tasks
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import AXES, BESIDE_AXES
 from pytest_distcompat.strategies import STRATEGIES, Dtypes
@@ -222,11 +222,17 @@ def cell_options() -> str:
     return table(("option", "values, the default first", "means", "drivers"), rows)
 
 
+def tasks() -> str:
+    """Return the class that the profile ``zoo`` trains for each task of transformers, or why it trains none."""
+    rows = ([f"`{task}`", f"`hf:{kind}`" if kind else BLANK_TASKS[task]] for task, kind in of_tasks().items())
+    return table(("task", "trained, or why none is"), rows)
+
+
 def left_blank() -> str:
     """Return the architectures that the profile ``zoo`` has no tiny model of, by the reason."""
     found: dict[str, list[str]] = defaultdict(list)
-    for model_type, reason in BLANK.items():
-        found[reason].append(f"hf:{model_type}")
+    for name, reason in BLANK.items():
+        found[reason].append(f"hf:{name}")
     return table(("no tiny model of", "why not"), ([code(names), reason] for reason, names in found.items()))
 
 
@@ -368,6 +374,7 @@ BUILT: Mapping[str, Callable[[], str]] = {
     "mutants": mutants,
     "traincheck": traincheck,
     "left_blank": left_blank,
+    "tasks": tasks,
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.known import shipped
-from pytest_distcompat.models import BLANK, architecture, architectures
+from pytest_distcompat.models import BLANK, architecture, architectures, of_tasks
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import Status
@@ -106,8 +106,15 @@ def test_the_list_of_upstream_bugs_has_every_script_and_thread() -> None:
 
 def test_each_architecture_left_blank_has_its_reason_there() -> None:
     cells = {name.strip("` "): reason for names, reason in rows(BUILT["left_blank"]())[2:] for name in names.split(",")}
-    assert cells == {name: architecture(name).unsupported_reason for name in architectures() if BLANK.get(name[3:])}
-    assert len(cells) == len(BLANK), "an architecture that the installed transformers does not have"
+    # The reason of what the installed transformers does not have is another one.
+    assert cells == {name: architecture(name).unsupported_reason for name in (f"hf:{one}" for one in BLANK)}
+
+
+def test_each_task_has_its_class_or_its_reason_there() -> None:
+    found = {task.strip("`"): told.strip("`") for task, told in rows(BUILT["tasks"]())[2:]}
+    assert {task: told[3:] if told.startswith("hf:") else "" for task, told in found.items()} == of_tasks()
+    assert {told for told in found.values() if told.startswith("hf:")} <= {*architectures()}
+    assert found["image_segmentation"] == "it needs timm"
 
 
 @pytest.mark.parametrize("name", CHECKS.names())

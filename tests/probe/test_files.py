@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from pytest_distcompat.checks.names import NO_READABLE_FILE
 from pytest_distcompat.corrupt import corrupt
+from pytest_distcompat.cost import BYTES
 from pytest_distcompat.probe.files import MODEL, PICKLED, module_directories, read_files, read_saved
 from pytest_distcompat.scripts import reading
 
@@ -129,6 +130,16 @@ def test_an_index(tmp_path: Path) -> None:
     (tmp_path / "other.bin.index.json").write_text("[]", encoding="utf-8")
     (info,) = read_files(tmp_path)
     assert (info.holds, info.files, info.total_size) == ("index", index["weight_map"], 24)
+
+
+def test_dtypes_of_safetensors_have_torchs_names(tmp_path: Path) -> None:
+    """A counter such as BatchNorm's, of a dtype that nobody knows, would hide the sizes of all other tensors."""
+    kinds = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+    state = {kind: torch.zeros(2, dtype=getattr(torch, kind)) for kind in (*kinds, "float8_e4m3fn", "float8_e5m2")}
+    save_file(state, tmp_path / "model.safetensors")
+    (info,) = read_files(tmp_path)
+    assert info.dtypes == {kind: kind for kind in state}
+    assert state.keys() <= BYTES.keys()
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch", "distributed"])

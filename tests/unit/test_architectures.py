@@ -7,7 +7,7 @@ import pytest
 from pytest_distcompat import suite
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.models import architecture, architectures, model_of
+from pytest_distcompat.models import BLANK, BLANK_TASKS, TinyModel, architecture, architectures, model_of, of_tasks
 from pytest_distcompat.profiles import ZOO_CHECKS, cells, left_out
 
 
@@ -36,17 +36,54 @@ def test_the_zoo_has_every_causal_model_three_times() -> None:
         "zoo", suite.TestAccelerate.matrix, driver=driver, names=(strategies, ("fp32",)), world_size=2, device="cpu"
     )
     assert len(chosen) == 3 * len(architectures())
-    assert Cell.of("zero3", "fp32", model="hf:t5") in chosen
+    assert Cell.of("zero3", "fp32", model="hf:FSMTForConditionalGeneration") in chosen
     assert list(left_out("zoo", {chosen[0]: (*ZOO_CHECKS, "memory")})) == [(chosen[0], "memory")]
 
 
-@pytest.mark.parametrize("name", ["hf:qwen3", "hf:t5", "hf:distilbert", "hf:vit", "hf:wav2vec2"])
-def test_one_of_each_task_takes_a_step(name: str) -> None:
+def test_each_task_of_transformers_has_a_class_or_a_reason() -> None:
+    auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+    tables = {
+        name.removeprefix("MODEL_FOR_").removesuffix("_NAMES").removesuffix("_MAPPING").lower(): set(table)
+        for name, table in vars(auto).items()
+        if name.startswith("MODEL_FOR_") and name.endswith("_NAMES")
+    }
+    chosen = of_tasks()
+    assert {*chosen, "causal_lm"} == tables.keys()
+    assert {task for task, kind in chosen.items() if not kind} == BLANK_TASKS.keys()
+    types = {name for table in tables.values() for name in table}
+    assert types >= {"t5", "blip-2"}
+    assert {f"hf:{kind}" for kind in chosen.values() if kind} <= set(architectures())
+    assert len(set(chosen.values()) - {""}) > 30
+
+
+def test_a_class_names_its_task_where_the_model_type_has_several() -> None:
+    driver = DRIVERS.get("torch")
+    assert driver.unsupported_reason(Cell.of("ddp", "fp32", model="hf:BertForTokenClassification")) is None
+    reason = driver.unsupported_reason(Cell.of("ddp", "fp32", model="hf:DetrForSegmentation"))
+    assert "timm" in str(reason)
+
+
+STEPS = ["hf:qwen3", "hf:t5", "hf:distilbert", "hf:vit", "hf:wav2vec2", "hf:BertForTokenClassification"]
+#: Own losses of outputs, several frames, boxes, series.
+STEPS += [
+    f"hf:{kind}"
+    for kind in (
+        *("YolosForObjectDetection", "TimesformerForVideoClassification", "LayoutLMForQuestionAnswering"),
+        *("PatchTSTForRegression", "BertForMultipleChoice", "CLIPModel", "ASTForAudioClassification"),
+    )
+]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_one_of_each_kind_of_input_takes_a_step(name: str) -> None:
     torch = pytest.importorskip("torch")
     tiny = model_of(Cell.of("ddp", "fp32", model=name))
     torch.manual_seed(0)
     model, batch = tiny.make(), tiny.batch(0, 1)
+    assert {len(value) for value in batch.values()} == {2}
     tiny.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+    used = [parameter.grad is not None for parameter in model.parameters()]
+    assert sum(used) > 0.9 * len(used)
     assert sum(parameter.numel() for parameter in model.parameters()) < 100_000
     assert tiny.count(batch) > 0
     assert tiny.outputs(model, batch).isfinite().all()
@@ -64,3 +101,23 @@ def test_each_architecture_takes_a_step_or_has_a_reason() -> None:
             failed[tiny.name] = f"{type(error).__name__}: {error}"
     assert not failed
     assert len(made) >= 150
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in BLANK if not name.islower() and "GroundingDino" not in name])
+def test_a_class_without_a_model_has_none_still(name: str) -> None:
+    pytest.importorskip("torch")
+    tiny = architecture(f"hf:{name}")
+    with pytest.raises(
+        (AttributeError, ImportError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+    ):
+        _train_most(tiny)
+
+
+def _train_most(tiny: TinyModel) -> None:
+    """Take a step, and raise if it leaves most parameters without a gradient."""
+    model = tiny.make()
+    tiny.loss(model, tiny.batch(0, 0)).backward()  # type: ignore[no-untyped-call]
+    trained = [parameter.grad is not None for parameter in model.parameters()]
+    if sum(trained) < len(trained) / 2:
+        raise RuntimeError("most parameters have no gradient")

@@ -1,14 +1,25 @@
 """Registry of the tiny models that the built-in drivers train; they are made from a config, without a download."""
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.models._architectures import PREFIX, architecture, architectures
+from pytest_distcompat.models._architectures import PREFIX, architecture, architectures, of_tasks
 from pytest_distcompat.models._base import TinyModel
-from pytest_distcompat.models._blank import BLANK
+from pytest_distcompat.models._blank import BLANK, BLANK_TASKS
+from pytest_distcompat.models._inputs import pulled
 from pytest_distcompat.registry import Registry
 
 MODELS: Registry[TinyModel] = Registry(__name__, TinyModel, "model")
 
-__all__ = ["BLANK", "MODELS", "TinyModel", "architecture", "architectures", "model_of"]
+__all__ = [
+    "BLANK",
+    "BLANK_TASKS",
+    "MODELS",
+    "TinyModel",
+    "architecture",
+    "architectures",
+    "model_of",
+    "of_tasks",
+    "pulled",
+]
 
 
 def model_of(cell: Cell) -> TinyModel:

@@ -1,8 +1,9 @@
-"""Any architecture of transformers as a tiny model: ``hf:MODEL_TYPE``, made from its own config class without a download."""
+"""Any architecture of transformers as a tiny model: ``hf:MODEL_TYPE`` or ``hf:CLASS``, from its config without a download."""
 
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import importlib.util
 import re
@@ -11,7 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.models._base import TinyModel
-from pytest_distcompat.models._blank import BLANK, FIXED
+from pytest_distcompat.models._blank import BLANK, BLANK_TASKS, FIXED
+from pytest_distcompat.models._inputs import (
+    CLASSES,
+    LABELS_OF_ROWS,
+    LABELS_OF_TOKENS,
+    OTHER_LABELS,
+    ROWS,
+    VOCABULARY,
+    batch_of,
+    pulled,
+    tensors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +32,6 @@ if TYPE_CHECKING:
     from pytest_distcompat.models._base import Batch
 
 PREFIX = "hf:"
-VOCABULARY = 128
 #: Pattern of a field's whole name -> its value. The first that matches decides.
 RULES: tuple[tuple[str, int], ...] = (
     (r".*vocab_size.*", VOCABULARY),
@@ -42,34 +53,26 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"(sliding_window|attention_window|window_size|local_window)", 8),
     (r"first_k_dense_replace|num_dense_layers|num_nextn_predict_layers", 1),
 )
-#: Task -> (transformers' table of the task's model types, its auto class, config values). The first that has a type decides.
-TASKS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "causal_lm": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM", {}),
-    "seq2seq": (
-        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-        "AutoModelForSeq2SeqLM",
-        {"decoder_start_token_id": 0, "pad_token_id": 0},
+#: Further rules for other tasks than causal language models, whose fields may hold a list, a size for each stage.
+RULES_OF_TASKS: tuple[tuple[str, int], ...] = (
+    (r".*image_size|.*input_size", 32),
+    (r".*patch_size", 8),
+    (r".*(mel_bins|n_mels?)|feature_size|num_conv_pos_embeddings|num_pos_feats", 16),
+    (r".*(depths|num_blocks|num_layers)", 1),
+    (r".*num_frames", 4),
+    (r".*num_queries|max_text_length", 8),
+    (r"max_2d_position_embeddings|num_hash_buckets", 64),
+    (
+        r"(.*_)?(hidden_size|dim|units|channels|feature_size)s?|encoder_ffn_dim|embed_dims|out_features",
+        32,
     ),
-    "masked_lm": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM", {}),
-    "vision": (
-        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-        "AutoModelForImageClassification",
-        {"image_size": 32, "patch_size": 8, "num_labels": 5},
-    ),
-    "speech": (
-        "MODEL_FOR_CTC_MAPPING_NAMES",
-        "AutoModelForCTC",
-        {
-            "conv_dim": (32,) * 7,
-            "ctc_loss_reduction": "mean",
-            "num_conv_pos_embeddings": 16,
-            "apply_spec_augment": False,
-        },
-    ),
-}
-#: One model type of each task but causal language models, which the profile ``zoo`` takes all of.
-OF_OTHER_TASKS = ("t5", "distilbert", "vit", "wav2vec2")
-UNKNOWN = f"the installed transformers has no such model type for any of the tasks {', '.join(TASKS)}"
+)
+#: Field -> its value for every task but causal language models.
+VALUES: dict[str, Any] = {"ctc_loss_reduction": "mean", "apply_spec_augment": False}
+CAUSAL = "causal_lm"
+#: The tasks that ``hf:MODEL_TYPE`` is looked for in first, then transformers' others in its order.
+FIRST = (CAUSAL, "seq_to_seq_causal_lm", "masked_lm", "image_classification", "ctc")
+UNKNOWN = "the installed transformers has no such model type for any task, and no such class"
 
 
 def _source(*parts: str) -> Path | None:
@@ -79,52 +82,78 @@ def _source(*parts: str) -> Path | None:
 
 
 @functools.cache
-def _tables() -> dict[str, tuple[str, ...]]:
-    """Return the model types of each task, read from transformers' source: importing it would import torch."""
+def _tables() -> dict[str, dict[str, str]]:
+    """Return the class of each model type, by task, read from transformers' source: importing it would import torch."""
     source = _source("auto", "modeling_auto.py")
     if source is None:
         return {}
-    wanted = {table: task for task, (table, _, _) in TASKS.items()}
     found = {}
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        name = getattr(target, "id", "")
-        if name in wanted and isinstance(call := getattr(node, "value", None), ast.Call):
-            found[wanted[name]] = tuple(sorted(dict(ast.literal_eval(call.args[0]))))
-    return found
+        task = re.fullmatch(r"MODEL_FOR_(\w+?)(_MAPPING)?_NAMES", getattr(target, "id", ""))
+        if task and isinstance(call := getattr(node, "value", None), ast.Call) and isinstance(call.args[0], ast.List):
+            # What a table takes from another one is in that one.
+            pairs = (ast.literal_eval(one) for one in call.args[0].elts if not isinstance(one, ast.Starred))
+            found[task[1].lower()] = {name: kind if isinstance(kind, str) else kind[0] for name, kind in pairs}
+    return {**{task: found[task] for task in FIRST if task in found}, **found}
 
 
 @functools.cache
-def _found(model_type: str) -> tuple[str, str]:
-    """Return transformers' spelling of a model type, in which an id cannot have hyphens, and its task; empty if unknown."""
-    for task in TASKS:
-        for name in _tables().get(task, ()):
-            if name.replace("-", "_") == model_type:
-                return name, task
-    return "", ""
+def _found(model: str) -> tuple[str, str, str]:
+    """Return the model type, as transformers spells it (an id has no hyphens), task and class of a model; empty if unknown."""
+    for task, types in _tables().items():
+        for name, kind in types.items():
+            if model in {name.replace("-", "_"), kind}:
+                return name, task, kind
+    return "", "", ""
+
+
+def of_tasks() -> dict[str, str]:
+    """Return the class that the profile ``zoo`` trains for each task but causal language models; empty if it can train none.
+
+    It is the first one of transformers' table that has no reason in BLANK, if possible of a model type that no other task has.
+    """
+    found, taken = {}, set(_tables().get(CAUSAL, ()))
+    for task, types in _tables().items():
+        able = {
+            name: kind
+            for name, kind in types.items()
+            if not {name.replace("-", "_"), kind} & BLANK.keys() and task not in BLANK_TASKS
+        }
+        if task != CAUSAL:
+            name = next((name for name in able if name not in taken), next(iter(able), ""))
+            found[task] = able.get(name, "")
+            taken.add(name)
+    return found
 
 
 def architectures() -> tuple[str, ...]:
     """Return the names of the models of the profile ``zoo``: all causal language models, and one of each other task."""
-    return tuple(f"{PREFIX}{name.replace('-', '_')}" for name in (*_tables().get("causal_lm", ()), *OF_OTHER_TASKS))
+    causal = (name.replace("-", "_") for name in sorted(_tables().get(CAUSAL, ())))
+    return tuple(f"{PREFIX}{name}" for name in dict.fromkeys((*causal, *filter(None, of_tasks().values()))))
 
 
-def small_config(model_type: str) -> Any:
+def small_config(model: str) -> Any:
     """Return the small config of an architecture."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    name, task = _found(model_type)
+    name, task, _ = _found(model)
     kind = CONFIG_MAPPING[name]
-    return kind(**{**_small(kind().to_dict()), **TASKS[task][2], **FIXED.get(model_type, {})})
+    labels = {"num_labels": CLASSES} if re.search("classification|segmentation", task) else {}
+    fields = kind().to_dict()
+    small = _small(fields, RULES if task == CAUSAL else (*RULES, *RULES_OF_TASKS))
+    # T5 has no such field.
+    labels |= {"decoder_start_token_id": 0} if task != CAUSAL and fields.get("is_encoder_decoder") else {}
+    return kind(**{**small, **labels, **FIXED.get(name.replace("-", "_"), {})})
 
 
-def _small(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _small(fields: Mapping[str, Any], rules: tuple[tuple[str, int], ...]) -> dict[str, Any]:
     """Return the fields of a config that change, with their small values."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
-        rule = next((small for pattern, small in RULES if re.fullmatch(pattern, name)), None)
+        rule = next((small for pattern, small in rules if re.fullmatch(pattern, name)), None)
         if isinstance(value, Mapping) and "model_type" in value:
-            found[name] = {"model_type": value["model_type"], **_small(value)}
+            found[name] = {"model_type": value["model_type"], **_small(value, rules)}
         elif name == "use_cache":
             found[name] = False
         elif isinstance(value, float) and re.search("dropout|drop_|pdrop|layerdrop|jitter|mask_.*prob", name):
@@ -140,92 +169,116 @@ def _small(fields: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = 8 if name == "head_dim" else 4
         elif isinstance(value, int) and not isinstance(value, bool) and rule is not None and rule < value:
             found[name] = rule
+        elif (
+            rules is not RULES and rule and isinstance(value, (list, tuple)) and all(type(one) is int for one in value)
+        ):
+            # As many heads as divide a size that is a power of 2.
+            found[name] = [min(one, rule) if "heads" not in name else 2 if one > 1 else 1 for one in value]
     if "kv_lora_rank" in fields:
         # Latent attention has keys for every head.
         found["num_key_value_heads"] = 4
+    if rules is not RULES:
+        found |= {name: value for name, value in VALUES.items() if name in fields}
+        found |= _stages(fields)
     return found
 
 
-def _auto_class(model_type: str) -> Any:
+def _stages(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the last stages of a small backbone, as many as its outputs are taken of, and no more layers than these need."""
+    named = fields.get("out_features") or ()
+    if "num_hidden_layers" not in fields or not named:
+        return {"out_features": named} if named else {}
+    layers = max(2, len(named))
+    stages = [f"stage{number}" for number in range(layers - len(named) + 1, layers + 1)]
+    return {"num_hidden_layers": layers, "out_features": stages}
+
+
+@functools.cache
+def _kind(model: str) -> Any:
     import transformers
 
-    return getattr(transformers, TASKS[_found(model_type)[1]][1])
+    return getattr(transformers, _found(model)[2])
 
 
-def _make(model_type: str) -> Module:
-    model: Module = _auto_class(model_type).from_config(small_config(model_type)).float()
-    return model
+@functools.cache
+def _config(model: str) -> Any:
+    """Return the small config that the model's class takes, which may be that of a part of its model type's."""
+    config, wanted = small_config(model), _kind(model).config_class
+    if wanted is None or isinstance(config, wanted):
+        return config
+    return next((part for part in vars(config).values() if isinstance(part, wanted)), config)
 
 
-def _without_values(model_type: str) -> Any:
+def _make(model: str) -> Module:
+    made: Module = _kind(model)(copy.deepcopy(_config(model))).float()
+    return made
+
+
+def _without_values(model: str) -> Any:
     import torch
 
     with torch.device("meta"):
-        return _auto_class(model_type).from_config(small_config(model_type))
+        return _make(model)
 
 
-def _blocks(model_type: str) -> tuple[str, ...]:
+def _blocks(model: str) -> tuple[str, ...]:
     """Return the class names that the model declares as blocks and has."""
-    model = _without_values(model_type)
-    present = {type(module).__name__ for module in model.modules()}
-    return tuple(sorted(present & set(model._no_split_modules or ())))  # noqa: SLF001 - accelerate and Trainer read it too
+    made = _without_values(model)
+    present = {type(module).__name__ for module in made.modules()}
+    return tuple(sorted(present & set(made._no_split_modules or ())))  # noqa: SLF001 - accelerate and Trainer read it too
 
 
-def _batch(model_type: str, step: int, rank: int) -> Batch:
-    """Return two rows; how many tokens are trained on differs between ranks and between batches."""
-    import torch
-
-    task = _found(model_type)[1]
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    if task == "vision":
-        labels = torch.randint(0, 5, (2,), generator=generator)
-        return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator), "labels": labels}
-    if task == "speech":
-        labels = torch.randint(1, 30, (2, 3), generator=generator)
-        return {"input_values": torch.randn(2, 4000, generator=generator), "labels": labels}
-    tokens = torch.randint(4, VOCABULARY, (2, 16), generator=generator)
-    labels = tokens.clone()
-    labels[:, : (0, 13, 6, 10, 3)[(step + 2 * rank) % 5]] = -100
-    return {"input_ids": tokens, "labels": labels}
+def _batch(model: str, step: int, rank: int) -> Batch:
+    return batch_of(_kind(model), _config(model), _found(model)[1], step, rank)
 
 
 def _loss(model: Module, batch: Batch) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch).loss
-    return loss
+    """Return the model's own loss; of one that has none for these inputs, how far its outputs are from fixed numbers."""
+    outputs = model(**batch)
+    loss: torch.Tensor | None = outputs.get("loss")
+    return pulled(outputs) if loss is None else loss
 
 
-def _count(model_type: str, batch: Batch) -> int:
-    labels = batch["labels"]
-    task = _found(model_type)[1]
-    if task in {"vision", "speech"}:
-        return len(labels)
-    return int(((labels[:, 1:] if task == "causal_lm" else labels) != -100).sum())
+def _count(model: str, batch: Batch) -> int:
+    task, labels = _found(model)[1], batch.get("labels")
+    if labels is None or not re.fullmatch(LABELS_OF_TOKENS, task):
+        return ROWS
+    return int(((labels[:, 1:] if task == CAUSAL else labels) != -100).sum())
 
 
 def _outputs(model: Module, batch: Batch) -> torch.Tensor:
-    logits: torch.Tensor = model(**batch).logits
-    return logits
+    outputs = model(**batch)
+    logits: torch.Tensor | None = outputs.get("logits")
+    return next(tensors(outputs)) if logits is None else logits
 
 
-def _reload(model_type: str, directory: Path) -> Module:
+def _reload(model: str, directory: Path) -> Module:
     # Not by the auto class, which does not know the config of some text models that it has made itself.
-    model: Module = type(_without_values(model_type)).from_pretrained(directory)
-    return model
+    made: Module = _kind(model).from_pretrained(directory)
+    return made
 
 
-def _module(model_type: str) -> tuple[str, ...]:
+def _module(model: str) -> tuple[str, ...]:
     """Return the name of the architecture's module, if it is where most are."""
+    model_type = _found(model)[0].replace("-", "_")
     source = _source(model_type, f"modeling_{model_type}.py")
     return (f"transformers.models.{model_type}.modeling_{model_type}",) if source and source.exists() else ()
 
 
+def _reason(model: str) -> str:
+    """Return why there is no tiny model of that model type or class; empty if there is."""
+    name, task, kind = _found(model)
+    own = (BLANK.get(one, "") for one in (model, name.replace("-", "_"), kind))
+    return next(filter(None, own), BLANK_TASKS.get(task, "")) if name else UNKNOWN
+
+
 @functools.cache
 def architecture(name: str) -> TinyModel:
-    """Return the tiny model of ``hf:MODEL_TYPE``. Nothing is imported before one of its functions is called."""
-    model_type = name.removeprefix(PREFIX)
+    """Return the tiny model of ``hf:MODEL_TYPE`` or ``hf:CLASS``. Nothing is imported before one of its functions is called."""
+    model = name.removeprefix(PREFIX)
 
     def bound(function: Any) -> Any:
-        return functools.partial(function, model_type)
+        return functools.partial(function, model)
 
     return TinyModel(
         name,
@@ -240,6 +293,9 @@ def architecture(name: str) -> TinyModel:
         in_8_bits=False,
         # 1.3e-3 measured in fp32 after four steps, of Gemma 4, whose gradients agree in the first three.
         norm_spread=10.0,
-        unsupported_reason=BLANK.get(model_type, "") or ("" if _found(model_type)[0] else UNKNOWN),
-        preload=("transformers", *_module(model_type)),
+        # Some have parameters that no output of their task needs.
+        unused=True,
+        pulled=not re.fullmatch(f"{LABELS_OF_TOKENS}|{LABELS_OF_ROWS}|{OTHER_LABELS}", _found(model)[1]),
+        unsupported_reason=_reason(model),
+        preload=("transformers", *_module(model)),
     )

@@ -7,19 +7,53 @@ from typing import Any
 #: Model type -> config values that no rule gives.
 FIXED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 16},
     "minicpm3": {"dim_model_base": 32},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "superpoint": {"keypoint_decoder_dim": 65},
     "xmod": {"default_language": "en_XX"},
 }
 
 _DEFAULTS = "no model can be made of its config's defaults, and these rules do not know which values it needs"
 _LAYERS = "its config lists values for each of its many layers, so that two layers cannot be asked for by number"
 
-#: Model type -> why there is no tiny model of it.
+_ROUNDED = "its logits are infinite beyond the text, and which boxes it refines turns on rounding"
+_NO_SIZES = "its config has no default for sizes of its head"
+_TIMM = "it needs timm"
+_SIZES = "sizes of its parts follow from each other in ways that these rules do not know"
+_CODES = "its text needs a token for each feature of image or audio, and each counts them in its own way"
+
+#: Model type or class -> why there is no tiny model of it, or none of that class.
 BLANK: dict[str, str] = {
+    "AlignModel": _SIZES,
+    "AriaForConditionalGeneration": _CODES,
+    "AudioFlamingo3ForConditionalGeneration": _CODES,
+    "AyaVisionForConditionalGeneration": _CODES,
+    "BarkModel": "it has no forward",
+    "BeitForSemanticSegmentation": _SIZES,
+    "BitBackbone": _SIZES,
+    "Blip2ForConditionalGeneration": _CODES,
+    "BlipForQuestionAnswering": "without an answer to learn no output depends on its question",
+    "BrosForTokenClassification": _SIZES,
+    "CHMv2ForDepthEstimation": _DEFAULTS,
+    "ColModernVBertForRetrieval": _CODES,
+    "ColPaliForRetrieval": _CODES,
+    "ColQwen2ForRetrieval": _CODES,
+    "ConditionalDetrForObjectDetection": _TIMM,
+    "CsmForConditionalGeneration": _SIZES,
+    "Data2VecVisionForSemanticSegmentation": _SIZES,
+    "DepthAnythingForDepthEstimation": _SIZES,
+    "DepthProForDepthEstimation": _SIZES,
+    "EncoderDecoderModel": _DEFAULTS,
+    "FastSpeech2ConformerWithHifiGan": "it learns from durations, pitch and energy together only",
+    "GroundingDinoForObjectDetection": _ROUNDED,
+    "MMGroundingDinoForObjectDetection": _ROUNDED,
+    "MaskFormerForInstanceSegmentation": "it needs scipy",
+    "OmDetTurboForObjectDetection": _TIMM,
+    "Sapiens2ForPoseEstimation": _NO_SIZES,
     "bailing_hybrid": "its heads are cut from other sizes than those that the rules shrink",
     "blt": "its patcher is a second model, whose sizes depend on hash tables of the first",
     "cohere_compass_text": _LAYERS,
@@ -36,4 +70,21 @@ BLANK: dict[str, str] = {
     "musicgen_melody": "the config of its decoder alone is no model type",
     "zamba": _LAYERS,
     "zamba2": _LAYERS,
+}
+
+#: Task -> why no class of it can be trained.
+BLANK_TASKS: dict[str, str] = {
+    "audio_tokenization": _SIZES,
+    "decision": "it decides between options that are marked in its text",
+    "image_matting": _SIZES,
+    "image_segmentation": _TIMM,
+    "keypoint_matching": _SIZES,
+    "mask_generation": _SIZES,
+    "multimodal_lm": f"{_CODES}; `hf:phi4_multimodal` is among the causal language models",
+    "normal_estimation": _SIZES,
+    "pointmap_estimation": _NO_SIZES,
+    "retrieval": _CODES,
+    "text_recognition": _SIZES,
+    "text_to_spectrogram": "it learns from durations, pitch and energy, or a spectrogram to go on with, together only",
+    "universal_segmentation": "their losses need scipy, one needs timm",
 }

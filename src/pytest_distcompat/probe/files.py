@@ -137,7 +137,20 @@ _PARTS = {"model": MODEL, "optimizer": OPTIMIZER, "scheduler": SCHEDULER}
 
 
 #: The dtype names of safetensors and torch's name for each: https://huggingface.co/docs/safetensors/index#format.
-_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
 
 
 def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
