@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_distcompat.executors import Asked
+from pytest_distcompat import devices
+from pytest_distcompat.executors import Asked, Given
 from pytest_distcompat.executors import ray as executor
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.lease import Inventory
+from pytest_distcompat.nodes.pool import ScheduledPool
 
 NODES = {f"n{number}": {"NodeID": f"id{number}", "Resources": {"GPU": 2.0}} for number in (1, 2)}
 ASKED = {"nodes": ["n1", "n2"], "resource": "GPU", "least": 2, "most": 2, "who": "test_{it}"}
@@ -154,3 +160,29 @@ def popen(command: Any, token: str, *, answers: bool) -> subprocess.Popen[str]:
     assert answers
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", ANSWERS], **pipes)
+
+
+def test_the_pool_of_pytests_node_leases_what_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_uuids", lambda: ["GPU-a", "GPU-b"])
+    monkeypatch.setattr(devices, "mig_instances", list)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    held = list[str]()
+
+    @contextlib.contextmanager
+    def ask(ranks: int, who: str) -> Iterator[Given]:
+        held.append(who)
+        yield {"": ["1"]}
+        held.remove(who)
+
+    pool = ScheduledPool(ask, Inventory("gpu", ("GPU-a", "GPU-b")), memory=lambda _: {})
+
+    def failing() -> None:
+        with pool.lease(1, who="a test") as lease, pool.lease(1, who="its script") as inner:
+            assert lease.ids == inner.ids == ("GPU-b",)
+            assert held == ["a test"]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert not held
+    assert pool.inventory.ids == ("GPU-a", "GPU-b")
