@@ -66,6 +66,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MadeUpRay:
     for name, module in made.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(executor, "TOLD_AFTER_S", 0)
+    monkeypatch.setattr(executor, "SETTLED_S", 0)
     return made
 
 
