@@ -22,7 +22,7 @@ nightly: install check
 # Tests that need a Slurm, a Ray cluster or hosts of their own, as root on Debian. With `ONLY='-m "not nightly"'` one of each.
 machines: install
 	apt-get install -y slurm-wlm munge iproute2
-	$(BIN)/pip install --quiet 'ray[default]>=2.9' 'kubernetes-validate>=1.30'
+	$(BIN)/pip install --quiet 'ray[default]>=2.49' 'kubernetes-validate>=1.30'
 	HF_HUB_OFFLINE=1 $(BIN)/pytest tests/machines tests/nodes $(ONLY)
 
 check: install

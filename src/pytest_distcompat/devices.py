@@ -26,9 +26,10 @@ def visible_gpus() -> int:
     return len(visible_ids())
 
 
-def visible_ids() -> list[str]:
-    """Return the UUIDs of the GPUs and MIG instances that CUDA would show this process."""
-    return names_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpu_uuids(), mig_instances())
+def visible_ids(wanted: str | None = None) -> list[str]:
+    """Return the UUIDs of the GPUs and MIG instances that CUDA would show this process, perhaps with another value."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES") if wanted is None else wanted
+    return names_visible(value, gpu_uuids(), mig_instances())
 
 
 def gpu_uuids() -> list[str]:

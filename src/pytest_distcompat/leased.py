@@ -47,7 +47,7 @@ class LeasedLauncher:
             problem = self.retire()
             if problem:
                 self._notice(f"ranks that were kept did not leave well: {problem}")
-            who = _current_item() or request.directory
+            who = current_item() or request.directory
             self._lease = self._held.enter_context(self._pool().lease(request.world_size, who=who))
             for leak in self._lease.leak:
                 self._notice(inherited_leak_message(leak))
@@ -85,7 +85,7 @@ class LeasedLauncher:
         self._give_back()
 
 
-def _current_item() -> str:
+def current_item() -> str:
     """Return the id of the item that runs in this process; empty outside of one."""
     # https://docs.pytest.org/en/stable/example/simple.html#pytest-current-test-environment-variable
     return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]

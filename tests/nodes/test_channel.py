@@ -46,6 +46,14 @@ def test_both_sides_talk_once_they_have_proved_themselves(port: int, admitted: q
     assert agent.receive() == {"do": "close"}
 
 
+def test_the_address_of_a_lost_peer_is_known(port: int, admitted: queue.Queue[Channel]) -> None:
+    """A run may have waited for its devices, and read it of a node that was lost since."""
+    agent, pytest_side = connect(port), admitted.get(timeout=5)
+    pytest_side.close()
+    assert pytest_side.peer == "127.0.0.1"
+    agent.close()
+
+
 def test_another_token_is_refused_by_both_sides(port: int, admitted: queue.Queue[Channel]) -> None:
     with pytest.raises((NotProvedError, ConnectionError)):
         connect(port, b"another token")

@@ -21,6 +21,7 @@ from pytest_distcompat.drivers.trainer import TrainerDriver
 from pytest_distcompat.installed import version_of
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES, WrapSpec
+from pytest_distcompat.world import World
 
 
 def translated(cell: str, release: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -166,7 +167,7 @@ def test_the_loss_of_a_step_is_not_the_rounded_one_of_the_log(monkeypatch: pytes
 
 def test_a_loss_without_the_number_of_items_is_the_mean() -> None:
     torch = pytest.importorskip("torch")
-    loss = object.__new__(TrainerDriver)._loss()
+    loss = TrainerDriver(Cell.parse("ddp-fp32-w2-model_mlp"), World(0, 2, 0, "cpu"))._loss()
     outputs, labels = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0])
     assert loss(outputs, labels, None) == loss(outputs, labels, torch.tensor(2))
     assert loss(outputs, labels, None) == torch.nn.functional.cross_entropy(outputs, labels)

@@ -59,9 +59,12 @@ class Inventory:
         return dict.fromkeys(VISIBLE, ",".join(ids)) if self.kind == "gpu" else {}
 
 
-def gpus(most: int | None = None, ranks_each: int = 1) -> Inventory:
-    """Return the first ``most`` GPUs that are visible to this process, or all. Raises UsageProblem if there are none."""
-    return Inventory("gpu", tuple(visible_ids()[:most]), ranks_each)
+def gpus(most: int | None = None, ranks_each: int = 1, wanted: Sequence[str] = ()) -> Inventory:
+    """Return the first ``most`` GPUs that are visible to this process, or all of them.
+
+    ``wanted`` are entries of CUDA_VISIBLE_DEVICES to go by instead of its own. Raises UsageProblem if there are none.
+    """
+    return Inventory("gpu", tuple(visible_ids(",".join(wanted) or None)[:most]), ranks_each)
 
 
 #: Slots for each core. Ranks spend much of their time waiting for each other, so two groups keep the cores busy: in the

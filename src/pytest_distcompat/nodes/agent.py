@@ -98,9 +98,11 @@ class _Agent:
         self._launcher = WarmLauncher(decode(Warmth, welcome["warmth"]), device=welcome["device"])
         self._owned = OwnedDirectory()
         self._spans = self._owned.path / "leases"
-        self._leased = LeasedLauncher(
-            self._launcher, functools.cache(functools.partial(self._pool, welcome)), self._say
-        )
+        self._welcome = welcome
+        #: The GPUs that a scheduler gave the run; none if it gave none.
+        self._given: tuple[str, ...] = ()
+        pools = functools.cache(self._pool)
+        self._leased = LeasedLauncher(self._launcher, lambda: pools(self._given), self._say)
         self._session = self._owned.path / "session.json"
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._run = Path()
@@ -127,14 +129,16 @@ class _Agent:
             elif message["do"] == "run":
                 try:
                     part = self._part(message)
-                except OSError as error:
-                    # A full disk, say.
+                except (OSError, UsageProblem) as error:
+                    # A full disk, say, or a GPU that a scheduler counts and NVML does not.
                     part = {"is": "ended", "processes": {}, "known": {"launch_error": str(error)}, "output": {}}
                 self._channel.send(part)
 
-    def _pool(self, welcome: dict[str, Any]) -> Pool:
-        """Return the pool of this node's devices, which the agents of other workers and sessions lease from too."""
-        inventory = gpus(welcome["gpus"], welcome["ranks_each"]) if welcome["device"] == "cuda" else cpu_slots()
+    def _pool(self, given: tuple[str, ...]) -> Pool:
+        """Return the pool of this node's devices, or of those given: agents of other workers and sessions lease from it too."""
+        welcome = self._welcome
+        cuda = welcome["device"] == "cuda"
+        inventory = gpus(welcome["gpus"], welcome["ranks_each"], given) if cuda else cpu_slots()
         return Pool(None, inventory, timeline=self._spans, session=welcome["timeline"], notify=self._say)
 
     def _say(self, text: str) -> None:
@@ -156,6 +160,10 @@ class _Agent:
             payload = decode(SuitePayload, fields["payload"])
             directory = Path(message["request"]["directory"])
             fields["payload"] = dataclasses.asdict(payload.on_node(directory, self._owned.path / "runs"))
+        self._given = tuple(message["gpus"])
+        if message["place"] and self._given:
+            shown = gpus(wanted=self._given)
+            fields["set"] = {**fields["set"], **shown.environment(shown.ids)}
         request = Request(**fields)
         if message["place"]:
             place = Place(**message["place"])

@@ -41,6 +41,8 @@ class Channel:
     def __init__(self, connection: socket.socket, token: bytes, *, serves: bool) -> None:
         """Prove both sides to each other. Raises NotProvedError, or OSError if the peer goes away or is too slow."""
         self._connection = connection
+        #: The address of the other side; a run reads it of a node that may be gone by then.
+        self.peer = str(connection.getpeername()[0])
         self._deadline: float | None = clock.now() + HANDSHAKE_TIMEOUT_S
         own = os.urandom(_NONCE)
         if serves:
@@ -65,11 +67,6 @@ class Channel:
     def address(self) -> str:
         """The own address of this side: the interface that leads to the peer."""
         return str(self._connection.getsockname()[0])
-
-    @property
-    def peer(self) -> str:
-        """The address of the other side."""
-        return str(self._connection.getpeername()[0])
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one message, from any thread. Raises OSError if the peer is gone."""

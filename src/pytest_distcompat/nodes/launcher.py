@@ -16,20 +16,22 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
 from pytest_distcompat.events import Done, of_kind
-from pytest_distcompat.executors import Executor
+from pytest_distcompat.executors import Asked, Executor, Given
+from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch import Ending, Launcher, Request, Reuse, Warmth
 from pytest_distcompat.launch.ending import RankProcess, conclude
 from pytest_distcompat.launch.process import await_exit, kill_and_wait
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Place
 from pytest_distcompat.lease.timeline import Span, append
+from pytest_distcompat.leased import current_item
 from pytest_distcompat.nodes.agent import boot_id
 from pytest_distcompat.nodes.channel import Channel, Listener, NotProvedError
 from pytest_distcompat.nodes.facts import differences, facts
@@ -109,8 +111,8 @@ class Settings:
 
     ``listen`` is where node agents join, host and port; ``token`` what they must know; ``wait`` how long they may take;
     ``shared`` a directory that all nodes must share, empty if they need none. ``node`` is the node that has all runs of this
-    process; then ``nodes`` is 1, the node leases its devices, ``timeline`` is where the leases are recorded, and ``say`` shows
-    what a run of the xdist worker ``worker`` waits for.
+    process; then ``nodes`` is 1, the node leases its devices, ``timeline`` is where the leases of the xdist worker ``worker`` are
+    recorded. ``say`` shows what a run waits for.
     """
 
     nodes: int
@@ -145,6 +147,8 @@ class NodesLauncher(Launcher):
         self._restarted: dict[Node, subprocess.Popen[str] | None] = {}
         #: The nodes that were found to be alike.
         self._alike: set[Node] = set()
+        #: Whether the executor's scheduler counts devices.
+        self.accounts = executor.accounts
         #: Why a scheduler takes the nodes away; empty while it does not. Then no later run can start.
         self.taken = ""
 
@@ -190,6 +194,9 @@ class NodesLauncher(Launcher):
             if node.boot != boot_id():
                 node.measure_clock()
             node.send({"do": "warm", "session": self._session})
+            if self.accounts:
+                # Its scheduler says whether a node has enough.
+                message["facts"]["gpus"] = 0
             node.facts = message["facts"]
             node.listen()
         except (OSError, NotProvedError, KeyError, ValueError) as error:
@@ -252,7 +259,8 @@ class NodesLauncher(Launcher):
         first, compared = nodes[0].name, nodes[0].facts
         if self._settings.node:
             first = f"pytest on {socket.gethostname()}"
-            compared = {**facts(self._settings.root, self._warmth.own, self._settings.device), "wall": 0.0}
+            device = "cpu" if self.accounts else self._settings.device
+            compared = {**facts(self._settings.root, self._warmth.own, device), "wall": 0.0}
         found = [text for node in nodes for text in differences(node.name, node.facts, first, compared)]
         problem = "; ".join(found) or (self._unshared(nodes) if self._settings.shared else "")
         self._alike = set() if problem else {*present}
@@ -305,7 +313,32 @@ class NodesLauncher(Launcher):
         answers = _asked(nodes, lambda _: {"do": "get_warm"})
         if cold := [f"{node.name}: {problem}" for node, problem in answers if problem]:
             return Ending.not_launched(request.world_size, "\n".join(cold))
-        return _Run(nodes, request.from_here(), self._environment, self._settings, self._taken).run()
+        who = current_item() or request.directory
+        try:
+            with self.devices(nodes, request.world_size // request.nodes, who) as given:
+                fields: dict[str, Any] = {"taken": self._taken, "given": given}
+                return _Run(nodes, request.from_here(), self._environment, self._settings, **fields).run()
+        except UsageProblem as problem:
+            return Ending.not_launched(request.world_size, str(problem))
+
+    def devices(self, nodes: Sequence[Node], ranks: int, who: str) -> contextlib.AbstractContextManager[Given]:
+        """Hold devices for so many ranks on each of these nodes, or on pytest's own, if the executor's scheduler counts them."""
+        self._start()
+        settings = self._settings
+        names = [node.name for node in nodes] or [""]
+        if settings.device == "cpu":
+            # Ranks can share cores.
+            asked = Asked(names, "CPU", 0, ranks, who)
+        else:
+            asked = Asked(names, "GPU", -(-ranks // settings.ranks_each), min(ranks, settings.gpus), who)
+
+        def say(text: str) -> None:
+            if lost := [f"{node.name}: {node.lost}" for node in nodes if node.lost]:
+                raise UsageProblem("; ".join(lost))
+            if text:
+                settings.say(text)
+
+        return self._executor.devices(asked, say)
 
     @property
     def reuse_scope(self) -> str:
@@ -323,6 +356,10 @@ class NodesLauncher(Launcher):
         for process in self._processes:
             await_exit(process, 5.0)
             kill_and_wait(process)
+            for pipe in filter(None, (process.stdin, process.stdout)):
+                # A line may be left that it did not read.
+                with contextlib.suppress(OSError):
+                    pipe.close()
         if self._listener is not None:
             self._listener.close()
         for node in list(self._nodes.values()):
@@ -346,9 +383,12 @@ class _Run:
         request: Request,
         environment: Mapping[str, str],
         settings: Settings,
+        *,
         taken: Callable[[], str],
+        given: Given,
     ) -> None:
         self._nodes, self._request, self._settings, self._taken = nodes, request, settings, taken
+        self._given = given
         self._directory = Path(request.directory)
         self._each = request.world_size // len(nodes)
         self._parts: dict[str, dict[str, Any]] = {}
@@ -399,7 +439,7 @@ class _Run:
         if not self._settings.node:
             place = dataclasses.asdict(Place(number, len(self._nodes), node.channel.peer, (store[0], store[1]), run_id))
         request = dataclasses.asdict(self._request)
-        changes = {"set": self._set, "unset": self._unset, "id": run_id[:8]}
+        changes = {"set": self._set, "unset": self._unset, "id": run_id[:8], "gpus": self._given.get(node.name, ())}
         node.send({"do": "run", "request": request, "place": place, **changes})
 
     def _heard(self, node: Node) -> list[dict[str, Any]]:

@@ -279,15 +279,11 @@ class DistcompatSession:
         limit, listen = float(self.setting("warm_timeout").value), self.setting("listen").value or executor.listen
         shared = str(self.store) if self.shares else ""
         settings = Settings(self.nodes, str(self.config.rootpath), self.device, listen, token, limit, shared)
+        settings = dataclasses.replace(settings, gpus=self.gpus, ranks_each=self.ranks_each, say=self.say)
         if names and self.worker_nodes:
             number = int(self.worker.removeprefix("gw") or 0)
-            leases: dict[str, Any] = {
-                "gpus": self.gpus,
-                "ranks_each": self.ranks_each,
-                "timeline": str(self.store),
-                "say": self.say,
-            }
-            settings = dataclasses.replace(settings, node=names[number % len(names)], worker=self.worker, **leases)
+            node = names[number % len(names)]
+            settings = dataclasses.replace(settings, node=node, timeline=str(self.store), worker=self.worker)
         return NodesLauncher(one, executor, settings, warmth, self.description_file.read_text(encoding="utf-8"))
 
     @functools.cached_property
@@ -324,7 +320,13 @@ class DistcompatSession:
         """The pool that leases devices to the runs of all sessions of this user."""
         from pytest_distcompat.lease import Pool
 
-        return Pool(None, self.inventory, timeline=self.store, worker=self.worker, notify=self.say)
+        options: dict[str, Any] = {"timeline": self.store, "worker": self.worker, "notify": self.say}
+        nodes = self._nodes_launcher
+        if nodes is not None and nodes.accounts and self.gpus:
+            from pytest_distcompat.nodes.pool import ScheduledPool
+
+            return ScheduledPool(lambda ranks, who: nodes.devices([], ranks, who), self.inventory, **options)
+        return Pool(None, self.inventory, **options)
 
     def waits(self) -> str:
         """Return what a run of this process waits for, if it has to wait for devices; empty otherwise."""
