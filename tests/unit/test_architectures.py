@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pytest_distcompat import suite
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.models import BLANK, BLANK_TASKS, TinyModel, architecture, architectures, model_of, of_tasks
+from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import ZOO_CHECKS, cells, left_out
+from pytest_distcompat.scenario import STEPS as STEPS_OF_A_TRAINING
+from pytest_distcompat.world import World
 
 
 def test_an_id_names_the_architecture() -> None:
@@ -104,7 +109,9 @@ def test_each_architecture_takes_a_step_or_has_a_reason() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in BLANK if not name.islower() and "GroundingDino" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name, reason in BLANK.items() if not name.islower() and "rounding" not in reason]
+)
 def test_a_class_without_a_model_has_none_still(name: str) -> None:
     pytest.importorskip("torch")
     tiny = architecture(f"hf:{name}")
@@ -121,3 +128,43 @@ def _train_most(tiny: TinyModel) -> None:
     trained = [parameter.grad is not None for parameter in model.parameters()]
     if sum(trained) < len(trained) / 2:
         raise RuntimeError("most parameters have no gradient")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(filter(None, of_tasks().values())))
+def test_no_class_of_another_task_turns_on_rounding(name: str) -> None:
+    pytest.importorskip("torch")
+    assert _drift(name) <= 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name, reason in BLANK.items() if "rounding" in reason])
+def test_a_class_that_turns_on_rounding_still_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.delitem(BLANK, name)
+    assert _drift(name) > 1
+
+
+def _drift(name: str) -> float:
+    """Return how far one bit of its parameters moves the gradient norms of a training, 1 being the tolerance."""
+    first, second = (_trained(name, changed) for changed in (False, True))
+    assert min(first) > 0, "nothing is learned"
+    tolerance: float = PRECISIONS.get("fp32").norm_tolerance * architecture(f"hf:{name}").norm_spread
+    return max(abs(one - other) / one for one, other in zip(first, second, strict=True)) / tolerance
+
+
+def _trained(name: str, changed: bool) -> list[float]:
+    """Return the gradient norms of 20 steps of the reference, perhaps with each parameter rounded otherwise."""
+    import torch
+
+    driver: Any = DRIVERS.get("torch")(Cell.of("ddp", "fp32", model=f"hf:{name}"), World(0, 1, 0, "cpu"))
+    model = driver.build_model()
+    for parameter in model.parameters() if changed else ():
+        generator = torch.Generator().manual_seed(parameter.numel())
+        with torch.no_grad():
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * torch.randn(parameter.shape, generator=generator) / 2)
+    norms = []
+    for step in range(STEPS_OF_A_TRAINING):
+        driver.reference(model, step, 2)
+        norms.append(driver.grad_norm)
+    return norms

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES, WrapSpec
 from pytest_distcompat.world import World
 
 WORLD = World(rank=0, local_rank=0, size=2, device="cpu")
@@ -36,3 +39,27 @@ def test_blocks_are_recomputed_and_compiled(driver: str) -> None:
     other = type("Other", (base,), {"blocks": ("Block",)})
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), Block(2, 2))
     assert other(Cell("ddp", "fp32", 2), WORLD).wrap_spec.block_modules(model) == [model[1]]
+
+
+def test_blocks_in_blocks_are_units_of_their_own() -> None:
+    distributed = pytest.importorskip("torch.distributed")
+    torch = pytest.importorskip("torch")
+    from torch.distributed.fsdp import FSDPModule
+
+    class Inner(torch.nn.Linear):  # type: ignore[misc,name-defined]  # of a module that is looked up
+        pass
+
+    class Outer(torch.nn.Sequential):  # type: ignore[misc,name-defined]
+        pass
+
+    model = torch.nn.Sequential(Outer(Inner(2, 2), torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2))
+    wrap = WrapSpec(("Inner", "Outer"))
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        config: Any = STRATEGIES.get("fsdp2").torch
+        config(model, PRECISIONS.get("fp32"), Cell("fsdp2", "fp32", 2), torch.device("cpu"), wrap)
+        assert [isinstance(module, FSDPModule) for module in model.modules()] == [True, True, True, False, False]
+    finally:
+        distributed.destroy_process_group()

@@ -20,7 +20,10 @@ FIXED: dict[str, dict[str, Any]] = {
 _DEFAULTS = "no model can be made of its config's defaults, and these rules do not know which values it needs"
 _LAYERS = "its config lists values for each of its many layers, so that two layers cannot be asked for by number"
 
-_ROUNDED = "its logits are infinite beyond the text, and which boxes it refines turns on rounding"
+_ROUNDED = "rounding decides: one bit of its parameters moves gradient norms by more than the tolerance"
+_TIMM_OR_ROUNDING = (
+    "rounding decides in what is found (one bit moves gradient norms by more than the tolerance), or it needs timm"
+)
 _NO_SIZES = "its config has no default for sizes of its head"
 _TIMM = "it needs timm"
 _SIZES = "sizes of its parts follow from each other in ways that these rules do not know"
@@ -45,14 +48,19 @@ BLANK: dict[str, str] = {
     "ConditionalDetrForObjectDetection": _TIMM,
     "CsmForConditionalGeneration": _SIZES,
     "Data2VecVisionForSemanticSegmentation": _SIZES,
+    "DFineForObjectDetection": _ROUNDED,
+    "DabDetrForObjectDetection": _TIMM,
+    "DeformableDetrForObjectDetection": _TIMM,
+    "Deimv2ForObjectDetection": _ROUNDED,
+    "DetrForObjectDetection": _TIMM,
+    "LwDetrForObjectDetection": _SIZES,
+    "PPDocLayoutV2ForObjectDetection": _DEFAULTS,
+    "SLANetForTableRecognition": _ROUNDED,
     "DepthAnythingForDepthEstimation": _SIZES,
     "DepthProForDepthEstimation": _SIZES,
     "EncoderDecoderModel": _DEFAULTS,
     "FastSpeech2ConformerWithHifiGan": "it learns from durations, pitch and energy together only",
-    "GroundingDinoForObjectDetection": _ROUNDED,
-    "MMGroundingDinoForObjectDetection": _ROUNDED,
     "MaskFormerForInstanceSegmentation": "it needs scipy",
-    "OmDetTurboForObjectDetection": _TIMM,
     "Sapiens2ForPoseEstimation": _NO_SIZES,
     "bailing_hybrid": "its heads are cut from other sizes than those that the rules shrink",
     "blt": "its patcher is a second model, whose sizes depend on hash tables of the first",
@@ -75,16 +83,20 @@ BLANK: dict[str, str] = {
 #: Task -> why no class of it can be trained.
 BLANK_TASKS: dict[str, str] = {
     "audio_tokenization": _SIZES,
+    "causal_image_modeling": _ROUNDED,
     "decision": "it decides between options that are marked in its text",
     "image_matting": _SIZES,
     "image_segmentation": _TIMM,
+    "image_to_image": _ROUNDED,
     "keypoint_matching": _SIZES,
     "mask_generation": _SIZES,
     "multimodal_lm": f"{_CODES}; `hf:phi4_multimodal` is among the causal language models",
     "normal_estimation": _SIZES,
     "pointmap_estimation": _NO_SIZES,
     "retrieval": _CODES,
+    "table_question_answering": "it learns from cells that are chosen in its table",
     "text_recognition": _SIZES,
     "text_to_spectrogram": "it learns from durations, pitch and energy, or a spectrogram to go on with, together only",
     "universal_segmentation": "their losses need scipy, one needs timm",
+    "zero_shot_object_detection": _TIMM_OR_ROUNDING,
 }

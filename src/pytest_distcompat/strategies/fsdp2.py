@@ -61,8 +61,8 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         # gloo cannot multiply while it sums; one rank would divide twice (docs/upstream.md).
         unit.set_force_sum_reduction_for_comms(enable=sizes["dp_shard"] > 1)
         blocks.remove(spread)
-    # Blocks before the root, whose unit then has the parameters of no block.
-    for block in blocks:
+    # Blocks before the root, and those in another one before that: an outer unit then has the parameters of no inner one.
+    for block in reversed(blocks):
         fully_shard(block, **settings)
     fully_shard(model, **settings)
     if chosen := cell.settings("prefetch"):
