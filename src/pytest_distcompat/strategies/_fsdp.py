@@ -140,8 +140,11 @@ def arguments(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) ->
     }
     if cell.option("wrap_policy") == "size":
         settings |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": wrap.min_num_params}
-    else:
+    elif wrap.blocks:
         settings |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": list(wrap.blocks)}
+    else:
+        # Trainer takes an empty list for a class without a name.
+        settings["auto_wrap_policy"] = "NO_WRAP"
     if version == 1:
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
         settings["reshard_after_forward"] = "full_shard" if reshard else "shard_grad_op"
