@@ -29,6 +29,11 @@ def wall() -> float:
     return _read(time.CLOCK_REALTIME)
 
 
+def utc(seconds: float) -> str:
+    """Return a time in seconds since the epoch in UTC, by ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
 def wait_until(holds: Callable[[], bool], seconds: float, every: float = 0.005) -> bool:
     """Wait until ``holds()`` is true, or for that many seconds; return whether it is true."""
     deadline = now() + seconds

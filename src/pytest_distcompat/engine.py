@@ -110,12 +110,12 @@ def run_check(
 ) -> tuple[Verdict, Trace]:
     """Run what a check needs in a cell; return its verdict and the trace that it was judged on."""
     seed = None
-    explorer = Explorer(runner, driver, cell)
     if check is OBSERVERS_WALK:
-        trace = explorer.observe()
+        trace = Explorer(runner, driver, cell).observe()
         # What is known to fail is not called.
         expectations = [dataclasses.replace(one, strict=False) for one in expectations]
     elif check is WALK:
+        explorer = Explorer(runner, driver, cell)
         seed = explorer.seed
         trace = explorer.explore(WALKS, seed)
     else:

@@ -52,7 +52,7 @@ MODEL_OPTIONS = (
     "float32_norms",
 )
 
-#: Built-in driver -> the strategy under which the default profile calls all that only reads: the one that has most of it.
+#: Built-in driver -> the strategy under which the default profile makes every read-only call: the one that has most of them.
 OBSERVED = {"torch": "fsdp2", "accelerate": "fsdp2", "trainer": "fsdp2", "deepspeed": "zero3"}
 
 #: What the profile ``zoo`` runs of each architecture: one strategy of each kind, and what may depend on the model's modules.

@@ -9,7 +9,7 @@ from pytest_distcompat.registry import Registry
 CHECKS: Registry[Check] = Registry(__name__, Check, "check")
 #: The check of profile ``walk``, whose runs are drawn.
 WALK: Check = _walk.walk
-#: The same of one walk, which calls all that only reads: what the default profile has of it.
+#: The same check of one walk, of every read-only call: what the default profile has of it.
 OBSERVERS_WALK = dataclasses.replace(WALK)
 
 __all__ = ["CHECKS", "OBSERVERS_WALK", "WALK", "Check", "all_check_names", "check", "find_check"]

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import functools
 import shlex
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +61,7 @@ def _report(found: list[Verdict], began: float) -> Report:
         "versions": versions(),
         "device": "cpu",
         "world_size": 2,
-        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
+        "began": clock.utc(began),
         "seconds": round(clock.wall() - began, 1),
         "runs": 0,
         "ending": "finished",

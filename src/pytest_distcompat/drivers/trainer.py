@@ -22,7 +22,7 @@ from pytest_distcompat.drivers import _options, _preload, _releases, _rows
 from pytest_distcompat.drivers._calls import OFFLOADS, Calls
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_callback
-from pytest_distcompat.models import TinyModel, model_of, pulled
+from pytest_distcompat.models import TinyModel, loss_to_targets, model_of
 from pytest_distcompat.scenario import STEPS
 from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES, _fsdp
@@ -355,7 +355,7 @@ class TrainerDriver(TinyDriver):
                 args=TrainingArguments(**self.arguments(plan)),
                 train_dataset=self.dataset(self.cell.dp_size),
                 data_collator=self.collator() if self.cell.option("packed") else None,
-                compute_loss_func=None if hasattr(model, "config") and not self.tiny.pulled else self._loss(),
+                compute_loss_func=None if hasattr(model, "config") and not self.tiny.without_loss else self._loss(),
                 optimizer_cls_and_kwargs=self.optimizer_class(),
             )
             self.trainer.remove_callback(PrinterCallback)
@@ -439,8 +439,8 @@ class TrainerDriver(TinyDriver):
 
     def _loss(self) -> Callable[..., torch.Tensor]:
         """Return the loss for a model that does not compute one."""
-        if self.tiny.pulled:
-            return lambda outputs, *_, **__: pulled(outputs)
+        if self.tiny.without_loss:
+            return lambda outputs, *_, **__: loss_to_targets(outputs)
 
         def loss(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
             from torch.nn import functional

@@ -4,7 +4,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.models._architectures import PREFIX, architecture, architectures, of_tasks
 from pytest_distcompat.models._base import TinyModel
 from pytest_distcompat.models._blank import BLANK, BLANK_TASKS
-from pytest_distcompat.models._inputs import pulled
+from pytest_distcompat.models._inputs import loss_to_targets
 from pytest_distcompat.registry import Registry
 
 MODELS: Registry[TinyModel] = Registry(__name__, TinyModel, "model")
@@ -16,9 +16,9 @@ __all__ = [
     "TinyModel",
     "architecture",
     "architectures",
+    "loss_to_targets",
     "model_of",
     "of_tasks",
-    "pulled",
 ]
 
 

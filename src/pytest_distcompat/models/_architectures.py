@@ -21,7 +21,7 @@ from pytest_distcompat.models._inputs import (
     ROWS,
     VOCABULARY,
     batch_of,
-    pulled,
+    loss_to_targets,
     tensors,
 )
 
@@ -233,10 +233,10 @@ def _batch(model: str, step: int, rank: int) -> Batch:
 
 
 def _loss(model: Module, batch: Batch) -> torch.Tensor:
-    """Return the model's own loss; of one that has none for these inputs, how far its outputs are from fixed numbers."""
+    """Return the model's own loss; of one that has none for these inputs, that of its outputs to fixed targets."""
     outputs = model(**batch)
     loss: torch.Tensor | None = outputs.get("loss")
-    return pulled(outputs) if loss is None else loss
+    return loss_to_targets(outputs) if loss is None else loss
 
 
 def _count(model: str, batch: Batch) -> int:
@@ -295,7 +295,7 @@ def architecture(name: str) -> TinyModel:
         norm_spread=10.0,
         # Some have parameters that no output of their task needs.
         unused=True,
-        pulled=not re.fullmatch(f"{LABELS_OF_TOKENS}|{LABELS_OF_ROWS}|{OTHER_LABELS}", _found(model)[1]),
+        without_loss=not re.fullmatch(f"{LABELS_OF_TOKENS}|{LABELS_OF_ROWS}|{OTHER_LABELS}", _found(model)[1]),
         unsupported_reason=_reason(model),
         preload=("transformers", *_module(model)),
     )

@@ -62,7 +62,7 @@ class TinyModel:
         only_float32: Whether what it computes turns on rounding.
         one_batch: Whether its forward computes over the rows of all ranks, which the reference takes as one batch.
         unused: Whether its forward may use a parameter on one rank and not on another.
-        pulled: Whether no loss comes with its outputs, which are pulled to fixed numbers.
+        without_loss: Whether no loss comes with its outputs, which then learn fixed targets.
         not_on_cpu: Why it cannot train on CPU ranks; empty if it can.
         find_blocks: Returns ``blocks`` where they are known only of the model itself.
         unsupported_reason: Why the model cannot be made here; empty if it can.
@@ -94,7 +94,7 @@ class TinyModel:
     only_float32: bool = False
     one_batch: bool = False
     unused: bool = False
-    pulled: bool = False
+    without_loss: bool = False
     not_on_cpu: str = ""
     find_blocks: Callable[[], tuple[str, ...]] | None = None
     unsupported_reason: str = ""

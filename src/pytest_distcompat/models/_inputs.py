@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.models._base import Batch
 
 VOCABULARY, TOKENS, CHOICES, CLASSES, ROWS = 128, 16, 3, 5, 2
-#: Tasks with a label for each token, and with one for each row. Outputs of other tasks are pulled to fixed numbers.
+#: Tasks with a label for each token, and with one for each row. Outputs of other tasks learn fixed targets.
 LABELS_OF_TOKENS = r".*_lm|speech_seq_2_seq|image_text_to_text|token_classification"
 OTHER_LABELS = r"ctc|(document_)?question_answering"
 LABELS_OF_ROWS = r"(sequence|image|video|audio)_classification|multiple_choice|next_sentence_prediction"
@@ -89,10 +89,10 @@ def tensors(outputs: Any) -> Iterator[torch.Tensor]:
         yield outputs
 
 
-def pulled(outputs: Any) -> torch.Tensor:
-    """Return how far the outputs are from fixed numbers.
+def loss_to_targets(outputs: Any) -> torch.Tensor:
+    """Return the loss of the outputs to fixed targets.
 
-    The outputs are bounded, since some are masked with infinite ones. The numbers go beyond these bounds: a loss that nears 0
+    The outputs are bounded, since some are masked with infinite ones. The targets go beyond these bounds: a loss that nears 0
     would show rounding only.
     """
     import torch

@@ -1,4 +1,4 @@
-"""Exploration: replay walks that failed once, observe all there is, draw new ones, and shrink the first that fails."""
+"""Exploration: replay failed walks, make every read-only call, draw new walks, and shrink the first that fails."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Explorer:
         return zlib.crc32(" ".join(str(version_of(name)) for name in self.kind.libraries).encode())
 
     def explore(self, examples: int, seed: int, length: int = LENGTH) -> Trace:
-        """Replay the corpus, do all that only reads, then draw; return the runs of the walks that fail.
+        """Replay the corpus, make every read-only call, then draw; return the runs of the walks that fail.
 
         Args:
             examples: How many walks to draw.
@@ -110,28 +110,28 @@ class Explorer:
         return Trace.of(self.driver, runs)
 
     def observe(self) -> Trace:
-        """Do all that only reads; return the runs of the walk that fails, none if all is well."""
+        """Make every read-only call; return the runs of the walk that fails, none if all is well."""
         return Trace.of(self.driver, self.runs.get(self.check_observers(), {}).values())
 
     def check_observers(self) -> tuple[Call, ...]:
-        """Run a walk of all calls that only read, between two steps; return the shortest part that fails, or nothing."""
+        """Run a walk of every read-only call between two steps; return the shortest part that fails, or nothing."""
         step, calls = Call("step"), self.observers()
         found = self.check([step, *calls, step])
-        # What only the next step shows may be of any of them.
+        # Any of them may have caused what only the next step shows.
         for call in (found[-1:] if found[-1:] != (step,) else calls) if found else ():
             if alone := self.check([step, call, step]):
                 return alone
         return found
 
     def observers(self) -> list[Call]:
-        """Return all calls that only read, with each of their arguments, but those that are known to be broken."""
+        """Return all read-only calls, with each of their arguments, but those that are known to be broken."""
         kind, step, found = self.kind.walk_calls, Call("step"), list[Call]()
         assert kind is not None
-        reasons = refused(kind, self.cell.strategy)
+        reasons, known = refused(kind, self.cell.strategy), self.known
         for call in offered(kind):
             text = ", ".join(map(str, [step, *found, call, step]))
             observes = kind_of(kind, call.name) == "observer" and call not in reasons
-            if observes and allowed([step, *found], call, kind.own) and not any(one.search(text) for one in self.known):
+            if observes and allowed([step, *found], call, kind.own) and not any(one.search(text) for one in known):
                 found.append(call)
         return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -314,7 +313,7 @@ class Results:
             "device": session.device,
             "gpu": session.gpu_name,
             "world_size": session.world_size,
-            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began)),
+            "began": clock.utc(self._began),
             "seconds": round(clock.now() - session.began, 1),
             "settings": settings,
             "timeline": timeline,
