@@ -47,6 +47,14 @@ def test_a_loss_that_is_a_mean_with_other_weights_says_with_which(sound: Sound) 
     assert found.endswith("2.0e-05 allowed)")
 
 
+def test_a_loss_that_is_a_little_off_is_no_mean_with_other_weights(sound: Sound) -> None:
+    # The mean over tokens is between the two losses, and within the tolerance of both.
+    averages = {"each token": 1.5 * (1 + 1.5e-5), "each rank": 3.0}
+    story = sound("ddp-fp32-w2").alter(lambda one: replace(one, averages=averages), run="reference")
+    (found,) = scaled(story, "loss", 1 + 2.5e-5).findings("parity")
+    assert found.endswith("2.0e-05 allowed)")
+
+
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
 def test_the_precision_says_how_far_off_is_too_far(sound: Sound, cell: str, field: str) -> None:

@@ -123,7 +123,8 @@ def _average(loss: float, there: Snapshot, tolerance: float) -> str:
         for one in (loss, there.loss or 0.0)
     )
     here, expected = means
-    return f": here {here[0]} counts alike, there {expected[0]}" if here and expected else ""
+    said = here and expected and not set(here) & set(expected)
+    return f": here {here[0]} counts alike, there {expected[0]}" if said else ""
 
 
 def _same_rows(cell: Cell) -> str:
