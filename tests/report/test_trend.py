@@ -151,7 +151,9 @@ def test_the_text_has_one_line_for_each_change() -> None:
     broken = "broken: red since 2026-11-03 01:30, not on 2026-11-02 01:30: torch 2.1 -> 2.2: "
     assert lines[0] == f"{broken}ddp-fp32-w2:names (d), ddp-fp32-w2:units (d): FAIL: rank 3: is wrong"
     assert len(lines) == 3
-    assert all(line.startswith("fixed on 2026-11-0") for line in lines[1:])
+    begun = "was red since 2026-11-02 01:30, not on 2026-11-01 01:30: no version changed: ddp-fp32-w2"
+    assert lines[1].startswith(f"fixed on 2026-11-03 01:30: torch 2.1 -> 2.2; {begun}:data")
+    assert lines[2].startswith(f"fixed on 2026-11-04 01:30: no version changed; {begun}:memory")
     # Each is broken since another night.
     long = trend(nights(**{f"check_{at}": "o" * at + "F" * (25 - at) for at in range(1, 25)}))
     *_, last = long.lines()

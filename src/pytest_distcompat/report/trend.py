@@ -55,6 +55,7 @@ class History:
         since: The first night of the last time it was red.
         until: The first night with a verdict that is not red after that, None if there is none.
         changed: What differs between the versions of ``before`` and ``since``.
+        mended: What differs between the versions of the last night that was red and ``until``.
     """
 
     last: Verdict
@@ -64,6 +65,7 @@ class History:
     since: int = 0
     until: int | None = None
     changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    mended: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def ran(self) -> list[tuple[int, Status]]:
@@ -106,7 +108,7 @@ class Trend:
             else f"not on {self.nights[history.before]}: {changes(history.changed)}"
         )
         if history.until is not None:
-            return f"fixed on {self.nights[history.until]}: was {begun}"
+            return f"fixed on {self.nights[history.until]}: {changes(history.mended)}; was {begun}"
         last = history.ran[-1][0]
         return f"broken: {begun}" + (f"; not run since {self.nights[last]}" if last < len(self.nights) - 1 else "")
 
@@ -167,7 +169,7 @@ def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], equal:
     position = next((at for at in reversed(range(len(stretches))) if stretches[at][0][1].red), None)
     if position is None:
         return History([one for one in verdicts if one][-1], statuses, "never red" if ran else "never run")
-    (since, _), (_, last) = stretches[position][0], stretches[position][-1]
+    (since, _), (red_until, last) = stretches[position][0], stretches[position][-1]
     before = stretches[position - 1][-1][0] if position else None
     until = stretches[position + 1][0][0] if stretches[position + 1 :] else None
     red: dict[int, bool] = {}
@@ -181,7 +183,8 @@ def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], equal:
     else:
         kind = "flaky" if max(turns.values()) > 1 else "fixed"
     changed = {} if before is None else differing(nights[before].versions, nights[since].versions)
-    return History(last, statuses, kind, before, since, until, changed)
+    mended = {} if until is None else differing(nights[red_until].versions, nights[until].versions)
+    return History(last, statuses, kind, before, since, until, changed, mended)
 
 
 def _counted(nights: Sequence[Night], histories: Iterable[History]) -> Iterator[Night]:
