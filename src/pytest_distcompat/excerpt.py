@@ -6,6 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+#: How many kinds of names a sentence lists.
+LISTED = 3
+
 
 def excerpt(text: str, most: int) -> str:
     """Return the text, cut in the middle if it has more than ``most`` characters."""
@@ -20,6 +23,13 @@ def name_patterns(names: Sequence[str]) -> list[str]:
     patterns = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
     counts = Counter(patterns.values())
     return list(dict.fromkeys(kind if counts[kind] > 1 else name for name, kind in patterns.items()))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the names for a sentence, several that differ in their numbers alone as one, of many the first few."""
+    kinds = name_patterns(names)
+    more = f" and {len(kinds) - LISTED} others" if len(kinds) > LISTED else ""
+    return f"{', '.join(kinds[:LISTED])}{more}"
 
 
 def encodable(text: str) -> str:

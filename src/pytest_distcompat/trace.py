@@ -178,12 +178,16 @@ class OptimizerInfo:
 
 @dataclass(frozen=True)
 class GradientInfo:
-    """This rank's part of the gradient of one live parameter: its number of elements and the sum of their squares."""
+    """This rank's part of the gradient of one live parameter: its number of elements and the sum of their squares.
+
+    ``group`` is the place of the parameter's group in ``StepInfo.param_groups``.
+    """
 
     name: str
     numel: int
     square: float
     layout: Layout = Layout()
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,7 @@ class StepInfo:
     unscaling and clipping. The shares of the ``holders``, which hold one copy of the gradients together (empty: this rank alone),
     add up to the sum: what several of them hold counts once. ``gradients`` are the same gradients by live parameter, those of
     ZeRO's flat partitions too. Among ``secondary`` ranks ZeRO++ has cut the weights a second time, 0 if not all of them.
+    ``param_groups`` are the numbers of each group as this step had them, where ``gradients`` are there.
     """
 
     optimizer: str
@@ -204,6 +209,7 @@ class StepInfo:
     gradients: tuple[GradientInfo, ...] = ()
     holders: tuple[int, ...] = ()
     secondary: int = 0
+    param_groups: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,31 @@ def test_a_loss_that_is_a_little_off_is_no_mean_with_other_weights(sound: Sound)
     assert found.endswith("2.0e-05 allowed)")
 
 
+def test_each_parameter_is_updated_with_the_numbers_of_the_reference(sound: Sound) -> None:
+    """That a weight decays shows in a loss of float32 after a dozen steps, and in one of 16 bits never."""
+    decayed, undecayed = {"lr": 0.1, "weight_decay": 0.01}, {"lr": 0.1, "weight_decay": 0.0}
+
+    def grouped(snapshot: Snapshot) -> Snapshot:
+        steps = [
+            replace(
+                step,
+                param_groups=(undecayed, decayed),
+                gradients=tuple(replace(info, group=int(info.name != "inlet.weight")) for info in step.gradients),
+            )
+            for step in snapshot.steps
+        ]
+        return replace(snapshot, steps=tuple(steps))
+
+    def one_group(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, steps=tuple(replace(step, param_groups=(decayed, decayed)) for step in snapshot.steps))
+
+    story = sound("fsdp2-bf16_mixed-w2").alter(grouped, action="step").alter(grouped, run="reference")
+    assert story.findings("parity") == []
+    assert story.alter(one_group, rank=1, action="step").findings("parity") == [
+        "step 1: rank 1: weight_decay of inlet.weight is 0.01; 0 in the reference"
+    ]
+
+
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
 def test_the_precision_says_how_far_off_is_too_far(sound: Sound, cell: str, field: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.drivers._tiny import DECAY
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.strategies._base import MAX_NORM
@@ -75,6 +76,22 @@ class SchedulePerRank(AccelerateDriver):
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:
         return super().make_scheduler(optimizer)
+
+
+DECAYS = r"^step 1: all ranks: weight_decay of (\S+ )+is 0\.01; 0 in the reference$"
+
+
+@twin("parity", "fsdp1-bf16_mixed-w2-param_groups", match=DECAYS)
+@twin("parity", "fsdp2-fp32-w2-param_groups", match=DECAYS)
+@twin("parity", "zero1-bf16_mixed-w2-param_groups", match=DECAYS)
+@twin("parity", "zero3-bf16_mixed-w2-param_groups", match=DECAYS)
+class DecaysNorms(Accelerate):
+    """All parameters are in groups that decay: a loss in 16 bits never shows it, one in float32 after a dozen steps."""
+
+    def build(self, model: Module) -> None:
+        super().build(model)
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = DECAY
 
 
 # The case that the check grew from: over 20 steps the loss shows the optimizer's precision.

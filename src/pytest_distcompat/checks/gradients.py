@@ -11,7 +11,7 @@ from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._values import Names, named_stage, stages_of
 from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs, rounding_of
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.excerpt import name_patterns
+from pytest_distcompat.excerpt import listed
 from pytest_distcompat.trace import GradientInfo, RunTrace, Snapshot, Trace, shard_groups
 
 #: How many steps are compared: later gradients depend on how earlier ones were rounded.
@@ -21,8 +21,6 @@ COMPARED = 3
 SMALLEST = 0.01
 #: Parameters whose ratios differ by less have one cause.
 SAME_RATIO = 0.05
-#: How many kinds of names a finding lists.
-LISTED = 3
 
 #: Unwrapped name -> norm of the gradient of all parts together; None where they are no whole.
 Norms = Mapping[str, float | None]
@@ -146,7 +144,7 @@ def _differences(
 ) -> Iterator[tuple[list[str], str]]:
     """Yield a finding, with their names, for the parameters that are off by the same ratio."""
     if broken := sorted(name for name, found in norms.items() if found is None):
-        yield broken, f"the gradient of {_listed(broken)} cannot be put together from the ranks' parts"
+        yield broken, f"the gradient of {listed(broken)} cannot be put together from the ranks' parts"
         return
     unit, ratios, sound = _unit(expected), {}, 0
     for name in expected.keys() | norms.keys():
@@ -169,16 +167,9 @@ def _differences(
     for names in (one for one in alike if one not in scaled):
         here, there = (one.get(names[0]) or 0.0 for one in (norms, expected))
         values = f"{names[0]!r} has norm {here:.6g}; {there:.6g} in the reference"
-        everything = f"all {len(names)} parameters" if len(names) == len(expected) else _listed(names)
+        everything = f"all {len(names)} parameters" if len(names) == len(expected) else listed(names)
         ratio = _ratio(numbers, ratios[names[0]], common)
         yield names, f"the gradient of {everything} {ratio}: {values} ({tolerance:.0e} allowed)"
-
-
-def _listed(names: list[str]) -> str:
-    """Return the names, several that differ in their numbers alone as one."""
-    kinds = name_patterns(names)
-    more = f" and {len(kinds) - LISTED} others" if len(kinds) > LISTED else ""
-    return f"{', '.join(kinds[:LISTED])}{more}"
 
 
 def _ratio(factors: Mapping[str, int], ratio: float, common: float) -> str:

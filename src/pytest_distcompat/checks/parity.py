@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
 from pytest_distcompat.checks._values import Names, across_stages, stages_of
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.excerpt import listed
 from pytest_distcompat.models import model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
@@ -21,6 +22,8 @@ from pytest_distcompat.trace import RunTrace, Snapshot, Trace, shard_groups, tog
 ROUNDING_FACTOR = 2
 #: Relative, for learning rates, which are products of a few factors.
 RATE_TOLERANCE = 1e-9
+#: What single parameters are compared on; optimizers of other classes may have further numbers.
+HYPERPARAMETERS = ("lr", "weight_decay", "betas.0", "betas.1", "eps", "momentum")
 _WHOLE = (("train", "step", STEPS - 1), ("reference", "reference", STEPS - 1))
 
 
@@ -47,8 +50,9 @@ def reference_runs(cell: Cell, driver: type[Driver]) -> Scenario:
 def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that training equals that of one process in float32 on the same batches, over 20 steps.
 
-    Loss, reported gradient norm and learning rate agree within the precision's tolerance. Ranks, steps and micro-batches
-    have different numbers of tokens, and the last step of an epoch has fewer micro-batches than the others.
+    Loss and reported gradient norm agree within the precision's tolerance, learning rate, weight decay and the like of
+    each parameter exactly. Ranks, steps and micro-batches have different numbers of tokens, and the last step of an epoch
+    has fewer micro-batches than the others.
 
     If it fails: a loss that is off from the first step on is computed differently, such as a mean of unequal
     micro-batches' means; the finding then says what counts alike. One that is off later comes from the optimizer:
@@ -67,7 +71,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         largest_norm = max(largest_norm, there[0].grad_norm or 0.0)
         found = [one + _same_rows(cell) for one in _loss(here, there[0], losses[step], largest_loss)]
         found += _norm(here, there[0], norms[step], largest_norm)
-        found += _rates(here, there[0])
+        found += [*_rates(here, there[0])] or _hyperparameters(trained, here, reference, there)
         yield from (f"step {step + 1}: {text}" for text in found)
         if found:
             return  # later deviations follow from this one
@@ -162,6 +166,39 @@ def _rates(here: tuple[Snapshot, ...], there: Snapshot) -> Iterator[str]:
         pairs = [(found[0], expected[0])] if alike else list(zip(found, expected, strict=False))
         if any(not math.isclose(one or 0, other or 0, rel_tol=RATE_TOLERANCE) for one, other in pairs):
             yield f"rank {snapshot.rank}: the learning rate is {_list(found)}; {_list(expected)} in the reference"
+
+
+def _hyperparameters(
+    run: RunTrace, here: tuple[Snapshot, ...], reference: RunTrace, there: tuple[Snapshot, ...]
+) -> Iterator[str]:
+    """Yield what parameters are updated with, unlike in the reference, in steps whose single gradients were recorded."""
+    (expected,) = _by_parameter(reference, there) or [{}]
+    wrong: dict[tuple[str, float, float], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for snapshot, numbers in zip(here, _by_parameter(run, here), strict=False):
+        for name in numbers.keys() & expected.keys():
+            pairs = ((key, numbers[name].get(key), expected[name].get(key)) for key in HYPERPARAMETERS)
+            for key, one, other in pairs:
+                if one is not None and other is not None and not math.isclose(one, other, rel_tol=RATE_TOLERANCE):
+                    wrong[key, one, other][name].append(snapshot.rank)
+    for (key, one, other), names in wrong.items():
+        ranks = named_ranks(sorted({rank for some in names.values() for rank in some}), run.world_size)
+        yield f"{ranks}: {key} of {listed(sorted(names))} is {one:.6g}; {other:.6g} in the reference"
+
+
+def _by_parameter(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> list[dict[str, Mapping[str, float]]]:
+    """Return for each rank the numbers of each parameter's group, by unwrapped name."""
+    if run.unwrapped is None:
+        return []
+    names = Names(run, run.unwrapped)
+    return [
+        {
+            names(info.name): step.param_groups[info.group]
+            for step in snapshot.steps
+            for info in step.gradients
+            if info.group < len(step.param_groups)
+        }
+        for snapshot in snapshots
+    ]
 
 
 def _list(rates: list[float | None]) -> str:

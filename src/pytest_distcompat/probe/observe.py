@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_distcompat.probe.blocks import is_a, multiplies
 from pytest_distcompat.probe.layouts import secondary_ranks
-from pytest_distcompat.probe.optimizer import read_gradients
+from pytest_distcompat.probe.optimizer import numbers_of, read_gradients
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype, valueless
 from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, DropoutInfo, StepInfo
 
@@ -261,7 +261,8 @@ class Observer:
 
     def _record_gradients(self, optimizer: Any) -> None:
         # The optimizer may hold frozen parameters too, which it does not update.
-        tensors = [p for group in optimizer.param_groups for p in group["params"] if p.numel() and p.requires_grad]
+        groups = enumerate(optimizer.param_groups)
+        tensors = {p: n for n, group in groups for p in group["params"] if p.numel() and p.requires_grad}
         for p in tensors:
             self._stepped[p] = self._stepped.get(p, False) or p.grad is not None
         gradients = [local_of(p.grad) for p in tensors if p.grad is not None]
@@ -270,7 +271,8 @@ class Observer:
             square, holders, singles = read_gradients(model, inner, tensors, single=single)
             master, gradient = (tuple(sorted({dtype_name(one.dtype) for one in some})) for some in (tensors, gradients))
             name, secondary = type(optimizer).__name__, secondary_ranks(model)
-            self._step = StepInfo(name, master, gradient, (), square, singles, holders, secondary)
+            numbers = tuple(map(numbers_of, optimizer.param_groups)) if singles else ()
+            self._step = StepInfo(name, master, gradient, (), square, singles, holders, secondary, numbers)
 
     def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._stepping:

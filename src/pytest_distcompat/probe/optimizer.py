@@ -111,7 +111,7 @@ def read_optimizer(
     all_links = (dict.fromkeys((*one, last)) for one, last in zip(chains, stepping, strict=True))
     types = [tuple(type(link).__name__ for link in found) for found in all_links]
     type_names = types[0] if len(types) == 1 else (" + ".join(map(" > ".join, types)),)
-    groups = tuple(_numbers(group) for one in inner for group in one.param_groups)
+    groups = tuple(numbers_of(group) for one in inner for group in one.param_groups)
     if not whole:
         return OptimizerInfo(type_names, 0, param_groups=groups)
     live = {id(parameter) for parameter in model.parameters()}
@@ -141,7 +141,7 @@ def read_optimizer(
     )
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, float]:
+def numbers_of(group: dict[str, Any]) -> dict[str, float]:
     """Return the hyperparameters of a parameter group that are numbers; those of a tuple (betas) one by one."""
     numbers: dict[str, float] = {}
     for key, value in group.items():
@@ -294,21 +294,21 @@ def square_of(gradient: torch.Tensor) -> float:
 
 
 def read_gradients(
-    model: Module | None, optimizer: Any, tensors: Iterable[torch.Tensor], *, single: bool
+    model: Module | None, optimizer: Any, tensors: Mapping[torch.Tensor, int], *, single: bool
 ) -> tuple[float, tuple[int, ...], tuple[GradientInfo, ...]]:
     """Return ``square``, ``holders`` and ``gradients`` of a ``StepInfo``.
 
     Args:
         model: The trainer's model; None if it is not known.
         optimizer: The trainer's optimizer, with its wrappers.
-        tensors: What the torch optimizer is about to update.
+        tensors: What the torch optimizer is about to update, each with the place of its group.
         single: Whether the gradients of single parameters are read too.
     """
     names = owner_names(model, optimizer) if model is not None else {}
     layouts, copies = wrapper_layouts(model), master_copies(optimizer)
     partition = partition_layout(model, layouts)
     found, flat, squares = [], {}, list[tuple[Layout, float]]()
-    for tensor in tensors:
+    for tensor, group in tensors.items():
         if tensor.grad is None:
             continue
         of_partition = bool(names) and id(tensor) not in names
@@ -318,9 +318,10 @@ def read_gradients(
         layout = layout_of(tensor.grad, layout)
         squares.append((layout, square_of(tensor.grad)))
         if of_partition:
-            flat[local_of(tensor).untyped_storage().data_ptr()] = tensor
+            flat[local_of(tensor).untyped_storage().data_ptr()] = tensor, group
         elif names:
-            found.append(GradientInfo(names[id(tensor)], local_of(tensor.grad).numel(), squares[-1][1], layout))
+            numel = local_of(tensor.grad).numel()
+            found.append(GradientInfo(names[id(tensor)], numel, squares[-1][1], layout, group))
     if model is not None and flat and (single or any(map(autotp_cut, model.parameters())) or moe_experts(model)):
         fragments = tuple(_of_fragments(model, flat, partition))
         found += fragments
@@ -331,12 +332,15 @@ def read_gradients(
     return square, holders, tuple(found) if single and model is not None else ()
 
 
-def _of_fragments(model: Module, flat: Mapping[int, torch.Tensor], layout: Layout) -> Iterator[GradientInfo]:
+def _of_fragments(
+    model: Module, flat: Mapping[int, tuple[torch.Tensor, int]], layout: Layout
+) -> Iterator[GradientInfo]:
     """Yield the parts of flat partitions' gradients; a parameter's master is a view of its partition."""
     experts = moe_experts(model)
     for name, parameter, master in flat_masters(model):
-        partition = flat.get(master.untyped_storage().data_ptr())
+        partition, group = flat.get(master.untyped_storage().data_ptr(), (None, 0))
         if partition is not None and partition.grad is not None:
             start = master.storage_offset() - partition.storage_offset()
             gradient = partition.grad.reshape(-1).narrow(0, start, master.numel())
-            yield GradientInfo(name, master.numel(), square_of(gradient), fragment_place(parameter, layout, experts)[0])
+            own, _ = fragment_place(parameter, layout, experts)
+            yield GradientInfo(name, master.numel(), square_of(gradient), own, group)
