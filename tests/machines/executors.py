@@ -81,12 +81,12 @@ class Nodes:
         """Return what stands before the command of pytest."""
         return []
 
-    def agent(self) -> psutil.Process:
-        """Return the agent of n2."""
+    def agent(self, node: str = "n2") -> psutil.Process:
+        """Return the agent of a node."""
         (found,) = [
             process
             for process in self._ours()
-            if process.cmdline()[1:3] == ["-m", "pytest_distcompat.cli"] and self._of_n2(process)
+            if process.cmdline()[1:3] == ["-m", "pytest_distcompat.cli"] and self._is_of(node, process)
         ]
         return found
 
@@ -94,8 +94,8 @@ class Nodes:
         """Let the scheduler end the agent of n2."""
         raise NotImplementedError
 
-    def _of_n2(self, process: psutil.Process) -> bool:
-        return self.network.is_on(process, "n2")
+    def _is_of(self, node: str, process: psutil.Process) -> bool:
+        return self.network.is_on(process, node)
 
     def _ours(self) -> Iterator[psutil.Process]:
         """Yield the processes of the session, on both nodes: those that work in its directory."""
@@ -115,8 +115,8 @@ class Nodes:
 class Local(Nodes):
     """Both agents on n1."""
 
-    def _of_n2(self, process: psutil.Process) -> bool:
-        return process.cmdline()[-1] == "n2"
+    def _is_of(self, node: str, process: psutil.Process) -> bool:
+        return process.cmdline()[-1] == node
 
 
 class Join(Nodes):
