@@ -64,10 +64,10 @@ def cells(*names: str) -> pytest.MarkDecorator:
 
 @contextlib.contextmanager
 def started(
-    executor: str, network: Network, directory: Path, *, number: int = 2, files: bool = True
+    executor: str, network: Network, directory: Path, *, number: int = 2, files: bool = True, shared: bool = True
 ) -> Iterator[Nodes]:
     """Yield nodes on which sessions can be started, which leave no process and no temporary files."""
-    nodes = NODES[executor](network, directory, number=number)
+    nodes = NODES[executor](network, directory, number=number, shared=shared)
     write_tests(nodes.directory, TESTS, "meeting")
     with nodes.ready():
         yield nodes
