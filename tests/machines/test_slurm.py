@@ -180,3 +180,59 @@ def test_an_allocation_that_is_preempted(slurm: dict[str, str], tmp_path: Path) 
     # pytest is no process of the job's.
     assert [*found.tests] == ["test_before", "test_long"]
     assert re.match(f"{TAKEN}(preempts|ends) job \\d+", found.tests["test_long"])
+
+
+SUSPENDED = """
+import time
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+pytestmark = pytest.mark.distcompat(world_size=2)
+
+@pytest.mark.parametrize("nodes", [pytest.param(n, marks=pytest.mark.distcompat(nodes=n, timeout=12)) for n in (1, 2)])
+def test_long(process_group, rank, nodes):
+    for _ in range(5):
+        time.sleep(1)
+        distributed.barrier()
+        Path(__file__).with_name(f"long-{nodes}").touch()
+
+@pytest.mark.distcompat(nodes=2, timeout=4)
+def test_hangs(process_group, rank):
+    if rank == 1:
+        time.sleep(600)
+    distributed.barrier()
+"""
+
+
+@pytest.mark.parametrize("how", ["sbatch", "salloc"])
+def test_a_job_that_is_suspended(how: str, slurm: dict[str, str], tmp_path: Path) -> None:
+    """Verdicts are as without: with sbatch Slurm stops pytest too, with salloc the nodes alone."""
+    (tmp_path / "test_suspended.py").write_text(SUSPENDED)
+    # A run on one node of a pytest that goes on is none of the job's.
+    chosen = "test_" if how == "sbatch" else "2 or hangs"
+    options = ["--junitxml=junit.xml", "-k", chosen]
+    job_script(slurm, tmp_path, "--", *options)
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    line = ["salloc", "--nodes=2", "--ntasks=2", *line, "--distcompat-nodes=2", "--distcompat-executor=slurm"]
+    with (tmp_path / "out").open("w") as out:
+        submit = ["sbatch", "--wait", "--output=out", "job.sh"] if how == "sbatch" else line
+        session = subprocess.Popen(submit, env=slurm, cwd=tmp_path, stdout=out, stderr=out)
+    written = (tmp_path / "out").read_text
+    for nodes in (1, 2) if how == "sbatch" else (2,):
+        assert clock.wait_until((tmp_path / f"long-{nodes}").exists, 200, every=0.1), written()
+        listed = ["squeue", "--noheader", "--states=R", "--format=%i"]
+        job = subprocess.run(listed, env=slurm, capture_output=True, text=True, check=True).stdout.strip()
+        for action in ("suspend", "resume"):
+            subprocess.run(["scontrol", action, job], env=slurm, check=True)
+            # Longer than the time limit, and than a cut link.
+            clock.sleep(14 if action == "suspend" else 0)
+    session.wait(200)
+    cases = ET.parse(tmp_path / "junit.xml").iter("testcase")
+    found = {case.attrib["name"]: "".join(failure.text or "" for failure in case.iter("failure")) for case in cases}
+    assert found.pop("test_hangs").startswith("time limit of 4 s: "), written()
+    assert found == dict.fromkeys(("test_long[1]", "test_long[2]") if how == "sbatch" else ("test_long[2]",), ""), (
+        written()
+    )
+    assert re.search(r"n[12]: stopped, as in a suspended job, or very busy; time limits wait", written())

@@ -33,7 +33,7 @@ from pytest_distcompat.nodes.channel import Channel, NotProvedError
 from pytest_distcompat.nodes.facts import facts
 from pytest_distcompat.run_paths import SuitePayload
 
-#: How often a node says that it is there, and how often logs are streamed, in seconds.
+#: How often a node agent says that it runs, and how often logs are streamed, in seconds.
 HEARTBEAT_S, STREAM_S = 1.0, 0.02
 #: How long an agent that a signal ends waits until it has said so, in seconds.
 SAID_S = 1.0
@@ -220,7 +220,7 @@ class _Agent:
                 elif message["do"] == "close":
                     self.exit_code = 0
                     break
-                elif message["do"] != "pong":
+                else:
                     self._messages.put(message)
         except (OSError, NotProvedError):
             pass
@@ -232,7 +232,7 @@ class _Agent:
     def _beat(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                self._channel.send({"is": "ping"})
+                self._channel.send({"is": "beat"})
                 if self._leaving.wait(HEARTBEAT_S):
                     self._channel.send({"is": "leaving", "why": "its agent got SIGTERM"})
                     break

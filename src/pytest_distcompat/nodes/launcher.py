@@ -32,8 +32,8 @@ from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Place
 from pytest_distcompat.lease.timeline import Span, append
 from pytest_distcompat.leased import current_item
-from pytest_distcompat.nodes.agent import boot_id
-from pytest_distcompat.nodes.channel import Channel, Listener, NotProvedError
+from pytest_distcompat.nodes.agent import HEARTBEAT_S, boot_id
+from pytest_distcompat.nodes.channel import Channel, Listener, NotProvedError, unreached
 from pytest_distcompat.nodes.facts import differences, facts
 
 #: How long the other nodes may go on after one has ended badly, in seconds; how long a node may take after the time limit.
@@ -52,6 +52,8 @@ class Node:
         self.lost, self.lost_at = "", 0.0
         self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.facts: dict[str, Any] = {}
+        #: How often its agent has said that it runs, about once a second, and when it did last.
+        self.beats, self.beat_at = 0, clock.now()
         #: By how much its CLOCK_MONOTONIC is ahead of ours.
         self.ahead = 0.0
 
@@ -72,23 +74,25 @@ class Node:
         try:
             while True:
                 message = self.channel.receive()
-                if message["is"] == "ping":
-                    self.channel.send({"do": "pong"})
+                if message["is"] == "beat":
+                    self.beats, self.beat_at = self.beats + 1, clock.now()
                 elif message["is"] == "leaving":
                     self.lose(message["why"])
                     return
                 else:
                     self.messages.put(message)
-        except TimeoutError:
-            self.lose("sent nothing for some seconds: the link is cut, or the node is down")
         except (OSError, NotProvedError) as error:
-            self.lose(f"its agent is gone ({error})")
+            self._lose_by(error)
 
     def lose(self, why: str) -> None:
         """Note that it is gone, and why."""
         if not self.lost:
             self.lost, self.lost_at = why, clock.now()
         self.channel.close()
+
+    def _lose_by(self, error: Exception) -> None:
+        silent = "sent nothing for some seconds: the link is cut, or the node is down"
+        self.lose(silent if unreached(error) else f"its agent is gone ({error})")
 
     def problem(self) -> str:
         """Return the answer to a message that was sent between runs: what is wrong, perhaps that the node is gone."""
@@ -102,7 +106,7 @@ class Node:
         try:
             self.channel.send(message)
         except OSError as error:
-            self.lose(f"its agent is gone ({error})")
+            self._lose_by(error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,6 +397,10 @@ class _Run:
         self._each = request.world_size // len(nodes)
         self._parts: dict[str, dict[str, Any]] = {}
         self._stopped_at: float | None = None
+        self._counted_from: dict[Node, int] = {}
+        #: The nodes that had stopped when it looked last.
+        self._still: list[str] = []
+        self._looked_at = clock.now()
         self._set = {name: value for name, value in os.environ.items() if environment.get(name) != value}
         self._unset = [name for name in environment if name not in os.environ]
         if not settings.node:
@@ -403,8 +411,9 @@ class _Run:
         """Start the parts, follow them to their ends, and conclude."""
         self._request.write()
         began = clock.now()
-        # A run that has to wait for its devices has its time limit from its first rank on.
-        deadline = math.inf if self._settings.node else began + self._request.timeout + AFTER_LIMIT_S
+        if not self._settings.node:
+            # A run that has to wait for its devices has its time limit from its first rank on.
+            self._count()
         run_id = uuid.uuid4().hex
         store: list[Any] = [self._nodes[0].channel.peer, 0]
         failed_at: float | None = None
@@ -413,8 +422,8 @@ class _Run:
         while len(self._parts) < len(self._nodes):
             heard = [message for node in self._nodes for message in self._heard(node)]
             for message in heard:
-                if message["is"] == "log" and deadline == math.inf:
-                    deadline = clock.now() + self._request.timeout + AFTER_LIMIT_S
+                if message["is"] == "log" and not self._counted_from:
+                    self._count()
                 elif message["is"] == "listens":
                     store = message["store"]
                     while waiting:
@@ -429,7 +438,7 @@ class _Run:
                 self._parts |= {node.name: _NOT_STARTED for _, node in waiting}
             if failed_at is None and any(map(_bad, self._parts.values())):
                 failed_at = clock.now()
-            self._stop(failed_at, deadline)
+            self._stop(failed_at)
             if not heard:
                 clock.sleep(0.005)
         return self._conclude(began)
@@ -469,11 +478,21 @@ class _Run:
                 text = "".join(f"{_shifted(line, other.ahead)}\n" for line in forwarded)
                 other.send({"do": "log", "rank": rank, "lines": text})
 
-    def _stop(self, failed_at: float | None, deadline: float) -> None:
+    def _count(self) -> None:
+        """Begin the time limit. It is in beats of the nodes: where a job is suspended they have none, and no ranks run."""
+        self._counted_from = {node: node.beats for node in self._nodes}
+
+    def _stop(self, failed_at: float | None) -> None:
         """End the parts that outlive the failure of another one, or the time limit."""
         now = clock.now()
         running = [node for node in self._nodes if node.name not in self._parts]
-        if self._stopped_at is None and ((failed_at and now > failed_at + AFTER_FAILURE_S) or now > deadline):
+        still = [node.name for node in running if now - min(self._looked_at, node.beat_at) > clock.GAP_S]
+        if still and not self._still:
+            self._settings.say(f"{', '.join(still)}: stopped, as in a suspended job, or very busy; time limits wait")
+        self._still, self._looked_at = still, now
+        limit = (self._request.timeout + AFTER_LIMIT_S) / HEARTBEAT_S
+        over = self._counted_from and all(node.beats - self._counted_from[node] > limit for node in running)
+        if self._stopped_at is None and ((failed_at and now > failed_at + AFTER_FAILURE_S) or over):
             self._stopped_at = now
             for node in running:
                 node.send({"do": "stop", "why": "another node has ended"})
