@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -108,6 +109,19 @@ def test_after(process_group):
     pass
 """
 
+PREEMPTED_ON_WORKERS = """
+import time
+from pathlib import Path
+
+import pytest
+
+@pytest.mark.distcompat(world_size=1)
+@pytest.mark.parametrize("number", range(6))
+def test_long(number):
+    Path(__file__).with_name(f"long-{number}").touch()
+    time.sleep(600)
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Preempted:
@@ -118,9 +132,9 @@ class Preempted:
     tests: dict[str, str]
 
 
-def preempted(slurm: dict[str, str], directory: Path, line: list[str]) -> Preempted:
-    """Start a job by that line, and preempt it in mid-test."""
-    (directory / "test_preempted.py").write_text(PREEMPTED)
+def preempted(slurm: dict[str, str], directory: Path, line: list[str], tests: str = PREEMPTED) -> Preempted:
+    """Start a job of these tests by that line, and preempt it in mid-test."""
+    (directory / "test_preempted.py").write_text(tests)
     with (directory / "out").open("w") as out:
         low = subprocess.Popen(line, env=slurm, cwd=directory, stdout=out, stderr=out)
     started = [directory / f"long-{rank}" for rank in range(2)]
@@ -180,6 +194,20 @@ def test_an_allocation_that_is_preempted(slurm: dict[str, str], tmp_path: Path) 
     # pytest is no process of the job's.
     assert [*found.tests] == ["test_before", "test_long"]
     assert re.match(f"{TAKEN}(preempts|ends) job \\d+", found.tests["test_long"])
+
+
+def test_workers_of_a_job_that_is_preempted(slurm: dict[str, str], tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--distcompat-worker-nodes", "2"]
+    line += ["--distcompat-executor=slurm", "--junitxml=junit.xml"]
+    (tmp_path / "job.sh").write_text(f"#!/bin/sh\n{shlex.join(line)}\n")
+    submit = ["sbatch", "--wait", "--partition=grace", "--nodes=2", "--ntasks=2", "--output=out", "job.sh"]
+    found = preempted(slurm, tmp_path, submit, PREEMPTED_ON_WORKERS)
+    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
+    # Each on the node of its worker.
+    texts = [found.tests[f"test_long[{number}]"] for number in range(2)]
+    verdict = re.compile(r"rank 0 on (n[12]) was lost with its node: its agent got SIGTERM: Slurm preempts job \d+")
+    assert {match[1] for match in map(verdict.search, texts) if match} == {"n1", "n2"}, found.out
+    assert re.search(r"Interrupted: Slurm preempts job \d+", found.out), found.out
 
 
 SUSPENDED = """

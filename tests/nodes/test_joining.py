@@ -151,3 +151,30 @@ def test_nodes_that_a_scheduler_takes_away(launcher: NodesLauncher) -> None:
     assert clock.wait_until(lambda: launcher.ready() == "the scheduler preempts job 7", 10)
     assert launcher.taken == "the scheduler preempts job 7"
     channels[0].close()
+
+
+class OneByOne(Elsewhere):
+    """Starts agents that never join."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def start_one(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
+        self.started.append(name)
+        return subprocess.Popen(["true"], text=True)
+
+
+def test_runs_of_a_node_that_is_lost_move_to_each_other_node_once(tmp_path: Path) -> None:
+    executor, said = OneByOne(), list[str]()
+    listen, spare = ("127.0.0.1", 0), ("n2", "n3", "n1")
+    settings = Settings(1, str(tmp_path), "cpu", listen, TOKEN, wait=5, node="n1", spare=spare, gpus=0, say=said.append)
+    launcher = NodesLauncher(NoLauncher(), executor, settings, Warmth(), "{}")
+    launcher.warm_up()
+    channel = joined(launcher, "n1", clock.wall())
+    channel.close()
+    lost = "0 of 1 nodes are there (none); n1: its agent is gone ("
+    assert clock.wait_until(lambda: launcher.ready().startswith(lost), 20)
+    assert launcher.ready().startswith(lost)
+    assert executor.started == ["n1", "n2", "n3", "n1"]
+    assert said == [f"n1 is lost; {name} has the runs from now on" for name in spare]
+    launcher.close()

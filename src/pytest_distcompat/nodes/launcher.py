@@ -115,8 +115,8 @@ class Settings:
 
     ``listen`` is where node agents join, host and port; ``token`` what they must know; ``wait`` how long they may take;
     ``shared`` a directory that all nodes must share, empty if they need none. ``node`` is the node that has all runs of this
-    process; then ``nodes`` is 1, the node leases its devices, ``timeline`` is where the leases of the xdist worker ``worker`` are
-    recorded. ``say`` shows what a run waits for.
+    process, and ``spare`` are those that have them in turn where it is lost; then ``nodes`` is 1, and the node leases its
+    devices. ``timeline`` is where the leases of the xdist worker ``worker`` are recorded. ``say`` shows what a run waits for.
     """
 
     nodes: int
@@ -127,6 +127,7 @@ class Settings:
     wait: float
     shared: str = ""
     node: str = ""
+    spare: tuple[str, ...] = ()
     timeline: str = ""
     worker: str = ""
     gpus: int = 0
@@ -149,6 +150,7 @@ class NodesLauncher(Launcher):
         self._token = settings.token or secrets.token_hex(32)
         #: The agents that were started again, by the node that was lost; None for one that a user has to start.
         self._restarted: dict[Node, subprocess.Popen[str] | None] = {}
+        self._spare = list(settings.spare)
         #: The nodes that were found to be alike.
         self._alike: set[Node] = set()
         #: Whether the executor's scheduler counts devices.
@@ -226,9 +228,10 @@ class NodesLauncher(Launcher):
         self._start()
         if taken := self._taken():
             return taken
+        self._move()
         for node in self._lost():
             # One that never was ready will not be.
-            if node.facts and node not in self._restarted:
+            if node.facts and node not in self._restarted and not self._settings.node:
                 process = self._restarted[node] = self._executor.restart(self._join, node.name, self._token)
                 self._processes += [process] if process is not None else []
 
@@ -236,15 +239,12 @@ class NodesLauncher(Launcher):
             process = self._restarted.get(node)
             return process is None or process.poll() is not None
 
-        def joined() -> list[Node]:
-            return [node for node in list(self._nodes.values()) if node.facts and not node.lost]
-
         def decided() -> bool:
             ended = bool(self._processes) and all(process.poll() is not None for process in self._processes)
-            return len(joined()) >= self._settings.nodes or ended or any(map(gone, self._lost()))
+            return len(self._joined()) >= self._settings.nodes or ended or any(map(gone, self._lost()))
 
         clock.wait_until(decided, self._settings.wait)
-        present = joined()
+        present = self._joined()
         if len(present) < self._settings.nodes:
             for node in self._lost():
                 if process := self._restarted.get(node):
@@ -269,6 +269,21 @@ class NodesLauncher(Launcher):
         problem = "; ".join(found) or (self._unshared(nodes) if self._settings.shared else "")
         self._alike = set() if problem else {*present}
         return problem
+
+    def _move(self) -> None:
+        """Start the agent of the next node where the one that has all runs is lost: one that is preempted does not come back."""
+        while self._spare and self._lost() and not self._joined():
+            name = self._spare.pop(0)
+            if process := self._executor.start_one(self._join, name, self._token):
+                self._settings.say(f"{self._lost()[-1].name} is lost; {name} has the runs from now on")
+                self._processes.append(process)
+                self._await_agent(process)
+
+    def _await_agent(self, process: subprocess.Popen[str]) -> None:
+        clock.wait_until(lambda: bool(self._joined()) or process.poll() is not None, self._settings.wait)
+
+    def _joined(self) -> list[Node]:
+        return [node for node in list(self._nodes.values()) if node.facts and not node.lost]
 
     def _unshared(self, nodes: list[Node]) -> str:
         """Return which node has another directory in place of the shared one; empty if pytest sees what all write there."""
