@@ -13,8 +13,9 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.executors import Executor
 from pytest_distcompat.launch import Ending, Launcher, Request, Reuse, Warmth
+from pytest_distcompat.nodes.agent import boot_id
 from pytest_distcompat.nodes.channel import Channel
-from pytest_distcompat.nodes.launcher import NodesLauncher, Settings
+from pytest_distcompat.nodes.launcher import Node, NodesLauncher, Settings
 
 TOKEN = "a token of the session"
 FACTS = {"versions": {}, "sources": {}, "shm": 64, "gpus": 0}
@@ -151,6 +152,13 @@ def test_nodes_that_a_scheduler_takes_away(launcher: NodesLauncher) -> None:
     assert clock.wait_until(lambda: launcher.ready() == "the scheduler preempts job 7", 10)
     assert launcher.taken == "the scheduler preempts job 7"
     channels[0].close()
+
+
+@pytest.mark.parametrize(("boot", "expected"), [(boot_id(), "GPU-0"), ("another", "n2 GPU-0")])
+def test_devices_of_another_machine_have_its_name(boot: str, expected: str, launcher: NodesLauncher) -> None:
+    channel, _ = join(launcher, "n2")
+    assert Node(channel, {"name": "n2", "boot": boot}).device("GPU-0") == expected
+    channel.close()
 
 
 class OneByOne(Elsewhere):

@@ -161,9 +161,11 @@ class _Agent:
             directory = Path(message["request"]["directory"])
             fields["payload"] = dataclasses.asdict(payload.on_node(directory, self._owned.path / "runs"))
         self._given = tuple(message["gpus"])
+        devices: tuple[str, ...] = ()
         if message["place"] and self._given:
             shown = gpus(wanted=self._given)
-            fields["set"] = {**fields["set"], **shown.environment(shown.ids)}
+            devices = shown.ids
+            fields["set"] = {**fields["set"], **shown.environment(devices)}
         request = Request(**fields)
         if message["place"]:
             place = Place(**message["place"])
@@ -177,7 +179,8 @@ class _Agent:
             self._stopped.set()
             streaming.join()
         watch = self._launcher.watch
-        part: dict[str, Any] = {"is": "ended", "processes": {}, "known": {"launch_error": ending.launch_error}}
+        known = {"launch_error": ending.launch_error}
+        part: dict[str, Any] = {"is": "ended", "processes": {}, "known": known, "devices": devices}
         if watch is not None:
             processes = {rank: dataclasses.asdict(process) for rank, process in watch.processes.items()}
             part |= {"processes": processes, "known": watch.known}

@@ -94,6 +94,10 @@ class Node:
         silent = "sent nothing for some seconds: the link is cut, or the node is down"
         self.lose(silent if unreached(error) else f"its agent is gone ({error})")
 
+    def device(self, name: str) -> str:
+        """Return the name of one of its devices in the timeline. On this machine it is that of runs on one node."""
+        return name if self.boot == boot_id() else f"{self.name} {name}"
+
     def problem(self) -> str:
         """Return the answer to a message that was sent between runs: what is wrong, perhaps that the node is gone."""
         while not self.lost or not self.messages.empty():
@@ -332,11 +336,20 @@ class NodesLauncher(Launcher):
         answers = _asked(nodes, lambda _: {"do": "get_warm"})
         if cold := [f"{node.name}: {problem}" for node, problem in answers if problem]:
             return Ending.not_launched(request.world_size, "\n".join(cold))
-        who = current_item() or request.directory
+        who, asked = current_item() or request.directory, clock.now()
         try:
             with self.devices(nodes, request.world_size // request.nodes, who) as given:
                 fields: dict[str, Any] = {"taken": self._taken, "given": given}
-                return _Run(nodes, request.from_here(), self._environment, self._settings, **fields).run()
+                run, got = _Run(nodes, request.from_here(), self._environment, self._settings, **fields), clock.now()
+                ending = run.run()
+                if run.devices:
+                    # One node that leases devices has noted them itself.
+                    times = (asked, got, clock.now())
+                    span = Span(run.devices, who, os.getpid(), *times, worker=self._settings.worker)
+                    # The record is for reports only.
+                    with contextlib.suppress(OSError):
+                        append(Path(self._settings.timeline), span)
+                return ending
         except UsageProblem as problem:
             return Ending.not_launched(request.world_size, str(problem))
 
@@ -457,6 +470,11 @@ class _Run:
             if not heard:
                 clock.sleep(0.005)
         return self._conclude(began)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that a scheduler gave the run on its nodes, as far as they have ended it."""
+        return tuple(node.device(one) for node in self._nodes for one in self._parts[node.name].get("devices", ()))
 
     def _send(self, number: int, node: Node, run_id: str, store: list[Any]) -> None:
         place = {}
