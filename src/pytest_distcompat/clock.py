@@ -10,6 +10,9 @@ from collections.abc import Callable
 _read = time.clock_gettime
 _read_ns = time.clock_gettime_ns
 
+#: Who looks at the clock each moment, and did not for so long, had been stopped, in seconds: Slurm suspends jobs, say.
+GAP_S = 5.0
+
 #: Python's own, even if a test patches ``time.sleep``.
 sleep = time.sleep
 

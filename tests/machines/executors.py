@@ -23,15 +23,17 @@ class Nodes:
 
     name: ClassVar[str] = "local"
 
-    def __init__(self, network: Network, directory: Path, *, number: int = 2) -> None:
+    def __init__(self, network: Network, directory: Path, *, number: int = 2, shared: bool = True) -> None:
         #: Of the nodes that come: 1 without n2.
         self.number = number
         self.network, self.directory = network, directory / "repository"
         #: What n2 has in place of the temporary directory of all.
         self.disk = directory / "disk"
+        #: Where pytest has its temporary files, and whether both nodes see the same there.
+        self.base, self._shared = self.directory / "temporary", shared
         # Of a short name: the sockets below another one would be elsewhere.
         self.temporary = Path(tempfile.mkdtemp(prefix="dc-", dir="/tmp"))
-        for path in (self.directory, self.disk):
+        for path in (self.directory, self.disk, self.base):
             path.mkdir()
         # The session's, and by their environment that of the agents.
         network.environment["TMPDIR"] = str(self.temporary)
@@ -65,12 +67,15 @@ class Nodes:
 
     def before(self, node: str) -> str:
         """Return the command that gives n2 its own disk."""
-        return f"mount --bind {self.disk} {self.temporary}" if node == "n2" else "true"
+        if node != "n2":
+            return "true"
+        own = f"mount --bind {self.disk} {self.temporary}"
+        return own if self._shared else f"{own} && mount -t tmpfs none {self.base}"
 
     def session(self, *args: str) -> subprocess.Popen[str]:
         """Start a session on both nodes."""
         line = [sys.executable, "-m", "pytest", *RECORDED, "-p", "no:cacheprovider", "--distcompat-nodes=2"]
-        line += [f"--distcompat-executor={self.name}", f"--basetemp={self.directory / 'base'}", *self.options(), *args]
+        line += [f"--distcompat-executor={self.name}", f"--basetemp={self.base / 'base'}", *self.options(), *args]
         return self.network.popen("n1", [*self.allocate(), *line], self.directory)
 
     def options(self) -> list[str]:
@@ -81,12 +86,12 @@ class Nodes:
         """Return what stands before the command of pytest."""
         return []
 
-    def agent(self) -> psutil.Process:
-        """Return the agent of n2."""
+    def agent(self, node: str = "n2") -> psutil.Process:
+        """Return the agent of a node."""
         (found,) = [
             process
             for process in self._ours()
-            if process.cmdline()[1:3] == ["-m", "pytest_distcompat.cli"] and self._of_n2(process)
+            if process.cmdline()[1:3] == ["-m", "pytest_distcompat.cli"] and self._is_of(node, process)
         ]
         return found
 
@@ -94,8 +99,8 @@ class Nodes:
         """Let the scheduler end the agent of n2."""
         raise NotImplementedError
 
-    def _of_n2(self, process: psutil.Process) -> bool:
-        return self.network.is_on(process, "n2")
+    def _is_of(self, node: str, process: psutil.Process) -> bool:
+        return self.network.is_on(process, node)
 
     def _ours(self) -> Iterator[psutil.Process]:
         """Yield the processes of the session, on both nodes: those that work in its directory."""
@@ -115,8 +120,8 @@ class Nodes:
 class Local(Nodes):
     """Both agents on n1."""
 
-    def _of_n2(self, process: psutil.Process) -> bool:
-        return process.cmdline()[-1] == "n2"
+    def _is_of(self, node: str, process: psutil.Process) -> bool:
+        return process.cmdline()[-1] == node
 
 
 class Join(Nodes):
@@ -124,8 +129,8 @@ class Join(Nodes):
 
     name = "join"
 
-    def __init__(self, network: Network, directory: Path, *, number: int = 2) -> None:
-        super().__init__(network, directory, number=number)
+    def __init__(self, network: Network, directory: Path, *, number: int = 2, shared: bool = True) -> None:
+        super().__init__(network, directory, number=number, shared=shared)
         self.joined: list[subprocess.Popen[str]] = []
         (self.directory / "token").write_text(TOKEN)
 

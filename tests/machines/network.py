@@ -115,6 +115,11 @@ class Network:
             return Path(f"/proc/{process.pid}/ns/net").stat().st_ino in inodes
         return False
 
+    def listens(self, process: psutil.Process, node: str) -> bool:
+        """Tell whether a process of that node listens on a port."""
+        line = ["ip", "netns", "exec", self.namespaces[node], "ss", "-ltnpH"]
+        return f"pid={process.pid}," in subprocess.run(line, check=True, capture_output=True, text=True).stdout
+
     def left(self) -> list[str]:
         """Return the commands of processes that still run on one of the nodes."""
         there = (one for one in psutil.process_iter(["cmdline"]) if self.is_on(one, *self.namespaces))

@@ -106,6 +106,8 @@ FAULTS: Mapping[str, Fault] = {
         25,
         impossible=ONE_MACHINE,
     ),
+    # Within the silence after which a node is lost, and 10 s.
+    "cut_rendezvous": Fault("the link is cut in the rendezvous of the agents", CUT, 16, impossible=ONE_MACHINE),
     "slow": Fault("the link has 8 Mbit/s and drops packets", impossible=ONE_MACHINE),
     "full": Fault("its disk is full", f"the ranks could not be started: n2: {FULL}", 15, impossible=ONE_MACHINE),
     "filled": Fault(

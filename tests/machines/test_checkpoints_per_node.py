@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 from tests.machines.network import Network, needs_namespaces
+from tests.machines.test_node_faults import NEEDS, ended, started
 from tests.pytest_runs import RECORDED, Run, reports
 
 from pytest_distcompat import clock
 
 pytestmark = [pytest.mark.spawn, needs_namespaces]
 
+SUITE = Path(__file__).parents[1] / "nodes" / "suite_per_node.py"
 Session = Callable[..., Run]
 
 
 @pytest.fixture
 def session(network: Network, tmp_path: Path) -> Iterator[Session]:
-    shutil.copy(Path(__file__).parents[1] / "nodes" / "suite_per_node.py", tmp_path / "test_per_node.py")
+    shutil.copy(SUITE, tmp_path / "test_per_node.py")
     # Of a short name: the sockets below another one would be elsewhere.
     temporary = Path(tempfile.mkdtemp(prefix="dc-", dir="/tmp"))
     network.environment["TMPDIR"] = str(temporary)
@@ -45,14 +47,28 @@ def first_line(run: Run, name: str) -> str:
     return str(run.of(name)["text"]).partition("\n")[0]
 
 
-def test_a_trainer_that_saves_on_each_node_and_one_that_does_not(session: Session) -> None:
-    run = session("-k", "TestTorch and ddp and (resume or export) or TestOnFirstNode and resume")
+CHOSEN = ("-k", "TestTorch and ddp and (resume or export) or TestOnFirstNode and resume")
+
+
+def check_chosen(run: Run) -> None:
     cell = "ddp-fp32-w2-n2-model_mlp-checkpoints_node"
     broken = f"TestOnFirstNode::test[{cell}:resume]"
     sound = (f"TestTorch::test[{cell}:{check}]" for check in ("resume", "export"))
     assert run.outcomes == {**dict.fromkeys(sound, "passed"), broken: "failed"}, run.out
     expected = r"rank 1 on n2 raised FileNotFoundError: .*'\S+/checkpoint\.pt'"
     assert re.match(expected, first_line(run, broken)), first_line(run, broken)
+
+
+def test_a_trainer_that_saves_on_each_node_and_one_that_does_not(session: Session) -> None:
+    check_chosen(session(*CHOSEN))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("executor", [pytest.param(name, marks=marks) for name, marks in NEEDS.items()])
+def test_by_a_scheduler(executor: str, network: Network, tmp_path: Path) -> None:
+    with started(executor, network, tmp_path, shared=False) as nodes:
+        shutil.copy(SUITE, nodes.directory / "test_per_node.py")
+        check_chosen(ended(nodes, nodes.session("--distcompat-timeout", "60", *CHOSEN)))
 
 
 @pytest.mark.nightly

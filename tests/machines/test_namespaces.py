@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.machines.network import Network, needs_namespaces
-from tests.machines.node_faults import CUT, write_tests
+from tests.machines.node_faults import write_tests
 from tests.pytest_runs import RECORDED, Run, reports
 
 from pytest_distcompat import clock
@@ -50,31 +50,6 @@ def ended(process: subprocess.Popen[str], directory: Path) -> Run:
 def start(network: Network, directory: Path, *tests: str) -> subprocess.Popen[str]:
     network.join(directory)
     return network.pytest(directory, "-k", " or ".join(tests), recorded=RECORDED)
-
-
-def first_line(run: Run, name: str) -> str:
-    return str(run.of(name)["text"]).partition("\n")[0]
-
-
-def test_a_link_that_is_cut_while_nodes_meet(network: Network, directory: Path) -> None:
-    agent = network.join(directory)
-    session = network.pytest(directory, "-k", "test_before or test_rendezvous or test_one_node", recorded=RECORDED)
-    wait_for(directory, "rendezvous")
-    launchers = psutil.Process(agent.pid).children()
-    for launcher in launchers:
-        launcher.suspend()
-    (directory / "rendezvous-done").touch()
-    # n1 opens the store, and waits for n2 there.
-    line = ["ip", "netns", "exec", network.namespaces["n1"], "ss", "-ltnH", "src 10.97.0.1 and not sport = :29500"]
-    assert clock.wait_until(lambda: bool(subprocess.run(line, check=True, capture_output=True).stdout), 30, every=0.1)
-    network.cut()
-    for launcher in launchers:
-        launcher.resume()
-    run = ended(session, directory)
-    expected = {"test_before": "passed", "test_rendezvous": "failed", "test_one_node": "passed"}
-    assert run.outcomes == expected, run.out
-    assert first_line(run, "test_rendezvous") == CUT
-    assert clock.wait_until(lambda: not network.left(), 20), network.left()
 
 
 def test_a_node_that_joins_again(network: Network, directory: Path) -> None:

@@ -64,10 +64,10 @@ def cells(*names: str) -> pytest.MarkDecorator:
 
 @contextlib.contextmanager
 def started(
-    executor: str, network: Network, directory: Path, *, number: int = 2, files: bool = True
+    executor: str, network: Network, directory: Path, *, number: int = 2, files: bool = True, shared: bool = True
 ) -> Iterator[Nodes]:
     """Yield nodes on which sessions can be started, which leave no process and no temporary files."""
-    nodes = NODES[executor](network, directory, number=number)
+    nodes = NODES[executor](network, directory, number=number, shared=shared)
     write_tests(nodes.directory, TESTS, "meeting")
     with nodes.ready():
         yield nodes
@@ -88,6 +88,18 @@ def cut(nodes: Nodes) -> None:
     nodes.network.cut()
 
 
+def cut_rendezvous(nodes: Nodes) -> None:
+    """Cut the link once n1 has opened the store of the rendezvous, and waits for n2 there."""
+    (first,), launchers = nodes.agent("n1").children(), nodes.agent().children()
+    for launcher in launchers:
+        launcher.suspend()
+    (nodes.directory / "meeting-done").touch()
+    assert clock.wait_until(lambda: nodes.network.listens(first, "n1"), 30, every=0.1)
+    nodes.network.cut()
+    for launcher in launchers:
+        launcher.resume()
+
+
 #: The test that meets the fault, and what happens then.
 IN_A_TEST: Mapping[str, tuple[str, Callable[[Nodes], object]]] = {
     "killed": ("collective", lambda nodes: nodes.agent().kill()),
@@ -95,6 +107,7 @@ IN_A_TEST: Mapping[str, tuple[str, Callable[[Nodes], object]]] = {
     "taken": ("collective", lambda nodes: nodes.take()),
     "cut": ("collective", cut),
     "cut_meeting": ("meeting", cut),
+    "cut_rendezvous": ("meeting", cut_rendezvous),
     "full": ("meeting", fill),
     "filled": ("writes", fill),
 }
@@ -110,7 +123,7 @@ def test_in_a_test(
     others = {"test_before": "passed"} | ({"test_one_node": "passed"} if executor == "join" else {})
     if name != "filled":
         # The disk stays full, and the link cut.
-        restarts = executor in {"local", "slurm"} and happens not in (fill, cut)
+        restarts = executor in {"local", "slurm"} and happens not in (fill, cut, cut_rendezvous)
         others["test_after"] = "passed" if restarts else "failed"
     # The temporary files of a killed agent are removed by the next session.
     with started(executor, network, tmp_path, files=name not in {"killed", "taken"}) as nodes:

@@ -18,6 +18,7 @@ from tests.machines.test_ray import WITH_GPUS
 from tests.pytest_runs import RECORDED, Run, reports
 
 from pytest_distcompat import clock
+from pytest_distcompat.lease import entries
 
 pytestmark = [pytest.mark.spawn, pytest.mark.nightly, needs_ray]
 
@@ -169,7 +170,8 @@ def become(free: Callable[[], float], number: int) -> bool:
 
 
 def test_a_run_has_what_it_needs_and_gives_it_back(sessions: Sessions, free: Callable[[], float]) -> None:
-    session = sessions.start("spans or hangs or between or own or large")
+    base = sessions.directory / "base"
+    session = sessions.start("spans or hangs or between or own or large", f"--basetemp={base}")
     one, other = sessions.reached("spans0", "spans1")
     assert {one[:-1], other[:-1]} == {"GPU-"}
     assert {one[-1] in "01", other[-1] in "01"} == {True, False}
@@ -189,6 +191,13 @@ def test_a_run_has_what_it_needs_and_gives_it_back(sessions: Sessions, free: Cal
     assert "time limit of 2 s" in str(run.of("test_hangs")["text"])
     assert re.search(r"test_large needs GPUs \(3 on each node\); by Ray's count \S+-0 has 2, \S+-1 has 2", run.out)
     assert become(free, 4)
+    # What a report has; without suites there is none.
+    had = [(row["who"].partition("::")[2], row["device"]) for row in entries(base / "distcompat", 0)]
+    assert sorted(had[:2]) == sorted(("test_spans", device) for device in (one, other))
+    # One of each node.
+    assert [name for name, _ in had[2:4]] == ["test_hangs"] * 2
+    assert {device in ("GPU-0", "GPU-1") for _, device in had[2:4]} == {True, False}
+    assert had[4:] == [("test_own", "GPU-0"), ("test_own", "GPU-1")]
 
 
 def test_two_workers_share_the_gpus_of_a_node(sessions: Sessions, free: Callable[[], float]) -> None:

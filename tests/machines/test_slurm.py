@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -108,6 +109,19 @@ def test_after(process_group):
     pass
 """
 
+PREEMPTED_ON_WORKERS = """
+import time
+from pathlib import Path
+
+import pytest
+
+@pytest.mark.distcompat(world_size=1)
+@pytest.mark.parametrize("number", range(6))
+def test_long(number):
+    Path(__file__).with_name(f"long-{number}").touch()
+    time.sleep(600)
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Preempted:
@@ -118,9 +132,9 @@ class Preempted:
     tests: dict[str, str]
 
 
-def preempted(slurm: dict[str, str], directory: Path, line: list[str]) -> Preempted:
-    """Start a job by that line, and preempt it in mid-test."""
-    (directory / "test_preempted.py").write_text(PREEMPTED)
+def preempted(slurm: dict[str, str], directory: Path, line: list[str], tests: str = PREEMPTED) -> Preempted:
+    """Start a job of these tests by that line, and preempt it in mid-test."""
+    (directory / "test_preempted.py").write_text(tests)
     with (directory / "out").open("w") as out:
         low = subprocess.Popen(line, env=slurm, cwd=directory, stdout=out, stderr=out)
     started = [directory / f"long-{rank}" for rank in range(2)]
@@ -180,3 +194,73 @@ def test_an_allocation_that_is_preempted(slurm: dict[str, str], tmp_path: Path) 
     # pytest is no process of the job's.
     assert [*found.tests] == ["test_before", "test_long"]
     assert re.match(f"{TAKEN}(preempts|ends) job \\d+", found.tests["test_long"])
+
+
+def test_workers_of_a_job_that_is_preempted(slurm: dict[str, str], tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--distcompat-worker-nodes", "2"]
+    line += ["--distcompat-executor=slurm", "--junitxml=junit.xml"]
+    (tmp_path / "job.sh").write_text(f"#!/bin/sh\n{shlex.join(line)}\n")
+    submit = ["sbatch", "--wait", "--partition=grace", "--nodes=2", "--ntasks=2", "--output=out", "job.sh"]
+    found = preempted(slurm, tmp_path, submit, PREEMPTED_ON_WORKERS)
+    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
+    # Each on the node of its worker.
+    texts = [found.tests[f"test_long[{number}]"] for number in range(2)]
+    verdict = re.compile(r"rank 0 on (n[12]) was lost with its node: its agent got SIGTERM: Slurm preempts job \d+")
+    assert {match[1] for match in map(verdict.search, texts) if match} == {"n1", "n2"}, found.out
+    assert re.search(r"Interrupted: Slurm preempts job \d+", found.out), found.out
+
+
+SUSPENDED = """
+import time
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+pytestmark = pytest.mark.distcompat(world_size=2)
+
+@pytest.mark.parametrize("nodes", [pytest.param(n, marks=pytest.mark.distcompat(nodes=n, timeout=12)) for n in (1, 2)])
+def test_long(process_group, rank, nodes):
+    for _ in range(5):
+        time.sleep(1)
+        distributed.barrier()
+        Path(__file__).with_name(f"long-{nodes}").touch()
+
+@pytest.mark.distcompat(nodes=2, timeout=4)
+def test_hangs(process_group, rank):
+    if rank == 1:
+        time.sleep(600)
+    distributed.barrier()
+"""
+
+
+@pytest.mark.parametrize("how", ["sbatch", "salloc"])
+def test_a_job_that_is_suspended(how: str, slurm: dict[str, str], tmp_path: Path) -> None:
+    """Verdicts are as without: with sbatch Slurm stops pytest too, with salloc the nodes alone."""
+    (tmp_path / "test_suspended.py").write_text(SUSPENDED)
+    # A run on one node of a pytest that goes on is none of the job's.
+    chosen = "test_" if how == "sbatch" else "2 or hangs"
+    options = ["--junitxml=junit.xml", "-k", chosen]
+    job_script(slurm, tmp_path, "--", *options)
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    line = ["salloc", "--nodes=2", "--ntasks=2", *line, "--distcompat-nodes=2", "--distcompat-executor=slurm"]
+    with (tmp_path / "out").open("w") as out:
+        submit = ["sbatch", "--wait", "--output=out", "job.sh"] if how == "sbatch" else line
+        session = subprocess.Popen(submit, env=slurm, cwd=tmp_path, stdout=out, stderr=out)
+    written = (tmp_path / "out").read_text
+    for nodes in (1, 2) if how == "sbatch" else (2,):
+        assert clock.wait_until((tmp_path / f"long-{nodes}").exists, 200, every=0.1), written()
+        listed = ["squeue", "--noheader", "--states=R", "--format=%i"]
+        job = subprocess.run(listed, env=slurm, capture_output=True, text=True, check=True).stdout.strip()
+        for action in ("suspend", "resume"):
+            subprocess.run(["scontrol", action, job], env=slurm, check=True)
+            # Longer than the time limit, and than a cut link.
+            clock.sleep(14 if action == "suspend" else 0)
+    session.wait(200)
+    cases = ET.parse(tmp_path / "junit.xml").iter("testcase")
+    found = {case.attrib["name"]: "".join(failure.text or "" for failure in case.iter("failure")) for case in cases}
+    assert found.pop("test_hangs").startswith("time limit of 4 s: "), written()
+    assert found == dict.fromkeys(("test_long[1]", "test_long[2]") if how == "sbatch" else ("test_long[2]",), ""), (
+        written()
+    )
+    assert re.search(r"n[12]: stopped, as in a suspended job, or very busy; time limits wait", written())

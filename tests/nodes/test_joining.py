@@ -13,8 +13,9 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.executors import Executor
 from pytest_distcompat.launch import Ending, Launcher, Request, Reuse, Warmth
+from pytest_distcompat.nodes.agent import boot_id
 from pytest_distcompat.nodes.channel import Channel
-from pytest_distcompat.nodes.launcher import NodesLauncher, Settings
+from pytest_distcompat.nodes.launcher import Node, NodesLauncher, Settings
 
 TOKEN = "a token of the session"
 FACTS = {"versions": {}, "sources": {}, "shm": 64, "gpus": 0}
@@ -151,3 +152,37 @@ def test_nodes_that_a_scheduler_takes_away(launcher: NodesLauncher) -> None:
     assert clock.wait_until(lambda: launcher.ready() == "the scheduler preempts job 7", 10)
     assert launcher.taken == "the scheduler preempts job 7"
     channels[0].close()
+
+
+@pytest.mark.parametrize(("boot", "expected"), [(boot_id(), "GPU-0"), ("another", "n2 GPU-0")])
+def test_devices_of_another_machine_have_its_name(boot: str, expected: str, launcher: NodesLauncher) -> None:
+    channel, _ = join(launcher, "n2")
+    assert Node(channel, {"name": "n2", "boot": boot}).device("GPU-0") == expected
+    channel.close()
+
+
+class OneByOne(Elsewhere):
+    """Starts agents that never join."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def start_one(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
+        self.started.append(name)
+        return subprocess.Popen(["true"], text=True)
+
+
+def test_runs_of_a_node_that_is_lost_move_to_each_other_node_once(tmp_path: Path) -> None:
+    executor, said = OneByOne(), list[str]()
+    listen, spare = ("127.0.0.1", 0), ("n2", "n3", "n1")
+    settings = Settings(1, str(tmp_path), "cpu", listen, TOKEN, wait=5, node="n1", spare=spare, gpus=0, say=said.append)
+    launcher = NodesLauncher(NoLauncher(), executor, settings, Warmth(), "{}")
+    launcher.warm_up()
+    channel = joined(launcher, "n1", clock.wall())
+    channel.close()
+    lost = "0 of 1 nodes are there (none); n1: its agent is gone ("
+    assert clock.wait_until(lambda: launcher.ready().startswith(lost), 20)
+    assert launcher.ready().startswith(lost)
+    assert executor.started == ["n1", "n2", "n3", "n1"]
+    assert said == [f"n1 is lost; {name} has the runs from now on" for name in spare]
+    launcher.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -196,6 +197,45 @@ def test_an_agent_that_is_killed_is_started_again(
     assert run.outcomes == {"test_long": "failed", "test_after": "passed", "test_one_node": "passed"}, run.out
     assert f"rank 1 on n2 was lost with its node: {expected}" in first_line(run, "test_long")
     assert clock.wait_until(lambda: not any(map(psutil.Process.is_running, below)), 10)
+
+
+STOPS = """
+import pathlib, time
+import pytest
+from torch import distributed
+
+@pytest.mark.distcompat(world_size=2, nodes=2, timeout=9)
+def test_stops(process_group, rank):
+    pathlib.Path(__file__).with_name(f"stops-{rank}").touch()
+    for _ in range(4):
+        time.sleep(1)
+        distributed.barrier()
+"""
+
+
+@pytest.mark.nightly
+def test_nodes_that_are_stopped_for_some_time_are_not_lost(run_pytest: RunPytest, tmp_path: Path) -> None:
+    (tmp_path / "test_stops.py").write_text(STOPS)
+
+    def stop() -> None:
+        clock.wait_until((tmp_path / "stops-1").exists, 120, every=0.1)
+        (session,) = (
+            one for one in psutil.Process().children() if f"--basetemp={tmp_path / 'basetemp'}" in one.cmdline()
+        )
+        below = session.children(recursive=True)
+        for one in below:
+            one.suspend()
+        # Longer than a cut link, and than the time limit.
+        time.sleep(12)
+        for one in below:
+            one.resume()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    run = run_pytest(tmp_path, "-p", "no:cacheprovider")
+    thread.join()
+    assert run.outcomes == {"test_stops": "passed"}, run.out
+    assert re.search("n[12]: stopped, as in a suspended job, or very busy; time limits wait", run.out)
 
 
 BEFORE = """

@@ -47,6 +47,39 @@ def test_each_worker_has_its_runs_on_its_node(run_pytest: RunPytest, tmp_path: P
     assert {one["who"].partition("[")[0] for one in timeline} == {"test_it.py::test_sum", "test_it.py::test_killed"}
 
 
+PREEMPTED = """
+import os, signal, time
+import psutil
+import pytest
+
+@pytest.mark.distcompat(world_size=1)
+def test_preempted():
+    agent = next(one for one in psutil.Process().parents() if "join" in one.cmdline())
+    agent.send_signal(signal.SIGTERM)
+    time.sleep(60)
+
+@pytest.mark.distcompat(world_size=1)
+@pytest.mark.parametrize("number", range(6))
+def test_other(number):
+    time.sleep(0.2)
+"""
+
+
+@pytest.mark.nightly
+def test_runs_move_from_a_node_that_is_preempted(run_pytest: RunPytest, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(PREEMPTED, encoding="utf-8")
+    run = run_pytest(tmp_path, "-n", "2", "--distcompat-worker-nodes", "2", "--distcompat-report", "r.json")
+    others = dict.fromkeys((f"test_other[{n}]" for n in range(6)), "passed")
+    assert run.outcomes == {"test_preempted": "failed", **others}, run.out
+    said = r"^rank 0 on (n[12]) was lost with its node: its agent got SIGTERM$"
+    found = re.search(said, run.text("test_preempted"), re.MULTILINE)
+    assert found, run.out
+    lost, other = ("n1", "n2") if found[1] == "n1" else ("n2", "n1")
+    assert f"distcompat: {lost} is lost; {other} has the runs from now on" in run.out
+    timeline = Report.read(tmp_path / "r.json").session["timeline"]
+    assert {("gw0", other), ("gw1", other)} <= {(one["worker"], one["device"].split()[0]) for one in timeline}, run.out
+
+
 @pytest.mark.nightly
 def test_a_suite_has_the_verdicts_of_one_node(run_pytest: RunPytest, tmp_path: Path) -> None:
     shutil.copy(HERE / "suite_on_nodes.py", tmp_path / "test_suite.py")

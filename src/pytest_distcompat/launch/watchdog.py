@@ -49,7 +49,9 @@ class Watchdog:
         self.request = request
         self.files = files or Files(Path(request.directory), first=request.here.start)
         self.logs = LogReader(request.directory, range(request.world_size))
-        self.began = clock.now()
+        self.began = self._called_at = clock.now()
+        #: For how long it had been stopped, and the ranks with it.
+        self._gaps = 0.0
         #: When it had killed what had to be killed.
         self.acted_at = math.inf
         #: Why the parent of all nodes ends the run; empty while it does not.
@@ -73,17 +75,21 @@ class Watchdog:
     def check(self) -> None:
         """Kill the ranks at the time limit, if one vanished, or if they outlive another's failure or wait for one that left."""
         now = clock.now()
+        if now - self._called_at > clock.GAP_S:
+            self._gaps += now - self._called_at
+        self._called_at = now
         if self.acted or now < self._next_check:
             return
+        ran = now - self.began - self._gaps
         self._next_check = now + 0.2
         events = self.logs.read()
         if self.stopped:
             self._end(events, timed_out=False)
             return
-        if now - self.began > self.request.timeout:
+        if ran > self.request.timeout:
             # Ranks that have done their work get a moment to end, and the agent one to notice.
             all_done = all(of_kind(Done, logged) for logged in events.values())
-            if not all_done or now - self.began > self.request.timeout + LEAVING_AFTER:
+            if not all_done or ran > self.request.timeout + LEAVING_AFTER:
                 self._end(events, timed_out=True)
             return
         pids = pids_of(events)

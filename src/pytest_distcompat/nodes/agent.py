@@ -33,7 +33,7 @@ from pytest_distcompat.nodes.channel import Channel, NotProvedError
 from pytest_distcompat.nodes.facts import facts
 from pytest_distcompat.run_paths import SuitePayload
 
-#: How often a node says that it is there, and how often logs are streamed, in seconds.
+#: How often a node agent says that it runs, and how often logs are streamed, in seconds.
 HEARTBEAT_S, STREAM_S = 1.0, 0.02
 #: How long an agent that a signal ends waits until it has said so, in seconds.
 SAID_S = 1.0
@@ -161,9 +161,11 @@ class _Agent:
             directory = Path(message["request"]["directory"])
             fields["payload"] = dataclasses.asdict(payload.on_node(directory, self._owned.path / "runs"))
         self._given = tuple(message["gpus"])
+        devices: tuple[str, ...] = ()
         if message["place"] and self._given:
             shown = gpus(wanted=self._given)
-            fields["set"] = {**fields["set"], **shown.environment(shown.ids)}
+            devices = shown.ids
+            fields["set"] = {**fields["set"], **shown.environment(devices)}
         request = Request(**fields)
         if message["place"]:
             place = Place(**message["place"])
@@ -177,7 +179,8 @@ class _Agent:
             self._stopped.set()
             streaming.join()
         watch = self._launcher.watch
-        part: dict[str, Any] = {"is": "ended", "processes": {}, "known": {"launch_error": ending.launch_error}}
+        known = {"launch_error": ending.launch_error}
+        part: dict[str, Any] = {"is": "ended", "processes": {}, "known": known, "devices": devices}
         if watch is not None:
             processes = {rank: dataclasses.asdict(process) for rank, process in watch.processes.items()}
             part |= {"processes": processes, "known": watch.known}
@@ -220,7 +223,7 @@ class _Agent:
                 elif message["do"] == "close":
                     self.exit_code = 0
                     break
-                elif message["do"] != "pong":
+                else:
                     self._messages.put(message)
         except (OSError, NotProvedError):
             pass
@@ -232,7 +235,7 @@ class _Agent:
     def _beat(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                self._channel.send({"is": "ping"})
+                self._channel.send({"is": "beat"})
                 if self._leaving.wait(HEARTBEAT_S):
                     self._channel.send({"is": "leaving", "why": "its agent got SIGTERM"})
                     break

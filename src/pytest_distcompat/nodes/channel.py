@@ -7,6 +7,7 @@ connection and a counter. Nothing is unpickled here.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
@@ -23,8 +24,17 @@ from pytest_distcompat.launch import loopback
 HANDSHAKE_TIMEOUT_S = 5.0
 #: How many peers may be proving themselves at once; others wait in the listener's queue.
 HANDSHAKES = 16
-#: A peer that sends nothing for so long is lost, in seconds; node agents send a message each second.
-SILENCE_S = 6.0
+#: A peer is lost whose kernel has answered nothing for so long, in seconds. That of a busy or a stopped process answers.
+SILENCE_S = 6
+#: By https://man7.org/linux/man-pages/man7/tcp.7.html: the kernel asks the peer's each second in which nothing comes.
+_PROBED = {
+    socket.TCP_KEEPIDLE: 1,
+    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_KEEPCNT: SILENCE_S,
+    socket.TCP_USER_TIMEOUT: 1000 * SILENCE_S,
+}
+#: What it says of a peer that does not answer.
+_UNREACHED = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 #: The longest message, in bytes.
 LONGEST = 256 * 2**20
 
@@ -57,7 +67,10 @@ class Channel:
             connection.sendall(own + _mac(token, b"agent" + nonces))
             self._check(self._read(_MAC), token, b"pytest" + nonces)
         self._deadline = None
-        connection.settimeout(SILENCE_S)
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _PROBED.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._key = _mac(token, b"key" + nonces)
         self._ours, self._theirs = (b"p", b"a") if serves else (b"a", b"p")
         self._sent = self._received = 0
@@ -74,13 +87,10 @@ class Channel:
         with self._lock:
             self._sent += 1
             mac = self._message_mac(self._ours, self._sent, body)
-            # Not ``sendall``, whose time limit is for the whole: on a slow link a long log takes longer.
-            rest = memoryview(len(body).to_bytes(4, "big") + mac + body)
-            while rest:
-                rest = rest[self._connection.send(rest) :]
+            self._connection.sendall(len(body).to_bytes(4, "big") + mac + body)
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next message. Raises OSError if the peer is gone or silent, NotProvedError for a forged message."""
+        """Wait for the next message. Raises OSError if the peer is gone, NotProvedError for a forged message."""
         size = int.from_bytes(self._read(4), "big")
         if size > LONGEST:
             raise NotProvedError(f"a message of {size} bytes")
@@ -116,6 +126,11 @@ class Channel:
     def _check(mac: bytes, token: bytes, text: bytes) -> None:
         if not hmac.compare_digest(mac, _mac(token, text)):
             raise NotProvedError("the other side has another token")
+
+
+def unreached(error: BaseException) -> bool:
+    """Tell whether an error says that nothing reaches the peer: the link is cut, or the node is down."""
+    return isinstance(error, OSError) and error.errno in _UNREACHED
 
 
 def _mac(key: bytes, text: bytes) -> bytes:

@@ -32,8 +32,8 @@ from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Place
 from pytest_distcompat.lease.timeline import Span, append
 from pytest_distcompat.leased import current_item
-from pytest_distcompat.nodes.agent import boot_id
-from pytest_distcompat.nodes.channel import Channel, Listener, NotProvedError
+from pytest_distcompat.nodes.agent import HEARTBEAT_S, boot_id
+from pytest_distcompat.nodes.channel import Channel, Listener, NotProvedError, unreached
 from pytest_distcompat.nodes.facts import differences, facts
 
 #: How long the other nodes may go on after one has ended badly, in seconds; how long a node may take after the time limit.
@@ -52,6 +52,8 @@ class Node:
         self.lost, self.lost_at = "", 0.0
         self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.facts: dict[str, Any] = {}
+        #: How often its agent has said that it runs, about once a second, and when it did last.
+        self.beats, self.beat_at = 0, clock.now()
         #: By how much its CLOCK_MONOTONIC is ahead of ours.
         self.ahead = 0.0
 
@@ -72,23 +74,29 @@ class Node:
         try:
             while True:
                 message = self.channel.receive()
-                if message["is"] == "ping":
-                    self.channel.send({"do": "pong"})
+                if message["is"] == "beat":
+                    self.beats, self.beat_at = self.beats + 1, clock.now()
                 elif message["is"] == "leaving":
                     self.lose(message["why"])
                     return
                 else:
                     self.messages.put(message)
-        except TimeoutError:
-            self.lose("sent nothing for some seconds: the link is cut, or the node is down")
         except (OSError, NotProvedError) as error:
-            self.lose(f"its agent is gone ({error})")
+            self._lose_by(error)
 
     def lose(self, why: str) -> None:
         """Note that it is gone, and why."""
         if not self.lost:
             self.lost, self.lost_at = why, clock.now()
         self.channel.close()
+
+    def _lose_by(self, error: Exception) -> None:
+        silent = "sent nothing for some seconds: the link is cut, or the node is down"
+        self.lose(silent if unreached(error) else f"its agent is gone ({error})")
+
+    def device(self, name: str) -> str:
+        """Return the name of one of its devices in the timeline. On this machine it is that of runs on one node."""
+        return name if self.boot == boot_id() else f"{self.name} {name}"
 
     def problem(self) -> str:
         """Return the answer to a message that was sent between runs: what is wrong, perhaps that the node is gone."""
@@ -102,7 +110,7 @@ class Node:
         try:
             self.channel.send(message)
         except OSError as error:
-            self.lose(f"its agent is gone ({error})")
+            self._lose_by(error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +119,8 @@ class Settings:
 
     ``listen`` is where node agents join, host and port; ``token`` what they must know; ``wait`` how long they may take;
     ``shared`` a directory that all nodes must share, empty if they need none. ``node`` is the node that has all runs of this
-    process; then ``nodes`` is 1, the node leases its devices, ``timeline`` is where the leases of the xdist worker ``worker`` are
-    recorded. ``say`` shows what a run waits for.
+    process, and ``spare`` are those that have them in turn where it is lost; then ``nodes`` is 1, and the node leases its
+    devices. ``timeline`` is where the leases of the xdist worker ``worker`` are recorded. ``say`` shows what a run waits for.
     """
 
     nodes: int
@@ -123,6 +131,7 @@ class Settings:
     wait: float
     shared: str = ""
     node: str = ""
+    spare: tuple[str, ...] = ()
     timeline: str = ""
     worker: str = ""
     gpus: int = 0
@@ -145,6 +154,7 @@ class NodesLauncher(Launcher):
         self._token = settings.token or secrets.token_hex(32)
         #: The agents that were started again, by the node that was lost; None for one that a user has to start.
         self._restarted: dict[Node, subprocess.Popen[str] | None] = {}
+        self._spare = list(settings.spare)
         #: The nodes that were found to be alike.
         self._alike: set[Node] = set()
         #: Whether the executor's scheduler counts devices.
@@ -222,9 +232,10 @@ class NodesLauncher(Launcher):
         self._start()
         if taken := self._taken():
             return taken
+        self._move()
         for node in self._lost():
             # One that never was ready will not be.
-            if node.facts and node not in self._restarted:
+            if node.facts and node not in self._restarted and not self._settings.node:
                 process = self._restarted[node] = self._executor.restart(self._join, node.name, self._token)
                 self._processes += [process] if process is not None else []
 
@@ -232,15 +243,12 @@ class NodesLauncher(Launcher):
             process = self._restarted.get(node)
             return process is None or process.poll() is not None
 
-        def joined() -> list[Node]:
-            return [node for node in list(self._nodes.values()) if node.facts and not node.lost]
-
         def decided() -> bool:
             ended = bool(self._processes) and all(process.poll() is not None for process in self._processes)
-            return len(joined()) >= self._settings.nodes or ended or any(map(gone, self._lost()))
+            return len(self._joined()) >= self._settings.nodes or ended or any(map(gone, self._lost()))
 
         clock.wait_until(decided, self._settings.wait)
-        present = joined()
+        present = self._joined()
         if len(present) < self._settings.nodes:
             for node in self._lost():
                 if process := self._restarted.get(node):
@@ -265,6 +273,21 @@ class NodesLauncher(Launcher):
         problem = "; ".join(found) or (self._unshared(nodes) if self._settings.shared else "")
         self._alike = set() if problem else {*present}
         return problem
+
+    def _move(self) -> None:
+        """Start the agent of the next node where the one that has all runs is lost: one that is preempted does not come back."""
+        while self._spare and self._lost() and not self._joined():
+            name = self._spare.pop(0)
+            if process := self._executor.start_one(self._join, name, self._token):
+                self._settings.say(f"{self._lost()[-1].name} is lost; {name} has the runs from now on")
+                self._processes.append(process)
+                self._await_agent(process)
+
+    def _await_agent(self, process: subprocess.Popen[str]) -> None:
+        clock.wait_until(lambda: bool(self._joined()) or process.poll() is not None, self._settings.wait)
+
+    def _joined(self) -> list[Node]:
+        return [node for node in list(self._nodes.values()) if node.facts and not node.lost]
 
     def _unshared(self, nodes: list[Node]) -> str:
         """Return which node has another directory in place of the shared one; empty if pytest sees what all write there."""
@@ -313,11 +336,20 @@ class NodesLauncher(Launcher):
         answers = _asked(nodes, lambda _: {"do": "get_warm"})
         if cold := [f"{node.name}: {problem}" for node, problem in answers if problem]:
             return Ending.not_launched(request.world_size, "\n".join(cold))
-        who = current_item() or request.directory
+        who, asked = current_item() or request.directory, clock.now()
         try:
             with self.devices(nodes, request.world_size // request.nodes, who) as given:
                 fields: dict[str, Any] = {"taken": self._taken, "given": given}
-                return _Run(nodes, request.from_here(), self._environment, self._settings, **fields).run()
+                run, got = _Run(nodes, request.from_here(), self._environment, self._settings, **fields), clock.now()
+                ending = run.run()
+                if run.devices:
+                    # One node that leases devices has noted them itself.
+                    times = (asked, got, clock.now())
+                    span = Span(run.devices, who, os.getpid(), *times, worker=self._settings.worker)
+                    # The record is for reports only.
+                    with contextlib.suppress(OSError):
+                        append(Path(self._settings.timeline), span)
+                return ending
         except UsageProblem as problem:
             return Ending.not_launched(request.world_size, str(problem))
 
@@ -393,6 +425,10 @@ class _Run:
         self._each = request.world_size // len(nodes)
         self._parts: dict[str, dict[str, Any]] = {}
         self._stopped_at: float | None = None
+        self._counted_from: dict[Node, int] = {}
+        #: The nodes that had stopped when it looked last.
+        self._still: list[str] = []
+        self._looked_at = clock.now()
         self._set = {name: value for name, value in os.environ.items() if environment.get(name) != value}
         self._unset = [name for name in environment if name not in os.environ]
         if not settings.node:
@@ -403,8 +439,9 @@ class _Run:
         """Start the parts, follow them to their ends, and conclude."""
         self._request.write()
         began = clock.now()
-        # A run that has to wait for its devices has its time limit from its first rank on.
-        deadline = math.inf if self._settings.node else began + self._request.timeout + AFTER_LIMIT_S
+        if not self._settings.node:
+            # A run that has to wait for its devices has its time limit from its first rank on.
+            self._count()
         run_id = uuid.uuid4().hex
         store: list[Any] = [self._nodes[0].channel.peer, 0]
         failed_at: float | None = None
@@ -413,8 +450,8 @@ class _Run:
         while len(self._parts) < len(self._nodes):
             heard = [message for node in self._nodes for message in self._heard(node)]
             for message in heard:
-                if message["is"] == "log" and deadline == math.inf:
-                    deadline = clock.now() + self._request.timeout + AFTER_LIMIT_S
+                if message["is"] == "log" and not self._counted_from:
+                    self._count()
                 elif message["is"] == "listens":
                     store = message["store"]
                     while waiting:
@@ -429,10 +466,15 @@ class _Run:
                 self._parts |= {node.name: _NOT_STARTED for _, node in waiting}
             if failed_at is None and any(map(_bad, self._parts.values())):
                 failed_at = clock.now()
-            self._stop(failed_at, deadline)
+            self._stop(failed_at)
             if not heard:
                 clock.sleep(0.005)
         return self._conclude(began)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that a scheduler gave the run on its nodes, as far as they have ended it."""
+        return tuple(node.device(one) for node in self._nodes for one in self._parts[node.name].get("devices", ()))
 
     def _send(self, number: int, node: Node, run_id: str, store: list[Any]) -> None:
         place = {}
@@ -469,11 +511,21 @@ class _Run:
                 text = "".join(f"{_shifted(line, other.ahead)}\n" for line in forwarded)
                 other.send({"do": "log", "rank": rank, "lines": text})
 
-    def _stop(self, failed_at: float | None, deadline: float) -> None:
+    def _count(self) -> None:
+        """Begin the time limit. It is in beats of the nodes: where a job is suspended they have none, and no ranks run."""
+        self._counted_from = {node: node.beats for node in self._nodes}
+
+    def _stop(self, failed_at: float | None) -> None:
         """End the parts that outlive the failure of another one, or the time limit."""
         now = clock.now()
         running = [node for node in self._nodes if node.name not in self._parts]
-        if self._stopped_at is None and ((failed_at and now > failed_at + AFTER_FAILURE_S) or now > deadline):
+        still = [node.name for node in running if now - min(self._looked_at, node.beat_at) > clock.GAP_S]
+        if still and not self._still:
+            self._settings.say(f"{', '.join(still)}: stopped, as in a suspended job, or very busy; time limits wait")
+        self._still, self._looked_at = still, now
+        limit = (self._request.timeout + AFTER_LIMIT_S) / HEARTBEAT_S
+        over = self._counted_from and all(node.beats - self._counted_from[node] > limit for node in running)
+        if self._stopped_at is None and ((failed_at and now > failed_at + AFTER_FAILURE_S) or over):
             self._stopped_at = now
             for node in running:
                 node.send({"do": "stop", "why": "another node has ended"})

@@ -280,10 +280,12 @@ class DistcompatSession:
         shared = str(self.store) if self.shares else ""
         settings = Settings(self.nodes, str(self.config.rootpath), self.device, listen, token, limit, shared)
         settings = dataclasses.replace(settings, gpus=self.gpus, ranks_each=self.ranks_each, say=self.say)
+        settings = dataclasses.replace(settings, timeline=str(self.store), worker=self.worker)
         if names and self.worker_nodes:
             number = int(self.worker.removeprefix("gw") or 0)
-            node = names[number % len(names)]
-            settings = dataclasses.replace(settings, node=node, timeline=str(self.store), worker=self.worker)
+            node, *others = names[number % len(names) :] + names[: number % len(names)]
+            # The node itself is the last: its agent alone may be gone.
+            settings = dataclasses.replace(settings, node=node, spare=(*others, node))
         return NodesLauncher(one, executor, settings, warmth, self.description_file.read_text(encoding="utf-8"))
 
     @functools.cached_property
