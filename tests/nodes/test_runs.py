@@ -238,6 +238,39 @@ def test_nodes_that_are_stopped_for_some_time_are_not_lost(run_pytest: RunPytest
     assert re.search("n[12]: stopped, as in a suspended job, or very busy; time limits wait", run.out)
 
 
+HELD = """
+from pytest_distcompat.nodes import launcher
+
+launcher.SUSPENDED_S = 3.0
+"""
+
+
+@pytest.mark.nightly
+def test_a_node_agent_that_is_held_for_ever_is_lost(run_pytest: RunPytest, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(HELD)
+    (tmp_path / "test_stops.py").write_text(STOPS)
+    held: list[psutil.Process] = []
+
+    def stop() -> None:
+        clock.wait_until((tmp_path / "stops-1").exists, 120, every=0.1)
+        (session,) = (
+            one for one in psutil.Process().children() if f"--basetemp={tmp_path / 'basetemp'}" in one.cmdline()
+        )
+        held.extend(one for one in session.children() if "n2" in one.cmdline())
+        for one in held:
+            one.suspend()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    run = run_pytest(tmp_path, "-p", "no:cacheprovider")
+    thread.join()
+    assert len(held) == 1
+    assert run.outcomes == {"test_stops": "failed"}, run.out
+    said = "rank 1 on n2 was lost with its node: its agent has not run for 0.05 minutes, though the node answers"
+    assert run.text("test_stops").startswith(said), run.text("test_stops")
+    assert not [one for one in held if one.is_running()]
+
+
 BEFORE = """
 import pytest
 @pytest.mark.distcompat(world_size=2, nodes=2)

@@ -38,6 +38,8 @@ from pytest_distcompat.nodes.facts import differences, facts
 
 #: How long the other nodes may go on after one has ended badly, in seconds; how long a node may take after the time limit.
 AFTER_FAILURE_S, AFTER_LIMIT_S = 2.0, 8.0
+#: How long a job may be suspended while pytest runs on, in seconds. A process that its own node holds for ever looks alike.
+SUSPENDED_S = 3600.0
 #: Events that the other nodes need: all but the large ones, and those with process numbers of this node.
 _NOT_FORWARDED = re.compile(r'\{"event": "(start|action|snapshot)"')
 _TIME = re.compile(r'"time": (\d+\.\d+)')
@@ -426,9 +428,9 @@ class _Run:
         self._parts: dict[str, dict[str, Any]] = {}
         self._stopped_at: float | None = None
         self._counted_from: dict[Node, int] = {}
-        #: The nodes that had stopped when it looked last.
-        self._still: list[str] = []
-        self._looked_at = clock.now()
+        #: The nodes that had stopped when it looked last, and when this process saw the first of them stop.
+        self._still: list[Node] = []
+        self._looked_at = self._still_since = clock.now()
         self._set = {name: value for name, value in os.environ.items() if environment.get(name) != value}
         self._unset = [name for name in environment if name not in os.environ]
         if not settings.node:
@@ -519,10 +521,15 @@ class _Run:
         """End the parts that outlive the failure of another one, or the time limit."""
         now = clock.now()
         running = [node for node in self._nodes if node.name not in self._parts]
-        still = [node.name for node in running if now - min(self._looked_at, node.beat_at) > clock.GAP_S]
+        still = [node for node in running if now - min(self._looked_at, node.beat_at) > clock.GAP_S]
         if still and not self._still:
-            self._settings.say(f"{', '.join(still)}: stopped, as in a suspended job, or very busy; time limits wait")
+            names = ", ".join(node.name for node in still)
+            self._settings.say(f"{names}: stopped, as in a suspended job, or very busy; time limits wait")
+        if not self._still or now - self._looked_at > clock.GAP_S:
+            self._still_since = now
         self._still, self._looked_at = still, now
+        for node in still if now - self._still_since > SUSPENDED_S else ():
+            node.lose(f"its agent has not run for {SUSPENDED_S / 60:g} minutes, though the node answers")
         limit = (self._request.timeout + AFTER_LIMIT_S) / HEARTBEAT_S
         over = self._counted_from and all(node.beats - self._counted_from[node] > limit for node in running)
         if self._stopped_at is None and ((failed_at and now > failed_at + AFTER_FAILURE_S) or over):
