@@ -17,6 +17,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
+#: Class -> factor on the tolerance of its loss, of which one bit of its parameters moves the loss by more than that.
+LOSS_SPREAD = {"DPTForSemanticSegmentation": 5.0}
+
 _DEFAULTS = "no model can be made of its config's defaults, and these rules do not know which values it needs"
 _LAYERS = "its config lists values for each of its many layers, so that two layers cannot be asked for by number"
 
