@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -244,7 +245,9 @@ class Rank:
 
     def _build_model(self) -> dict[str, Any]:
         self.unwrapped = self.driver.build_model()
-        return self._attach(self.unwrapped)
+        infos = self._attach(self.unwrapped)
+        written = tuple(self.driver.written_names(self.unwrapped))
+        return infos | {"unwrapped": dataclasses.replace(infos["unwrapped"], written_names=written)}
 
     def _reload(self) -> dict[str, Any]:
         from pytest_distcompat.probe.files import readable

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -470,6 +470,10 @@ class TrainerDriver(TinyDriver):
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate by ``Trainer.evaluate``."""
         return _rows.trainer_metrics(count)
+
+    def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - one of its kind without its values is written
+        """Return the names that ``save_pretrained`` gives, of a model that transformers reads and writes by rules for names."""
+        return self.tiny.written_names() if self.tiny.written_names else ()
 
     def read_trainer(self) -> None:
         """Set the model, optimizer, scheduler and scaler that the Trainer has now."""
