@@ -8,6 +8,8 @@ from typing import Any
 FIXED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    # Its files have query, key and value in one tensor, which it splits into thirds.
+    "gradium_phonon_tts": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 16},
@@ -27,6 +29,7 @@ _ROUNDED = "rounding decides: one bit of its parameters moves gradient norms by 
 _TIMM_OR_ROUNDING = (
     "rounding decides in what is found (one bit moves gradient norms by more than the tolerance), or it needs timm"
 )
+_SCIPY_OR_ROUNDING = "rounding decides (one bit moves gradient norms by more than the tolerance), or it needs scipy"
 _NO_SIZES = "its config has no default for sizes of its head"
 _TIMM = "it needs timm"
 _SIZES = "sizes of its parts follow from each other in ways that these rules do not know"
@@ -64,6 +67,7 @@ BLANK: dict[str, str] = {
     "EncoderDecoderModel": _DEFAULTS,
     "FastSpeech2ConformerWithHifiGan": "it learns from durations, pitch and energy together only",
     "MaskFormerForInstanceSegmentation": "it needs scipy",
+    "RfDetrForInstanceSegmentation": _ROUNDED,
     "Sapiens2ForPoseEstimation": _NO_SIZES,
     "bailing_hybrid": "its heads are cut from other sizes than those that the rules shrink",
     "blt": "its patcher is a second model, whose sizes depend on hash tables of the first",
@@ -91,6 +95,7 @@ BLANK_TASKS: dict[str, str] = {
     "image_matting": _SIZES,
     "image_segmentation": _TIMM,
     "image_to_image": _ROUNDED,
+    "instance_segmentation": _SCIPY_OR_ROUNDING,
     "keypoint_matching": _SIZES,
     "mask_generation": _SIZES,
     "multimodal_lm": f"{_CODES}; `hf:phi4_multimodal` is among the causal language models",
