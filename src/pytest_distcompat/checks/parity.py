@@ -77,9 +77,7 @@ def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
     """Return for each step how far loss and gradient norm may be from the reference, relative to it."""
     precision = rounding_of(cell)
     spread = 1.0 if precision.compute == "float32" else model_of(cell).spread
-    losses = _allowed(
-        precision.loss_tolerance * spread * model_of(cell).loss_spread, trace, lambda snapshot: snapshot.loss
-    )
+    losses = _allowed(precision.loss_tolerance * spread, trace, lambda snapshot: snapshot.loss)
     norms = precision.norm_tolerance * model_of(cell).norm_spread
     return losses, _allowed(norms, trace, lambda snapshot: snapshot.grad_norm)
 

@@ -3,7 +3,7 @@
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.models._architectures import PREFIX, architecture, architectures, of_tasks
 from pytest_distcompat.models._base import TinyModel
-from pytest_distcompat.models._blank import BLANK, BLANK_TASKS, LOSS_SPREAD
+from pytest_distcompat.models._blank import BLANK, BLANK_TASKS
 from pytest_distcompat.models._inputs import loss_to_targets
 from pytest_distcompat.registry import Registry
 
@@ -12,7 +12,6 @@ MODELS: Registry[TinyModel] = Registry(__name__, TinyModel, "model")
 __all__ = [
     "BLANK",
     "BLANK_TASKS",
-    "LOSS_SPREAD",
     "MODELS",
     "TinyModel",
     "architecture",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.models._base import TinyModel
-from pytest_distcompat.models._blank import BLANK, BLANK_TASKS, FIXED, LOSS_SPREAD
+from pytest_distcompat.models._blank import BLANK, BLANK_TASKS, FIXED
 from pytest_distcompat.models._inputs import (
     CLASSES,
     LABELS_OF_ROWS,
@@ -307,7 +307,6 @@ def architecture(name: str) -> TinyModel:
         bound(_reload),
         find_blocks=bound(_blocks),
         in_8_bits=False,
-        loss_spread=LOSS_SPREAD.get(_found(model)[2], 1.0),
         # 1.3e-3 measured in fp32 after four steps, of Gemma 4, whose gradients agree in the first three.
         norm_spread=10.0,
         # Some have parameters that no output of their task needs.

@@ -19,9 +19,6 @@ FIXED: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
-#: Class -> factor on the tolerance of its loss, of which one bit of its parameters moves the loss by more than that.
-LOSS_SPREAD = {"DPTForSemanticSegmentation": 5.0}
-
 _DEFAULTS = "no model can be made of its config's defaults, and these rules do not know which values it needs"
 _LAYERS = "its config lists values for each of its many layers, so that two layers cannot be asked for by number"
 
@@ -30,6 +27,9 @@ _TIMM_OR_ROUNDING = (
     "rounding decides in what is found (one bit moves gradient norms by more than the tolerance), or it needs timm"
 )
 _SCIPY_OR_ROUNDING = "rounding decides (one bit moves gradient norms by more than the tolerance), or it needs scipy"
+_SIZES_OR_ROUNDING = (
+    "rounding decides (one bit moves gradient norms by more than the tolerance), or sizes follow from others"
+)
 _NO_SIZES = "its config has no default for sizes of its head"
 _TIMM = "it needs timm"
 _SIZES = "sizes of its parts follow from each other in ways that these rules do not know"
@@ -60,10 +60,13 @@ BLANK: dict[str, str] = {
     "Deimv2ForObjectDetection": _ROUNDED,
     "DetrForObjectDetection": _TIMM,
     "LwDetrForObjectDetection": _SIZES,
+    "MobileNetV2ForSemanticSegmentation": _ROUNDED,
     "PPDocLayoutV2ForObjectDetection": _DEFAULTS,
     "SLANetForTableRecognition": _ROUNDED,
     "DepthAnythingForDepthEstimation": _SIZES,
     "DepthProForDepthEstimation": _SIZES,
+    "DPTForSemanticSegmentation": _ROUNDED,
+    "DistilBertForMultipleChoice": _ROUNDED,
     "EncoderDecoderModel": _DEFAULTS,
     "FastSpeech2ConformerWithHifiGan": "it learns from durations, pitch and energy together only",
     "MaskFormerForInstanceSegmentation": "it needs scipy",
@@ -79,6 +82,10 @@ BLANK: dict[str, str] = {
     "gemma3n_text": _LAYERS,
     "gemma4_assistant": "it needs a second model, whose drafts it continues",
     "gemma4_unified_assistant": "it needs a second model, whose drafts it continues",
+    "gemma4": _ROUNDED,
+    "gemma4_text": _ROUNDED,
+    "gemma4_unified": _ROUNDED,
+    "gemma4_unified_text": _ROUNDED,
     "git": "it learns from images beside the text",
     "kimi_linear": "its experts are chosen from groups, of other sizes than those that the rules shrink",
     "musicgen": "the config of its decoder alone is no model type",
@@ -103,6 +110,7 @@ BLANK_TASKS: dict[str, str] = {
     "pointmap_estimation": _NO_SIZES,
     "retrieval": _CODES,
     "table_question_answering": "it learns from cells that are chosen in its table",
+    "semantic_segmentation": _SIZES_OR_ROUNDING,
     "text_recognition": _SIZES,
     "text_to_spectrogram": "it learns from durations, pitch and energy, or a spectrogram to go on with, together only",
     "universal_segmentation": "their losses need scipy, one needs timm",
