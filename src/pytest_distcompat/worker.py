@@ -246,8 +246,9 @@ class Rank:
     def _build_model(self) -> dict[str, Any]:
         self.unwrapped = self.driver.build_model()
         infos = self._attach(self.unwrapped)
-        written = tuple(self.driver.written_names(self.unwrapped))
-        return infos | {"unwrapped": dataclasses.replace(infos["unwrapped"], written_names=written)}
+        if written := tuple(self.driver.written_names(self.unwrapped)):
+            infos["unwrapped"] = dataclasses.replace(infos["unwrapped"], written_names=written)
+        return infos
 
     def _reload(self) -> dict[str, Any]:
         from pytest_distcompat.probe.files import readable
