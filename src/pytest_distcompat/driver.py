@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -290,6 +290,13 @@ class Driver:
         Called for each key of a model or an optimizer in each saved file.
         """
         return key
+
+    def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - for those who override it
+        """Return the names that files have in place of the unwrapped model's own, where its library writes others; else nothing.
+
+        For tensors that are joined or split when they are written, which ``saved_name`` cannot express.
+        """
+        return ()
 
     def trainer_world_size(self) -> int | None:
         """Return the number of ranks that the trainer assumes; None if unknown."""

@@ -96,7 +96,8 @@ class UnwrappedInfo:
 
     ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored_modules`` to stay whole; 8 bits are for ``linears``.
     ``products`` counts the modules that multiply by a matrix, None where they were not counted. ``obeyed`` are the options of a
-    cell that the driver supports: only for these does a check know what the trainer was configured with.
+    cell that the driver supports: only for these does a check know what the trainer was configured with. ``written_names`` may be
+    in files in place of the model's own names.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -109,6 +110,7 @@ class UnwrappedInfo:
     linears: int = 0
     products: int | None = None
     obeyed: tuple[str, ...] = ()
+    written_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -244,7 +245,10 @@ class Rank:
 
     def _build_model(self) -> dict[str, Any]:
         self.unwrapped = self.driver.build_model()
-        return self._attach(self.unwrapped)
+        infos = self._attach(self.unwrapped)
+        if written := tuple(self.driver.written_names(self.unwrapped)):
+            infos["unwrapped"] = dataclasses.replace(infos["unwrapped"], written_names=written)
+        return infos
 
     def _reload(self) -> dict[str, Any]:
         from pytest_distcompat.probe.files import readable

@@ -54,6 +54,28 @@ def test_a_name_with_a_segment_too_many(runs_of: RunsOf, cell: str, prefix: str,
     ]
 
 
+def written(story: Story, *names: str) -> Story:
+    """Return the story of a model that its library writes by other names."""
+
+    def change(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, written_names=names))
+
+    return story.alter(change, action="build_model")
+
+
+def test_names_that_the_library_writes(runs_of: RunsOf) -> None:
+    """As transformers' experts, which are one tensor in memory and one each in files."""
+    names = ("inlet.weight", "frozen.weight", "outlet.0.weight", "outlet.1.weight", "scale")
+    story = written(runs_of("ddp-fp32-w2", "export"), *names)
+    assert story.findings("export") == []
+    assert with_file(story, keys=names).findings("export") == []
+    assert with_file(story, keys=(*names[:3], "scale")).findings("export") == [
+        "1 of 5 names are in no exported file, first 'outlet.1.weight'"
+    ]
+    (found,) = with_file(story, keys=(*names, "outlet.2.weight")).findings("export")
+    assert "key 'outlet.2.weight' is none of the model's own" in found
+
+
 def test_one_of_tied_names_is_enough(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "export")
     for kept in ("inlet.weight", "head.weight"):

@@ -254,6 +254,27 @@ def test_a_parameter_that_a_hook_of_the_model_saves_under_other_names(sound: Sou
     ]
 
 
+def test_names_that_the_library_writes(sound: Sound) -> None:
+    """As transformers' experts, which are one tensor in memory and one each in files."""
+    written = ("inlet.weight", "frozen.weight", "outlet.0.weight", "outlet.1.weight", "scale")
+
+    def renamed(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, written_names=written))
+
+    story = sound("ddp-fp32-w2").alter(renamed, action="build_model")
+    assert story.findings("names") == []
+    assert story.file(0, keys=written).findings("names") == []
+    assert story.file(0, keys=written[1:]).findings("names") == [
+        "1 of 5 names that the library writes are in no saved file, first 'inlet.weight'"
+    ]
+    assert story.file(0, keys=written[:3]).findings("names") == [
+        "2 of 5 names that the library writes are in no saved file, first 'outlet.1.weight', 'scale'"
+    ]
+    assert story.file(0, keys=("inlet.weight", "frozen.weight", "scale")).findings("names") == [
+        "1 of 3 parameters are in no saved file, first 'outlet.weight'"
+    ]
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_live_parameter_of_another_shape(sound: Sound, cell: str) -> None:
     story = sound(cell)

@@ -43,6 +43,10 @@ def test_a_loss_that_is_a_mean_with_other_weights_says_with_which(sound: Sound) 
     story = sound("ddp-fp32-w2").alter(lambda one: replace(one, averages=averages), run="reference")
     (found,) = scaled(story, "loss", 2).findings("parity")
     assert found.endswith("2.0e-05 allowed): here each rank counts alike, there each token")
+    (found,) = scaled(story, "loss", 4).findings("parity")
+    assert found.endswith(
+        "2.0e-05 allowed): here each rank counts alike, times 2, the number of ranks, there each token"
+    )
     (found,) = scaled(story, "loss", 3).findings("parity")
     assert found.endswith("2.0e-05 allowed)")
 

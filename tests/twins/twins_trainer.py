@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -12,6 +13,8 @@ from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, Torch, twin
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch.nn import Module
 
     from pytest_distcompat.driver import Plan
 
@@ -117,6 +120,27 @@ class MeanOfMeans(Trainers):
         trainer = Trainer(**settings)
         trainer.model_accepts_loss_kwargs = False
         return trainer
+
+
+@twin(
+    "parity",
+    "fsdp2-fp32-w2",
+    match=r"^step 1: the loss is 9\.\d+; 4\.\d+ in the reference .*: here each rank counts alike, times 2, the number of ranks",
+    also=GRADIENTS,
+)
+class LossTimesRanks(TrainerDriver):
+    """The model takes the number of items and ignores it: https://github.com/huggingface/transformers/issues/47688."""
+
+    def build_model(self) -> Module:
+        model = super().build_model()
+        forward = model.forward
+
+        @functools.wraps(forward)
+        def ignore(*args: Any, num_items_in_batch: Any = None, **named: Any) -> Any:
+            return forward(*args, **named)
+
+        model.forward = ignore
+        return model
 
 
 @twin(

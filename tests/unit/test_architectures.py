@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,15 @@ import pytest
 from pytest_distcompat import suite
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.models import BLANK, BLANK_TASKS, TinyModel, architecture, architectures, model_of, of_tasks
+from pytest_distcompat.models import (
+    BLANK,
+    BLANK_TASKS,
+    TinyModel,
+    architecture,
+    architectures,
+    model_of,
+    of_tasks,
+)
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import ZOO_CHECKS, cells, left_out
 from pytest_distcompat.scenario import STEPS as STEPS_OF_A_TRAINING
@@ -94,6 +103,20 @@ def test_one_of_each_kind_of_input_takes_a_step(name: str) -> None:
     assert tiny.outputs(model, batch).isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["hf:qwen3", "hf:BertForTokenClassification", "hf:ConvNextBackbone"])
+def test_the_reference_decays_what_trainer_decays(tmp_path: Path, name: str) -> None:
+    """BERT's norms are named LayerNorm."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    driver: Any = DRIVERS.get("trainer")(Cell.of("ddp", "fp32", model=name), World(0, 1, 0, "cpu"))
+    model = driver.tiny.make()
+    arguments = transformers.TrainingArguments(str(tmp_path), weight_decay=0.01, use_cpu=True, report_to="none")
+    own = transformers.Trainer(model=model, args=arguments).create_optimizer().param_groups
+    for group, expected in zip(driver.groups(model), own, strict=True):
+        assert {id(one) for one in group["params"]} == {id(one) for one in expected["params"]}
+        assert group["weight_decay"] == expected["weight_decay"]
+
+
 @pytest.mark.nightly
 def test_each_architecture_takes_a_step_or_has_a_reason() -> None:
     pytest.importorskip("torch")
@@ -148,24 +171,21 @@ def test_a_class_that_turns_on_rounding_still_does(name: str, monkeypatch: pytes
 
 def _drift(name: str) -> float:
     """Return how far one bit of its parameters moves the gradient norms of a training, 1 being the tolerance."""
-    first, second = (_trained(name, changed) for changed in (False, True))
+    first, *others = ([norm for _, norm in _trained(name, draw)] for draw in range(4))
     assert min(first) > 0, "nothing is learned"
     tolerance: float = PRECISIONS.get("fp32").norm_tolerance * architecture(f"hf:{name}").norm_spread
-    return max(abs(one - other) / one for one, other in zip(first, second, strict=True)) / tolerance
+    moved = (abs(one - other) / one for norms in others for one, other in zip(first, norms, strict=True))
+    return max(moved) / tolerance
 
 
-def _trained(name: str, changed: bool) -> list[float]:
-    """Return the gradient norms of 20 steps of the reference, perhaps with each parameter rounded otherwise."""
+def _trained(name: str, draw: int, driver_name: str = "torch") -> list[tuple[float, float]]:
+    """Return the losses and gradient norms of 20 steps of the reference; but for draw 0 each parameter is rounded otherwise."""
     import torch
 
-    driver: Any = DRIVERS.get("torch")(Cell.of("ddp", "fp32", model=f"hf:{name}"), World(0, 1, 0, "cpu"))
+    driver: Any = DRIVERS.get(driver_name)(Cell.of("ddp", "fp32", model=f"hf:{name}"), World(0, 1, 0, "cpu"))
     model = driver.build_model()
-    for parameter in model.parameters() if changed else ():
-        generator = torch.Generator().manual_seed(parameter.numel())
+    generator = torch.Generator().manual_seed(draw)
+    for parameter in model.parameters() if draw else ():
         with torch.no_grad():
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * torch.randn(parameter.shape, generator=generator) / 2)
-    norms = []
-    for step in range(STEPS_OF_A_TRAINING):
-        driver.reference(model, step, 2)
-        norms.append(driver.grad_norm)
-    return norms
+    return [(driver.reference(model, step, 2), driver.grad_norm) for step in range(STEPS_OF_A_TRAINING)]

@@ -72,12 +72,14 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
         shapes = {adapter_name(info.name): tuple(info.shape) for info in unwrapped.parameters if info.trainable}
         wanted = set(shapes)
     strategy, known = STRATEGIES.get(cell.strategy), wanted | set(unwrapped.state_dict)
+    written = set() if cell.option("lora") else set(unwrapped.written_names)
     models = [file for file in files if file.holds == "model"]
     for file in models:
-        for key in file.keys:
+        # A name that the library writes may be the model's own of another tensor.
+        for key in () if written & set(file.keys) - wanted else file.keys:
             if key in file.shapes and key in shapes and tuple(file.shapes[key]) != shapes[key]:
                 yield f"file {file.path!r}: {key!r} has shape {tuple(file.shapes[key])}; {shapes[key]} in the unwrapped model"
-        if unknown := set(file.keys) - wanted:
+        if unknown := set(file.keys) - wanted - written:
             closest = strategy.canonical(key := min(unknown), cell, known)
             hint = f"; expected {closest!r}" if closest in wanted and closest != key else ""
             are = "is" if len(unknown) == 1 else "are"
@@ -87,6 +89,7 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
             yield from _in_files(index, models)
     found = {key for file in models for key in file.keys}
     tied = {name: set(group) for group in unwrapped.tied for name in group}
+    wanted = written if written & found - wanted else wanted
     if missing := sorted(name for name in wanted - found if not tied.get(name, set()) & found):
         yield f"{len(missing)} of {len(wanted)} names are in no exported file, first {first_three(missing)}"
 

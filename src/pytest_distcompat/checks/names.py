@@ -26,7 +26,8 @@ from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace, Unwrapp
 def names(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that names and shapes are those of the unwrapped model, in memory and in every saved file.
 
-    Optimizer state has these names too. A file has every parameter and persistent buffer. Building keeps the values of
+    Optimizer state has these names too. A file has every parameter and persistent buffer, or all names that the model's library
+    writes in place of them. Building keeps the values of
     buffers. An adapter may have PEFT's names (https://huggingface.co/docs/peft/developer_guides/checkpoint).
 
     If it fails: look for an extra segment (``_orig_mod``, ``module``, ``_checkpoint_wrapped_module``) and save with
@@ -82,6 +83,7 @@ class _Expected:
         renamed = self.parameters - own if own else set()
         others = own - self.parameters - {self.same(info.name) for info in unwrapped.buffers} if renamed else set()
         self.in_files = self.parameters - renamed | others
+        self.written = set() if cell.option("lora") else set(unwrapped.written_names)
         # An optimizer has no state of those for which it never got a gradient.
         self.updated = self.trainable - set(map(self.canonical, unused))
 
@@ -169,11 +171,14 @@ class _Expected:
         optimized: set[str] = set()
         for file in (one for one in files if one.holds != "index"):
             (covered if file.holds == "model" else optimized).update(self.same(key) for key in file.keys)
-        adapted = bool(self.cell.option("lora"))
-        for text in _missing("parameters", self.trainable if adapted else self.in_files, covered):
+        adapted, kind = bool(self.cell.option("lora")), "parameters"
+        wanted, buffers = (self.trainable, set[str]()) if adapted else (self.in_files, self.persistent)
+        if covered & self.written - self.saved and not wanted <= covered:
+            kind, wanted, buffers = "names that the library writes", set(map(self.same, self.written)), set()
+        for text in _missing(kind, wanted, covered):
             ranks = self._only_holders(run, self.in_files - covered)
             yield f"{text}; {named_stage(run, ranks)} alone hold{'s' * (len(ranks) == 1)} them" if ranks else text
-        yield from _missing("persistent buffers", set() if adapted else self.persistent, covered)
+        yield from _missing("persistent buffers", buffers, covered)
         if not covered:
             yield NO_READABLE_FILE
         if optimized:  # empty where the optimizer's state is saved by number instead of by name
@@ -188,7 +193,11 @@ class _Expected:
     def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
         """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
         for file in (one for one in files if one.holds != "index"):
-            known = self.saved | self.parameters if file.holds == "model" else self.trainable | set(self.first_of)
+            known = (
+                self.saved | self.parameters | self.written
+                if file.holds == "model"
+                else self.trainable | set(self.first_of)
+            )
             for key in file.keys:
                 if key in self.not_persistent and key not in known:
                     yield f"file {file.path!r}: holds {key!r}, a buffer that is not persistent"
@@ -196,7 +205,7 @@ class _Expected:
                     closest = self.canonical(key)
                     hint = f"; expected {closest!r}" if closest in known else ""
                     yield f"file {file.path!r}: key {key!r} is no name of the unwrapped model{hint}"
-                elif key in file.shapes:
+                elif key in file.shapes and not self.written & set(file.keys) - self.saved:
                     found, expected = tuple(file.shapes[key]), self.shape(key)
                     # Extra state is in the state dict without being a parameter or a buffer, so its shape is not known.
                     if expected is not None and found != expected:

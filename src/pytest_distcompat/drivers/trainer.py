@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -218,15 +218,18 @@ class TrainerDriver(TinyDriver):
 
     def groups(self, model: Module) -> Any:
         """Return Trainer's own two param groups for the reference: norms and biases without weight decay."""
+        from transformers import Trainer
+
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         decay = self.said(DECAY, "TrainingArguments.weight_decay", "ds_config.optimizer.params.weight_decay")
         if not self.cell.option("use_orig_params"):
             # A flat parameter belongs to one group as a whole: https://docs.pytorch.org/docs/stable/fsdp.html (use_orig_params).
             return [{"params": [p for _, p in trained], "weight_decay": decay}]
-        undecayed = {name for name, _ in trained if "bias" in name or "norm" in name}
+        # A public method that reads nothing of its Trainer.
+        decayed = set(Trainer.get_decay_parameter_names(self, model))
         return [
-            {"params": [p for name, p in trained if name not in undecayed], "weight_decay": decay},
-            {"params": [p for name, p in trained if name in undecayed], "weight_decay": 0.0},
+            {"params": [p for name, p in trained if name in decayed], "weight_decay": decay},
+            {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
         ]
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:  # noqa: ARG002 - Trainer's is of steps
@@ -467,6 +470,10 @@ class TrainerDriver(TinyDriver):
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate by ``Trainer.evaluate``."""
         return _rows.trainer_metrics(count)
+
+    def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - one of its kind without its values is written
+        """Return the names that ``save_pretrained`` gives, of a model that transformers reads and writes by rules for names."""
+        return self.tiny.written_names() if self.tiny.written_names else ()
 
     def read_trainer(self) -> None:
         """Set the model, optimizer, scheduler and scaler that the Trainer has now."""

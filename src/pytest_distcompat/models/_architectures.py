@@ -258,6 +258,22 @@ def _reload(model: str, directory: Path) -> Module:
     return made
 
 
+@functools.cache
+def _written_names(model: str) -> tuple[str, ...]:
+    """Return the names in the files of ``save_pretrained``, as on the Hub; nothing if they are the model's own."""
+    import tempfile
+
+    import torch
+    from safetensors import safe_open
+
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as directory:
+        made: Any = _make(model)
+        made.save_pretrained(directory)
+        with safe_open(Path(directory, "model.safetensors"), "pt") as file:
+            names = tuple(file.keys())
+    return () if {*names} <= {*made.state_dict()} else names
+
+
 def _module(model: str) -> tuple[str, ...]:
     """Return the name of the architecture's module, if it is where most are."""
     model_type = _found(model)[0].replace("-", "_")
@@ -295,6 +311,7 @@ def architecture(name: str) -> TinyModel:
         norm_spread=10.0,
         # Some have parameters that no output of their task needs.
         unused=True,
+        written_names=bound(_written_names),
         without_loss=not re.fullmatch(f"{LABELS_OF_TOKENS}|{LABELS_OF_ROWS}|{OTHER_LABELS}", _found(model)[1]),
         unsupported_reason=_reason(model),
         preload=("transformers", *_module(model)),

@@ -65,6 +65,7 @@ class TinyModel:
         without_loss: Whether no loss comes with its outputs, which then learn fixed targets.
         not_on_cpu: Why it cannot train on CPU ranks; empty if it can.
         find_blocks: Returns ``blocks`` where they are known only of the model itself.
+        written_names: Returns the names that its library writes in place of the model's own, if any.
         unsupported_reason: Why the model cannot be made here; empty if it can.
         preload: Modules that the fork server imports for it.
         order: Where the model stands in lists.
@@ -97,6 +98,7 @@ class TinyModel:
     without_loss: bool = False
     not_on_cpu: str = ""
     find_blocks: Callable[[], tuple[str, ...]] | None = None
+    written_names: Callable[[], tuple[str, ...]] | None = None
     unsupported_reason: str = ""
     preload: tuple[str, ...] = ()
     order: int = 0

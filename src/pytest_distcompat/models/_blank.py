@@ -8,6 +8,8 @@ from typing import Any
 FIXED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    # Its files have query, key and value in one tensor, which it splits into thirds.
+    "gradium_phonon_tts": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 16},
@@ -23,6 +25,10 @@ _LAYERS = "its config lists values for each of its many layers, so that two laye
 _ROUNDED = "rounding decides: one bit of its parameters moves gradient norms by more than the tolerance"
 _TIMM_OR_ROUNDING = (
     "rounding decides in what is found (one bit moves gradient norms by more than the tolerance), or it needs timm"
+)
+_SCIPY_OR_ROUNDING = "rounding decides (one bit moves gradient norms by more than the tolerance), or it needs scipy"
+_SIZES_OR_ROUNDING = (
+    "rounding decides (one bit moves gradient norms by more than the tolerance), or sizes follow from others"
 )
 _NO_SIZES = "its config has no default for sizes of its head"
 _TIMM = "it needs timm"
@@ -54,13 +60,17 @@ BLANK: dict[str, str] = {
     "Deimv2ForObjectDetection": _ROUNDED,
     "DetrForObjectDetection": _TIMM,
     "LwDetrForObjectDetection": _SIZES,
+    "MobileNetV2ForSemanticSegmentation": _ROUNDED,
     "PPDocLayoutV2ForObjectDetection": _DEFAULTS,
     "SLANetForTableRecognition": _ROUNDED,
     "DepthAnythingForDepthEstimation": _SIZES,
     "DepthProForDepthEstimation": _SIZES,
+    "DPTForSemanticSegmentation": _ROUNDED,
+    "DistilBertForMultipleChoice": _ROUNDED,
     "EncoderDecoderModel": _DEFAULTS,
     "FastSpeech2ConformerWithHifiGan": "it learns from durations, pitch and energy together only",
     "MaskFormerForInstanceSegmentation": "it needs scipy",
+    "RfDetrForInstanceSegmentation": _ROUNDED,
     "Sapiens2ForPoseEstimation": _NO_SIZES,
     "bailing_hybrid": "its heads are cut from other sizes than those that the rules shrink",
     "blt": "its patcher is a second model, whose sizes depend on hash tables of the first",
@@ -72,6 +82,10 @@ BLANK: dict[str, str] = {
     "gemma3n_text": _LAYERS,
     "gemma4_assistant": "it needs a second model, whose drafts it continues",
     "gemma4_unified_assistant": "it needs a second model, whose drafts it continues",
+    "gemma4": _ROUNDED,
+    "gemma4_text": _ROUNDED,
+    "gemma4_unified": _ROUNDED,
+    "gemma4_unified_text": _ROUNDED,
     "git": "it learns from images beside the text",
     "kimi_linear": "its experts are chosen from groups, of other sizes than those that the rules shrink",
     "musicgen": "the config of its decoder alone is no model type",
@@ -88,6 +102,7 @@ BLANK_TASKS: dict[str, str] = {
     "image_matting": _SIZES,
     "image_segmentation": _TIMM,
     "image_to_image": _ROUNDED,
+    "instance_segmentation": _SCIPY_OR_ROUNDING,
     "keypoint_matching": _SIZES,
     "mask_generation": _SIZES,
     "multimodal_lm": f"{_CODES}; `hf:phi4_multimodal` is among the causal language models",
@@ -95,6 +110,7 @@ BLANK_TASKS: dict[str, str] = {
     "pointmap_estimation": _NO_SIZES,
     "retrieval": _CODES,
     "table_question_answering": "it learns from cells that are chosen in its table",
+    "semantic_segmentation": _SIZES_OR_ROUNDING,
     "text_recognition": _SIZES,
     "text_to_spectrogram": "it learns from durations, pitch and energy, or a spectrogram to go on with, together only",
     "universal_segmentation": "their losses need scipy, one needs timm",
