@@ -37,6 +37,7 @@ _CODES = "its text needs a token for each feature of image or audio, and each co
 
 #: Model type or class -> why there is no tiny model of it, or none of that class.
 BLANK: dict[str, str] = {
+    "Apertus1p5ForConditionalGeneration": _CODES,
     "AlignModel": _SIZES,
     "AriaForConditionalGeneration": _CODES,
     "AudioFlamingo3ForConditionalGeneration": _CODES,
@@ -65,6 +66,7 @@ BLANK: dict[str, str] = {
     "SLANetForTableRecognition": _ROUNDED,
     "DepthAnythingForDepthEstimation": _SIZES,
     "DepthProForDepthEstimation": _SIZES,
+    "DPTForDepthEstimation": _ROUNDED,
     "DPTForSemanticSegmentation": _ROUNDED,
     "DistilBertForMultipleChoice": _ROUNDED,
     "EncoderDecoderModel": _DEFAULTS,
