@@ -22,13 +22,16 @@ FIXED: dict[str, dict[str, Any]] = {
 _DEFAULTS = "no model can be made of its config's defaults, and these rules do not know which values it needs"
 _LAYERS = "its config lists values for each of its many layers, so that two layers cannot be asked for by number"
 
-_ROUNDED = "rounding decides: one bit of its parameters moves gradient norms by more than the tolerance"
+_ROUNDED = "rounding decides: one bit of its parameters moves loss or gradient norms by more than the tolerance"
+_NOTHING_LEARNED = "its gradients are zero from the second step on: neither rounding nor anything else shows"
 _TIMM_OR_ROUNDING = (
-    "rounding decides in what is found (one bit moves gradient norms by more than the tolerance), or it needs timm"
+    "rounding decides in what is found (one bit moves loss or norms by more than the tolerance), or it needs timm"
 )
-_SCIPY_OR_ROUNDING = "rounding decides (one bit moves gradient norms by more than the tolerance), or it needs scipy"
+_SCIPY_OR_ROUNDING = (
+    "rounding decides (one bit moves loss or gradient norms by more than the tolerance), or it needs scipy"
+)
 _SIZES_OR_ROUNDING = (
-    "rounding decides (one bit moves gradient norms by more than the tolerance), or sizes follow from others"
+    "rounding decides (one bit moves loss or gradient norms by more than the tolerance), or sizes follow from others"
 )
 _NO_SIZES = "its config has no default for sizes of its head"
 _TIMM = "it needs timm"
@@ -66,8 +69,9 @@ BLANK: dict[str, str] = {
     "SLANetForTableRecognition": _ROUNDED,
     "DepthAnythingForDepthEstimation": _SIZES,
     "DepthProForDepthEstimation": _SIZES,
-    "DPTForDepthEstimation": _ROUNDED,
+    "DPTForDepthEstimation": _NOTHING_LEARNED,
     "DPTForSemanticSegmentation": _ROUNDED,
+    "SuperPointForKeypointDetection": _ROUNDED,
     "DistilBertForMultipleChoice": _ROUNDED,
     "EncoderDecoderModel": _DEFAULTS,
     "FastSpeech2ConformerWithHifiGan": "it learns from durations, pitch and energy together only",
@@ -105,6 +109,7 @@ BLANK_TASKS: dict[str, str] = {
     "image_segmentation": _TIMM,
     "image_to_image": _ROUNDED,
     "instance_segmentation": _SCIPY_OR_ROUNDING,
+    "keypoint_detection": _ROUNDED,
     "keypoint_matching": _SIZES,
     "mask_generation": _SIZES,
     "multimodal_lm": f"{_CODES}; `hf:phi4_multimodal` is among the causal language models",
