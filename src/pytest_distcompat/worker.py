@@ -246,7 +246,9 @@ class Rank:
     def _build_model(self) -> dict[str, Any]:
         self.unwrapped = self.driver.build_model()
         infos = self._attach(self.unwrapped)
-        if written := tuple(self.driver.written_names(self.unwrapped)):
+        # An adapter is written by PEFT. Checks read what rank 0 says, and to find the names takes a save of the model.
+        asked = not self.driver.world.rank and not self.driver.cell.option("lora")
+        if asked and (written := tuple(self.driver.written_names(self.unwrapped))):
             infos["unwrapped"] = dataclasses.replace(infos["unwrapped"], written_names=written)
         return infos
 

@@ -199,6 +199,13 @@ def test_an_agent_that_is_killed_is_started_again(
     assert clock.wait_until(lambda: not any(map(psutil.Process.is_running, below)), 10)
 
 
+def session_of(directory: Path) -> psutil.Process:
+    """Return the process of the session that runs in that directory."""
+    basetemp = f"--basetemp={directory / 'basetemp'}"
+    (found,) = (one for one in psutil.Process().children() if basetemp in one.cmdline())
+    return found
+
+
 STOPS = """
 import pathlib, time
 import pytest
@@ -219,9 +226,7 @@ def test_nodes_that_are_stopped_for_some_time_are_not_lost(run_pytest: RunPytest
 
     def stop() -> None:
         clock.wait_until((tmp_path / "stops-1").exists, 120, every=0.1)
-        (session,) = (
-            one for one in psutil.Process().children() if f"--basetemp={tmp_path / 'basetemp'}" in one.cmdline()
-        )
+        session = session_of(tmp_path)
         below = session.children(recursive=True)
         for one in below:
             one.suspend()
@@ -253,9 +258,7 @@ def test_a_node_agent_that_is_held_for_ever_is_lost(run_pytest: RunPytest, tmp_p
 
     def stop() -> None:
         clock.wait_until((tmp_path / "stops-1").exists, 120, every=0.1)
-        (session,) = (
-            one for one in psutil.Process().children() if f"--basetemp={tmp_path / 'basetemp'}" in one.cmdline()
-        )
+        session = session_of(tmp_path)
         held.extend(one for one in session.children() if "n2" in one.cmdline())
         for one in held:
             one.suspend()
@@ -290,9 +293,7 @@ def test_sigterm_ends_the_session_as_ctrl_c_does(
 
     def terminate() -> None:
         clock.wait_until(started.exists, 120, every=0.1)
-        (session,) = (
-            one for one in psutil.Process().children() if f"--basetemp={tmp_path / 'basetemp'}" in one.cmdline()
-        )
+        session = session_of(tmp_path)
         below.extend([*session.children(recursive=True), *psutil.Process(agent.pid).children(recursive=True)])
         session.terminate()
 

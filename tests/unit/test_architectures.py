@@ -189,7 +189,7 @@ def _drift(name: str) -> float:
     return max(moved)
 
 
-def _trained(name: str, draw: int, driver_name: str = "torch") -> list[tuple[float, float]]:
+def _trained(name: str, draw: int, driver_name: str) -> list[tuple[float, float]]:
     """Return the losses and gradient norms of 20 steps of the reference; but for draw 0 each parameter is rounded otherwise."""
     import torch
 

@@ -72,7 +72,7 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
         shapes = {adapter_name(info.name): tuple(info.shape) for info in unwrapped.parameters if info.trainable}
         wanted = set(shapes)
     strategy, known = STRATEGIES.get(cell.strategy), wanted | set(unwrapped.state_dict)
-    written = set() if cell.option("lora") else set(unwrapped.written_names)
+    written = set(unwrapped.written_names)
     models = [file for file in files if file.holds == "model"]
     for file in models:
         # A name that the library writes may be the model's own of another tensor.

@@ -27,8 +27,8 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that names and shapes are those of the unwrapped model, in memory and in every saved file.
 
     Optimizer state has these names too. A file has every parameter and persistent buffer, or all names that the model's library
-    writes in place of them. Building keeps the values of
-    buffers. An adapter may have PEFT's names (https://huggingface.co/docs/peft/developer_guides/checkpoint).
+    writes in place of them. Building keeps the values of buffers. An adapter may have PEFT's names
+    (https://huggingface.co/docs/peft/developer_guides/checkpoint).
 
     If it fails: look for an extra segment (``_orig_mod``, ``module``, ``_checkpoint_wrapped_module``) and save with
     ``get_model_state_dict``, which removes it. For a wrapper of the trainer's own set ``self.model`` to the model
@@ -83,7 +83,7 @@ class _Expected:
         renamed = self.parameters - own if own else set()
         others = own - self.parameters - {self.same(info.name) for info in unwrapped.buffers} if renamed else set()
         self.in_files = self.parameters - renamed | others
-        self.written = set() if cell.option("lora") else set(unwrapped.written_names)
+        self.written = set(unwrapped.written_names)
         # An optimizer has no state of those for which it never got a gradient.
         self.updated = self.trainable - set(map(self.canonical, unused))
 
@@ -193,11 +193,10 @@ class _Expected:
     def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
         """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
         for file in (one for one in files if one.holds != "index"):
-            known = (
-                self.saved | self.parameters | self.written
-                if file.holds == "model"
-                else self.trainable | set(self.first_of)
-            )
+            own = self.saved | self.parameters | self.written
+            known = own if file.holds == "model" else self.trainable | set(self.first_of)
+            # Then a name may be the model's own of another tensor.
+            renamed = bool(self.written & set(file.keys) - self.saved)
             for key in file.keys:
                 if key in self.not_persistent and key not in known:
                     yield f"file {file.path!r}: holds {key!r}, a buffer that is not persistent"
@@ -205,7 +204,7 @@ class _Expected:
                     closest = self.canonical(key)
                     hint = f"; expected {closest!r}" if closest in known else ""
                     yield f"file {file.path!r}: key {key!r} is no name of the unwrapped model{hint}"
-                elif key in file.shapes and not self.written & set(file.keys) - self.saved:
+                elif key in file.shapes and not renamed:
                     found, expected = tuple(file.shapes[key]), self.shape(key)
                     # Extra state is in the state dict without being a parameter or a buffer, so its shape is not known.
                     if expected is not None and found != expected:

@@ -193,7 +193,7 @@ def _hyperparameters(
 
 def _by_parameter(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> list[dict[str, Mapping[str, float]]]:
     """Return for each rank the numbers of each parameter's group, by unwrapped name."""
-    if run.unwrapped is None:
+    if run.unwrapped is None or not any(step.param_groups for snapshot in snapshots for step in snapshot.steps):
         return []
     names = Names(run, run.unwrapped)
     return [

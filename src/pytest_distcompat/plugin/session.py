@@ -279,8 +279,14 @@ class DistcompatSession:
         limit, listen = float(self.setting("warm_timeout").value), self.setting("listen").value or executor.listen
         shared = str(self.store) if self.shares else ""
         settings = Settings(self.nodes, str(self.config.rootpath), self.device, listen, token, limit, shared)
-        settings = dataclasses.replace(settings, gpus=self.gpus, ranks_each=self.ranks_each, say=self.say)
-        settings = dataclasses.replace(settings, timeline=str(self.store), worker=self.worker)
+        settings = dataclasses.replace(
+            settings,
+            gpus=self.gpus,
+            ranks_each=self.ranks_each,
+            say=self.say,
+            timeline=str(self.store),
+            worker=self.worker,
+        )
         if names and self.worker_nodes:
             number = int(self.worker.removeprefix("gw") or 0)
             node, *others = names[number % len(names) :] + names[: number % len(names)]
