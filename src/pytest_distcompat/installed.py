@@ -1,9 +1,11 @@
-"""Installed releases of packages: versions, and the requirements that they meet; read from metadata, without an import."""
+"""What is installed: releases of packages, read from metadata without an import, and whether there is a C++ compiler."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
+import shutil
 import sys
 from typing import TYPE_CHECKING
 
@@ -30,3 +32,8 @@ def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Return the versions of Python and of the installed packages, from metadata: none is imported."""
     installed = {name: version_of(name) for name in packages}
     return {"python": platform.python_version(), **{name: version for name, version in installed.items() if version}}
+
+
+def has_compiler() -> bool:
+    """Tell whether there is a C++ compiler, for inductor and for DeepSpeed's offload."""
+    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "c++", "clang++"))))

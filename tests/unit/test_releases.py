@@ -17,6 +17,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import _releases
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
+from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.drivers.trainer import TrainerDriver
 from pytest_distcompat.installed import version_of
 from pytest_distcompat.precisions import PRECISIONS
@@ -136,6 +137,16 @@ def test_cells_that_an_old_release_supports_are_run(installed: Callable[..., Non
 def test_a_missing_package_is_named() -> None:
     assert _releases.missing(["torch", "no_such_library.part"]) == "no_such_library is not installed"
     assert _releases.missing(["torch>=2"]) is None
+
+
+def test_inductor_without_a_compiler_does_not_run_the_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    reasons = [
+        TorchDriver.unsupported_reason(Cell.parse(f"fsdp2-fp32-w2-model_mlp-{one}"))
+        for one in ("compile", "compile_aot_eager")
+    ]
+    assert reasons == ["inductor needs a C++ compiler, and there is none", None]
 
 
 class OldTrainer:

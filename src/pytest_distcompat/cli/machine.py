@@ -20,7 +20,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from pytest_distcompat.devices import gpu_uuids, visible_ids
-from pytest_distcompat.installed import fits, versions
+from pytest_distcompat.installed import fits, has_compiler, versions
 from pytest_distcompat.launch import loopback
 
 #: Where NCCL, and DeepSpeed on the CPU, share memory between ranks.
@@ -103,7 +103,7 @@ def this_machine() -> Machine:
         resolves=_resolves(name),
         loopback=names_loopback(HOSTS.read_text(encoding="utf-8", errors="replace") if HOSTS.exists() else ""),
         unreachable=loopback.problem(),
-        compiler=any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "c++", "clang++")))),
+        compiler=has_compiler(),
     )
 
 

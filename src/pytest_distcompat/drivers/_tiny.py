@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pytest_distcompat.cost import QUANTIZED_FROM
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import _releases
+from pytest_distcompat.installed import has_compiler
 from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.strategies import STRATEGIES, Strategy, WrapSpec, _context, _expert, _pipeline, _tensor
@@ -99,6 +100,8 @@ class TinyDriver(Driver):
             return tiny.unsupported_reason
         if device == "cpu" and tiny.not_on_cpu:
             return tiny.not_on_cpu
+        if cell.option("compile") is True and not has_compiler():
+            return "inductor needs a C++ compiler, and there is none"
         if cell.option("ignored_modules") and not tiny.ignored_module:
             return f"the model {tiny.name} has no frozen module to leave out of the sharding"
         if cell.option("lora") and not tiny.lora_targets:
