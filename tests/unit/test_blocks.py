@@ -41,6 +41,28 @@ def test_blocks_are_recomputed_and_compiled(driver: str) -> None:
     assert other(Cell("ddp", "fp32", 2), WORLD).wrap_spec.block_modules(model) == [model[1]]
 
 
+def test_a_block_that_is_tied_to_a_module_outside_stays_with_it() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Embeddings(torch.nn.Module):  # type: ignore[misc,name-defined]  # of a module that is looked up
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.again = torch.nn.Embedding(4, 4), torch.nn.Linear(4, 4)
+
+    class Layer(Embeddings):
+        pass
+
+    tied, own = Embeddings(), Layer()
+    # Within a block nothing else is concerned.
+    own.again.weight = own.words.weight
+    model = torch.nn.ModuleList([tied, own, torch.nn.Linear(4, 4)])
+    wrap = WrapSpec(("Embeddings", "Layer"))
+    assert wrap.units(model) == [tied, own]
+    model[2].weight = tied.words.weight
+    assert wrap.units(model) == [own]
+    assert wrap.block_modules(model) == [tied, own]
+
+
 def test_blocks_in_blocks_are_units_of_their_own() -> None:
     distributed = pytest.importorskip("torch.distributed")
     torch = pytest.importorskip("torch")

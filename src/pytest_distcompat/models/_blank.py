@@ -81,6 +81,7 @@ BLANK: dict[str, str] = {
     "bailing_hybrid": "its heads are cut from other sizes than those that the rules shrink",
     "blt": "its patcher is a second model, whose sizes depend on hash tables of the first",
     "cohere_compass_text": _LAYERS,
+    "cpmant": _ROUNDED,
     "dbrx": _DEFAULTS,
     "dots1": _DEFAULTS,
     "dots3_note": _LAYERS,

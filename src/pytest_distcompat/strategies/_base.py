@@ -69,6 +69,18 @@ class WrapSpec:
         """Return the modules of the model to wrap."""
         return [module for module in model.modules() if type(module).__name__ in self.blocks]
 
+    def units(self, model: Module) -> list[Module]:
+        """Return the blocks to shard one by one: one that is tied to a module outside stays in the same unit as that one."""
+        owners: dict[int, set[Module]] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), set()).add(module)
+        return [
+            block
+            for block in self.block_modules(model)
+            if all(owners[id(parameter)] <= set(block.modules()) for parameter in block.parameters())
+        ]
+
     def modules_to_ignore(self, model: Module) -> list[Module]:
         """Return the modules of the model to leave out."""
         return [model.get_submodule(name) for name in self.ignored_modules]

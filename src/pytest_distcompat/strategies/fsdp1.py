@@ -21,7 +21,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    blocks = wrap.block_modules(model)
+    blocks = wrap.units(model)
     reshard = ShardingStrategy.FULL_SHARD if cell.option("reshard_after_forward") else ShardingStrategy.SHARD_GRAD_OP
     hybrid = cell.option("dp_replicate") != 1
     settings = {

@@ -48,7 +48,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         "ignored_params": ignored or None,
     }
     settings = cell.with_settings("fully_shard", settings)
-    blocks = wrap.block_modules(model)
+    blocks = wrap.units(model)
     if spread is not None:
         copies = int(cell.option("dp_replicate"))
         outer = ({"dp_replicate": copies} if copies > 1 else {}) | {"dp_shard": cell.dp_size // cell.ep // copies}
@@ -121,7 +121,10 @@ FSDP2 = Strategy(
     transformers=functools.partial(_fsdp.arguments, 2),
     options={
         "no_use_orig_params": "FSDP2 has no flat parameters",
-        "model_branch": "all ranks must use the same parameters (https://github.com/pytorch/pytorch/issues/158719)",
+        **dict.fromkeys(
+            ("model_branch", "model_hf:longcat_flash"),
+            "all ranks must use the same parameters (https://github.com/pytorch/pytorch/issues/158719)",
+        ),
         **DEEPSPEED_OPTIONS,
     },
     order=2,

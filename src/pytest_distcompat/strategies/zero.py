@@ -134,9 +134,10 @@ _UNSUPPORTED = {
 }
 
 
-_PARTITIONED = {
-    "model_branch": "all ranks must use the same parameters (https://github.com/deepspeedai/DeepSpeed/issues/1355)"
-}
+_PARTITIONED = dict.fromkeys(
+    ("model_branch", "model_hf:longcat_flash"),
+    "all ranks must use the same parameters (https://github.com/deepspeedai/DeepSpeed/issues/1355)",
+)
 
 
 def _zero(stage: int, meaning: str, options: Mapping[str, str]) -> Strategy:
