@@ -159,7 +159,7 @@ def _train_most(tiny: TinyModel) -> None:
 @pytest.mark.parametrize("model", [one for one in architectures() if one.removeprefix("hf:") not in BLANK])
 def test_no_model_of_the_zoo_turns_on_rounding(model: str) -> None:
     pytest.importorskip("torch")
-    # What ranks round otherwise is less than a bit of each parameter: gpt_neox, at 1.4, passes under each strategy.
+    # One that passes under each strategy, olmo_hybrid, is at 1.2 with Trainer's groups; most are at 0.01.
     assert _drift(model.removeprefix("hf:")) <= 2
 
 
@@ -172,7 +172,10 @@ def test_a_class_that_turns_on_rounding_still_does(name: str, monkeypatch: pytes
 
 
 def _drift(name: str) -> float:
-    """Return how far one bit of its parameters moves losses and gradient norms of a training, 1 being the tolerance."""
+    """Return how far one bit of its gradients moves losses and norms of a training, 1 being the tolerance.
+
+    Gradients are what ranks add up in another order. One bit of the parameters would say nothing: it moves qwen3 by 4.
+    """
     precision, model = PRECISIONS.get("fp32"), architecture(f"hf:{name}")
     tolerances = precision.loss_tolerance, precision.norm_tolerance * model.norm_spread
     moved = [0.0]
@@ -191,7 +194,7 @@ def _drift(name: str) -> float:
 
 
 def _trained(name: str, draw: int, driver_name: str) -> list[tuple[float, float]]:
-    """Return the losses and gradient norms of 20 steps of the reference; but for draw 0 each parameter is rounded otherwise."""
+    """Return the losses and gradient norms of 20 steps of the reference; but for draw 0 each gradient is rounded otherwise."""
     import torch
 
     # As in ranks; threads of several xdist workers would wait for one another.
@@ -199,7 +202,11 @@ def _trained(name: str, draw: int, driver_name: str) -> list[tuple[float, float]
     driver: Any = DRIVERS.get(driver_name)(Cell.of("ddp", "fp32", model=f"hf:{name}"), World(0, 1, 0, "cpu"))
     model = driver.build_model()
     generator = torch.Generator().manual_seed(draw)
+
+    def round_otherwise(gradient: Any) -> Any:
+        return gradient * (1 + torch.finfo(gradient.dtype).eps * torch.randn(gradient.shape, generator=generator) / 2)
+
     for parameter in model.parameters() if draw else ():
-        with torch.no_grad():
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * torch.randn(parameter.shape, generator=generator) / 2)
+        if parameter.requires_grad:
+            parameter.register_hook(round_otherwise)
     return [(driver.reference(model, step, 2), driver.grad_norm) for step in range(STEPS_OF_A_TRAINING)]
