@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,19 @@ def test_without_xdist_nothing_is_reordered_and_durations_are_stored(
     result = run_on_gpus("-v")
     result.assert_outcomes(passed=3)
     assert names(spans(pytester.path)) == tests
+    assert set(by_name(json.loads((pytester.path / ".pytest_cache/v/distcompat/seconds").read_text()))) == set(tests)
+
+
+@pytest.mark.nightly
+def test_durations_are_stored_although_pytest_removes_the_files_of_a_green_session(
+    pytester: pytest.Pytester, run_on_gpus: RunOnGpus
+) -> None:
+    tests = make(pytester, [1, 2])
+    (pytester.path / "script.json").write_text("{}", encoding="utf-8")
+    # pytester's own way to run pytest gives a --basetemp, which pytest leaves alone.
+    options = ("-p", "stand_in", "-p", "no:randomly", "-o", "tmp_path_retention_policy=failed")
+    result = pytester.run(sys.executable, "-m", "pytest", *options)
+    result.assert_outcomes(passed=2)
     assert set(by_name(json.loads((pytester.path / ".pytest_cache/v/distcompat/seconds").read_text()))) == set(tests)
 
 

@@ -21,10 +21,8 @@ def session_of(config: pytest.Config) -> DistcompatSession:
         config.add_cleanup(session.close)
         if ON_RANK not in config.stash and not hasattr(config, "workerinput"):
             from pytest_distcompat.plugin.declared import declared_of
-            from pytest_distcompat.plugin.marked.packing import Durations
             from pytest_distcompat.plugin.reporting.results import Results
 
-            config.pluginmanager.register(Durations(session), "distcompat-durations")
             config.pluginmanager.register(Results(session), "distcompat-results")
             config.pluginmanager.register(declared_of(session), "distcompat-declared")
     return config.stash[SESSION]

@@ -102,29 +102,18 @@ def _cached_seconds(config: pytest.Config) -> dict[str, float]:
     return {} if cache is None else cache.get(CACHE, {})
 
 
-class Durations:
-    """Keeps durations at the end of the session, in the process that has the terminal."""
+def keep_durations(session: DistcompatSession, exitstatus: int) -> None:
+    """Write the durations of the session's demands to the cache, unless it was interrupted."""
+    cache, demands = getattr(session.config, "cache", None), read_demands(session)
+    if exitstatus not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} or cache is None or demands is None:
+        return
+    from pytest_distcompat.lease import read_timeline
 
-    def __init__(self, session: DistcompatSession) -> None:
-        self.session = session
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write durations to the cache, unless the session was interrupted."""
-        session = self.session
-        cache = getattr(session.config, "cache", None)
-        if exitstatus not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} or cache is None:
-            return
-        demands = read_demands(session)
-        if demands is None:
-            return
-        from pytest_distcompat.lease import read_timeline
-
-        seconds: dict[str, float] = {}
-        # Without the time that each demand waited for its devices.
-        for span in read_timeline(session.store):
-            if name := demands.items.get(span.who):
-                seconds[name] = seconds.get(name, 0.0) + span.seconds
-        if seconds:
-            rounded = {name: round(one, 3) for name, one in seconds.items()}
-            cache.set(CACHE, {**_cached_seconds(session.config), **rounded})
+    seconds: dict[str, float] = {}
+    # Without the time that each demand waited for its devices.
+    for span in read_timeline(session.store):
+        if name := demands.items.get(span.who):
+            seconds[name] = seconds.get(name, 0.0) + span.seconds
+    if seconds:
+        rounded = {name: round(one, 3) for name, one in seconds.items()}
+        cache.set(CACHE, {**_cached_seconds(session.config), **rounded})

@@ -16,6 +16,7 @@ from pytest_distcompat.decode import decode
 from pytest_distcompat.grouping import grouped
 from pytest_distcompat.installed import versions
 from pytest_distcompat.plugin.declared import declared_of
+from pytest_distcompat.plugin.marked.packing import keep_durations
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.plugin.reporting.progress import Forecast, Progress
 from pytest_distcompat.plugin.reporting.summary import fold_failures, show
@@ -183,9 +184,10 @@ class Results:
     # tryfirst: pytest's own hook removes its temporary directories, and with them the store.
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the report files. Not in the terminal summary: a session that was interrupted may have none."""
+        """Write the report files, and durations. Not in the terminal summary: a session that was interrupted may have none."""
         if self._progress is not None:
             self._progress.stop()
+        keep_durations(self.session, exitstatus)
         self._shard = self.session.shared(SHARDS)
         empty = self._shard is not None and not self._shard["plan"][self._shard["number"] - 1]
         if empty and any(self._shard["plan"]) and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
