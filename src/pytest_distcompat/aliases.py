@@ -260,17 +260,13 @@ def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
             monkeypatch.setenv(name, value)
         yield lease
     leaks = [leak_message(leak) for leak in lease.own_leak]
-    if leaks and _has_context():
+    torch: Any = sys.modules.get("torch")
+    # A process that uses a GPU itself has its memory until it ends.
+    if leaks and torch is not None and torch.cuda.is_initialized():
         cause = "which may be pytest's own process: it uses a GPU too"
         session.notice(f"{request.node.nodeid}: {'; '.join(leaks)}, {cause}")
     elif leaks:
         request.node.stash[_LEAKED] = "\n".join((*leaks, f"reproduce: {session.reproduce(request.node)}"))
-
-
-def _has_context() -> bool:
-    """Tell whether this process uses a GPU itself, and its memory until it ends."""
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

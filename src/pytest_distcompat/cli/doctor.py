@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.cli import machine
+from pytest_distcompat.cli.machine import Finding, Machine
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.failures import UsageProblem
 
 if TYPE_CHECKING:
     from pytest_distcompat.cli.capabilities import Capability
-    from pytest_distcompat.cli.machine import Finding, Machine
     from pytest_distcompat.known import KnownIssue
 
 
@@ -36,7 +37,6 @@ def add(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from pytest_distcompat.cli import machine
     from pytest_distcompat.cli.capabilities import capability, issues_here
     from pytest_distcompat.drivers import DRIVERS, find_driver
     from pytest_distcompat.known import read_file, shipped
@@ -58,17 +58,15 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _findings(here: Machine, wanted: int, cells: Sequence[Capability]) -> Iterator[Finding]:
     """Yield what is wrong with the packages and the machine, and whether GPUs or cells are missing."""
-    from pytest_distcompat.cli import machine
-
     yield from machine.package_findings()
     yield from machine.findings(here)
     if len(here.visible) < wanted:
         text = f"{wanted} GPUs are wanted, {len(here.visible)} of {len(here.gpus)} are visible"
-        yield machine.Finding("problem", text)
+        yield Finding("problem", text)
     if not any(one.able for one in cells):
         reasons = dict.fromkeys(reason for one in cells for reason in one.reasons.values() if reason)
         text = f"no cell can run here, so a suite fails: {'; '.join(list(reasons)[:3])}"
-        yield machine.Finding("problem", text)
+        yield Finding("problem", text)
 
 
 def _lines(
@@ -81,8 +79,6 @@ def _lines(
     whole: bool,
 ) -> Iterator[str]:
     """Yield the lines for the terminal; ``whole``: with every reason and link."""
-    from pytest_distcompat.cli import machine
-
     yield "installed"
     yield f"  {', '.join(f'{name} {version}' for name, version in machine.installed().items())}"
     yield from (f"  {kind} {one}" for kind, origins in machine.extensions().items() for one in origins)

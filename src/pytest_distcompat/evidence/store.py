@@ -133,7 +133,6 @@ class Running:
     """Run in progress: the ``action`` of rank 0, and its number among ``actions``, from 1; 0 before the first."""
 
     cell: str
-    driver: str
     run: str
     action: str
     number: int
@@ -173,7 +172,7 @@ def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Runnin
         if begun >= since and seconds < request["timeout"] + GRACE_S:
             asked, (action, index) = decode(SuitePayload, request["payload"]), _action(directory / "rank-0.jsonl")
             position = (action, index + 1, len(asked.run.actions))
-            yield Running(asked.cell, asked.driver, asked.run.name, *position, seconds, request["timeout"])
+            yield Running(asked.cell, asked.run.name, *position, seconds, request["timeout"])
 
 
 def _action(log: Path) -> tuple[str, int]:

@@ -200,9 +200,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Send the arguments of the command line to a worker: the command that runs a test again shows them."""
-    from pytest_distcompat.plugin.reporting import reproduce
+    from pytest_distcompat.plugin.reporting.reproduce import ARGUMENTS
 
-    reproduce.send_arguments(node)
+    node.workerinput[ARGUMENTS] = [str(argument) for argument in node.config.invocation_params.args]
 
 
 @pytest.hookimpl(optionalhook=True)

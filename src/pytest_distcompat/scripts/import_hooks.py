@@ -56,14 +56,11 @@ _import_hook = _ImportHook()
 def on_import(name: str, function: OnImport) -> None:
     """Call ``function(module)`` when the module of that name has been imported; at once if it is imported already."""
     module = sys.modules.get(name)
-    if module is not None and not _is_being_imported(module):
+    # importlib's own mark of a module whose import is still under way.
+    unfinished = getattr(getattr(module, "__spec__", None), "_initializing", False)
+    if module is not None and not unfinished:
         guard.attempt(f"the import of {name}", function, module)
         return
     if _import_hook not in sys.meta_path:
         sys.meta_path.insert(0, _import_hook)
     _import_hook.waiting.setdefault(name, []).append(function)
-
-
-def _is_being_imported(module: ModuleType) -> bool:
-    """Tell whether the module's import is still under way, by importlib's own mark ``_initializing``."""
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

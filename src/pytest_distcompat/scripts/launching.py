@@ -115,13 +115,14 @@ def launch(
 
     """
     host = host or Host.here()
+    classes = (blocks,) if isinstance(blocks, str) else blocks
     limit = host.timeout if timeout is None else timeout
     ranks = host.world_size if world_size is None else world_size
     working_directory = Path(cwd or Path.cwd())
     texts = environment or {}
     check_arguments(
         script=(script, isinstance(script, (str, Path)), "expected a path, or '-m' before the name of a module"),
-        blocks=(blocks, _are_texts((blocks,) if isinstance(blocks, str) else blocks), "expected class names"),
+        blocks=(blocks, _are_texts(classes), "expected class names"),
         saved_name=(saved_name, saved_name is None or callable(saved_name), "expected a function of a saved key"),
         timeout=(limit, isinstance(limit, (int, float)) and limit > 0, "expected a number of seconds above 0"),
         world_size=(ranks, isinstance(ranks, int) and ranks > 0, RANKS),
@@ -138,7 +139,6 @@ def launch(
     for one in given:
         if isinstance(one, (list, tuple, dict, set)):
             raise UsageProblem(f"{one!r:.200} is given as one argument: launch(script, *args) takes them one by one")
-    classes = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     cell = _cell(strategy, precision, ranks, options or {})
     arguments = tuple(map(str, args))
     # Make no file that is not used: a script may do what no file can describe (fp8 under DeepSpeed).
@@ -155,7 +155,7 @@ def launch(
     line, variables = command_line(
         str(script), filled, launcher, world_size=ranks, directory=directory, configuration=file
     )
-    ProbeConfig(watch_steps, host.device, stop_after, classes).write(directory)
+    ProbeConfig(watch_steps, host.device, stop_after, tuple(classes)).write(directory)
     added = {**variables, **(environment or {})}
     if bridge and host.device == "cpu":
         added[ON_CPU] = "1"

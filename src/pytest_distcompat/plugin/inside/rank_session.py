@@ -394,10 +394,6 @@ class _Reporter:
     """
 
     _NAME = "distcompat-rank"
-    log: RankLog
-    phases: Phases
-    world_size: int
-    directory: Path
     _rank: Any
     _rank_log: Any
 

@@ -119,9 +119,6 @@ def check_items(items: Iterable[pytest.Item]) -> None:
     The arguments of a mark that a parameter or a conftest added are checked only here.
     """
     for item in items:
-        mark = item.get_closest_marker(MARK)
-        if mark is None:
-            continue
         test_class = getattr(item, "cls", None)
         if not isinstance(item, pytest.Function) or (test_class and issubclass(test_class, unittest.TestCase)):
             raise pytest.UsageError(
@@ -129,11 +126,11 @@ def check_items(items: Iterable[pytest.Item]) -> None:
                 f"not on {'unittest.TestCase methods' if test_class else type(item).__name__}"
             )
         try:
-            arguments = read_mark(mark)
+            mark = mark_of(item)
         except ValueError as problem:
             raise pytest.UsageError(f"{item.nodeid}: {problem}") from None
         # Where options leave none of its cells, pytest gives its one item the parameter without a value.
-        if arguments.has_cells and "cell" not in getattr(getattr(item, "callspec", None), "params", ()):
+        if mark and mark.has_cells and "cell" not in getattr(getattr(item, "callspec", None), "params", ()):
             raise pytest.UsageError(
                 f"{item.nodeid}: @pytest.mark.{MARK}: cells need the mark on the function, class or module"
             )
@@ -183,9 +180,7 @@ def take_over(item: pytest.Function) -> None:
 
     def runtest() -> None:
         __tracebackhide__ = True
-        mark = mark_of(item)
-        assert mark is not None
-        run_on_ranks(item, mark)
+        run_on_ranks(item)
 
     if getattr(item.obj, "is_hypothesis_test", False):
         # Hypothesis reads the fixtures of the function before it calls it.
@@ -211,7 +206,7 @@ def _hide_text_conditions(item: pytest.Function) -> None:
     vars(item)["iter_markers_with_node"] = iter_markers_with_node
 
 
-def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
+def run_on_ranks(item: pytest.Function) -> None:
     """Run the item on all ranks, and end as the worst of them did.
 
     Raises:
@@ -220,7 +215,8 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     from pytest_distcompat.launch import Request
     from pytest_distcompat.launch.request import ANY_MODULE
 
-    session = item.config.stash[SESSION]
+    session, mark = item.config.stash[SESSION], mark_of(item)
+    assert mark is not None
     world_size = world_size_of(item, mark, session)
     nodes = nodes_of(item, mark, session)
     problem = uneven(world_size, nodes)

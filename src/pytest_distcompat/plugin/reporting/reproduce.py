@@ -7,7 +7,6 @@ import functools
 import os
 import shlex
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -53,11 +52,6 @@ def command(config: pytest.Config, item: pytest.Function) -> str:
     if config.getoption("pyargs") and not paths:
         return shlex.join(["pytest", "--pyargs", f"{item.module.__name__}::{inside}", *flags])
     return shlex.join(["pytest", f"{os.path.relpath(item.path, start)}::{inside}", *flags])
-
-
-def send_arguments(node: Any) -> None:
-    """Send the arguments of the command line to an xdist worker."""
-    node.workerinput[ARGUMENTS] = [str(argument) for argument in node.config.invocation_params.args]
 
 
 @functools.lru_cache(maxsize=1)
