@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import version_of
 
 OptionValue = bool | str | int
@@ -173,12 +174,12 @@ FACETS = ("strategy", "precision", "world_size", "nodes", *OPTIONS)
 
 
 def check_option(name: str, value: OptionValue) -> None:
-    """Raise ValueError, listing what exists, for an option or a value that does not."""
+    """Raise UsageProblem, listing what exists, for an option or a value that does not."""
     if name not in OPTIONS:
-        raise ValueError(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
+        raise UsageProblem(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
     if not OPTIONS[name].accepts(value):
         known = ", ".join(repr(known) for known in OPTIONS[name].values)
-        raise ValueError(f"option {name!r} has no value {value!r}. Known: {known}")
+        raise UsageProblem(f"option {name!r} has no value {value!r}. Known: {known}")
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class Cell:
     def __post_init__(self) -> None:
         for name in ("world_size", "nodes"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise UsageProblem(f"{name} must be at least 1, got {getattr(self, name)}")
         for name, value in self.options:
             check_option(name, value)
         # True equals 1: take the value that the option lists, for the id spells the two differently.
@@ -211,11 +212,11 @@ class Cell:
         self._check_divides("ep", self.dp_size, "ranks" if self.dp_size == self.world_size else "data parallel ranks")
 
     def _check_divides(self, name: str, ranks: int, words: str) -> None:
-        """Raise ValueError unless the value of the option divides so many ranks."""
+        """Raise UsageProblem unless the value of the option divides so many ranks."""
         size = int(self.option(name))
         if ranks % size:
             fitting = [str(one) for one in OPTIONS[name].values if ranks % int(one) == 0]
-            raise ValueError(
+            raise UsageProblem(
                 f"{name} {size} does not divide {ranks} {words}; with these {name} can be {', '.join(fitting)}"
             )
 
@@ -226,12 +227,12 @@ class Cell:
 
     @classmethod
     def parse(cls, cell_id: str) -> Cell:
-        """Return the cell that has this id. Raises ValueError for a text that is no cell id."""
+        """Return the cell that has this id. Raises UsageProblem for a text that is no cell id."""
         strategy, _, rest = cell_id.partition("-")
         precision, _, rest = rest.partition("-")
         world, *tokens = rest.split("-")
         if not (strategy and precision and world.startswith("w") and world[1:].isdecimal()):
-            raise ValueError(f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_mixed-w2-compile'")
+            raise UsageProblem(f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_mixed-w2-compile'")
         nodes = int(tokens.pop(0)[1:]) if tokens and re.fullmatch(r"n\d+", tokens[0]) else 1
         known = {option.token(value): (option.name, value) for option in OPTIONS.values() for value in option.values}
         for option in OPTIONS.values():
@@ -239,7 +240,7 @@ class Cell:
             known |= {option.token(value): (option.name, value) for value in values if option.accepts(value)}
         wrong = [token for token in tokens if token not in known]
         if wrong:
-            raise ValueError(f"cell id {cell_id!r}: unknown part {wrong[0]!r}. Known: {', '.join(known)}")
+            raise UsageProblem(f"cell id {cell_id!r}: unknown part {wrong[0]!r}. Known: {', '.join(known)}")
         return cls(strategy, precision, int(world[1:]), tuple(known[token] for token in tokens), nodes)
 
     @property
@@ -263,13 +264,13 @@ class Cell:
         return self if self.nodes > 1 else dataclasses.replace(self, nodes=nodes)
 
     def option(self, name: str) -> OptionValue:
-        """Return the value of an option. Raises ValueError for an unknown name."""
+        """Return the value of an option. Raises UsageProblem for an unknown name."""
         # No dictionary of the options: it is asked for each name of each tensor.
         for known, value in self.options:
             if known == name:
                 return value
         if name not in OPTIONS:
-            raise ValueError(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
+            raise UsageProblem(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
         return OPTIONS[name].default
 
     @property
@@ -409,7 +410,7 @@ class Matrix:
                 raise TypeError(f"Matrix({name}=...) takes a tuple, got {value!r}")
             object.__setattr__(self, name, tuple(value))
         if self.nodes is not None and (type(self.nodes) is not int or self.nodes < 1):
-            raise ValueError(f"Matrix(nodes={self.nodes!r}): expected a whole number of at least 1")
+            raise UsageProblem(f"Matrix(nodes={self.nodes!r}): expected a whole number of at least 1")
         if not self.options:
             # An empty product would have no cells; a matrix without sets of options means cells without options.
             object.__setattr__(self, "options", ({},))

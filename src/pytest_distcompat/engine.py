@@ -196,7 +196,4 @@ def _cells(cells: str | Cell | Matrix | Iterable[str | Cell], device: str) -> li
         return list(cells.cells(STRATEGIES.names(), PRECISIONS.names(), size))
     if isinstance(cells, (str, Cell)):
         cells = [cells]
-    try:
-        return list(dict.fromkeys(cell if isinstance(cell, Cell) else Cell.parse(cell) for cell in cells))
-    except ValueError as error:
-        raise UsageProblem(str(error)) from None
+    return list(dict.fromkeys(cell if isinstance(cell, Cell) else Cell.parse(cell) for cell in cells))

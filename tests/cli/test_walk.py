@@ -47,3 +47,8 @@ def test_a_walk_that_cannot_be_made_is_refused(
     assert main(["walk", "--strategy", "ddp", "--calls", calls]) == 2
     assert message in capsys.readouterr().err
     assert made == []
+
+
+def test_a_text_that_is_no_cell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["walk", "--cell", "fsdp2"]) == 2
+    assert capsys.readouterr().err.startswith("distcompat: 'fsdp2' is no cell id; one reads like ")

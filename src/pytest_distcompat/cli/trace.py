@@ -43,11 +43,7 @@ def _trace(options: argparse.Namespace) -> int:
     from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import find_driver
 
-    driver = find_driver(options.driver)
-    try:
-        cell = Cell.parse(options.cell)
-    except ValueError as error:
-        raise UsageProblem(str(error)) from None
+    driver, cell = find_driver(options.driver), Cell.parse(options.cell)
     checks = [CHECKS.get(name) for name in options.check]
     if options.timeout is not None and not 0 < options.timeout < float("inf"):
         raise UsageProblem(f"--timeout {options.timeout:g} is not right: expected a number of seconds above 0")

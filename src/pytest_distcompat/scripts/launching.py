@@ -207,10 +207,7 @@ def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, 
         STRATEGIES.get(strategy)
     if not isinstance(options, Mapping):
         raise UsageProblem(f"options={options!r:.200}: expected a mapping of names to values")
-    try:
-        cell = Cell(strategy or "ddp", precision, world_size, tuple(options.items()))
-    except ValueError as error:
-        raise UsageProblem(str(error)) from None
+    cell = Cell(strategy or "ddp", precision, world_size, tuple(options.items()))
     if problem := STRATEGIES.get(cell.strategy).unsupported_reason(cell):
         raise UsageProblem(f"{cell.id}: {problem}")
     return cell
