@@ -16,7 +16,23 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
 
 
-#: The options that the drivers of FSDP have besides.
+#: The options that all drivers of tiny models have, and those that the drivers of FSDP have besides.
+OF_ALL = (
+    "model",
+    "compile",
+    "activation_checkpointing",
+    "grad_accum",
+    "cpu_offload",
+    "tp",
+    "cp",
+    "frozen",
+    "lora",
+    "float32_norms",
+    "reduce_dtype",
+    "optimizer",
+    "checkpoints",
+    "set",
+)
 OF_FSDP = ("state_dict", "reshard_after_forward", "dp_replicate", "use_orig_params")
 #: Why a sequence is not cut by accelerate and Trainer under FSDP2. Measured with torch 2.13.
 TORCH_CP = (

@@ -37,22 +37,6 @@ class TinyDriver(Driver):
 
     #: What the loss averages: ``rank``, the means of ranks and micro-batches; ``token``, all tokens of a step equally.
     mean: ClassVar[str] = "rank"
-    options: ClassVar[tuple[str, ...]] = (
-        "model",
-        "compile",
-        "activation_checkpointing",
-        "grad_accum",
-        "cpu_offload",
-        "tp",
-        "cp",
-        "frozen",
-        "lora",
-        "float32_norms",
-        "reduce_dtype",
-        "optimizer",
-        "checkpoints",
-        "set",
-    )
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "optimizer_adam8bit": {"model": "wide"},
         "model_wide": {"optimizer": "adam8bit"},

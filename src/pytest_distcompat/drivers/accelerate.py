@@ -182,7 +182,7 @@ class AccelerateDriver(TinyDriver):
     name: ClassVar[str] = "accelerate"
     preload: ClassVar[tuple[str, ...]] = _preload.ACCELERATE
     options: ClassVar[tuple[str, ...]] = (
-        *TinyDriver.options,
+        *_options.OF_ALL,
         *_options.OF_FSDP,
         "cpu_ram_efficient_loading",
         "wrap_policy",

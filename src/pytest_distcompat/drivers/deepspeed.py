@@ -149,7 +149,7 @@ class DeepSpeedDriver(TinyDriver):
     name: ClassVar[str] = "deepspeed"
     preload: ClassVar[tuple[str, ...]] = _preload.DEEPSPEED
     options: ClassVar[tuple[str, ...]] = (
-        *TinyDriver.options,
+        *_options.OF_ALL,
         "ep",
         "meta_init",
         "param_groups",

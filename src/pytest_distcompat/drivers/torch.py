@@ -184,7 +184,7 @@ class TorchDriver(TinyDriver):
     name: ClassVar[str] = "torch"
     preload: ClassVar[tuple[str, ...]] = _preload.TORCH
     options: ClassVar[tuple[str, ...]] = (
-        *TinyDriver.options,
+        *_options.OF_ALL,
         *_options.OF_FSDP,
         "sp",
         "ep",

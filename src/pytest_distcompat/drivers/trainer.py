@@ -109,7 +109,7 @@ class TrainerDriver(TinyDriver):
     mean: ClassVar[str] = "token"
     preload: ClassVar[tuple[str, ...]] = _preload.TRAINER
     options: ClassVar[tuple[str, ...]] = (
-        *TinyDriver.options,
+        *_options.OF_ALL,
         *_options.OF_FSDP,
         "ep",
         "cpu_ram_efficient_loading",
