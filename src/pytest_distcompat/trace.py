@@ -215,16 +215,6 @@ class StepInfo:
 
 
 @dataclass(frozen=True)
-class ComputeInfo:
-    """One forward of one leaf module: the dtypes that took part."""
-
-    module: str
-    weight: str
-    input: str
-    output: str
-
-
-@dataclass(frozen=True)
 class CollectiveInfo:
     """One kind of collective inside a step: its calls, the most elements (``numel``) of one, the ``total`` of all.
 
@@ -331,8 +321,8 @@ class Snapshot:
     """Record of one rank's probe after one action.
 
     ``grad_norm`` is what the trainer reports, before clipping. ``inputs`` are digests of what the model was fed, one a
-    forward, ``rng`` one of torch's random states, ``dropouts`` what its modules dropped. ``outputs`` is a sample of what
-    the model computes on a fixed batch.
+    forward, ``rng`` one of torch's random states, ``dropouts`` what its modules dropped, ``compute`` the dtypes of its
+    matrix products. ``outputs`` is a sample of what the model computes on a fixed batch.
     ``memory`` is the peak in bytes: of the GPU, else of the process. ``tokens`` counts what this rank learned from in a
     step, ``float8`` the tensors made in 8 bits, ``recomputed`` the operators of blocks, in the forward pass and ``again`` after
     it, where activations are to be recomputed. These and ``collectives`` are recorded in the third step of a
@@ -363,7 +353,7 @@ class Snapshot:
     optimizer: OptimizerInfo | None = None
     scheduler: str = ""
     steps: tuple[StepInfo, ...] = ()
-    compute: tuple[ComputeInfo, ...] = ()
+    compute: tuple[str, ...] = ()
     collectives: tuple[CollectiveInfo, ...] = ()
     files: tuple[FileInfo, ...] = ()
     saved: tuple[FileInfo, ...] = ()

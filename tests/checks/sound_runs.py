@@ -14,7 +14,6 @@ from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
     FLAT,
     CollectiveInfo,
-    ComputeInfo,
     FileInfo,
     GradientInfo,
     Layout,
@@ -236,7 +235,7 @@ def _watched(cell: Cell, micros: int, rank: int) -> dict[str, Any]:
         CollectiveInfo("allgather_base", "float16", 1, 16, 16),
         *_activations(cell, micros, rank),
     )
-    compute = () if cell.option("compile") else (ComputeInfo("inlet", row.storage, row.compute, row.compute),)
+    compute = () if cell.option("compile") else (row.compute,)
     split = strategy.shards or strategy.flat_masters
     # Clipped to 1.
     gradients = []

@@ -44,7 +44,7 @@ def facts(built: Snapshot, trained: Snapshot) -> dict[str, Any]:
         "units": built.model.units,
         "states": sorted((one.owner, one.key, one.dtype, one.numel, str(one.layout)) for one in trained.states),
         "steps": [(one.master, one.gradient, one.state, one.holders) for one in trained.steps],
-        "compute": {(one.weight, one.input, one.output) for one in trained.compute},
+        "compute": set(trained.compute),
         # An operator without ranks, such as ``wait_tensor``, sends nothing.
         "collectives": sorted(str(one) for one in trained.collectives if one.ranks),
     }

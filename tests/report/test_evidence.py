@@ -24,7 +24,6 @@ from pytest_distcompat.runner import Runner
 from pytest_distcompat.scenario import STEPS
 from pytest_distcompat.trace import (
     CollectiveInfo,
-    ComputeInfo,
     FileInfo,
     Layout,
     MeshDim,
@@ -146,7 +145,7 @@ def run() -> RunTrace:
                 "seconds": 0.1 * (rank + 1),
                 "memory": 20 * (rank + 1) - step,
                 "model": model,
-                "compute": (ComputeInfo("a", "bfloat16", "bfloat16", "bfloat16"),),
+                "compute": ("bfloat16",),
                 "steps": (StepInfo("AdamW", ("float32",), ("bfloat16",), ("float32",)),) if rank else (),
                 "collectives": (
                     CollectiveInfo("reduce_scatter_base", "bfloat16", 3, 900),

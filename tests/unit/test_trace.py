@@ -12,7 +12,6 @@ from pytest_distcompat.decode import decode, encode
 from pytest_distcompat.trace import (
     CallInfo,
     CollectiveInfo,
-    ComputeInfo,
     FileInfo,
     Layout,
     Loader,
@@ -45,7 +44,7 @@ FULL = Snapshot(
     ),
     scheduler="last_epoch=1",
     steps=(StepInfo("AdamW", ("float32",), (), ("float32", "bfloat16")),),
-    compute=(ComputeInfo("a", "float32", "float32", "bfloat16"),),
+    compute=("bfloat16",),
     collectives=(CollectiveInfo("allreduce", "float32", 2, 6),),
     files=(FileInfo("model.safetensors", "safetensors", "model", ("a.weight",)),),
     call=CallInfo(observes=True, gradients={"a.weight": "d"}, evaluating=("a",), sums={"a.weight": (6, 1.5, 2.25)}),

@@ -41,9 +41,9 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
             found += _buffers(strategy, row, cell, unwrapped, snapshot.model)
         # A model without layers that multiply matrices has no products, nor has a stage of embeddings alone.
         without = pipelined and not snapshot.compute
-        computed = {info.output for info in snapshot.compute}
-        if observed and not without and not (unwrapped and unwrapped.products == 0) and computed != {row.compute}:
-            found.append(f"matrix products ran in {_list(computed)}; expected {row.compute}")
+        multiplies = not (without or (unwrapped and unwrapped.products == 0))
+        if observed and multiplies and set(snapshot.compute) != {row.compute}:
+            found.append(f"matrix products ran in {_list(snapshot.compute)}; expected {row.compute}")
         if cell.world_size > cell.tp * cell.pp:
             found += _reduced(row, cell, snapshot, smallest, exact=requested(cell, unwrapped, "reduce_dtype"))
         found += _accumulated(row, cell, snapshot)

@@ -188,6 +188,11 @@ class Calls:
     def _stateful(self) -> tuple[Any, Any]:
         return self.trainer.optimizer, self.trainer.scheduler
 
+    @observer
+    def evaluate(self, context: Literal["no_grad", "inference_mode"] = "no_grad") -> Any:
+        """Evaluate without gradients and go back to training."""
+        return self.outputs(context)
+
     def accessors(self, of: Any = "fp32_param") -> Any:
         """Return what reads of parameters, gradients and Adam's first moments are compared with, of those that there are."""
         state = self.trainer.optimizer.state

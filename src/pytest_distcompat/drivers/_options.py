@@ -16,6 +16,24 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
 
 
+#: The options that all drivers of tiny models have, and those that the drivers of FSDP have besides.
+OF_ALL = (
+    "model",
+    "compile",
+    "activation_checkpointing",
+    "grad_accum",
+    "cpu_offload",
+    "tp",
+    "cp",
+    "frozen",
+    "lora",
+    "float32_norms",
+    "reduce_dtype",
+    "optimizer",
+    "checkpoints",
+    "set",
+)
+OF_FSDP = ("state_dict", "reshard_after_forward", "dp_replicate", "use_orig_params")
 #: Why a sequence is not cut by accelerate and Trainer under FSDP2. Measured with torch 2.13.
 TORCH_CP = (
     "accelerate's cp_size is torch's context_parallel, not driven yet: on the CPU attention 'does not have a sharding "
@@ -140,11 +158,6 @@ def _products() -> list[Any]:
     names = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     attention = [getattr(aten, f"_scaled_dot_product_{name}").default for name in names]
     return [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, *attention]
-
-
-def compiles_blocks(mode: object) -> bool:
-    """Tell whether that value of option ``compile`` compiles blocks in place and does not wrap the model."""
-    return mode in {"regional", "partial"}
 
 
 def compile_blocks(mode: object, blocks: list[Module]) -> None:

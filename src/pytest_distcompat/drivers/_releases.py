@@ -26,7 +26,11 @@ FSDP_VERSION_BY_CONFIG = Version("5.0")
 def required(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
     """Yield the releases of these libraries that the cell requires (PEP 508)."""
     if "accelerate" in libraries:
-        yield from _required_of_accelerate(cell)
+        if cell.option("dp_replicate") != 1:
+            # ParallelismConfig: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism.
+            yield "accelerate>=1.10"
+        if cell.option("compile") == "regional" or (cell.strategy == "fsdp2" and cell.option("state_dict") == "full"):
+            yield "accelerate>=1.7"
     if "transformers" in libraries:
         # Before, Trainer prepares the model without its optimizer: https://github.com/huggingface/transformers/pull/37147
         if cell.strategy == "fsdp2":
@@ -55,16 +59,6 @@ def required(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
         yield "deepspeed>=0.17.6"
 
 
-def _required_of_accelerate(cell: Cell) -> Iterator[str]:
-    if cell.option("dp_replicate") != 1:
-        # ParallelismConfig: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism.
-        yield "accelerate>=1.10"
-    if cell.option("compile") == "regional":
-        yield "accelerate>=1.7"
-    if cell.strategy == "fsdp2" and cell.option("state_dict") == "full":
-        yield "accelerate>=1.7"
-
-
 def missing(requirements: Iterable[str]) -> str | None:
     """Return the first of the requirements that is not installed, as one sentence; None if all are."""
     return next(filter(None, map(_missing, dict.fromkeys(requirements))), None)
@@ -82,13 +76,8 @@ def _missing(requirement_text: str) -> str | None:
     return None if fits(requirement, version) else f"{requirement} is needed for this cell, {version} is installed"
 
 
-@cache
-def _parsed(text: str) -> Requirement:
-    return Requirement(text)
-
-
-#: The installed release of a package, read once for all cells of a matrix.
-release = cache(version_of)
+#: A requirement and the installed release of a package, read once for all cells of a matrix.
+_parsed, release = cache(Requirement), cache(version_of)
 
 
 def fsdp_for_release(settings: Mapping[str, Any], release: Version) -> tuple[dict[str, Any], dict[str, str]]:

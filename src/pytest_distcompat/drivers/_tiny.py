@@ -42,14 +42,10 @@ class TinyDriver(Driver):
         "optimizer_adam8bit": {"model": "wide"},
         "model_wide": {"optimizer": "adam8bit"},
     }
-    #: The values of option ``optimizer``.
-    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor")
-    #: Those of them that update flat partitions of several parameters as they update parameters.
+    #: The values of option ``optimizer`` that update flat partitions of several parameters as they update parameters.
     update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd")
     #: Those that compile their step themselves.
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit",)
-    #: Whether the optimizer is fused, which needs parameters of one kind and state of one dtype.
-    fused: ClassVar[bool] = True
 
     def __init__(self, cell: Cell, world: World) -> None:
         super().__init__(cell, world)
@@ -146,8 +142,6 @@ class TinyDriver(Driver):
         if cell.option("lora") and cell.option("frozen"):
             return "with an adapter the base model is frozen anyway"
         if cell.option("optimizer") != "adamw":
-            if cell.option("optimizer") not in cls.optimizers:
-                return f"the {cls.name} driver has no {cell.option('optimizer')}"
             if precision.scaled or cell.option("param_groups") or not cell.option("use_orig_params"):
                 return "other optimizers are for one group of unscaled parameters, which keep their own tensors"
             flat = cell.strategy == "fsdp1" or STRATEGIES.get(cell.strategy).flat_masters
@@ -182,6 +176,21 @@ class TinyDriver(Driver):
 
     def build_model(self) -> Module:
         """Return the tiny model, made from a fixed seed, in the precision's load dtype; buffers keep their own."""
+        model, trained = self._base_model()
+        if self.cell.option("frozen"):
+            for name in self.tiny.frozen_modules:
+                model.get_submodule(name).requires_grad_(requires_grad=False)
+        if not self.cell.option("lora"):
+            return model
+        from peft import LoraConfig, get_peft_model
+
+        targets = list(self.tiny.lora_targets)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0, modules_to_save=trained)
+        adapted: Module = get_peft_model(model, config, autocast_adapter_dtype=False)
+        return adapted
+
+    def _base_model(self) -> tuple[Module, list[str] | None]:
+        """Return the model without an adapter; quantized all but its last linear layer, with the name of that one."""
         import torch
 
         torch.manual_seed(0)
@@ -190,34 +199,14 @@ class TinyDriver(Driver):
         for name, parameter in model.named_parameters():
             if not (self.cell.option("float32_norms") and "norm" in name):
                 parameter.data = parameter.data.to(load)
-        if self.cell.option("frozen"):
-            for name in self.tiny.frozen_modules:
-                model.get_submodule(name).requires_grad_(requires_grad=False)
-        return self._with_adapter(model) if self.cell.option("lora") else model
-
-    def _with_adapter(self, model: Module) -> Module:
-        from peft import LoraConfig, get_peft_model
-
-        settings: dict[str, Any] = {
-            "r": 4,
-            "lora_alpha": 8,
-            "target_modules": list(self.tiny.lora_targets),
-            "lora_dropout": 0.0,
-        }
-        if self.cell.option("lora") == "int8":
-            settings["modules_to_save"] = [self._quantize(model)]
-        config = LoraConfig(**settings)
-        adapted: Module = get_peft_model(model, config, autocast_adapter_dtype=False)
-        return adapted
-
-    def _quantize(self, model: Module) -> str:
-        """Quantize all linear layers but the last to int8, and return the name of the last."""
-        from torch.nn import Linear
+        if self.cell.option("lora") != "int8":
+            return model, None
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-        last: str = [name for name, module in model.named_modules() if isinstance(module, Linear)][-1]
-        quantize_(model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, Linear) and name != last)
-        return last
+        linear = torch.nn.Linear
+        last = [name for name, module in model.named_modules() if isinstance(module, linear)][-1]
+        quantize_(model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, linear) and name != last)
+        return model, [last]
 
     def make_optimizer(self, model: Module) -> Any:
         """Return the optimizer of the trainable parameters, of option ``muon`` two: Muon's are matrices alone."""
@@ -269,7 +258,7 @@ class TinyDriver(Driver):
         from torch.optim import AdamW
 
         # FSDP1's gradient scaler does not support a fused optimizer: https://github.com/pytorch/pytorch/issues/140514
-        fused = self.fused and not (self.cell.strategy == "fsdp1" and self.precision.scaled)
+        fused = not (self.cell.strategy == "fsdp1" and self.precision.scaled)
         # Parameters on different meshes cannot be updated in one operation.
         one_by_one = {"fused": False, "foreach": False} if self.cell.tp * self.cell.ep > 1 else {}
         made: torch.optim.Optimizer = self.make_one(AdamW, groups, **{"fused": fused} | one_by_one)
@@ -408,18 +397,8 @@ class TinyDriver(Driver):
             return self.tiny.reload(directory)
         from peft import PeftModel
 
-        adapted: Module = PeftModel.from_pretrained(TinyDriver.base_model(self), directory)
+        adapted: Module = PeftModel.from_pretrained(self._base_model()[0], directory)
         return adapted
-
-    def base_model(self) -> Module:
-        """Return the base model of an adapter."""
-        import torch
-
-        torch.manual_seed(0)
-        model = self.tiny.make().to(getattr(torch, self.precision.load))
-        if self.cell.option("lora") == "int8":
-            self._quantize(model)
-        return model
 
     def reference(self, model: Module, number: int, ranks: int) -> float:
         """Take one step on the batches of all ranks, one after the other, in float32, and return the loss."""

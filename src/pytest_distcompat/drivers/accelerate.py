@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers import _options, _preload, _rows
@@ -149,11 +149,6 @@ class AccelerateCalls(Calls):
         self.accelerator.load_state(str(self.directory), **{} if optimizer else {"load_optimizer_states": False})
 
     @observer
-    def evaluate(self, context: Literal["no_grad", "inference_mode"] = "no_grad") -> Any:
-        """Evaluate without gradients and go back to training."""
-        return self.outputs(context)
-
-    @observer
     def gather_for_metrics(self) -> Any:
         """Evaluate and gather what all ranks found."""
         found = self.outputs()
@@ -187,31 +182,15 @@ class AccelerateDriver(TinyDriver):
     name: ClassVar[str] = "accelerate"
     preload: ClassVar[tuple[str, ...]] = _preload.ACCELERATE
     options: ClassVar[tuple[str, ...]] = (
-        "model",
-        "state_dict",
-        "compile",
-        "activation_checkpointing",
-        "grad_accum",
-        "cpu_offload",
-        "reshard_after_forward",
-        "dp_replicate",
-        "tp",
-        "cp",
-        "use_orig_params",
+        *_options.OF_ALL,
+        *_options.OF_FSDP,
         "cpu_ram_efficient_loading",
         "wrap_policy",
         "ignored_modules",
-        "frozen",
-        "lora",
         "param_groups",
         "fp8_backend",
-        "float32_norms",
         "grad_accum_dtype",
-        "reduce_dtype",
-        "optimizer",
-        "checkpoints",
         "conflict",
-        "set",
     )
     sources: ClassVar[tuple[Source, ...]] = (
         Source("FullyShardedDataParallelPlugin", "accelerate.FullyShardedDataParallelPlugin", ("fsdp1", "fsdp2")),
@@ -246,7 +225,6 @@ class AccelerateDriver(TinyDriver):
     walk_calls: ClassVar[type[Calls]] = AccelerateCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
 
-    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon", "adam8bit")
     accelerator: Any = None
     _stream: Iterator[Batch] | None = None
 
@@ -374,12 +352,8 @@ class AccelerateDriver(TinyDriver):
         """Return the loss of a micro-batch, of which the loader of a sequence's ranks has given a part."""
         return _context.ulysses_part_loss(self.model, batch) if self.cell.cp > 1 else self.tiny.loss(self.model, batch)
 
-    def _next(self, number: int) -> Batch:
-        """Return the next batch of the prepared loader, epoch after epoch; a resumed run skips those of the first."""
-        return self.next_batch(self.micros(number)[0])
-
     def next_batch(self, done: int) -> Batch:
-        """Return the next batch of the prepared loader; the first time, skip so many batches of the epoch."""
+        """Return the next batch of the prepared loader, epoch after epoch; the first time, skip so many batches of the epoch."""
         if self._stream is None:
             self._stream = self._batches(done % self.epoch)
         return next(self._stream)
@@ -398,7 +372,7 @@ class AccelerateDriver(TinyDriver):
         """Run forward, backward, optimizer and scheduler step as in accelerate's documentation, and return the loss."""
         total, self.tokens = 0.0, 0
         for _ in self.micros(number):
-            batch = self._next(number)
+            batch = self.next_batch(self.micros(number)[0])
             # Ulysses has shifted the labels already.
             self.tokens += int((batch["shift_labels"] != -100).sum()) if self.cell.cp > 1 else self.tiny.count(batch)
             with self.accelerator.accumulate(self.model):

@@ -105,11 +105,6 @@ class DeepSpeedCalls(Calls):
         self.model.load_checkpoint(str(self.directory), load_module_only=True)
 
     @observer
-    def evaluate(self, context: Literal["no_grad", "inference_mode"] = "no_grad") -> Any:
-        """Evaluate without gradients and go back to training."""
-        return self.outputs(context)
-
-    @observer
     def gather(self) -> Any:
         """Look at whole parameters by ``GatheredParameters``."""
         import deepspeed
@@ -154,25 +149,12 @@ class DeepSpeedDriver(TinyDriver):
     name: ClassVar[str] = "deepspeed"
     preload: ClassVar[tuple[str, ...]] = _preload.DEEPSPEED
     options: ClassVar[tuple[str, ...]] = (
-        "model",
-        "compile",
-        "activation_checkpointing",
-        "grad_accum",
-        "cpu_offload",
-        "tp",
-        "cp",
+        *_options.OF_ALL,
         "ep",
         "meta_init",
-        "frozen",
-        "lora",
         "param_groups",
-        "float32_norms",
         "grad_accum_dtype",
-        "reduce_dtype",
-        "optimizer",
-        "checkpoints",
         "conflict",
-        "set",
     )
     sources: ClassVar[tuple[Source, ...]] = (
         Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero1", "zero2", "zero3"), "keys"),
@@ -187,7 +169,6 @@ class DeepSpeedDriver(TinyDriver):
     order: ClassVar[int] = 2
     walk_calls: ClassVar[type[Calls]] = DeepSpeedCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.DEEPSPEED
-    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon", "adam8bit")
     update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "muon")
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit", "muon")
 

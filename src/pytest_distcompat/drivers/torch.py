@@ -122,11 +122,6 @@ class TorchCalls(Calls):
             self.trainer.scheduler.load_state_dict(state["scheduler"])
 
     @observer
-    def evaluate(self, context: Literal["no_grad", "inference_mode"] = "no_grad") -> Any:
-        """Evaluate without gradients and go back to training."""
-        return self.outputs(context)
-
-    @observer
     def unwrap(self) -> Any:
         """Take the wrapper off."""
         return self.model.module
@@ -189,33 +184,17 @@ class TorchDriver(TinyDriver):
     name: ClassVar[str] = "torch"
     preload: ClassVar[tuple[str, ...]] = _preload.TORCH
     options: ClassVar[tuple[str, ...]] = (
-        "model",
-        "state_dict",
-        "compile",
-        "activation_checkpointing",
-        "grad_accum",
-        "cpu_offload",
-        "reshard_after_forward",
-        "dp_replicate",
-        "tp",
+        *_options.OF_ALL,
+        *_options.OF_FSDP,
         "sp",
-        "cp",
         "ep",
         "pp",
         "pp_schedule",
-        "use_orig_params",
         "meta_init",
         "ignored_modules",
-        "frozen",
-        "lora",
         "param_groups",
         "save_only_model",
-        "float32_norms",
-        "reduce_dtype",
-        "optimizer",
         "async_save",
-        "checkpoints",
-        "set",
     )
     sources: ClassVar[tuple[Source, ...]] = (
         Source("DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel", ("ddp",)),
@@ -246,7 +225,6 @@ class TorchDriver(TinyDriver):
     walk_calls: ClassVar[type[Calls]] = TorchCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TORCH
 
-    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon", "adam8bit")
     #: What writes a checkpoint while training goes on; it is waited for after the next step.
     saving: Any = None
     #: The process group for it: on the group of the training, its collectives would pair with those of steps.
@@ -320,6 +298,7 @@ class TorchDriver(TinyDriver):
         """Return the model as the strategy and the cell's options wrap it."""
         assert self.strategy.torch is not None
         mode = self.cell.option("compile")
+        by_block = mode in {"regional", "partial"}
         if self.precision.float8:
             model = _options.in_8_bits(model, device.type)
 
@@ -327,13 +306,12 @@ class TorchDriver(TinyDriver):
             blocks = self.wrap_spec.block_modules(model)
             if recompute := self.cell.option("activation_checkpointing"):
                 _options.recompute(model, blocks, recompute)
-            if _options.compiles_blocks(mode):
+            if by_block:
                 _options.compile_blocks(mode, blocks)
 
         wrap = dataclasses.replace(self.wrap_spec, prepare=prepare)
         self.wrapped = self.strategy.torch(model, self.precision, self.cell, device, wrap)
-        whole = mode and not _options.compiles_blocks(mode)
-        found: Module = _options.compiled(self.wrapped, self.cell) if whole else self.wrapped
+        found: Module = _options.compiled(self.wrapped, self.cell) if mode and not by_block else self.wrapped
         return found
 
     def _scaler(self, device: str) -> Any:

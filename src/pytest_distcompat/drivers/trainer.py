@@ -62,7 +62,7 @@ class TrainerCalls(Calls):
     }
 
     @observer
-    def evaluate(self) -> None:
+    def evaluate(self) -> None:  # type: ignore[override]  # in no_grad alone
         """Evaluate by ``Trainer.evaluate``."""
         rows = self.trainer.dataset(self.trainer.world.size)
         # Trainer looks for labels among the arguments of the model's forward, and model mlp has none.
@@ -109,31 +109,15 @@ class TrainerDriver(TinyDriver):
     mean: ClassVar[str] = "token"
     preload: ClassVar[tuple[str, ...]] = _preload.TRAINER
     options: ClassVar[tuple[str, ...]] = (
-        "model",
-        "state_dict",
-        "compile",
-        "activation_checkpointing",
-        "grad_accum",
-        "cpu_offload",
-        "reshard_after_forward",
-        "dp_replicate",
-        "tp",
-        "cp",
+        *_options.OF_ALL,
+        *_options.OF_FSDP,
         "ep",
-        "use_orig_params",
         "cpu_ram_efficient_loading",
         "wrap_policy",
-        "frozen",
-        "lora",
         "save_only_model",
-        "float32_norms",
         "grad_accum_dtype",
-        "reduce_dtype",
-        "optimizer",
-        "checkpoints",
         "conflict",
         "packed",
-        "set",
     )
     sources: ClassVar[tuple[Source, ...]] = (
         Source(
@@ -159,7 +143,6 @@ class TrainerDriver(TinyDriver):
     walk_calls: ClassVar[type[Calls]] = TrainerCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TRAINER
 
-    optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adafactor", "muon", "adam8bit")
     trainer: Any = None
 
     @classmethod

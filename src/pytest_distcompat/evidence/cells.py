@@ -94,7 +94,7 @@ def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
     stored = [info for snapshot in trained for info in snapshot.parameters if info.trainable and info.local_numel]
     recorded: Mapping[str, Iterable[str]] = {
         "storage": [info.dtype for info in stored],
-        "compute": [info.output for snapshot in trained for info in snapshot.compute],
+        "compute": [dtype for snapshot in trained for dtype in snapshot.compute],
         "reduce": [dtype for snapshot in trained for dtype in _reduced(snapshot)],
         **{
             name: [dtype for step in steps for dtype in getattr(step, name)] for name in ("gradient", "master", "state")

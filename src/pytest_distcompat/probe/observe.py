@@ -27,7 +27,7 @@ from pytest_distcompat.probe.blocks import is_a, multiplies
 from pytest_distcompat.probe.layouts import secondary_ranks
 from pytest_distcompat.probe.optimizer import numbers_of, read_gradients
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype, valueless
-from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, DropoutInfo, StepInfo
+from pytest_distcompat.trace import CollectiveInfo, DropoutInfo, StepInfo
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -66,7 +66,8 @@ class Observer:
         """Register the step hooks; ``guarded`` wraps each function that torch calls, to keep exceptions away from a script."""
         self._guarded = guarded
         self.steps: list[StepInfo] = []
-        self.compute: dict[tuple[str, str, str], ComputeInfo] = {}
+        #: The dtypes that layers which multiply by a matrix gave out.
+        self.compute: set[str] = set()
         #: The sizes of the tensors of each kind of collective.
         self.collectives: dict[_Kind, list[int]] = defaultdict(list)
         self.inputs: list[str] = []
@@ -107,20 +108,19 @@ class Observer:
         """
         if not any(module in self._attached for module in model.modules()):
             self.attach(model)
-        for name, module in model.named_modules():
+        for module in model.modules():
             if is_a(module, "TensorParallel_Layer"):
-                module.register_forward_hook(self._forward_hook(name))
+                module.register_forward_hook(self._forward_hook())
 
     def attach_to_layers(self, model: Module) -> list[RemovableHandle]:
         """Register hooks on trainable parameters and on leaf modules that multiply by a matrix; return handles of the hooks."""
         reach = Hook(self._guarded("the gradient of a parameter", self._record_reached))
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._reached.update(dict.fromkeys(trainable, False))
-        layers = ((name, module) for name, module in model.named_modules() if multiplies(module))
         dropping = ((name, module) for name, module in model.named_modules() if isinstance(module, DROPOUTS))
         return [
             *(parameter.register_post_accumulate_grad_hook(reach) for parameter in trainable),  # type: ignore[no-untyped-call]  # torch
-            *(module.register_forward_hook(self._forward_hook(name)) for name, module in layers),
+            *(module.register_forward_hook(self._forward_hook()) for module in filter(multiplies, model.modules())),
             *(module.register_forward_hook(self._dropout_hook(name)) for name, module in dropping),
         ]
 
@@ -216,7 +216,7 @@ class Observer:
         """Return the fields of a Snapshot that were recorded here."""
         return {
             "steps": tuple(self.steps),
-            "compute": tuple(self.compute.values()),
+            "compute": tuple(sorted(self.compute)),
             "collectives": tuple(
                 CollectiveInfo(op, dtype, len(sizes), max(sizes), sum(sizes), ranks)
                 for (op, dtype, ranks), sizes in sorted(self.collectives.items())
@@ -227,14 +227,10 @@ class Observer:
             "recomputed": dict(self.recomputed),
         }
 
-    def _forward_hook(self, name: str) -> Hook:
-        def hook(module: Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _forward_hook(self) -> Hook:
+        def hook(_module: Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self.active and inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
-                weight = getattr(module, "weight", None)
-                stored = dtype_name(weight.dtype) if isinstance(weight, torch.Tensor) else ""
-                dtypes = (stored, dtype_name(inputs[0].dtype), dtype_name(output.dtype))
-                # One module for each combination of dtypes keeps the trace readable.
-                self.compute.setdefault(dtypes, ComputeInfo(name, *dtypes))
+                self.compute.add(dtype_name(output.dtype))
 
         return Hook(self._guarded("a forward hook of a layer", hook))
 

@@ -226,10 +226,9 @@ def _masters(model: Module, inner: Any, layout: Layout) -> Iterator[StateInfo]:
 def flat_masters(model: Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
     """Yield each live parameter with this rank's part of its master, a view of a flat partition; see ``_partitioned``."""
     for name, parameter in named_parameters(model):
-        if hasattr(parameter, "ds_tensor") and _has_master(parameter):
-            from deepspeed.utils import safe_get_local_fp32_param
-
-            yield name, parameter, safe_get_local_fp32_param(parameter).reshape(-1)[: zero3_shard(parameter).numel()]
+        if hasattr(parameter, "ds_tensor"):
+            if (master := _zero3_master(parameter)) is not None:
+                yield name, parameter, master.reshape(-1)[: zero3_shard(parameter).numel()]
         elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
             yield name, parameter, mapping.hp_fragment
 
@@ -256,14 +255,14 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 1
 
 
-def _has_master(parameter: torch.Tensor) -> bool:
-    """Tell whether the ZeRO-3 optimizer has the parameter: ZeRO-3 partitions parameters that are not optimized too."""
+def _zero3_master(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's part of a ZeRO-3 parameter's master; None for one that is partitioned and not optimized."""
     from deepspeed.utils import safe_get_local_fp32_param
 
-    try:
-        return safe_get_local_fp32_param(parameter) is not None
-    except (KeyError, AttributeError):
-        return False
+    with contextlib.suppress(KeyError, AttributeError):
+        found: torch.Tensor | None = safe_get_local_fp32_param(parameter)
+        return found
+    return None
 
 
 def read_scheduler(scheduler: Any) -> str:
