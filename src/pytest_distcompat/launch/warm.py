@@ -61,7 +61,7 @@ class WarmLauncher:
             if reuse is not None:
                 return self._run_reused(self._process, request, reuse)
             self.retire()
-            request = self._adapted(request, self._process.base)
+            request = environment.adapted(request, self._process.base, self._device)
             watch = self.watch = Watchdog(request)
             self._process.send(request)
             return self._conclude(self._process, watch, self._wait(self._process, watch))
@@ -92,10 +92,10 @@ class WarmLauncher:
         reused = self._reused
         if reused is None:
             environ = environment.of_ranks(os.environ, self._device, request.world_size)
-            ranks = self._adapted(request, process.base)
+            ranks = environment.adapted(request, process.base, self._device)
             reused = self._reused = ReusedRanks(ranks, reuse, process.directory / "reused", {**environ, **request.set})
             process.send(reused.start_request)
-        request = self._adapted(request, reused.environment)
+        request = environment.adapted(request, reused.environment, self._device)
         reused.send(request)
         watch = Watchdog(request, reused.files)
         answer = self._wait(process, watch, reused)
@@ -128,11 +128,6 @@ class WarmLauncher:
         self._reused = None
         reused.dismiss()
         return self._conclude(process, watch, self._wait(process, watch), left=reused.end_reason)
-
-    def _adapted(self, request: Request, base: Mapping[str, str]) -> Request:
-        """Return the request with the changes that ranks with the environment ``base`` need."""
-        wanted = environment.of_ranks(os.environ, self._device, len(request.here))
-        return environment.adapted(wanted, request.from_here(), base)
 
     def _wait(
         self, process: LauncherProcess, watch: Watchdog, reused: ReusedRanks | None = None
