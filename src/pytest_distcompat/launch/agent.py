@@ -208,7 +208,6 @@ def _rendezvous(request: Request, listens: Callable[[int], None]) -> OneNode | S
 def _agent(
     request: Request, entrypoint: Callable[[str], None], start_method: str, rendezvous: OneNode | SeveralNodes
 ) -> WaitingAgent:
-    """Return the agent of the request's ranks here."""
     spec = WorkerSpec(
         role="default",
         local_world_size=len(request.here),

@@ -38,7 +38,7 @@ class WarmLauncher:
     def warm_up(self) -> None:
         """Start the launcher process, without waiting until it is ready."""
         if self._process is None or not self._process.intact:
-            self._kill()
+            self.close(farewell=False)
             self._process = LauncherProcess(self._warmth, self._device)
 
     def get_warm(self) -> str:
@@ -48,7 +48,7 @@ class WarmLauncher:
         self.warm_up()
         assert self._process is not None
         if problem := self._process.get_warm():
-            self._kill()
+            self.close(farewell=False)
         return problem
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
@@ -67,7 +67,7 @@ class WarmLauncher:
             return self._conclude(self._process, watch, self._wait(self._process, watch))
         except BaseException:
             # Ctrl-C, or pytest-timeout's signal: no process of ours may live on.
-            self._kill()
+            self.close(farewell=False)
             raise
 
     @property
@@ -163,7 +163,7 @@ class WarmLauncher:
         left_over = kill(process.strays())
         ending = self._ending(process, watch, answer or {}, left_over=tuple(left_over), **more)
         if answer is None or "launch_error" in answer:
-            self._kill()
+            self.close(farewell=False)
         return ending
 
     def _ending(self, process: LauncherProcess, watch: Watchdog, answer: Mapping[str, Any], **more: Any) -> Ending:
@@ -195,12 +195,8 @@ class WarmLauncher:
         self._notice_given = bool(notice)
         return notice
 
-    def close(self) -> None:
-        """End the launcher process and all processes below it, once nothing runs there."""
-        self._kill(farewell=True)
-
-    def _kill(self, *, farewell: bool = False) -> None:
-        """Kill the launcher process and all below it; with ``farewell`` it may run its exit functions first."""
+    def close(self, *, farewell: bool = True) -> None:
+        """End the launcher process and all processes below it; with ``farewell`` it may run its exit functions first."""
         if self._reused is not None:
             self._reused.dismiss()
             self._reused = None

@@ -590,7 +590,6 @@ _NOT_STARTED: dict[str, Any] = {"processes": {}, "known": {}, "output": {}}
 
 
 def _bad(part: Mapping[str, Any]) -> bool:
-    """Tell whether a node's part of a run ended badly."""
     codes = [process["code"] for process in part["processes"].values()]
     return "lost" in part or not codes or any(codes) or bool(part["known"].get("launch_error"))
 
