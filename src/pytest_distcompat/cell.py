@@ -354,13 +354,7 @@ class Cell:
 
     def facets(self) -> dict[str, OptionValue | int]:
         """Return every facet with its value, including options at their default."""
-        fixed: dict[str, OptionValue | int] = {
-            "strategy": self.strategy,
-            "precision": self.precision,
-            "world_size": self.world_size,
-            "nodes": self.nodes,
-        }
-        return fixed | {name: self.option(name) for name in OPTIONS}
+        return {name: self.option(name) if name in OPTIONS else getattr(self, name) for name in FACETS}
 
     def __str__(self) -> str:
         return self.id

@@ -20,8 +20,8 @@ from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.judge import judge, skipped
 from pytest_distcompat.known import applying, concerned, shipped
-from pytest_distcompat.launch import WarmLauncher, Warmth
-from pytest_distcompat.launch.request import Request, import_path
+from pytest_distcompat.launch.request import Request, Warmth, import_path
+from pytest_distcompat.launch.warm import WarmLauncher
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
 from pytest_distcompat.leased import LeasedLauncher
 from pytest_distcompat.precisions import PRECISIONS

@@ -7,7 +7,10 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from pytest_distcompat.launch import Ending, Launcher, Request, Reuse
+from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.launcher import Launcher
+from pytest_distcompat.launch.request import Request
+from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Leak, Lease, Pool
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from filelock import FileLock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.events import Done, Event, SnapshotTaken, of_kind
-from pytest_distcompat.launch import Ending, Launcher, RankEnd, Request
-from pytest_distcompat.launch.ending import current_action
+from pytest_distcompat.launch.ending import Ending, RankEnd, current_action
+from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.rank_log import LogReader
+from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.stacks import without_launcher
 from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.scenario import Run, Scenario
@@ -33,33 +35,25 @@ DECODED_RUNS_KEPT = 16
 WORKER = "pytest_distcompat.worker"
 
 
+@dataclass(eq=False)
 class Runner:
-    """Runner of a session: keeps the results in ``store``, a directory that all its xdist workers share."""
+    """Runner of a session: keeps the results in ``store``, a directory that all its xdist workers share.
 
-    def __init__(
-        self,
-        store: Path,
-        launcher: Launcher,
-        *,
-        device: str,
-        timeout: float,
-        notice: Callable[[str], None] = print,
-        limits: Mapping[str, float] | None = None,
-        log_level: str = "",
-        worker: str = "",
-    ) -> None:
-        self.store = store
-        self._launcher = launcher
-        self._device = device
-        self._timeout = timeout
-        self._notice = notice
-        self._limits = dict(limits or {})
-        self._log_level = log_level
-        #: The worker of xdist, whose node agents alone have its checkpoints of each node.
-        self._worker = worker
-        #: The directories of the runs that this process has started, by the name of the run.
-        self.started: dict[Path, str] = {}
-        self._decoded: dict[Path, tuple[RunTrace, str]] = {}
+    ``worker`` is the worker of xdist, whose node agents alone have its checkpoints of each node. ``started`` has the directories
+    of the runs that this process has started, each with the name of the run.
+    """
+
+    store: Path
+    launcher: Launcher
+    _: KW_ONLY
+    device: str
+    timeout: float
+    notice: Callable[[str], None] = print
+    limits: Mapping[str, float] | None = None
+    log_level: str = ""
+    worker: str = ""
+    started: dict[Path, str] = field(default_factory=dict, init=False)
+    _decoded: dict[Path, tuple[RunTrace, str]] = field(default_factory=dict, init=False)
 
     def trace(self, driver: str, cell: Cell, scenario: Scenario) -> Trace:
         """Return the trace of a scenario. Runs that another check already needed are read, not run again."""
@@ -73,7 +67,7 @@ class Runner:
                 runs[run.name] = RunTrace(run.name, run_cell.world_size, (), end=earlier.end, cell=run_cell.id)
             else:
                 runs[run.name], notes[run.name] = self._trace(driver, cell, run, wanted.get(run.after))
-        return Trace(driver, runs, notes, self._limits)
+        return Trace(driver, runs, notes, dict(self.limits or {}))
 
     def directories(self, driver: str, cell: Cell, scenario: Scenario) -> dict[Path, str]:
         """Return the directories of a scenario's runs, each with the name of its run."""
@@ -114,22 +108,22 @@ class Runner:
             shutil.copytree(load_from, save_to, dirs_exist_ok=True)
         run_cell = run.cell(cell)
         names = str(save_to), str(load_from), str(export)
-        settings = (self._log_level, _on_each_node(cell, run))
-        payload = SuitePayload(driver, run_cell.id, cell.dp_size, self._device, run, *names, *settings)
+        settings = (self.log_level, _on_each_node(cell, run))
+        payload = SuitePayload(driver, run_cell.id, cell.dp_size, self.device, run, *names, *settings)
         request = Request(
             target=f"{WORKER}:run",
             payload=dataclasses.asdict(payload),
             world_size=run_cell.world_size,
             directory=str(directory),
-            timeout=self._timeout,
+            timeout=self.timeout,
             nodes=run_cell.nodes,
-            set=_threads(run_cell, self._device),
+            set=_threads(run_cell, self.device),
             # A run that loads a checkpoint uses other interpreters than the run that saved it, rank by rank.
             turn=0 if after is None else 1 if not after.after else 2,
         )
-        ending = self._launcher.run(request)
+        ending = self.launcher.run(request)
         if ending.notice:
-            self._notice(ending.notice)
+            self.notice(ending.notice)
         trace = run_trace(run.name, ending, run_cell)
         data = {
             "trace": dataclasses.asdict(dataclasses.replace(trace, snapshots=())),
@@ -149,11 +143,11 @@ class Runner:
         run_cell = run.cell(cell)
         ranks = f"-of_{cell.dp_size}" if run_cell.world_size != cell.world_size else ""
         origin = f"-after_{cell.id}" if run.after and run_cell != cell else ""
-        worker = f"-by_{self._worker}" if self._worker and _on_each_node(cell, run) else ""
+        worker = f"-by_{self.worker}" if self.worker and _on_each_node(cell, run) else ""
         text = f"{driver}-{run_cell.id}-{run.same_as or run.name}{ranks}{origin}{worker}"
         name = re.sub(r"[^\w.-]", "_", text)
         # A file name has 255 bytes, and a cell's id may be long.
-        return self.store / f"{name[:180]}-{hashlib.sha256(f'{text} {self._device}'.encode()).hexdigest()[:8]}"
+        return self.store / f"{name[:180]}-{hashlib.sha256(f'{text} {self.device}'.encode()).hexdigest()[:8]}"
 
 
 def _on_each_node(cell: Cell, run: Run) -> bool:

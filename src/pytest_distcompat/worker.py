@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-    from pytest_distcompat.launch import RankLog
+    from pytest_distcompat.launch.rank_log import RankLog
     from pytest_distcompat.probe.observe import Observer
 
 # Fork servers import this module: their ranks need not look for the registered items again.

@@ -28,7 +28,8 @@ import os
 import signal
 import subprocess
 import sys
-from pytest_distcompat.launch import WarmLauncher, Warmth
+from pytest_distcompat.launch.request import Warmth
+from pytest_distcompat.launch.warm import WarmLauncher
 
 def end(number, frame):
     raise OSError("ended")

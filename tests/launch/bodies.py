@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import psutil
 
 from pytest_distcompat.events import Note
-from pytest_distcompat.launch import RankLog
-from pytest_distcompat.launch.rank_log import read_events
+from pytest_distcompat.launch.rank_log import RankLog, read_events
 
 #: Set by a body, to be seen by no later run.
 touched = False

@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.launch import RankLog
+from pytest_distcompat.launch.rank_log import RankLog
 
 
 def change(payload: Mapping[str, Any], log: RankLog) -> None:

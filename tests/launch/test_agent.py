@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.launch import Request, WarmLauncher, agent
+from pytest_distcompat.launch import agent
+from pytest_distcompat.launch.request import Request
+from pytest_distcompat.launch.warm import WarmLauncher
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Run

@@ -15,7 +15,9 @@ import psutil
 import pytest
 from tests.launch.conftest import notes
 
-from pytest_distcompat.launch import Ending, WarmLauncher, Warmth
+from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.request import Warmth
+from pytest_distcompat.launch.warm import WarmLauncher
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Run

@@ -14,9 +14,11 @@ import pytest
 from tests.launch.conftest import notes
 
 from pytest_distcompat.events import pids_of
-from pytest_distcompat.launch import Ending, WarmLauncher, Warmth
+from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.launch.forking import LOGS
 from pytest_distcompat.launch.process import kill, sweep_shared_memory
+from pytest_distcompat.launch.request import Warmth
+from pytest_distcompat.launch.warm import WarmLauncher
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Run
@@ -367,7 +369,6 @@ def test_only_shared_memory_of_this_run_is_swept(shared_memory: Callable[[str], 
         shared_memory(f"deepspeed_allreduce_buffer_{uid}_127.0.0.1_{port}_10"),
         shared_memory(f"other_{uid}_127.0.0.1_{port}_0"),
     ]
-    assert sorted(sweep_shared_memory(range(2), port)) == sorted(path.name for path in ours)
+    sweep_shared_memory(range(2), port)
     assert not [path for path in ours if path.exists()]
     assert all(path.exists() for path in others)
-    assert sweep_shared_memory(range(2), port) == []

@@ -15,8 +15,11 @@ import pytest
 from tests.launch.conftest import notes
 
 from pytest_distcompat.events import Note
-from pytest_distcompat.launch import Ending, TorchrunLauncher, WarmLauncher, watchdog
+from pytest_distcompat.launch import watchdog
+from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.hosting import TorchrunLauncher
 from pytest_distcompat.launch.rank_log import read_events
+from pytest_distcompat.launch.warm import WarmLauncher
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Run
@@ -205,7 +208,8 @@ def test_the_fork_server_is_killed_while_ranks_run(run: Run) -> None:
 
 OWNER = """
 import sys
-from pytest_distcompat.launch import Request, WarmLauncher, Warmth
+from pytest_distcompat.launch.request import Request, Warmth
+from pytest_distcompat.launch.warm import WarmLauncher
 
 launcher = WarmLauncher(Warmth(modules=("torch.distributed",)))
 launcher.run(Request("bodies:act", {"acts": {"0": "sleep", "1": "deaf"}}, 2, sys.argv[1]))

@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.launch.conftest import notes
 
-from pytest_distcompat.launch import Ending, Request, WarmLauncher, library_state
+from pytest_distcompat.launch import library_state
+from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.launch.process_state import _at_exit
+from pytest_distcompat.launch.request import Request
+from pytest_distcompat.launch.warm import WarmLauncher
 from pytest_distcompat.probe.live import _not_saved
 
 if TYPE_CHECKING:

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_distcompat import devices
-from pytest_distcompat.launch import LAUNCHERS, Ending, RankEnd, Request, Reuse, Warmth
+from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.hosting import LAUNCHERS
+from pytest_distcompat.launch.request import Request, Warmth
+from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import pool
 from pytest_distcompat.plugin.marked.phase import Phase
 

@@ -12,8 +12,11 @@ import pytest
 
 from pytest_distcompat import clock
 from pytest_distcompat.executors import Executor
-from pytest_distcompat.launch import Ending, Launcher, Request, Reuse, Warmth
-from pytest_distcompat.nodes.agent import boot_id
+from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.launcher import Launcher
+from pytest_distcompat.launch.request import Request, Warmth
+from pytest_distcompat.launch.reused_ranks import Reuse
+from pytest_distcompat.lease.pool import boot_id
 from pytest_distcompat.nodes.channel import Channel
 from pytest_distcompat.nodes.launcher import Node, NodesLauncher, Settings
 

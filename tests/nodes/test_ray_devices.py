@@ -175,7 +175,7 @@ def test_the_pool_of_pytests_node_leases_what_is_given(tmp_path: Path, monkeypat
         yield {"": ["1"]}
         held.remove(who)
 
-    pool = ScheduledPool(ask, Inventory("gpu", ("GPU-a", "GPU-b")), memory=lambda _: {})
+    pool = ScheduledPool(None, Inventory("gpu", ("GPU-a", "GPU-b")), ask=ask, memory=lambda _: {})
 
     def failing() -> None:
         with pool.lease(1, who="a test") as lease, pool.lease(1, who="its script") as inner:

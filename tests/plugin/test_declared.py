@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.checks import CHECKS, Check
-from pytest_distcompat.launch import Ending, RankEnd, Request
+from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.request import Request
 from pytest_distcompat.plugin.marked.phase import XFAILED, Phase
 from pytest_distcompat.scenario import TRAIN
 

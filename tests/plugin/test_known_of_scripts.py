@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_distcompat.launch import Ending, RankEnd
+from pytest_distcompat.launch.ending import Ending, RankEnd
 from pytest_distcompat.launch.hosting import Hosted
 from pytest_distcompat.scripts.events import Saved
 from pytest_distcompat.scripts.recorder import STRIDE

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.plugin.conftest import codes
 
-from pytest_distcompat.launch import RankEnd
+from pytest_distcompat.launch.ending import RankEnd
 from pytest_distcompat.plugin.marked.outcome import Phases, merge
 from pytest_distcompat.plugin.marked.phase import XFAILED, Phase
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem
-from pytest_distcompat.launch import Ending
+from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.scripts import ScriptRun, launch
 from pytest_distcompat.scripts.launching import Host

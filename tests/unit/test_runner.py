@@ -13,7 +13,10 @@ from tests.launchers import WithoutProcesses
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.events import Action, Done, Event, SnapshotTaken
-from pytest_distcompat.launch import Ending, RankEnd, RankLog, Request, Reuse
+from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.rank_log import RankLog
+from pytest_distcompat.launch.request import Request
+from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.runner import Runner, rank_reports, run_trace
 from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TRAIN_RUN, Run, Scenario
 

@@ -72,18 +72,6 @@ class SeveralNodes(DynamicRendezvousHandler):
 
     port = number = 0
 
-    @classmethod
-    def at(cls, place: Place, store: Any, timeout: float) -> SeveralNodes:
-        """Return the rendezvous of one node, on the store that all of them share."""
-        backend = C10dRendezvousBackend(store, place.run_id)
-        limits = RendezvousTimeout(join=timedelta(seconds=timeout))
-        made = cls.from_backend(
-            place.run_id, store, backend, place.nodes, place.nodes, local_addr=place.address, timeout=limits
-        )
-        assert isinstance(made, cls)
-        made.number = place.number
-        return made
-
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other agents, and note the port of the ranks' store."""
         # torch looks for the other nodes once a second, which is most of a warm run.
@@ -100,14 +88,6 @@ class SeveralNodes(DynamicRendezvousHandler):
 
     def _create_tcp_store_server(self, master_addr: str, server_port: int) -> Any:  # noqa: ARG002 - torch's signature
         return _store_on(loopback.listen(master_addr), master_addr)
-
-
-def meeting_store(place: Place, timeout: float) -> Any:
-    """Return the store on which the agents of several nodes meet: node 0 opens it, the others connect to it."""
-    host, port = place.store
-    if place.number == 0:
-        return _store_on(loopback.listen(host), host)
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
 def _store_on(listening: socket.socket, host: str = loopback.HOST) -> Any:
@@ -205,20 +185,29 @@ def run(
 
 
 def _rendezvous(request: Request, listens: Callable[[int], None]) -> OneNode | SeveralNodes:
-    """Return the rendezvous of the request's nodes."""
+    """Return the rendezvous of the request's nodes. Of several, node 0 opens the store on which they meet."""
     if not request.place:
         return OneNode()
-    place = Place(**request.place)
-    store = meeting_store(place, request.timeout)
+    place, limit = Place(**request.place), timedelta(seconds=request.timeout)
+    host, port = place.store
     if place.number == 0:
+        store = _store_on(loopback.listen(host), host)
         listens(store.port)
-    return SeveralNodes.at(place, store, request.timeout)
+    else:
+        store = TCPStore(host, port, is_master=False, timeout=limit)
+    backend, nodes = C10dRendezvousBackend(store, place.run_id), place.nodes
+    limits = RendezvousTimeout(join=limit)
+    made = SeveralNodes.from_backend(
+        place.run_id, store, backend, nodes, nodes, local_addr=place.address, timeout=limits
+    )
+    assert isinstance(made, SeveralNodes)
+    made.number = place.number
+    return made
 
 
 def _agent(
     request: Request, entrypoint: Callable[[str], None], start_method: str, rendezvous: OneNode | SeveralNodes
 ) -> WaitingAgent:
-    """Return the agent of the request's ranks here."""
     spec = WorkerSpec(
         role="default",
         local_world_size=len(request.here),

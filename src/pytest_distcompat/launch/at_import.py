@@ -106,7 +106,8 @@ class Watch:
         self._generators: Mapping[str, Any] = {}
         self._open: frozenset[tuple[int, str]] = frozenset()
         self._shared: frozenset[str] = frozenset()
-        self._undo = contextlib.ExitStack()
+        #: What is undone when the watch is over.
+        self.undo = contextlib.ExitStack()
 
     def __enter__(self) -> Watch:  # noqa: PYI034 - Self is not in Python 3.10
         global active  # noqa: PLW0603 - a process has one
@@ -114,18 +115,18 @@ class Watch:
         self._compare_state(report=False)
         self._shared = _shared_memory()
         for environ in (os.environ, os.environb):
-            self._undo.callback(setattr, environ, "__class__", type(environ))
+            self.undo.callback(setattr, environ, "__class__", type(environ))
             _watch_environment(environ, self._variable_read, self._variable_written)
         for module in (builtins, io, os):
             self._watch_open(module)
         self.watch_loader(importlib.machinery.SourceFileLoader)
-        self._undo.callback(sys.setprofile, sys.getprofile())
+        self.undo.callback(sys.setprofile, sys.getprofile())
         return self
 
     def __exit__(self, *_: object) -> None:
         global active  # noqa: PLW0603 - a process has one
         active = None
-        self._undo.close()
+        self.undo.close()
         for one in sorted(_shared_memory() - self._shared):
             self.findings.add(f"memory that processes share ({one}) is mapped at import", EVERY_TEST)
 
@@ -151,9 +152,9 @@ class Watch:
 
         kind.exec_module = exec_module
         if inherited:
-            self._undo.callback(delattr, kind, "exec_module")
+            self.undo.callback(delattr, kind, "exec_module")
         else:
-            self._undo.callback(setattr, kind, "exec_module", execute)
+            self.undo.callback(setattr, kind, "exec_module", execute)
 
     def hook(self, name: str, *, alone: bool = False) -> contextlib.AbstractContextManager[None]:
         """Watch a hook that calls functions of the user's, beside others. What they read concerns every test.
@@ -161,10 +162,6 @@ class Watch:
         If one such function runs ``alone``, what it draws and leaves open is found too.
         """
         return self._running(_Importing(name, "", own=True, alone=alone))
-
-    def at_end(self, undo: Callable[[], object]) -> None:
-        """Call ``undo`` when the watch is over."""
-        self._undo.callback(undo)
 
     def only_in(self, files: set[str]) -> None:
         """Make findings concern every test, except those in these test modules, which concern only themselves.
@@ -307,7 +304,7 @@ class Watch:
             return ordinary(file, *args, **kwargs)
 
         module.open = watched
-        self._undo.callback(setattr, module, "open", ordinary)
+        self.undo.callback(setattr, module, "open", ordinary)
 
     def _is_named_elsewhere(self, file: str) -> bool:
         pattern = re.compile(rf"\b{re.escape(Path(file).stem)}\b")
@@ -332,7 +329,8 @@ def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) ->
 
         @functools.wraps(method)
         def call(environ: Any, *arguments: Any) -> Any:
-            report(os.fsdecode(arguments[0]) if name in _OF_A_VARIABLE else "", _caller())
+            # The other methods are of the whole environment.
+            report(os.fsdecode(arguments[0]) if name.endswith(("item__", "contains__")) else "", _caller())
             result = method(environ, *arguments)
             if name == "__reduce_ex__":
                 # Of ``copy``, whose copies outlive the class below.
@@ -346,10 +344,6 @@ def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) ->
     methods = {name: watched(name, read) for name in reads}
     methods |= {name: watched(name, written) for name in ("__setitem__", "__delitem__")}
     environ.__class__ = type(ordinary.__name__, (ordinary,), methods)
-
-
-#: The methods of the environment whose first argument is the name of a variable.
-_OF_A_VARIABLE = frozenset({"__getitem__", "__contains__", "__setitem__", "__delitem__"})
 
 
 def _user_of_environment(frame: FrameType | None) -> tuple[bool, FrameType | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 
@@ -40,9 +41,10 @@ def of_launcher(now: Mapping[str, str], device: str) -> dict[str, str]:
     return environment
 
 
-def adapted(wanted: Mapping[str, str], request: Request, base: Mapping[str, str]) -> Request:
-    """Return the request with the changes that turn the environment ``base`` into ``wanted`` and what the request sets."""
-    now = {**wanted, **request.set}
+def adapted(request: Request, base: Mapping[str, str], device: str) -> Request:
+    """Return the request from here, with the changes that turn the environment ``base`` into the one that its ranks need."""
+    request = request.from_here()
+    now = {**of_ranks(os.environ, device, len(request.here)), **request.set}
     names = {name for name in {*now, *base} if not OF_THE_AGENT.fullmatch(name)}
     changed = sorted(name for name in names if now.get(name) != base.get(name))
     return dataclasses.replace(

@@ -145,7 +145,6 @@ class Hosted:
                 self._exited_at[rank] = clock.now()
 
     def _close(self) -> None:
-        """Kill all processes that still run, and the supervisor."""
         kill(self._processes())
         assert self._supervisor.stdin is not None
         self._supervisor.stdin.close()

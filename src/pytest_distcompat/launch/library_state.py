@@ -26,7 +26,6 @@ class Registered(dict[Any, Any]):  # noqa: PLW1641 - a dict has no hash either
         return isinstance(before, Registered) and before.items() <= self.items()
 
     def __ne__(self, before: object) -> bool:
-        """Return whether something that was registered before is gone, or is another."""
         return not self == before
 
 

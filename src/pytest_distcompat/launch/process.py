@@ -173,9 +173,15 @@ def run_exit_functions() -> None:
     """
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()  # noqa: SLF001 - see the docstring
-    for stream in (sys.stdout, sys.stderr):
+    flush()
+
+
+def flush() -> None:
+    """Write out what Python buffers of this process's output."""
+    # A test may have replaced the first two.
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+            stream.flush()  # type: ignore[union-attr]  # None, without a console
 
 
 def native_threads() -> Counter[str]:
@@ -187,16 +193,13 @@ def native_threads() -> Counter[str]:
     return names
 
 
-def sweep_shared_memory(ranks: Iterable[int], master_port: int) -> list[str]:
-    """Remove what DeepSpeed's CPU collectives leave in /dev/shm, and return the names of the files removed.
+def sweep_shared_memory(ranks: Iterable[int], master_port: int) -> None:
+    """Remove what DeepSpeed's CPU collectives leave in /dev/shm.
 
     They are named ``deepspeed_allreduce_buffer_<uid>_<addr>_<port>_<rank>`` and never unlinked
     (https://github.com/deepspeedai/DeepSpeed, csrc/cpu/comm/shm.cpp). Uid, port and rank make sure that they are ours.
     """
-    removed = []
     for rank in ranks:
         for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer*_{os.getuid()}_*_{master_port}_{rank}"):  # noqa: S108 - that is where they are
             with contextlib.suppress(OSError):
                 path.unlink()
-                removed.append(path.name)
-    return removed

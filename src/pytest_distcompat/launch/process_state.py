@@ -38,7 +38,6 @@ import time
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -80,87 +79,79 @@ _libc = ctypes.CDLL(None)
 _libm = ctypes.CDLL("libm.so.6")
 
 
-@dataclass(frozen=True)
-class ProcessState:
-    """The state that must be the same after a test as before it, by name."""
+def state_now() -> dict[str, Any]:
+    """Return the state of this process that must be the same after a test as before it, by name."""
+    same: dict[str, Any] = {
+        "the environment": dict(os.environ),
+        "the working directory": _working_directory(),
+        "the file mode mask": _file_mode_mask(),
+        "sys.path": list(sys.path),
+        "signal handlers": list(map(_handler, _SIGNALS)),
+        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "the file that signals wake up": _wakeup_descriptor(),
+        # The remaining time is less each time.
+        "timers": [any(signal.getitimer(timer)) for timer in _TIMERS],
+        "resource limits": list(map(resource.getrlimit, _RESOURCES)),
+        "user, group and session": (os.getresuid(), os.getresgid(), os.getgroups(), os.getpgid(0), os.getsid(0)),
+        "prctl settings": _kernel_settings(),
+        "how numbers are rounded": _libm.fegetround(),
+        "which operations on numbers raise a signal": _libm.fegetexcept(),
+        "its personality and its turn to be killed": (_libc.personality(_READ_PERSONALITY), _oom_score()),
+        "the CPUs it may use": (
+            *(os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
+            *(os.sched_getparam(0).sched_priority, _process(os.getpid()).ionice()),
+        ),
+        "the standard streams": (sys.stdin, sys.stdout, sys.stderr, _descriptors()),
+        "threads": set(threading.enumerate()),
+        "garbage collection": (
+            *(gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks), _has_frozen_objects()),
+        ),
+        "import hooks": (list(sys.meta_path), list(sys.path_hooks)),
+        "the interpreter's settings": _interpreter(),
+        "warning filters": list(warnings.filters),
+        "functions of warnings": (warnings.showwarning, warnings.formatwarning),
+        "the default time limit of sockets": socket.getdefaulttimeout(),
+        "how text is encoded that does not fit": list(map(codecs.lookup_error, _ERROR_HANDLERS)),
+        "how objects are pickled": Registered(copyreg.dispatch_table),
+        "the locale": locale.setlocale(locale.LC_ALL),
+        "the time zone": (time.tzname, time.timezone),
+        "builtins, os or time": [tuple(vars(module).values()) for module in _PATCHED],
+        "functions of the standard library": [tuple(vars(module).values()) for module in _ALSO_PATCHED],
+        "what is to be done at exit": _at_exit(),
+        "multiprocessing's start method": multiprocessing.get_start_method(allow_none=True),
+        "multiprocessing's interpreter": multiprocessing.spawn.get_executable(),
+        "the directory of temporary files": tempfile.tempdir or _first_of_temporaries(),
+        "logging": (
+            *(logging.root.level, list(logging.root.handlers), logging.root.manager.disable, logging.lastResort),
+            *(logging.raiseExceptions, logging.getLoggerClass(), logging.getLogRecordFactory()),
+            *map(logging.getLevelName, _LEVELS),
+        ),
+        "loggers": _Loggers(),
+    }
+    # torch sets its own hook with each process group, and leaves it.
+    if not str(getattr(sys.excepthook, "__module__", "")).startswith("torch."):
+        same["sys.excepthook"] = sys.excepthook
+    of_libraries = (*SETTINGS.items(), *SINGLETONS.items())
+    same |= {name: _read(read, sys.modules[module]) for name, (module, read) in of_libraries if module in sys.modules}
+    # Last, because reading the context of decimal numbers makes one.
+    same["context variables"] = contextvars.copy_context()
+    return same
 
-    same: dict[str, Any]
 
-    @classmethod
-    def now(cls) -> ProcessState:
-        """Return the state of this process."""
-        same: dict[str, Any] = {
-            "the environment": dict(os.environ),
-            "the working directory": _working_directory(),
-            "the file mode mask": _file_mode_mask(),
-            "sys.path": list(sys.path),
-            "signal handlers": list(map(_handler, _SIGNALS)),
-            "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-            "the file that signals wake up": _wakeup_descriptor(),
-            # The remaining time is less each time.
-            "timers": [any(signal.getitimer(timer)) for timer in _TIMERS],
-            "resource limits": list(map(resource.getrlimit, _RESOURCES)),
-            "user, group and session": (os.getresuid(), os.getresgid(), os.getgroups(), os.getpgid(0), os.getsid(0)),
-            "prctl settings": _kernel_settings(),
-            "how numbers are rounded": _libm.fegetround(),
-            "which operations on numbers raise a signal": _libm.fegetexcept(),
-            "its personality and its turn to be killed": (_libc.personality(_READ_PERSONALITY), _oom_score()),
-            "the CPUs it may use": (
-                *(os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
-                *(os.sched_getparam(0).sched_priority, _process(os.getpid()).ionice()),
-            ),
-            "the standard streams": (sys.stdin, sys.stdout, sys.stderr, _descriptors()),
-            "threads": set(threading.enumerate()),
-            "garbage collection": (
-                *(gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks), _has_frozen_objects()),
-            ),
-            "import hooks": (list(sys.meta_path), list(sys.path_hooks)),
-            "the interpreter's settings": _interpreter(),
-            "warning filters": list(warnings.filters),
-            "functions of warnings": (warnings.showwarning, warnings.formatwarning),
-            "the default time limit of sockets": socket.getdefaulttimeout(),
-            "how text is encoded that does not fit": list(map(codecs.lookup_error, _ERROR_HANDLERS)),
-            "how objects are pickled": Registered(copyreg.dispatch_table),
-            "the locale": locale.setlocale(locale.LC_ALL),
-            "the time zone": (time.tzname, time.timezone),
-            "builtins, os or time": [tuple(vars(module).values()) for module in _PATCHED],
-            "functions of the standard library": [tuple(vars(module).values()) for module in _ALSO_PATCHED],
-            "what is to be done at exit": _at_exit(),
-            "multiprocessing's start method": multiprocessing.get_start_method(allow_none=True),
-            "multiprocessing's interpreter": multiprocessing.spawn.get_executable(),
-            "the directory of temporary files": tempfile.tempdir or _first_of_temporaries(),
-            "logging": (
-                *(logging.root.level, list(logging.root.handlers), logging.root.manager.disable, logging.lastResort),
-                *(logging.raiseExceptions, logging.getLoggerClass(), logging.getLogRecordFactory()),
-                *map(logging.getLevelName, _LEVELS),
-            ),
-            "loggers": _Loggers(),
-        }
-        # torch sets its own hook with each process group, and leaves it.
-        if not str(getattr(sys.excepthook, "__module__", "")).startswith("torch."):
-            same["sys.excepthook"] = sys.excepthook
-        of_libraries = (*SETTINGS.items(), *SINGLETONS.items())
-        same |= {
-            name: _read(read, sys.modules[module]) for name, (module, read) in of_libraries if module in sys.modules
-        }
-        # Last, because reading the context of decimal numbers makes one.
-        same["context variables"] = contextvars.copy_context()
-        return cls(same)
+def changes(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Return what differs from the state ``before``, each with the part of it that changed.
 
-    def changes(self, before: ProcessState) -> list[str]:
-        """Return what differs from ``before``, each with the part of it that changed.
-
-        The state of a library that was imported meanwhile is added to ``before``.
-        """
-        # The first settings of such a library are unknown. But its singletons did not exist.
-        expected = {**self.same, **dict.fromkeys(SINGLETONS, False), **before.same}
-        for name, value in self.same.items():
-            before.same.setdefault(name, value)
-        return [
-            described(name, expected[name], value, _LABELS.get(name, ()))
-            for name, value in self.same.items()
-            if value != expected[name]
-        ]
+    The state of a library that was imported meanwhile is added to ``before``.
+    """
+    # The first settings of such a library are unknown. But its singletons did not exist.
+    expected = {**now, **dict.fromkeys(SINGLETONS, False), **before}
+    for name, value in now.items():
+        before.setdefault(name, value)
+    return [
+        described(name, expected[name], value, _LABELS.get(name, ()))
+        for name, value in now.items()
+        if value != expected[name]
+    ]
 
 
 def described(name: str, was: Any, now: Any, labels: Sequence[str] = ()) -> str:

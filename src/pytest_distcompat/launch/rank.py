@@ -27,7 +27,7 @@ from pytest_distcompat.events import Done, Error, Event, Start, has_ended, of_ki
 from pytest_distcompat.excerpt import explained
 from pytest_distcompat.launch import deaths, flight_recorder, pristine_builtins, randomness
 from pytest_distcompat.launch.peers import lost_peer
-from pytest_distcompat.launch.process import die_with_parent, run_exit_functions
+from pytest_distcompat.launch.process import die_with_parent, flush, run_exit_functions
 from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
 from pytest_distcompat.launch.request import Request, extend_import_path
 from pytest_distcompat.launch.stacks import STACK_SIGNAL, format_error, request_stack, stack_file
@@ -98,7 +98,10 @@ def perform(request: Request, *, by_hand: bool = False, debugged: int | None = N
             getattr(importlib.import_module(module), function)(request.payload, log)
         except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
             debug(log, error)
-            fail(request, log, error)
+            # The rank may have reported one before.
+            if not of_kind(Error, read_events(request.directory, number)):
+                report_error(log, error)
+            leave_failed(request.directory, request.world_size)
         if pristine_builtins.own_pid() != own:
             # This is a child that the target forked, and that came back here in the rank's place. The rank itself may be gone:
             # only it may log that it is done, and answer the parent.
@@ -127,13 +130,6 @@ def debug(log: RankLog, error: BaseException) -> None:
     clock.wait_until(
         lambda: has_ended(event for event in logs.read()[debugged] if event.time > began), math.inf, every=0.1
     )
-
-
-def fail(request: Request, log: RankLog, error: BaseException) -> NoReturn:
-    """Report the error, unless the rank has reported one before, and end this process."""
-    if not of_kind(Error, read_events(request.directory, log.rank)):
-        report_error(log, error)
-    leave_failed(request.directory, request.world_size)
 
 
 def _use_threads() -> None:
@@ -169,14 +165,6 @@ def report_error(log: RankLog, error: BaseException) -> None:
 def message_of(error: BaseException) -> str:
     """Return the error's message in one line, or in as many as a SyntaxError has."""
     return explained("".join(pristine_builtins.format_exception_only(error)).strip())
-
-
-def flush() -> None:
-    """Write out what Python buffers of this process's output."""
-    # A test may have replaced the first two.
-    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()  # type: ignore[union-attr]  # None, without a console
 
 
 #: Messages of gloo, the store, ``monitored_barrier`` and NCCL's watchdog when they give up waiting.

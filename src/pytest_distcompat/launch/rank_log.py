@@ -76,21 +76,15 @@ class LogReader:
                 raw = file.read()
                 whole = raw[: raw.rfind(b"\n") + 1]
                 self._positions[rank] = inode, offset + len(whole)
-                self._add(self._events[rank], whole)
+                events = self._events[rank]
+                for line in whole.splitlines():
+                    with contextlib.suppress(ValueError):
+                        event = decode_event(pristine_builtins.decode(line.decode("utf-8", "replace")))
+                        # A forked child writes ``done`` to the same file, while the rank may be gone without it.
+                        own = {None, getattr(events[0], "pid", None)} if events else {None}
+                        if event is not None and not (isinstance(event, Done) and event.pid not in own):
+                            events.append(event)
         return self._events
-
-    @staticmethod
-    def _add(events: list[Event], lines: bytes) -> None:
-        for line in lines.splitlines():
-            try:
-                event = decode_event(pristine_builtins.decode(line.decode("utf-8", "replace")))
-            except ValueError:
-                continue
-            # A forked child writes ``done`` to the same file, while the rank may be gone without it.
-            first = events[0] if events else None
-            by_child = isinstance(event, Done) and event.pid not in {None, getattr(first, "pid", None)}
-            if event is not None and not by_child:
-                events.append(event)
 
 
 def read_events(directory: str | Path, rank: int) -> Sequence[Event]:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.launch import pristine_builtins, randomness, rank
-from pytest_distcompat.launch.process_state import ProcessState, grown, sizes
+from pytest_distcompat.launch.process import flush
+from pytest_distcompat.launch.process_state import changes, grown, sizes, state_now
 from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.launch.request import Request
 
@@ -93,7 +94,7 @@ class ReusedRank:
 
     def reset_baseline(self) -> None:
         """Record the current state as the one to compare with: no test has caused the changes so far."""
-        self._baseline = ProcessState.now()
+        self._baseline = state_now()
         #: ``sys.path`` as it is between two requests.
         self.path = list(sys.path)
 
@@ -104,7 +105,7 @@ class ReusedRank:
         """
         settings = (request.set, request.unset, request.cwd, request.import_path)
         if settings != self._settings:
-            self._settings, self._baseline = settings, ProcessState.now()
+            self._settings, self._baseline = settings, state_now()
 
     def changes(self) -> list[str]:
         """Return the names of the state that the request changed, and of what has grown too much.
@@ -112,7 +113,7 @@ class ReusedRank:
         State that cannot be read counts as a change, and the verdict stands.
         """
         try:
-            return ProcessState.now().changes(self._baseline) + grown(self._sizes)
+            return changes(state_now(), self._baseline) + grown(self._sizes)
         except Exception as error:
             return [f"state that cannot be read ({rank.message_of(error)})"]
 
@@ -140,7 +141,7 @@ class ReusedRank:
         if self.group is not None and not (self.sound and self._destroy_group(DESTROY_TIMEOUT_AT_END_S)):
             # A forked rank ends by os._exit anyway; in a spawned one the interpreter would destroy the group.
             atexit.register(os._exit, 0)
-            atexit.register(rank.flush)
+            atexit.register(flush)
 
     def _destroy_group(self, seconds: float) -> bool:
         """Destroy the process group; return whether that took no longer than ``seconds``."""
@@ -244,7 +245,7 @@ def _perform(reused: ReusedRank, request: Request) -> list[str]:
         reused.begin(request)
         rank.perform(request)
         # What comes next in this run's logs is the next request's.
-        rank.flush()
+        flush()
         # The check starts only when all ranks have finished the request, so that it cannot pair with a collective that a
         # test left unmatched.
         wait_for_all = reused.store.announce_done()

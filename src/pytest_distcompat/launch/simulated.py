@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.events import Done, of_kind
@@ -55,9 +54,5 @@ class SimulatingLauncher(Launcher):
             else RankProcess(code, ended_by_us=timed_out, ended_at=clock.now(), output=text)
             for rank, found in events.items()
         }
-        more: dict[str, Any] = {
-            "seconds": clock.now() - began,
-            "timeout": request.timeout,
-            "command": " ".join(command),
-        }
-        return conclude(events, processes, timed_out=timed_out, **more)
+        seconds, line = clock.now() - began, " ".join(command)
+        return conclude(events, processes, timed_out=timed_out, seconds=seconds, timeout=request.timeout, command=line)

@@ -38,7 +38,7 @@ class WarmLauncher:
     def warm_up(self) -> None:
         """Start the launcher process, without waiting until it is ready."""
         if self._process is None or not self._process.intact:
-            self._kill()
+            self.close(farewell=False)
             self._process = LauncherProcess(self._warmth, self._device)
 
     def get_warm(self) -> str:
@@ -48,7 +48,7 @@ class WarmLauncher:
         self.warm_up()
         assert self._process is not None
         if problem := self._process.get_warm():
-            self._kill()
+            self.close(farewell=False)
         return problem
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
@@ -61,13 +61,13 @@ class WarmLauncher:
             if reuse is not None:
                 return self._run_reused(self._process, request, reuse)
             self.retire()
-            request = self._adapted(request, self._process.base)
+            request = environment.adapted(request, self._process.base, self._device)
             watch = self.watch = Watchdog(request)
             self._process.send(request)
             return self._conclude(self._process, watch, self._wait(self._process, watch))
         except BaseException:
             # Ctrl-C, or pytest-timeout's signal: no process of ours may live on.
-            self._kill()
+            self.close(farewell=False)
             raise
 
     @property
@@ -92,10 +92,10 @@ class WarmLauncher:
         reused = self._reused
         if reused is None:
             environ = environment.of_ranks(os.environ, self._device, request.world_size)
-            ranks = self._adapted(request, process.base)
+            ranks = environment.adapted(request, process.base, self._device)
             reused = self._reused = ReusedRanks(ranks, reuse, process.directory / "reused", {**environ, **request.set})
             process.send(reused.start_request)
-        request = self._adapted(request, reused.environment)
+        request = environment.adapted(request, reused.environment, self._device)
         reused.send(request)
         watch = Watchdog(request, reused.files)
         answer = self._wait(process, watch, reused)
@@ -128,11 +128,6 @@ class WarmLauncher:
         self._reused = None
         reused.dismiss()
         return self._conclude(process, watch, self._wait(process, watch), left=reused.end_reason)
-
-    def _adapted(self, request: Request, base: Mapping[str, str]) -> Request:
-        """Return the request with the changes that ranks with the environment ``base`` need."""
-        wanted = environment.of_ranks(os.environ, self._device, len(request.here))
-        return environment.adapted(wanted, request.from_here(), base)
 
     def _wait(
         self, process: LauncherProcess, watch: Watchdog, reused: ReusedRanks | None = None
@@ -168,7 +163,7 @@ class WarmLauncher:
         left_over = kill(process.strays())
         ending = self._ending(process, watch, answer or {}, left_over=tuple(left_over), **more)
         if answer is None or "launch_error" in answer:
-            self._kill()
+            self.close(farewell=False)
         return ending
 
     def _ending(self, process: LauncherProcess, watch: Watchdog, answer: Mapping[str, Any], **more: Any) -> Ending:
@@ -200,12 +195,8 @@ class WarmLauncher:
         self._notice_given = bool(notice)
         return notice
 
-    def close(self) -> None:
-        """End the launcher process and all processes below it, once nothing runs there."""
-        self._kill(farewell=True)
-
-    def _kill(self, *, farewell: bool = False) -> None:
-        """Kill the launcher process and all below it; with ``farewell`` it may run its exit functions first."""
+    def close(self, *, farewell: bool = True) -> None:
+        """End the launcher process and all processes below it; with ``farewell`` it may run its exit functions first."""
         if self._reused is not None:
             self._reused.dismiss()
             self._reused = None

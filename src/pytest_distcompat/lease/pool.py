@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -77,6 +77,7 @@ def _held() -> frozenset[Path]:
     return held
 
 
+@dataclass(eq=False)
 class Pool:
     """Devices of an inventory, leased through a directory that all processes share.
 
@@ -94,27 +95,21 @@ class Pool:
         UsageProblem: If the directory is not this user's own.
     """
 
-    def __init__(
-        self,
-        directory: Path | None,
-        inventory: Inventory,
-        *,
-        memory: Memory | None = None,
-        free_timeout: float = FREE_TIMEOUT_S,
-        timeline: Path | None = None,
-        worker: str = "",
-        session: str = "",
-        notify: Callable[[str], None] | None = None,
-    ) -> None:
-        self.inventory = inventory
-        self._directory = LeaseDirectory(directory or default_directory())
+    directory: Path | None
+    inventory: Inventory
+    _: KW_ONLY
+    memory: Memory | None = None
+    free_timeout: float = FREE_TIMEOUT_S
+    timeline: Path | None = None
+    worker: str = ""
+    session: str = ""
+    notify: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._directory = LeaseDirectory(self.directory or default_directory())
         self._queue = Queue(self._directory)
-        self._memory = memory or devices.used_memory
-        self._free_timeout = free_timeout
-        self._timeline = timeline
-        self._worker = worker
-        self._notify = notify
-        self._run = session or str(timeline or "")
+        self._memory = self.memory or devices.used_memory
+        self._run = self.session or str(self.timeline or "")
         self._watch: Watch | None = None
         #: Holders that a request has given up on, so that the next one need not wait for them again.
         self._given_up: set[Blocker] = set()
@@ -168,11 +163,11 @@ class Pool:
                     lease.leak += lease.own_leak
                     for name in ids:
                         self._path(name, "json").unlink(missing_ok=True)
-                    if self._timeline is not None:
+                    if self.timeline is not None:
                         # The record is for reports only.
                         with contextlib.suppress(OSError):
                             times = (requested, granted, clock.now())
-                            append(self._timeline, Span(ids, who, owner, *times, lease.leak, self._worker, waited_for))
+                            append(self.timeline, Span(ids, who, owner, *times, lease.leak, self.worker, waited_for))
 
     @property
     def waits(self) -> str:
@@ -208,7 +203,7 @@ class Pool:
             yield from filter(None, map(self._holder, names))
             yield from ahead(ticket, self._queue.waiting())
 
-        watch = Watch(self.inventory, count, who, blockers, self._given_up, run=self._run, notify=self._notify)
+        watch = Watch(self.inventory, count, who, blockers, self._given_up, run=self._run, notify=self.notify)
         self._watch = watch
         try:
             with self._queue.ticket(self.inventory.ids, count, who) as ticket:
@@ -245,7 +240,7 @@ class Pool:
 
     def _await_free(self, before: Mapping[str, int], who: Mapping[str, str]) -> tuple[Leak, ...]:
         """Wait until these devices use no more memory than ``before``, and return what stays in use as leaks of its holders."""
-        deadline = clock.now() + self._free_timeout
+        deadline = clock.now() + self.free_timeout
         while True:
             used = self._memory(list(before)) if before else {}
             leaks = [Leak(name, used[name] - before[name], who[name]) for name in used]
@@ -274,14 +269,18 @@ class Pool:
         return self._directory.path / f"{quote(name, safe='')}.{kind}"
 
 
+def boot_id() -> str:
+    """Return the id of this boot, which tells whether two processes share CLOCK_MONOTONIC; empty where unknown."""
+    with contextlib.suppress(OSError):
+        return BOOT.read_text(encoding="ascii").strip()
+    return ""
+
+
 def default_directory() -> Path:
     """Return the directory that all pytest sessions of this user on this machine share.
 
     Its name contains the id of the boot, because machines may share a temporary directory, but not slots and clocks. The host
     name would not do: containers of one machine have different ones.
     """
-    try:
-        machine = BOOT.read_text(encoding="ascii").strip()
-    except OSError:
-        machine = quote(socket.gethostname(), safe="")
+    machine = boot_id() or quote(socket.gethostname(), safe="")
     return Path(tempfile.gettempdir()) / f"distcompat-leases-{os.getuid()}-{machine}"

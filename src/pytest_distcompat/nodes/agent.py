@@ -21,12 +21,13 @@ from typing import Any, NoReturn
 from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.launch import Request, WarmLauncher, Warmth
 from pytest_distcompat.launch.files import written
 from pytest_distcompat.launch.process import die_with_parent
-from pytest_distcompat.launch.request import Place
+from pytest_distcompat.launch.request import Place, Request, Warmth
 from pytest_distcompat.launch.temporary import OwnedDirectory
+from pytest_distcompat.launch.warm import WarmLauncher
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
+from pytest_distcompat.lease.pool import boot_id
 from pytest_distcompat.lease.timeline import read_timeline
 from pytest_distcompat.leased import LeasedLauncher
 from pytest_distcompat.nodes.channel import Channel, NotProvedError
@@ -73,13 +74,6 @@ def _connect(host: str, port: int, token: bytes, wait: float) -> Channel:
             if clock.now() > deadline:
                 raise UsageProblem(f"{host}:{port}: no session to join in {wait:g} s ({error})") from None
             clock.sleep(0.2)
-
-
-def boot_id() -> str:
-    """Return the id of this boot, which tells whether two processes share CLOCK_MONOTONIC; empty where unknown."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
 
 
 class _EndedError(BaseException):

@@ -25,14 +25,16 @@ from pytest_distcompat.decode import decode
 from pytest_distcompat.events import Done, of_kind
 from pytest_distcompat.executors import Asked, Executor, Given
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.launch import Ending, Launcher, Request, Reuse, Warmth
-from pytest_distcompat.launch.ending import RankProcess, conclude
+from pytest_distcompat.launch.ending import Ending, RankProcess, conclude
+from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import await_exit, kill_and_wait
 from pytest_distcompat.launch.rank_log import LogReader
-from pytest_distcompat.launch.request import Place
+from pytest_distcompat.launch.request import Place, Request, Warmth
+from pytest_distcompat.launch.reused_ranks import Reuse
+from pytest_distcompat.lease.pool import boot_id
 from pytest_distcompat.lease.timeline import Span, append
 from pytest_distcompat.leased import current_item
-from pytest_distcompat.nodes.agent import HEARTBEAT_S, boot_id
+from pytest_distcompat.nodes.agent import HEARTBEAT_S
 from pytest_distcompat.nodes.channel import Channel, Listener, NotProvedError, unreached
 from pytest_distcompat.nodes.facts import differences, facts
 
@@ -341,8 +343,8 @@ class NodesLauncher(Launcher):
         who, asked = current_item() or request.directory, clock.now()
         try:
             with self.devices(nodes, request.world_size // request.nodes, who) as given:
-                fields: dict[str, Any] = {"taken": self._taken, "given": given}
-                run, got = _Run(nodes, request.from_here(), self._environment, self._settings, **fields), clock.now()
+                got = clock.now()
+                run = _Run(nodes, request.from_here(), self._environment, self._settings, self._taken, given)
                 ending = run.run()
                 if run.devices:
                     # One node that leases devices has noted them itself.
@@ -408,49 +410,46 @@ def _asked(nodes: list[Node], message: Callable[[Node], Mapping[str, Any]]) -> l
     return [(node, node.problem()) for node in nodes]
 
 
+@dataclasses.dataclass(eq=False)
 class _Run:
     """One run on several nodes, or on one that leases its devices."""
 
-    def __init__(
-        self,
-        nodes: list[Node],
-        request: Request,
-        environment: Mapping[str, str],
-        settings: Settings,
-        *,
-        taken: Callable[[], str],
-        given: Given,
-    ) -> None:
-        self._nodes, self._request, self._settings, self._taken = nodes, request, settings, taken
-        self._given = given
-        self._directory = Path(request.directory)
-        self._each = request.world_size // len(nodes)
+    nodes: list[Node]
+    request: Request
+    environment: Mapping[str, str]
+    settings: Settings
+    taken: Callable[[], str]
+    given: Given
+
+    def __post_init__(self) -> None:
+        self._directory = Path(self.request.directory)
+        self._each = self.request.world_size // len(self.nodes)
         self._parts: dict[str, dict[str, Any]] = {}
         self._stopped_at: float | None = None
         self._counted_from: dict[Node, int] = {}
         #: The nodes that had stopped when it looked last, and when this process saw the first of them stop.
         self._still: list[Node] = []
         self._looked_at = self._still_since = clock.now()
-        self._set = {name: value for name, value in os.environ.items() if environment.get(name) != value}
-        self._unset = [name for name in environment if name not in os.environ]
-        if not settings.node:
+        self._set = {name: value for name, value in os.environ.items() if self.environment.get(name) != value}
+        self._unset = [name for name in self.environment if name not in os.environ]
+        if not self.settings.node:
             # A node that leases devices says for which test.
             self._set.pop("PYTEST_CURRENT_TEST", None)
 
     def run(self) -> Ending:
         """Start the parts, follow them to their ends, and conclude."""
-        self._request.write()
+        self.request.write()
         began = clock.now()
-        if not self._settings.node:
+        if not self.settings.node:
             # A run that has to wait for its devices has its time limit from its first rank on.
             self._count()
         run_id = uuid.uuid4().hex
-        store: list[Any] = [self._nodes[0].channel.peer, 0]
+        store: list[Any] = [self.nodes[0].channel.peer, 0]
         failed_at: float | None = None
-        waiting = list(enumerate(self._nodes))
+        waiting = list(enumerate(self.nodes))
         self._send(*waiting.pop(0), run_id, store)
-        while len(self._parts) < len(self._nodes):
-            heard = [message for node in self._nodes for message in self._heard(node)]
+        while len(self._parts) < len(self.nodes):
+            heard = [message for node in self.nodes for message in self._heard(node)]
             for message in heard:
                 if message["is"] == "log" and not self._counted_from:
                     self._count()
@@ -458,9 +457,9 @@ class _Run:
                     store = message["store"]
                     while waiting:
                         self._send(*waiting.pop(0), run_id, store)
-            for node in self._nodes:
+            for node in self.nodes:
                 if node.lost and node.name not in self._parts:
-                    taken = self._taken()
+                    taken = self.taken()
                     why = f"{node.lost}: {taken}" if taken else node.lost
                     self._parts[node.name] = {"processes": {}, "known": {}, "lost": why, "output": {}}
             if waiting and self._parts:
@@ -476,14 +475,14 @@ class _Run:
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices that a scheduler gave the run on its nodes, as far as they have ended it."""
-        return tuple(node.device(one) for node in self._nodes for one in self._parts[node.name].get("devices", ()))
+        return tuple(node.device(one) for node in self.nodes for one in self._parts[node.name].get("devices", ()))
 
     def _send(self, number: int, node: Node, run_id: str, store: list[Any]) -> None:
         place = {}
-        if not self._settings.node:
-            place = dataclasses.asdict(Place(number, len(self._nodes), node.channel.peer, (store[0], store[1]), run_id))
-        request = dataclasses.asdict(self._request)
-        changes = {"set": self._set, "unset": self._unset, "id": run_id[:8], "gpus": self._given.get(node.name, ())}
+        if not self.settings.node:
+            place = dataclasses.asdict(Place(number, len(self.nodes), node.channel.peer, (store[0], store[1]), run_id))
+        request = dataclasses.asdict(self.request)
+        changes = {"set": self._set, "unset": self._unset, "id": run_id[:8], "gpus": self.given.get(node.name, ())}
         node.send({"do": "run", "request": request, "place": place, **changes})
 
     def _heard(self, node: Node) -> list[dict[str, Any]]:
@@ -495,12 +494,12 @@ class _Run:
             if message["is"] == "log":
                 self._log(node, message["rank"], message["lines"])
             elif message["is"] == "waits":
-                self._settings.say(f"{node.name}: {message['text']}")
+                self.settings.say(f"{node.name}: {message['text']}")
             elif message["is"] == "ended":
                 self._parts[node.name] = message
                 for span in message.get("spans", ()):
-                    there = decode(Span, span).on_node(node.name, node.ahead, self._settings.worker)
-                    append(Path(self._settings.timeline), there)
+                    there = decode(Span, span).on_node(node.name, node.ahead, self.settings.worker)
+                    append(Path(self.settings.timeline), there)
         return found
 
     def _log(self, node: Node, rank: int, lines: str) -> None:
@@ -508,29 +507,29 @@ class _Run:
         with (self._directory / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in found)
         forwarded = [_without_pid(line) for line in found if not _NOT_FORWARDED.match(line)]
-        for other in self._nodes if forwarded else ():
+        for other in self.nodes if forwarded else ():
             if other is not node:
                 text = "".join(f"{_shifted(line, other.ahead)}\n" for line in forwarded)
                 other.send({"do": "log", "rank": rank, "lines": text})
 
     def _count(self) -> None:
         """Begin the time limit. It is in beats of the nodes: where a job is suspended they have none, and no ranks run."""
-        self._counted_from = {node: node.beats for node in self._nodes}
+        self._counted_from = {node: node.beats for node in self.nodes}
 
     def _stop(self, failed_at: float | None) -> None:
         """End the parts that outlive the failure of another one, or the time limit."""
         now = clock.now()
-        running = [node for node in self._nodes if node.name not in self._parts]
+        running = [node for node in self.nodes if node.name not in self._parts]
         still = [node for node in running if now - min(self._looked_at, node.beat_at) > clock.GAP_S]
         if still and not self._still:
             names = ", ".join(node.name for node in still)
-            self._settings.say(f"{names}: stopped, as in a suspended job, or very busy; time limits wait")
+            self.settings.say(f"{names}: stopped, as in a suspended job, or very busy; time limits wait")
         if not self._still or now - self._looked_at > clock.GAP_S:
             self._still_since = now
         self._still, self._looked_at = still, now
         for node in still if now - self._still_since > SUSPENDED_S else ():
             node.lose(f"its agent has not run for {SUSPENDED_S / 60:g} minutes, though the node answers")
-        limit = (self._request.timeout + AFTER_LIMIT_S) / HEARTBEAT_S
+        limit = (self.request.timeout + AFTER_LIMIT_S) / HEARTBEAT_S
         over = self._counted_from and all(node.beats - self._counted_from[node] > limit for node in running)
         if self._stopped_at is None and ((failed_at and now > failed_at + AFTER_FAILURE_S) or over):
             self._stopped_at = now
@@ -543,8 +542,8 @@ class _Run:
     def _conclude(self, began: float) -> Ending:
         processes: dict[int, RankProcess] = {}
         errors: list[str] = []
-        events = LogReader(self._directory, range(self._request.world_size)).read()
-        for number, node in enumerate(self._nodes):
+        events = LogReader(self._directory, range(self.request.world_size)).read()
+        for number, node in enumerate(self.nodes):
             part = self._parts[node.name]
             ranks = range(number * self._each, (number + 1) * self._each)
             for rank in ranks:
@@ -561,10 +560,10 @@ class _Run:
             elif part["known"].get("launch_error"):
                 errors.append(f"{node.name}: {part['known']['launch_error']}")
             self._write_output(part["output"])
-        parts = [(node, self._parts[node.name]["known"]) for node in self._nodes]
+        parts = [(node, self._parts[node.name]["known"]) for node in self.nodes]
         known = {
             "timed_out": any(part.get("timed_out") for _, part in parts),
-            "timeout": self._request.timeout,
+            "timeout": self.request.timeout,
             "ended_since": min(part.get("ended_since", math.inf) - node.ahead for node, part in parts),
             "oom_kills": max(part.get("oom_kills", 0) for _, part in parts),
             "first": next((part["first"] for _, part in parts if part.get("first") is not None), None),
@@ -572,7 +571,7 @@ class _Run:
             "notice": next((part["notice"] for _, part in parts if part.get("notice")), ""),
             "launch_error": "\n".join(errors),
             "seconds": clock.now() - began,
-            "command": self._request.command(),
+            "command": self.request.command(),
         }
         leaks = tuple(one for part in self._parts.values() for one in part.get("leaks", ()))
         return dataclasses.replace(conclude(events, processes, **known), leaks=leaks)
@@ -591,7 +590,6 @@ _NOT_STARTED: dict[str, Any] = {"processes": {}, "known": {}, "output": {}}
 
 
 def _bad(part: Mapping[str, Any]) -> bool:
-    """Tell whether a node's part of a run ended badly."""
     codes = [process["code"] for process in part["processes"].values()]
     return "lost" in part or not codes or any(codes) or bool(part["known"].get("launch_error"))
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from pytest_distcompat.executors import Given
-from pytest_distcompat.lease import Inventory, Lease, Pool, gpus
+from pytest_distcompat.lease import Lease, Pool, gpus
 
 
+@dataclass(eq=False, kw_only=True)
 class ScheduledPool(Pool):
     """Pool that first holds ``ask(ranks, who)``, the scheduler's GPUs for so many ranks, and then leases those."""
 
-    def __init__(
-        self,
-        ask: Callable[[int, str], contextlib.AbstractContextManager[Given]],
-        inventory: Inventory,
-        **options: Any,
-    ) -> None:
-        super().__init__(None, inventory, **options)
-        self._ask, self._whole = ask, inventory
+    ask: Callable[[int, str], contextlib.AbstractContextManager[Given]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._whole = self.inventory
 
     @contextlib.contextmanager
     def lease(self, ranks: int, *, who: str, **options: Any) -> Iterator[Lease]:
@@ -30,7 +29,7 @@ class ScheduledPool(Pool):
                 given = contextlib.ExitStack()
                 # Without an exception of the block, whose processes have ended all the same.
                 held.callback(given.close)
-                ids = given.enter_context(self._ask(ranks, who))[""]
+                ids = given.enter_context(self.ask(ranks, who))[""]
                 held.callback(setattr, self, "inventory", self._whole)
                 self.inventory = gpus(None, self._whole.ranks_each, ids)
             yield held.enter_context(super().lease(ranks, who=who, **options))

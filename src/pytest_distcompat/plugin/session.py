@@ -27,7 +27,8 @@ from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
     from pytest_distcompat.known import KnownIssue
-    from pytest_distcompat.launch import Launcher, Warmth
+    from pytest_distcompat.launch.launcher import Launcher
+    from pytest_distcompat.launch.request import Warmth
     from pytest_distcompat.lease import Inventory, Pool
     from pytest_distcompat.nodes.launcher import NodesLauncher
     from pytest_distcompat.runner import Runner
@@ -210,8 +211,8 @@ class DistcompatSession:
     @property
     def launcher(self) -> Launcher:
         """The launcher of this process. Raises UsageProblem in a fork of the process that made the session."""
-        from pytest_distcompat.launch import LAUNCHERS, Warmth
-        from pytest_distcompat.launch.request import import_path
+        from pytest_distcompat.launch.hosting import LAUNCHERS
+        from pytest_distcompat.launch.request import Warmth, import_path
         from pytest_distcompat.launch.simulated import SimulatingLauncher
         from pytest_distcompat.leased import LeasedLauncher
 
@@ -297,7 +298,8 @@ class DistcompatSession:
     @functools.cached_property
     def cold_launcher(self) -> Launcher:
         """The cold torchrun command, for tests that are run a second time (``--distcompat-verify``)."""
-        from pytest_distcompat.launch import TorchrunLauncher, Warmth
+        from pytest_distcompat.launch.hosting import TorchrunLauncher
+        from pytest_distcompat.launch.request import Warmth
         from pytest_distcompat.leased import LeasedLauncher
 
         return LeasedLauncher(TorchrunLauncher(Warmth(), device=self.device), lambda: self.pool, self.notice)
@@ -333,7 +335,7 @@ class DistcompatSession:
         if nodes is not None and nodes.accounts and self.gpus:
             from pytest_distcompat.nodes.pool import ScheduledPool
 
-            return ScheduledPool(lambda ranks, who: nodes.devices([], ranks, who), self.inventory, **options)
+            return ScheduledPool(None, self.inventory, ask=lambda ranks, who: nodes.devices([], ranks, who), **options)
         return Pool(None, self.inventory, **options)
 
     def waits(self) -> str:

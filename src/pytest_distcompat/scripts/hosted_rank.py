@@ -21,7 +21,7 @@ from pytest_distcompat.scripts import guard
 from pytest_distcompat.scripts.environment import RANK_PID, RUN
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch import RankLog
+    from pytest_distcompat.launch.rank_log import RankLog
 
 #: The outermost frame of an exception that ends a process: the main module, or the function that runs ``python -m``.
 _OUTERMOST = frozenset({"<module>", "_run_module_as_main"})
@@ -31,7 +31,7 @@ class HostedRank:
     """Log of this process as a rank, which the parent reads."""
 
     def __init__(self, directory: Path, rank: int) -> None:
-        from pytest_distcompat.launch import RankLog
+        from pytest_distcompat.launch.rank_log import RankLog
 
         self.directory = directory
         self.rank = rank

@@ -16,7 +16,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.events import Event, Start, of_kind
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem
 from pytest_distcompat.judge import judge, skipped
-from pytest_distcompat.launch import Ending
+from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.runner import run_trace
 from pytest_distcompat.scripts.environment import ProbeConfig
 from pytest_distcompat.scripts.events import Bridged, Output, ProbeFailed, Saved, UnseenModel

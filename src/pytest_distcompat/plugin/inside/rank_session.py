@@ -31,8 +31,8 @@ from pytest_distcompat.plugin.marked.phase import Phase
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch import RankLog
     from pytest_distcompat.launch.at_import import Watch
+    from pytest_distcompat.launch.rank_log import RankLog
     from pytest_distcompat.launch.request_loop import ReusedRank
 
 COLLECT = f"{__name__}:collect"
@@ -260,7 +260,7 @@ def _watch_hooks(config: pytest.Config, watch: Watch) -> None:
         running.pop().close()
 
     running: list[contextlib.ExitStack] = []
-    watch.at_end(config.pluginmanager.add_hookcall_monitoring(before, after))
+    watch.undo.callback(config.pluginmanager.add_hookcall_monitoring(before, after))
 
 
 def _collected(config: pytest.Config) -> pytest.Session:

@@ -21,7 +21,8 @@ from pytest_distcompat.plugin.selection import case_of, strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch import Request, Reuse
+    from pytest_distcompat.launch.request import Request
+    from pytest_distcompat.launch.reused_ranks import Reuse
 
 MARK = "distcompat"
 OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
@@ -212,8 +213,7 @@ def run_on_ranks(item: pytest.Function) -> None:
     Raises:
         RankFailure: The item failed. A skip and an xfail are raised as pytest does.
     """
-    from pytest_distcompat.launch import Request
-    from pytest_distcompat.launch.request import ANY_MODULE
+    from pytest_distcompat.launch.request import ANY_MODULE, Request
 
     session, mark = item.config.stash[SESSION], mark_of(item)
     assert mark is not None
@@ -286,7 +286,7 @@ def _verify(outcome: Outcome, request: Request, session: DistcompatSession, item
 
 def _keeping(item: pytest.Item, mark: Mark, session: DistcompatSession) -> tuple[Reuse | None, pytest.Item | None]:
     """Return how the item's ranks are kept, None if they are not; and the next item, if it shares them."""
-    from pytest_distcompat.launch import Reuse
+    from pytest_distcompat.launch.reused_ranks import Reuse
 
     scope = scope_of(item, session)
     if scope is None:

@@ -15,7 +15,7 @@ from pytest_distcompat.excerpt import excerpt, explained
 from pytest_distcompat.plugin.marked.phase import SKIPPED_ELSEWHERE, XFAILED, Phase
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch import Ending
+    from pytest_distcompat.launch.ending import Ending
 
 #: Captured output is cut in the middle to this many characters; all of it is in the run's directory.
 SECTION_CHARACTERS = 65536
