@@ -90,6 +90,7 @@ BLANK: dict[str, str] = {
     "kimi_linear": "its experts are chosen from groups, of other sizes than those that the rules shrink",
     "musicgen": "the config of its decoder alone is no model type",
     "musicgen_melody": "the config of its decoder alone is no model type",
+    "olmo_hybrid": _ROUNDED,
     "zamba": _LAYERS,
     "zamba2": _LAYERS,
 }
