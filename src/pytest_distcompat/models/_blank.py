@@ -72,6 +72,7 @@ BLANK: dict[str, str] = {
     "RfDetrForInstanceSegmentation": _ROUNDED,
     "Sapiens2ForPoseEstimation": _NO_SIZES,
     "bailing_hybrid": "its heads are cut from other sizes than those that the rules shrink",
+    "beam": _ROUNDED,
     "blt": "its patcher is a second model, whose sizes depend on hash tables of the first",
     "cohere_compass_text": _LAYERS,
     "cpmant": _ROUNDED,
@@ -91,6 +92,7 @@ BLANK: dict[str, str] = {
     "musicgen": "the config of its decoder alone is no model type",
     "musicgen_melody": "the config of its decoder alone is no model type",
     "olmo_hybrid": _ROUNDED,
+    "reformer": _ROUNDED,
     "zamba": _LAYERS,
     "zamba2": _LAYERS,
 }
