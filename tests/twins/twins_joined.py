@@ -39,7 +39,7 @@ class AdamWNeverSteps(TrainerDriver):
 @twin(
     "parity",
     "ddp-fp32-w2-model_mlp-optimizer_sgd",
-    match=r"^step [23]: (rank 0: the gradient norm|the loss) is ",
+    match=r"^step 1: all ranks: momentum of .* is 0; 0\.9 in the reference",
     also={**CLIPPING, **GRADIENTS},
 )
 class ArgumentsLost(TrainerDriver):

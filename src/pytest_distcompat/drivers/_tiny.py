@@ -46,6 +46,8 @@ class TinyDriver(Driver):
     update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd")
     #: Those that compile their step themselves.
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit",)
+    #: Whether the optimizer is fused, which needs parameters of one kind and state of one dtype.
+    fused: ClassVar[bool] = True
 
     def __init__(self, cell: Cell, world: World) -> None:
         super().__init__(cell, world)
@@ -258,7 +260,7 @@ class TinyDriver(Driver):
         from torch.optim import AdamW
 
         # FSDP1's gradient scaler does not support a fused optimizer: https://github.com/pytorch/pytorch/issues/140514
-        fused = not (self.cell.strategy == "fsdp1" and self.precision.scaled)
+        fused = self.fused and not (self.cell.strategy == "fsdp1" and self.precision.scaled)
         # Parameters on different meshes cannot be updated in one operation.
         one_by_one = {"fused": False, "foreach": False} if self.cell.tp * self.cell.ep > 1 else {}
         made: torch.optim.Optimizer = self.make_one(AdamW, groups, **{"fused": fused} | one_by_one)
