@@ -51,6 +51,17 @@ def test_a_loss_that_is_a_mean_with_other_weights_says_with_which(sound: Sound) 
     assert found.endswith("2.0e-05 allowed)")
 
 
+@pytest.mark.parametrize(
+    ("accumulate", "factor", "number"),
+    [(2, 2, "ranks or of micro-batches a step"), (4, 2, "ranks"), (4, 4, "micro-batches a step")],
+)
+def test_a_loss_that_is_a_sum_says_of_what(sound: Sound, accumulate: int, factor: int, number: str) -> None:
+    story = sound(f"ddp-fp32-w2-grad_accum_{accumulate}")
+    story = story.alter(lambda one: replace(one, averages={"each token": 1.5}), run="reference")
+    (found,) = scaled(story, "loss", factor).findings("parity")
+    assert found.endswith(f": here each token counts alike, times {factor}, the number of {number}, there each token")
+
+
 def test_a_loss_that_is_a_little_off_is_no_mean_with_other_weights(sound: Sound) -> None:
     # The mean over tokens is between the two losses, and within the tolerance of both.
     averages = {"each token": 1.5 * (1 + 1.5e-5), "each rank": 3.0}

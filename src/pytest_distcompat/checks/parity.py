@@ -69,7 +69,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
             return
         largest_loss = max(largest_loss, abs(there[0].loss or 0.0))
         largest_norm = max(largest_norm, there[0].grad_norm or 0.0)
-        found = [one + _same_rows(cell) for one in _loss(here, there[0], losses[step], largest_loss, cell.dp_size)]
+        found = [one + _same_rows(cell) for one in _loss(here, there[0], losses[step], largest_loss, cell)]
         found += _norm(here, there[0], norms[step], largest_norm)
         found += [*_rates(here, there[0])] or _hyperparameters(trained, here, reference, there)
         yield from (f"step {step + 1}: {text}" for text in found)
@@ -107,7 +107,7 @@ def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | No
     return [ROUNDING_FACTOR * max(table, *off[: 2 * step + 3]) for step in range(STEPS)]
 
 
-def _loss(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float, dp_size: int) -> Iterator[str]:
+def _loss(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float, cell: Cell) -> Iterator[str]:
     losses = [snapshot.loss for snapshot in here if snapshot.loss is not None]
     if len(losses) != len(here) or there.loss is None:
         yield "no loss to compare; expected step() to return it on every rank, and reference()"
@@ -118,23 +118,30 @@ def _loss(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest
     loss = sum(losses) / len(losses)
     if not _close(loss, there.loss, tolerance, largest):
         expected = _expected(loss, there.loss, tolerance, largest)
-        yield f"the loss is {loss:.6g}; {expected}{_average(loss, there, tolerance, dp_size)}"
+        yield f"the loss is {loss:.6g}; {expected}{_average(loss, there, tolerance, cell)}"
 
 
-def _average(loss: float, there: Snapshot, tolerance: float, dp_size: int) -> str:
+def _average(loss: float, there: Snapshot, tolerance: float, cell: Cell) -> str:
     """Return what counts alike in the loss and in the reference's, if the loss is a mean with other weights; else nothing.
 
-    The mean may be multiplied by the number of data parallel ranks, as a loss is that is meant to be a sum of their shares.
+    The mean may be multiplied by the number of data parallel ranks, as a loss is that is meant to be a sum of their shares, or by
+    that of micro-batches.
     """
 
     def alike(one: float) -> list[str]:
         return [name for name, mean in there.averages.items() if math.isclose(one, mean, rel_tol=tolerance)]
 
-    once, times, expected = alike(loss), alike(loss / dp_size), alike(there.loss or 0.0)
+    numbers = {cell.dp_size: ["ranks"]}
+    numbers.setdefault(int(cell.option("grad_accum")), []).append("micro-batches a step")
+    once, expected = alike(loss), alike(there.loss or 0.0)
+    times = [
+        f"{found[0]} counts alike, times {number}, the number of {' or of '.join(names)}"
+        for number, names in numbers.items()
+        if (found := alike(loss / number))
+    ]
     if not expected or not (once or times) or set(once) & set(expected):
         return ""
-    here = f"{once[0]} counts alike" if once else f"{times[0]} counts alike, times {dp_size}, the number of ranks"
-    return f": here {here}, there {expected[0]}"
+    return f": here {f'{once[0]} counts alike' if once else times[0]}, there {expected[0]}"
 
 
 def _same_rows(cell: Cell) -> str:
