@@ -116,7 +116,7 @@ def test_the_check_finds_the_defect_and_no_other_check_is_misled(twin: Twin, run
 def test_an_evaluation_of_which_a_rank_leaves_early(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, twin: str, kind: str, story: str
 ) -> None:
-    monkeypatch.setattr(runner, "_timeout", 30)
+    monkeypatch.setattr(runner, "timeout", 30)
     status, message = verdict(runner, f"twins.twins_rows:{twin}", Cell.parse("ddp-fp32-w2"), "evaluation")
     assert (status, bool(re.match(story, message))) == (kind, True), message
 
