@@ -5,7 +5,7 @@ optimizer updates float32 copies, without it the bfloat16 weights themselves:
 
 | back end | upcast | no upcast |
 | --- | --- | --- |
-| ddp | loaded in float32, for accelerate upcasts nothing under DDP | mixed precision on bfloat16 weights |
+| ddp | cast to float32 before, for accelerate upcasts nothing under DDP | mixed precision on bfloat16 weights |
 | fsdp2 | by accelerate, because mixed precision is on | no mixed precision |
 | zero2, zero3 | by DeepSpeed, always | DeepSpeed's bf16_master_weights_and_grads |
 """
@@ -102,13 +102,16 @@ def prepare(
         use_cache=False,
     )
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float32 if back_end == "ddp" and upcast else torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
     try:
         # At once on the device: 7 billion random numbers take a CPU minutes.
         with accelerator.device:
             model: Any = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
+    if back_end == "ddp" and upcast:
+        # Not made in float32: the same seed draws other numbers there.
+        model.float()
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
