@@ -75,10 +75,11 @@ class WrapSpec:
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), set()).add(module)
+        inside = {block: set(block.modules()) for block in self.block_modules(model)}
         return [
             block
-            for block in self.block_modules(model)
-            if all(owners[id(parameter)] <= set(block.modules()) for parameter in block.parameters())
+            for block, modules in inside.items()
+            if all(owners[id(parameter)] <= modules for parameter in block.parameters())
         ]
 
     def modules_to_ignore(self, model: Module) -> list[Module]:
