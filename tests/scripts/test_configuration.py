@@ -147,4 +147,7 @@ def test_blocks_that_are_named(tmp_path: Path, strategy: str) -> None:
     cell = Cell(strategy, "fp32", 2)
     named = write_configuration(cell, tmp_path, ("BertLayer", "BertPooler"))
     assert settings(named)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "BertLayer,BertPooler"
-    assert "cls_to_wrap" not in write_configuration(cell, tmp_path).read_text(encoding="utf-8")
+    declared = write_configuration(cell, tmp_path)
+    assert "cls_to_wrap" not in declared.read_text(encoding="utf-8")
+    assert settings(named)["fsdp_config"]["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    assert settings(declared)["fsdp_config"]["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"

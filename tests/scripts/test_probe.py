@@ -60,7 +60,7 @@ def test_a_loop_with_two_optimizers(run: Launch, strategy: str) -> None:
 
 @pytest.mark.nightly
 def test_a_parameter_in_neither_of_two_optimizers(run: Launch) -> None:
-    message = r"(?m)^rank 0: trainable parameter 'module\.3\.bias' is not in the optimizer; expected once"
+    message = r"(?m)^ranks 0, 1: trainable parameter 'module\.3\.bias' is not in the optimizer; expected once"
     with pytest.raises(Incompatible, match=message):
         run(TWO, "--fault", "left out", strategy="ddp").check("optimizer")
 

@@ -113,8 +113,10 @@ def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
     arguments = strategy.transformers(PRECISIONS.get(cell.precision), one_replica, WrapSpec())
     renamed = ((_RENAMED.get(name, name), value) for name, value in arguments["fsdp_config"].items())
     settings = {f"fsdp_{name}": value for name, value in renamed if name}
-    if blocks and cell.option("wrap_policy") != "size":
-        settings["fsdp_transformer_layer_cls_to_wrap"] = ",".join(blocks)
+    if cell.option("wrap_policy") != "size":
+        settings["fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
+        if blocks:
+            settings["fsdp_transformer_layer_cls_to_wrap"] = ",".join(blocks)
     if cell.strategy == "fsdp1":
         settings["fsdp_reshard_after_forward"] = str(settings["fsdp_reshard_after_forward"]).upper()
     return settings

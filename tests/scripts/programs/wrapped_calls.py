@@ -20,6 +20,6 @@ for name in (
     importlib.import_module(name)
 for there in gc.get_objects():
     code = there.__code__ if isinstance(there, types.FunctionType) else None
-    if code is not None and (code.co_filename, code.co_name) == (wrappers.__file__, "wrapper"):
+    if code is not None and (code.co_filename, code.co_name) == (wrappers.__file__, "wrapped"):
         cells = dict(zip(code.co_freevars, there.__closure__ or (), strict=True))
-        print("wrapped:", cells["where"].cell_contents)
+        print("wrapped:", cells["qualified_name"].cell_contents)
