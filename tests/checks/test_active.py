@@ -259,6 +259,9 @@ def test_optimizer_state_and_gradients_of_replicas_stay_equal(sound: Sound, cell
     moments = sound(cell).state("exp_avg", {"digest": "other"}, only="outlet.weight", **where)
     differs = f"differ from rank {peer}'s after three steps, first 'exp_avg of {name}'; replicas must stay equal"
     assert moments.findings("active") == [f"rank {last}: 1 tensors of the optimizer's state {differs}"]
+    # LBFGS keeps the last loss, which is the rank's own, as a plain number.
+    loss = {"digest": "other", "dtype": "float"}
+    assert sound(cell).state("exp_avg", loss, only="outlet.weight", **where).findings("active") == []
     story = sound(cell)
     gradients = story.trace.run().at("step", 2)[last].steps[0].gradients
     doubled = tuple(replace(info, square=info.square * (4 if info.name == name else 1)) for info in gradients)

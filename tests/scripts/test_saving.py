@@ -67,7 +67,7 @@ def test_names_that_the_script_maps_when_it_saves(run: Launch) -> None:
         saving(run, "renamed").check("names")
     mapped = saving(run, "renamed", output="{output}", saved_name=lambda key: key.removeprefix("net."))
     mapped.check("names", "final_model_loadable")
-    with pytest.raises(UsageProblem, match="saved_name='net': expected a function of a key in a saved file"):
+    with pytest.raises(UsageProblem, match="saved_name='net': expected a function of a saved key"):
         saving(run, "renamed", saved_name="net")
 
 

@@ -302,7 +302,8 @@ def _replicated(
         (one.rank, f"{state.key} of {named(state.owner)}", state.layout.region, state.digest)
         for one in trained
         for state in (*held_states(one), *one.masters)
-        if not state.owner.startswith("partition ")
+        # A plain number may be of the rank's own loss, as LBFGS keeps it.
+        if not state.owner.startswith("partition ") and state.dtype != "float"
     )
     yield "tensors of the optimizer's state", states
     gradients = (
