@@ -101,7 +101,7 @@ def _blocked(run: RunTrace) -> Iterator[str]:
     end, blocked = run.end, f"a file is where the checkpoint's directory {BLOCKED_RUN.directory!r} should be"
     if end is None and not run.at("step"):
         yield f"{blocked}: the trainer was built without an error, although it is told then where to save"
-    elif end is None or run.at("save"):
+    elif end is None or (run.at("save") and end.action != "save"):
         after = "went on" if end is None else f"failed in {end.action!r} only: {short(end.message)}"
         yield f"{blocked}: nothing was raised in the save, and training {after}"
     elif BLOCKED_RUN.directory not in without_frames(end.text):
