@@ -63,7 +63,7 @@ def test_a_trainer_that_knows_the_directory_refuses_it_before_training(runs_of: 
     assert story.findings("paths") == []
     built = ending(story.without("step", run="blocked"), "blocked", None)
     assert built.findings("paths") == [
-        f"{BLOCKED}the trainer was built without an error, although it is told then where to save"
+        f"{BLOCKED}the trainer was built without an error, although it knows then where to save"
     ]
 
 
