@@ -94,7 +94,7 @@ class Driver:
     reshards: ClassVar[tuple[str, ...]] = ()
     #: Strategy -> the other strategy that can load its checkpoints.
     portable: ClassVar[Mapping[str, str]] = {}
-    #: Whether the trainer is told where it will save when it is built, and is to refuse a bad place before it trains.
+    #: Whether the trainer knows where it will save when it is built, and must refuse a bad place before it trains.
     knows_directory: ClassVar[bool] = False
     #: The objects of libraries that this driver makes, whose fields option ``set`` of a cell can set.
     sources: ClassVar[tuple[Source, ...]] = ()

@@ -1,4 +1,4 @@
-"""What is installed: releases of packages, read from metadata without an import, and whether there is a C++ compiler."""
+"""Installed releases of packages, read from metadata without an import, and the C++ compiler."""
 
 from __future__ import annotations
 

@@ -171,8 +171,13 @@ def _sweep(driver: type[Driver], strategies: Collection[str], world_size: int, s
     for setting in rules.settings_of(driver.sources, shared):
         for strategy, text in itertools.product(setting.strategies, setting.cells):
             if strategy in strategies:
-                options = {"model": "mlp", **setting.options, "set": text}
-                yield Cell.of(strategy, setting.precision, world_size, **options)
+                yield with_set(driver, Cell(strategy, setting.precision, world_size), text, **setting.options)
+
+
+def with_set(driver: type[Driver], cell: Cell, text: str, **options: OptionValue) -> Cell:
+    """Return the cell with settings and options, of a small model if the driver has several."""
+    model = {"model": "mlp"} if "model" in driver.options else {}
+    return Cell.of(cell.strategy, cell.precision, cell.world_size, **{**model, **options, "set": text})
 
 
 def _choices(driver: type[Driver], selects: Callable[[str], bool] = lambda name: True) -> list[Choice]:  # noqa: ARG005

@@ -183,7 +183,7 @@ PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN))
 ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))
 EXPORT = Scenario("export", (TRAIN_RUN, RELOAD_RUN))
 PATHS = Scenario("paths", (NAMED_RUN, REOPENED_RUN, BLOCKED_RUN))
-#: Of a trainer that is told the directory when it is built.
+#: Of a trainer that knows the directory when it is built.
 PATHS_AT_BUILD = Scenario(
     "paths", (NAMED_RUN, REOPENED_RUN, dataclasses.replace(BLOCKED_RUN, actions=BLOCKED_RUN.actions[:3]))
 )

@@ -279,7 +279,7 @@ class CallInfo:
 
 @dataclass(frozen=True)
 class Loader:
-    """What may be expected of a loader of rows that do not divide by the ranks.
+    """Expectations of a loader of rows that do not divide by the ranks.
 
     Attributes:
         shuffled: Each epoch has another order.

@@ -41,6 +41,15 @@ def test_a_save_that_fails_in_silence(runs_of: RunsOf) -> None:
     assert story.findings("paths") == [f"{BLOCKED}nothing was raised in the save, and training went on"]
 
 
+def test_a_save_of_one_rank_raises_while_the_others_go_on(runs_of: RunsOf) -> None:
+    end = RunFailure("raised", "", "Error: 'blocked here'", "save", 4)
+    story = ending(runs_of("ddp-fp32-w2", "paths"), "blocked", end)
+    run = story.trace.run("blocked")
+    saved = replace(run.at("step")[1], action="save", index=4)
+    runs = {**story.trace.runs, "blocked": replace(run, snapshots=(*run.snapshots, saved))}
+    assert replace(story, trace=replace(story.trace, runs=runs)).findings("paths") == []
+
+
 def test_an_error_of_the_save_does_not_name_the_directory(runs_of: RunsOf) -> None:
     source = 'rank 0 raised OSError: disk\n  File "x.py", line 3, in save\n    open("blocked here")\nOSError: disk'
     story = ending(runs_of("ddp-fp32-w2", "paths"), "blocked", RunFailure("raised", "OSError: disk", source, "save", 4))
@@ -54,7 +63,7 @@ def test_a_trainer_that_knows_the_directory_refuses_it_before_training(runs_of: 
     assert story.findings("paths") == []
     built = ending(story.without("step", run="blocked"), "blocked", None)
     assert built.findings("paths") == [
-        f"{BLOCKED}the trainer was built without an error, although it is told then where to save"
+        f"{BLOCKED}the trainer was built without an error, although it knows then where to save"
     ]
 
 

@@ -220,10 +220,31 @@ def test_init_writes_it_beside_the_suite(tmp_path: Path, capsys: pytest.CaptureF
     assert "pythonpath = ." in (tmp_path / "pytest.ini").read_text(encoding="utf-8")
 
 
+DRAWS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.randn(64, 2)), batch_size=8)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for x, y in loader:
+    loss = nn.functional.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+"""
+
+
 @pytest.mark.spawn
 @pytest.mark.nightly
-def test_from_a_torch_loop_to_the_first_matrix(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(LOOP, encoding="utf-8")
+@pytest.mark.parametrize(
+    "loop", [pytest.param(LOOP, id="wrapped"), pytest.param(DRAWS, id="of one process, draws rows")]
+)
+def test_from_a_torch_loop_to_the_first_matrix(tmp_path: Path, loop: str) -> None:
+    (tmp_path / "train.py").write_text(loop, encoding="utf-8")
     main(["init", str(tmp_path)])
     command = [
         sys.executable,

@@ -113,5 +113,5 @@ def test_every_kind_of_exception_is_shown_as_raised(act: str, run: Run) -> None:
 
 def test_no_process_file_or_lease_remains(run: Run) -> None:
     assert run.shares_ranks or not run.leftovers_by_test
-    # Semaphores of data loaders: while ranks start processes by forkserver, see test_state.py.
+    # Those of data loaders' workers stay: ranks start processes by forkserver.
     assert not [name for name in run.leftovers if "sem.mp-" not in name]

@@ -225,3 +225,12 @@ def test_actions_are_pinned_by_commit() -> None:
     ]
     assert uses
     assert not [one for one in uses if not re.search(r"uses: [\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+$", one[1])]
+
+
+def test_references_to_functions_lead_to_one() -> None:
+    """A message of a test names the function to mend, as ``probe/live.py:compiled_modules``."""
+    for path in (Path(__file__).parents[1]).rglob("*.py"):
+        for file, name in re.findall(r"((?:\w+/)+\w+\.py):([a-zA-Z_]\w+)", path.read_text(encoding="utf-8")):
+            if (SOURCE / file).exists():
+                text = (SOURCE / file).read_text(encoding="utf-8")
+                assert re.search(rf"^ *(?:def |class )?{name}\b", text, re.MULTILINE), f"{path}: {file}:{name}"

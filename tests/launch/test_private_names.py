@@ -122,7 +122,7 @@ def test_the_name_of_an_operator(run: Run) -> None:
         ("c10d", "c10d::allreduce_")
     }, (
         "torch.utils._python_dispatch.TorchDispatchMode or OpOverload._schema.name is not what it was: see "
-        f"probe/observe.py:_Collectives\n{ending.text()}"
+        f"probe/observe.py:_OperatorMode\n{ending.text()}"
     )
 
 
@@ -165,14 +165,14 @@ def test_marks_of_compiled_and_checkpointed_modules(run: Run) -> None:
     infos = {event["step"]: event for event in events(ending, "fact")}
     assert not ending.failed, (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper or torch._dynamo.utils.counters is not where it was: "
-        f"see drivers/_options.py:recompute and probe/live.py:_graphs\n{ending.text()}"
+        f"see drivers/_options.py:recompute and probe/live.py:_graph_count\n{ending.text()}"
     )
     assert infos["before"]["compiled"] == infos["after"]["compiled"] == ["0"], (
-        "a module compiled in place has no _compiled_call_impl: see probe/live.py:_compiled"
+        "a module compiled in place has no _compiled_call_impl: see probe/live.py:compiled_modules"
     )
-    assert infos["after"]["checkpointed"] == ["1"], "there is no CheckpointWrapper: see probe/live.py:_checkpointed"
+    assert infos["after"]["checkpointed"] == ["1"], "there is no CheckpointWrapper: see probe/live.py:_is_checkpointed"
     assert (infos["before"]["graphs"], infos["after"]["graphs"]) == (0, 1), (
-        "counters['stats']['unique_graphs'] does not count graphs: see probe/live.py:_graphs"
+        "counters['stats']['unique_graphs'] does not count graphs: see probe/live.py:_graph_count"
     )
 
 
@@ -198,7 +198,7 @@ def test_attributes_of_deepspeeds_parameters(with_deepspeed: Ending) -> None:
 @needs_deepspeed
 def test_the_accumulation_dtype_of_deepspeed(with_deepspeed: Ending) -> None:
     assert [event["dtype"] for event in events(with_deepspeed, "accumulates")] == ["torch.bfloat16"] * 2, (
-        "DeepSpeed's ZeRO optimizer has no gradient_accumulation_dtype: see probe/optimizer.py:_accumulates"
+        "DeepSpeed's ZeRO optimizer has no gradient_accumulation_dtype: see probe/optimizer.py:_accumulation_dtype"
     )
 
 
@@ -266,7 +266,7 @@ def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tm
         ("weight", "torch.float32"),
         ("bias", "torch.float32"),
     ] * 2, (
-        "DeepSpeed's optimizer no longer has fp16_groups beside fp32_groups: see probe/optimizer.py:copied\n"
+        "DeepSpeed's optimizer no longer has fp16_groups beside fp32_groups: see probe/optimizer.py:master_copies\n"
         f"{ending.text()}"
     )
 

@@ -226,7 +226,10 @@ VERDICTS: dict[str, tuple[str, str]] = {
         "https://github.com/deepspeedai/DeepSpeed/issues/5489",
         "**caught**, still there: deepspeed `zero1-fp32-w2-frozen:export` (profile `full`)",
     ),
-    "DS-6714": ("https://github.com/deepspeedai/DeepSpeed/issues/6714", "**missed**: no strategy has pipeline stages"),
+    "DS-6714": (
+        "https://github.com/deepspeedai/DeepSpeed/issues/6714",
+        "**missed**: no driver has DeepSpeed's pipeline",
+    ),
     "DS-6772": (
         "https://github.com/deepspeedai/DeepSpeed/issues/6772",
         "**caught** by `ds-6772-module-id`; own driver",

@@ -65,7 +65,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> MadeUpRay:
     made = MadeUpRay()
     for name, module in made.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(executor, "TOLD_AFTER_S", 0)
+    monkeypatch.setattr(executor, "NOTIFY_AFTER_S", 0)
     monkeypatch.setattr(executor, "SETTLED_S", 0)
     return made
 
@@ -105,7 +105,7 @@ WAITS = "test_{it} has waited 0 s for GPUs (2 on n1, 2 on n2); by Ray's count 1 
 
 def test_a_run_waits(ray: MadeUpRay) -> None:
     ray.busy = 3
-    # It is told once, and not each second.
+    # It says so once, and not each second.
     waits: list[Any] = [{"waits": WAITS}, {"waits": ""}, {"waits": ""}]
     assert answers(ASKED) == [*waits, {"given": {"n1": ["0", "2"], "n2": ["1", "2"]}}]
 

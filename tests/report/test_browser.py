@@ -1,6 +1,6 @@
 """The HTML page, in a real browser: matrix, filters, details, keyboard, narrow screens, contrast.
 
-Skipped where there is no browser: see docs/reports.md for what CI installs.
+Skipped where no chromium is on the PATH.
 """
 
 from __future__ import annotations

@@ -133,7 +133,9 @@ def test_nights_are_in_the_order_in_which_they_began_with_their_counts() -> None
 def test_of_several_verdicts_of_a_night_the_worst_counts() -> None:
     one = night(0, {"names": "o"})
     one.results += night(1, {"names": "F"}).results
-    assert trend([one]).histories[0].statuses == (Status.FAILED,)
+    whole = trend([one])
+    assert whole.histories[0].statuses == (Status.FAILED,)
+    assert whole.headline == "1 night: 1 broken"
 
 
 def test_seconds_and_memory_of_a_cell() -> None:

@@ -51,7 +51,7 @@ class Twin:
 
     @property
     def id(self) -> str:
-        """Reads aloud: ``active-NoGradientSync-ddp-fp32-w2-model_mlp``."""
+        """Reads aloud: ``active-NeverSyncs-ddp-fp32-w2-model_mlp``."""
         return f"{self.check}-{self.driver.rpartition(':')[2]}-{self.cell.id}"
 
 

@@ -15,6 +15,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import AXES, BESIDE_AXES, MODEL_OPTIONS, PROFILES, cells, left_out
+from pytest_distcompat.settings import Source
 from pytest_distcompat.settings.slice import SLICE
 from pytest_distcompat.strategies import STRATEGIES
 
@@ -180,6 +181,17 @@ def test_pairwise_without_its_library_says_how_to_get_it() -> None:
         "    raise SystemExit('no error')\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_sweep_of_a_driver_without_several_models_has_cells() -> None:
+    class Own(Driver):
+        name = "own"
+        options = ("set",)
+        sources = (Source("Linear", "torch.nn.Linear", ("ddp",)),)
+
+    found = [cell.id for cell in of("sweep", Own)]
+    assert "ddp-fp32-w2-set_Linear.bias=false" in found
+    assert not [one for one in found if "model" in one]
 
 
 def test_a_built_in_suite_has_its_slice_of_the_sweep_with_what_one_training_shows() -> None:

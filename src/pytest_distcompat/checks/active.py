@@ -159,7 +159,7 @@ def _sequence_cut(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _attends(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a finding unless the ranks of a sequence told each other something that are not all ranks of the gradients."""
+    """Yield a finding unless the ranks of a sequence exchanged something among themselves."""
     # Where the same ranks share one sequence and all shards, that of parameters proves nothing; there ``parity`` is left.
     peers = {*cell.cp_peers(snapshot.rank)}
     if cell.cp > 1 and not any(set(info.ranks) == peers and "float" in info.dtype for info in snapshot.collectives):

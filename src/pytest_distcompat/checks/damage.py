@@ -80,7 +80,7 @@ def paths(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that saving to and loading from a directory with an unusual name restores everything bit by bit.
 
     The name has spaces, parent directories, non-ASCII letters, ``pytorch_model_fsdp`` and ``optimizer``. Where a file is in
-    the directory's place, an error names it: in the save, and before the first step of a trainer that is told when built.
+    the directory's place, an error names it: in the save, and before the first step if the trainer knows it when built.
 
     If it fails: a file is probably found by a word anywhere in its path
     (https://github.com/huggingface/accelerate/pull/4119), or nobody looks at the directory before hours of training.
@@ -100,8 +100,8 @@ def _blocked(run: RunTrace) -> Iterator[str]:
     """Yield a finding unless the run ends in an error in time that names the directory."""
     end, blocked = run.end, f"a file is where the checkpoint's directory {BLOCKED_RUN.directory!r} should be"
     if end is None and not run.at("step"):
-        yield f"{blocked}: the trainer was built without an error, although it is told then where to save"
-    elif end is None or run.at("save"):
+        yield f"{blocked}: the trainer was built without an error, although it knows then where to save"
+    elif end is None or (run.at("save") and end.action != "save"):
         after = "went on" if end is None else f"failed in {end.action!r} only: {short(end.message)}"
         yield f"{blocked}: nothing was raised in the save, and training {after}"
     elif BLOCKED_RUN.directory not in without_frames(end.text):

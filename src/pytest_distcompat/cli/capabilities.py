@@ -98,7 +98,9 @@ def capability(
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells("full", Matrix(), driver=driver, names=names, world_size=world_size, device=device)
     reasons = {cell: unsupported_reason(driver, cell, device) for cell in cells}
-    for_all_checks = [one for one in applying(issues, concerned(driver), device) if one.check == "*" and not one.ended]
+    here = [one for one in applying(issues, concerned(driver), device) if one.check == "*" and not one.ended]
+    # An issue that only may fail is about few models or options, which its cells do not name.
+    for_all_checks = [one for one in here if one.strict or one.kind == "refuses"]
     known = (cell for cell in cells if not reasons[cell] and any(one.covers(cell, "active") for one in for_all_checks))
     checks = {
         cell: {check.name: not_applicable(check, cell, driver, {}) for check in CHECKS.by_name.values()}

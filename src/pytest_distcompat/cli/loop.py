@@ -12,7 +12,7 @@ import copy
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 #: What wraps a model, to its strategy.
 _WRAPPERS = {
@@ -258,7 +258,8 @@ class _Reader:
         if measured:
             body = [*self._needed(measured, setup, [model]), _once(loop, measured, "rank"), *_parsed(f"return {loss}")]
             methods.append(self._method("loss(self, model, number, rank)", body, as_model))
-        methods += self._checkpoint(roles)
+        # What is saved has the names of the module's own model, which this driver alone wraps.
+        methods += self._checkpoint(roles if strategies else {**roles, model: "self.model.module"})
         text = "\n".join(map(ast.unparse, (*setup, loop)))
         precision = "fp16_mixed" if "GradScaler" in text else "bf16_mixed" if "autocast" in text else "fp32"
         norms = [one for call in _calls(training, "clip_grad_norm_") for one in call.args[1:2]]
@@ -315,13 +316,17 @@ class _Reader:
         dataset, size = given["dataset"], given.get("batch_size", ast.Constant(_ROWS))
         collate = ast.unparse(given["collate_fn"]) if "collate_fn" in given else "torch.utils.data.default_collate"
         text = (
-            f"dataset = {ast.unparse(dataset)}\ngenerator = torch.Generator().manual_seed(100 * number + rank)\n"
+            "generator = torch.Generator().manual_seed(100 * number + rank)\n"
             f"rows = torch.randint(len(dataset), ({ast.unparse(size)},), generator=generator).tolist()\n"
             f"return {collate}([dataset[row] for row in rows])"
         )
         needed = [one for one in self._needed([dataset, size], setup, ()) if not _defines(one, ["dataset"])]
         needed += [one for one in setup if _defines(one, ["dataset"]) and ast.unparse(dataset) == "dataset"]
-        return self._method(head, [*needed, *_parsed(text.removeprefix("dataset = dataset\n"))])
+        needed += _parsed(f"dataset = {ast.unparse(dataset)}") if ast.unparse(dataset) != "dataset" else []
+        # A dataset may draw its rows: each run has the same ones, and the model's random state stays as it is.
+        seeded = _parsed("with torch.random.fork_rng(devices=[]):\n    torch.manual_seed(0)")
+        cast("ast.With", seeded[0]).body += needed
+        return self._method(head, [*seeded, *_parsed(text)])
 
     def _checkpoint(self, roles: Mapping[str, str]) -> Iterator[str]:
         """Yield ``save`` and ``load``: what the module gives torch.save, and the loading of each state in it."""

@@ -93,7 +93,7 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> list[Verdict]:
     from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.engine import local_runner, not_applicable, run_check
     from pytest_distcompat.known import applying, concerned, shipped
-    from pytest_distcompat.profiles import SWEEP_CHECKS
+    from pytest_distcompat.profiles import SWEEP_CHECKS, with_set
     from pytest_distcompat.settings.pairs import covering_rows, reduced_failures
     from pytest_distcompat.settings.rules import settings_of
 
@@ -103,7 +103,7 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> list[Verdict]:
         passed[one.cell] = passed.get(one.cell, True) and one.status == "passed"
 
     def cell_of(row: tuple[str, ...]) -> Cell:
-        return Cell.of(strategy, "fp32", 2, model="mlp", set="+".join(row))
+        return with_set(kind, Cell(strategy, "fp32", 2), "+".join(row))
 
     values: dict[str, list[str]] = {}
     for setting in settings_of(kind.sources):

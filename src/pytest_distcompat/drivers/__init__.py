@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._declared import check_declared
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.failures import UsageProblem
@@ -14,7 +15,7 @@ from pytest_distcompat.registry import Registry
 
 DRIVERS: Registry[type[Driver]] = Registry(__name__, Driver, "driver")  # type: ignore[arg-type]  # holds the classes themselves
 
-__all__ = ["DRIVERS", "Driver", "TinyDriver", "find_driver", "preload_of"]
+__all__ = ["DRIVERS", "Calls", "Driver", "TinyDriver", "find_driver", "preload_of"]
 
 
 def find_driver(name: str) -> type[Driver]:

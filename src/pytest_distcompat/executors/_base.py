@@ -1,4 +1,4 @@
-"""What an executor is."""
+"""Executors, which start the node agents of a session."""
 
 from __future__ import annotations
 

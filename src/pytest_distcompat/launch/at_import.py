@@ -40,7 +40,7 @@ EVERY_TEST = ""
 
 @dataclass
 class Findings:
-    """What modules read or created at import.
+    """Environment, clock and other state that modules read or created at import.
 
     Attributes:
         found: By the name of each environment variable that was read, and by "" for all else: the first finding, as one sentence,

@@ -119,7 +119,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a session says about its nodes.
+    """The nodes of a session, as its options describe them.
 
     ``listen`` is where node agents join, host and port; ``token`` what they must know; ``wait`` how long they may take;
     ``shared`` a directory that all nodes must share, empty if they need none. ``node`` is the node that has all runs of this

@@ -158,7 +158,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     collected = list(items)
     yield
     shard = options.setting(config, "distcompat_shard").value
-    # Ranks of an external launch collect for themselves; others run the item that they are told.
+    # Ranks of an external launch collect for themselves; others run the item of their request.
     if shard is not None and (ON_RANK not in config.stash or config.pluginmanager.hasplugin("distcompat-inside")):
         from pytest_distcompat.plugin.suite.cases import select_shard
 

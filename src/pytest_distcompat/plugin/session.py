@@ -129,7 +129,7 @@ class DistcompatSession:
 
     @property
     def over_nodes(self) -> bool:
-        """Whether runs of this session span several nodes, or are on other nodes than this one."""
+        """Tell whether runs of this session span several nodes, or are on other nodes than this one."""
         return self.nodes > 1 or self.worker_nodes > 0 or int(self.setting("nodes").value) > 1
 
     @property
@@ -322,7 +322,7 @@ class DistcompatSession:
 
     @property
     def reuse_scope(self) -> str:
-        """The scope (``Reuse.scope``) for whose next test ranks are kept; empty if there are none."""
+        """Return the scope (``Reuse.scope``) for whose next test ranks are kept; empty if there are none."""
         return self._launcher.reuse_scope if self._launcher is not None else ""
 
     @functools.cached_property

@@ -45,7 +45,7 @@ def starts_of(tensor: Any) -> torch.Tensor | None:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """What DeepSpeed's AutoTP left of a parameter on this rank: ``size`` indices of dimension ``dim``, from ``first`` on.
+    """Part of a parameter that DeepSpeed's AutoTP left on this rank: ``size`` indices of dimension ``dim``, from ``first``.
 
     ``shape`` is that of the whole, ``ranks`` are those of tensor parallelism.
     """

@@ -114,7 +114,8 @@ def _not_applicable(rows: Iterable[Row]) -> Iterator[str]:
         yield from ("", "## Not applicable", "")
     for driver in dict.fromkeys(row.driver for row in known):
         for (check, reason), names in not_applicable_reasons(row for row in known if row.driver == driver).items():
-            yield f"- {escape(f'{driver}: {check}')}: {escape(reason)} ({len(names)} cells: {escape(', '.join(names))})"
+            counted = f"{len(names)} cell{'s' * (len(names) > 1)}"
+            yield f"- {escape(f'{driver}: {check}')}: {escape(reason)} ({counted}: {escape(', '.join(names))})"
 
 
 def _cost(rows: Iterable[Row]) -> Iterator[str]:

@@ -96,7 +96,8 @@ class Trend:
         kinds = Counter(history.kind for history in self.histories)
         gone = sum(bool(one.ran) and one.statuses[-1] in {None, Status.SKIPPED} for one in self.histories)
         counted = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
-        return f"{len(self.nights)} nights: {counted or 'no verdicts'}{f'; {gone} not run in the last' if gone else ''}"
+        nights = f"{len(self.nights)} night{'s' * (len(self.nights) != 1)}"
+        return f"{nights}: {counted or 'no verdicts'}{f'; {gone} not run in the last' if gone else ''}"
 
     def story(self, history: History) -> str:
         """Return since when it is broken and with which versions, or when it was fixed."""

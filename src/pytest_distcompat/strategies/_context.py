@@ -121,7 +121,7 @@ def loss_of(model: Any, mesh: DeviceMesh, batch: Batch) -> torch.Tensor:
 
 
 def positions_of(tokens: torch.Tensor) -> torch.Tensor:
-    """Return the position of each token in its row, which Ulysses wants to be told."""
+    """Return the position of each token in its row, which Ulysses needs."""
     import torch
 
     return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()

@@ -110,7 +110,7 @@ class Exchange:
 
         if self.columns is None:
             return rows
-        # torch takes columns for evenly cut unless it is told the shape.
+        # torch takes columns for evenly cut unless it gets the shape.
         shape = rows.new_empty(len(rows), self.width, device="meta")
         whole: Any = {"shape": shape.shape, "stride": shape.stride()}
         parts: Any = DTensor.from_local(rows, self.columns, [Shard(1)], run_check=False, **whole)

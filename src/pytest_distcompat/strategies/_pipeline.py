@@ -95,7 +95,7 @@ class Pipeline:
     def connect(self, modules: Mapping[int, Module], example: Batch | None) -> None:
         """Take the modules of the stages, as the strategy has wrapped them.
 
-        With an ``example`` of one row the one of them is told what it receives and sends, which else torch finds out.
+        With an ``example`` of one row that stage knows what it receives and sends, which else torch finds out.
         """
         self.modules = {**modules}
         if example is not None:

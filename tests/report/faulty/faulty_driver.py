@@ -1,4 +1,4 @@
-"""A trainer that ends in every way: what real.json, beside its directory, was made with (see docs/reports.md)."""
+"""A trainer that ends in every way: what real.json, beside its directory, was made with (see docs/first-run.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this pytest runs on a rank, and what fixtures read there. Every session imports this module."""
+"""The rank on which this pytest runs, if any, and what fixtures read there. Every session imports this module."""
 
 from __future__ import annotations
 
