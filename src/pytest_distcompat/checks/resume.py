@@ -38,9 +38,10 @@ RATE_TOLERANCE = 1e-9
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded in a fresh process group restores everything, and that training goes on from it.
 
-    Parameters, optimizer, scheduler and scaler are bit by bit what was saved. The next two losses and learning rates
-    are those of the uninterrupted run. A buffer that each rank fills from its own data (BatchNorm) may come back as any
-    rank saved it (https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
+    Parameters, optimizer, scheduler and scaler are bit by bit what was saved; the optimizer holds the live parameters, and
+    the same ones are trainable. The next two losses and learning rates are those of the uninterrupted run. A buffer that
+    each rank fills from its own data (BatchNorm) may come back as any rank saved it
+    (https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 
     If it fails: state was not saved, or was loaded into an optimizer that has none before its first step
     (https://github.com/huggingface/accelerate/pull/3904). The first loss depends on parameters only, the second on the
@@ -60,6 +61,8 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     for before, after in pairs(trained, saved):
         yield from same_state(before, after, "save")
     saved, loaded = _without_nonpersistent(cell, whole, saved), _without_nonpersistent(cell, whole, loaded)
+    for before, after in pairs(saved, loaded):
+        yield from _trains_another(before, after)
     if cell.option("save_only_model"):
         for before, after in pairs(saved, loaded):
             yield from _model(before, after, "load", _buffers(saved))
@@ -134,6 +137,22 @@ def _model(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers) -
         if kind == "buffer":
             found = {name: held.get(name, one) if one in anywhere.get(name, ()) else one for name, one in found.items()}
         yield from _differences(f"rank {after.rank}: {kind}", held, found, action)
+
+
+def _trains_another(before: Snapshot, after: Snapshot) -> Iterator[str]:
+    """Yield findings unless what is loaded is what the optimizer updates; at a small learning rate two losses do not show it."""
+    where, was, now = f"rank {after.rank}", before.optimizer, after.optimizer
+    if was and now and now.foreign > was.foreign:
+        found = f"{now.foreign} of {now.entries} tensors in the optimizer"
+        yield f"{where}: {found} are no parameters of the live model after the load (stale)"
+    trained, loaded = ({info.name: info.trainable for info in one.parameters} for one in (before, after))
+    both = trained.keys() & loaded.keys()
+    for title, wrong in (
+        ("frozen after the load, and trained before", {name for name in both if trained[name] and not loaded[name]}),
+        ("trainable after the load, and frozen before", {name for name in both if loaded[name] and not trained[name]}),
+    ):
+        if wrong:
+            yield f"{where}: parameter {and_others(wrong)}: {title}"
 
 
 def _groups(before: Snapshot, after: Snapshot, action: str) -> Iterator[str]:
