@@ -200,7 +200,7 @@ class StepInfo:
     unscaling and clipping. The shares of the ``holders``, which hold one copy of the gradients together (empty: this rank alone),
     add up to the sum: what several of them hold counts once. ``gradients`` are the same gradients by live parameter, those of
     ZeRO's flat partitions too. Among ``secondary`` ranks ZeRO++ has cut the weights a second time, 0 if not all of them.
-    ``param_groups`` are the numbers of each group as this step had them, where ``gradients`` are there.
+    ``param_groups`` are the numbers of each group as this step had them.
     """
 
     optimizer: str

@@ -267,7 +267,7 @@ class Observer:
             square, holders, singles = read_gradients(model, inner, tensors, single=single)
             master, gradient = (tuple(sorted({dtype_name(one.dtype) for one in some})) for some in (tensors, gradients))
             name, secondary = type(optimizer).__name__, secondary_ranks(model)
-            numbers = tuple(map(numbers_of, optimizer.param_groups)) if singles else ()
+            numbers = tuple(map(numbers_of, optimizer.param_groups))
             self._step = StepInfo(name, master, gradient, (), square, singles, holders, secondary, numbers)
 
     def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
