@@ -295,3 +295,13 @@ def test_the_load_freezes_one_parameter_and_unfreezes_another(sound: Sound, cell
         f"rank 0: parameter {story.live('outlet.weight')!r}: frozen after the load, and trained before",
         f"rank 0: parameter {story.live('frozen.weight')!r}: trainable after the load, and frozen before",
     ]
+
+
+def test_a_module_is_in_another_mode_after_the_load(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").snapshot("step", {"evaluating": ("frozen",)})
+    resumed = "the run that never stopped"
+    assert story.findings("resume") == [
+        f"rank {rank}: 1 modules are in training mode in step 1 after the load, first 'frozen'; in evaluation mode in {resumed}"
+        for rank in (0, 1)
+    ]
+    assert story.snapshot("step", {"evaluating": ("frozen",)}, run="resume").findings("resume") == []

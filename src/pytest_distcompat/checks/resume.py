@@ -14,6 +14,7 @@ from pytest_distcompat.checks._base import (
     check,
     every_rank,
     finite_losses,
+    other_mode,
     pairs,
     trained_again,
 )
@@ -80,6 +81,8 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
         expected, found = whole.at("step", SAVED + nth), resumed.at("step", nth)
         yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
         yield from every_rank(found, cell.world_size, f"step {nth + 1} after the load")
+        for before, after in pairs(expected, found) if not nth else ():
+            yield from other_mode(before, after, "step 1 after the load", "in the run that never stopped")
         yield from _losses(nth, expected, found, LOSS_TOLERANCE if ordered else ORDER_TOLERANCE)
         if not wrong:
             wrong = list(_numbers(nth, expected, found))
@@ -198,12 +201,15 @@ def _numbers(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...
 def observers(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that neither saving a checkpoint nor exporting the weights changes what is trained.
 
-    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by bit.
+    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by bit, and the step after a save
+    has the same modules in training mode as that before it.
 
-    If it fails: look for a step of the optimizer that creates state to save, for weights that are cast or moved in place, and
-    for what draws random numbers.
+    If it fails: look for a step of the optimizer that creates state to save, for weights that are cast or moved in place, for
+    what draws random numbers, and for an evaluation without ``model.train()`` after it.
     """
     train = trace.run("train")
+    for was, now in pairs(train.at("step", SAVED - 1), train.at("step", SAVED)):
+        yield from other_mode(was, now, "the step after the save", "before it")
     for action, before, after in (
         ("save", train.at("step", SAVED - 1), train.at("save")),
         ("export", train.at("export"), train.at("exported")),
