@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.checks.names import NO_READABLE_FILE
+from pytest_distcompat.trace import FileInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
@@ -175,6 +176,16 @@ def test_a_key_in_a_model_file(sound: Sound, cell: str, key: str, hint: str) -> 
 def test_a_key_in_an_optimizer_file(sound: Sound, key: str, finding: str) -> None:
     story = sound("ddp-fp32-w2").file(1, keys=("inlet.weight", "outlet.weight", key))
     assert story.findings("names") == [f"file 'optimizer.bin': {finding}"]
+
+
+@pytest.mark.parametrize(("key", "wrong"), [("cpu", False), ("shadow.outlet.weight", True)])
+def test_a_file_of_other_tensors_beside_the_model(sound: Sound, key: str, wrong: bool) -> None:
+    def beside(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, files=(*snapshot.files, FileInfo("rng.pt", "torch", "model", (key,))))
+
+    story = sound("ddp-fp32-w2").alter(beside, action="files", rank=0)
+    finding = f"file 'rng.pt': key {key!r} is no name of the unwrapped model"
+    assert story.findings("names") == ([finding] if wrong else [])
 
 
 def test_a_tied_parameter_may_be_saved_under_either_name(sound: Sound) -> None:

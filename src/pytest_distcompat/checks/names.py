@@ -190,9 +190,19 @@ class _Expected:
         some = [rank for rank, live in held.items() if live & names] if stages_of(run) else []
         return some if all(names <= held[rank] for rank in some) else []
 
+    def of_the_model(self, key: str) -> bool:
+        """Tell whether the key is a name of the unwrapped model, with whatever before it or of wrappers in it."""
+        known = self.saved | self.parameters | self.written | self.not_persistent
+        segments = key.split(".")
+        ends = (".".join(segments[nth:]) for nth in range(len(segments)))
+        return self.canonical(key) in known or not known.isdisjoint(ends)
+
     def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
         """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
-        for file in (one for one in files if one.holds != "index"):
+        models = [file for file in files if file.holds == "model"]
+        # Beside the model's there may be files of other tensors: random states, statistics of the data.
+        about = [file for file in models if any(map(self.of_the_model, file.keys))] or models
+        for file in (one for one in files if one.holds == "optimizer" or one in about):
             own = self.saved | self.parameters | self.written
             known = own if file.holds == "model" else self.trainable | set(self.first_of)
             # Then a name may be the model's own of another tensor.
