@@ -200,7 +200,7 @@ class StepInfo:
     unscaling and clipping. The shares of the ``holders``, which hold one copy of the gradients together (empty: this rank alone),
     add up to the sum: what several of them hold counts once. ``gradients`` are the same gradients by live parameter, those of
     ZeRO's flat partitions too. Among ``secondary`` ranks ZeRO++ has cut the weights a second time, 0 if not all of them.
-    ``param_groups`` are the numbers of each group as this step had them, where ``gradients`` are there.
+    ``param_groups`` are the numbers of each group as this step had them.
     """
 
     optimizer: str
@@ -321,8 +321,9 @@ class Snapshot:
     """Record of one rank's probe after one action.
 
     ``grad_norm`` is what the trainer reports, before clipping. ``inputs`` are digests of what the model was fed, one a
-    forward, ``rng`` one of torch's random states, ``dropouts`` what its modules dropped, ``compute`` the dtypes of its
-    matrix products. ``outputs`` is a sample of what the model computes on a fixed batch.
+    forward, ``evaluating`` the modules that were in evaluation mode then, ``rng`` one of torch's random states,
+    ``dropouts`` what its modules dropped, ``compute`` the dtypes of its matrix products. ``outputs`` is a sample of what
+    the model computes on a fixed batch.
     ``memory`` is the peak in bytes: of the GPU, else of the process. ``tokens`` counts what this rank learned from in a
     step, ``float8`` the tensors made in 8 bits, ``recomputed`` the operators of blocks, in the forward pass and ``again`` after
     it, where activations are to be recomputed. These and ``collectives`` are recorded in the third step of a
@@ -344,6 +345,7 @@ class Snapshot:
     recomputed: Mapping[str, int] = field(default_factory=dict)
     memory: int = 0
     inputs: tuple[str, ...] = ()
+    evaluating: tuple[str, ...] = ()
     dropouts: tuple[DropoutInfo, ...] = ()
     outputs: tuple[float, ...] = ()
     rng: str = ""

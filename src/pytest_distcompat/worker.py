@@ -186,7 +186,8 @@ class Rank:
             self.observer.attach_to_built(self.driver.model)
         with self.observer.aside():
             first = self.number < self.run.first_step + WHOLE_STEPS
-            infos = self._snapshot(whole=first or self.walks or action not in STEP_ACTIONS)
+            last = STEP_ACTIONS.isdisjoint(self.run.actions[self.index + 1 :])
+            infos = self._snapshot(whole=first or last or self.walks or action not in STEP_ACTIONS)
             infos |= self._called(loss) if self.walks else {}
         if action in STEP_ACTIONS:
             driver = self.driver
@@ -407,7 +408,7 @@ def _uncompiled() -> contextlib.AbstractContextManager[object]:
     return stance
 
 
-#: How many steps of a run are recorded with all values: no check compares more of them value by value.
+#: How many steps of a run are recorded with all values, and the last one: no check compares more of them value by value.
 WHOLE_STEPS = 5
 #: The step of a training, counted from 1, in which single operators are recorded; the last one if it has fewer.
 OBSERVED_STEP = 3

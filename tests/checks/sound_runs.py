@@ -9,7 +9,7 @@ from typing import Any
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.checks.accumulation import SINGLE_RUN
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import REFERENCE_RUN, RESUME_RUN, TRAIN_RUN, Run
+from pytest_distcompat.scenario import REFERENCE_RUN, RESUME_RUN, STEPS, TRAIN_RUN, Run
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
     FLAT,
@@ -103,8 +103,8 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
         if run.first_step or (done != OBSERVED_STEP and cell.option("grad_accum") == 1):
             # Of others the probe sees no single operators.
             snapshot = replace(snapshot, float8=0, collectives=())
-        if done > run.first_step + WHOLE_STEPS:
-            # Of later steps the probe reads numbers only.
+        if run.first_step + WHOLE_STEPS < done < STEPS:
+            # Of later steps but the last the probe reads numbers only.
             return replace(snapshot, optimizer=OptimizerInfo(("AdamW",), 0, param_groups=optimizer.param_groups))
     scaler = {"scale": 1024.0} if PRECISIONS.get(cell.precision).scaled else {}
     model = _model(cell, done, rank)

@@ -244,11 +244,19 @@ def test_one_rank_alone_reduces_nothing(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "zero1-fp32-w2"])
-def test_replicas_stay_equal(sound: Sound, cell: str) -> None:
-    story = sound(cell).parameters({"digest": "other"}, only="outlet.weight", action="step", nth=2, rank=1)
+@pytest.mark.parametrize(("nth", "when"), [(2, "three steps"), (19, "20 steps")])
+def test_replicas_stay_equal(sound: Sound, cell: str, nth: int, when: str) -> None:
+    story = sound(cell).parameters({"digest": "other"}, only="outlet.weight", action="step", nth=nth, rank=1)
     assert story.findings("active") == [
-        "rank 1: 1 parameters differ from rank 0's after three steps, first 'module.outlet.weight'; replicas must stay equal"
+        f"rank 1: 1 parameters differ from rank 0's after {when}, first 'module.outlet.weight'; replicas must stay equal"
     ]
+
+
+def test_replicas_that_part_early_are_not_told_of_twice(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2")
+    for nth in (2, 19):
+        story = story.parameters({"digest": "other"}, only="outlet.weight", action="step", nth=nth, rank=1)
+    assert len(story.findings("active")) == 1
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w4-dp_replicate_2"])

@@ -161,6 +161,15 @@ def test_a_parameter_is_not_the_trained_one(runs_of: RunsOf, cell: str) -> None:
     assert story.findings("export") == ["parameter 'outlet.weight': other values after the reload"]
 
 
+def test_ranks_hold_other_values_than_one_another_before_the_export(runs_of: RunsOf) -> None:
+    story = runs_of("ddp-fp32-w2", "export").parameters(
+        {"digest": "14:1"}, only="outlet.weight", action="export", rank=1
+    )
+    assert story.findings("export") == [
+        "parameter 'outlet.weight': unlike from rank to rank before, alike after the reload"
+    ]
+
+
 def reloaded(story: Story, **changes: dict[str, Any]) -> Story:
     """Other facts of ``outlet.weight`` or of the buffer in the reloaded model."""
 

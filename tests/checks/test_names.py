@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.checks._values import values
 from pytest_distcompat.checks.names import NO_READABLE_FILE
+from pytest_distcompat.trace import FileInfo
 
 if TYPE_CHECKING:
-    from tests.checks.traces import Sound
+    from tests.checks.traces import Sound, Story
 
     from pytest_distcompat.trace import Snapshot
 
@@ -175,6 +178,36 @@ def test_a_key_in_a_model_file(sound: Sound, cell: str, key: str, hint: str) -> 
 def test_a_key_in_an_optimizer_file(sound: Sound, key: str, finding: str) -> None:
     story = sound("ddp-fp32-w2").file(1, keys=("inlet.weight", "outlet.weight", key))
     assert story.findings("names") == [f"file 'optimizer.bin': {finding}"]
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_ranks_make_unlike_models(runs_of: Callable[[str, str], Story], cell: str, broadcast: bool) -> None:
+    def drawn(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.unwrapped is not None
+        whole = values(story.trace.run(), story.trace.run().at("build")).of("parameter")
+        mine = {} if snapshot.rank or not broadcast else whole
+        parameters = tuple(
+            replace(info, digest=mine.get(info.name, (f"8:{snapshot.rank + 1}",))[0])
+            for info in snapshot.unwrapped.parameters
+        )
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, parameters=parameters))
+
+    story = runs_of(cell, "export")
+    found = story.alter(drawn, action="build_model").findings("names")
+    values_of = "build_model() gives each rank other values of 'frozen.weight' and 2 others, and build() not those of rank 0 to all"
+    expected = f"{values_of}: ranks hold parts of unlike models; seed all alike, or broadcast"
+    assert found == ([] if broadcast else [expected])
+
+
+@pytest.mark.parametrize(("key", "wrong"), [("cpu", False), ("shadow.outlet.weight", True)])
+def test_a_file_of_other_tensors_beside_the_model(sound: Sound, key: str, wrong: bool) -> None:
+    def beside(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, files=(*snapshot.files, FileInfo("rng.pt", "torch", "model", (key,))))
+
+    story = sound("ddp-fp32-w2").alter(beside, action="files", rank=0)
+    finding = f"file 'rng.pt': key {key!r} is no name of the unwrapped model"
+    assert story.findings("names") == ([finding] if wrong else [])
 
 
 def test_a_tied_parameter_may_be_saved_under_either_name(sound: Sound) -> None:

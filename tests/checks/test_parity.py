@@ -94,6 +94,18 @@ def test_each_parameter_is_updated_with_the_numbers_of_the_reference(sound: Soun
         "step 1: rank 1: weight_decay of inlet.weight is 0.01; 0 in the reference"
     ]
 
+    def without_gradients(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, steps=tuple(replace(step, gradients=()) for step in snapshot.steps))
+
+    # Later steps have no single gradients, which say which group a parameter is in.
+    for nth in range(5, 20):
+        for run, action in (("train", "step"), ("reference", "reference")):
+            story = story.alter(without_gradients, run=run, action=action, nth=nth)
+    assert story.findings("parity") == []
+    assert story.alter(one_group, action="step", nth=11).findings("parity") == [
+        "step 12: all ranks: weight_decay of inlet.weight is 0.01; 0 in the reference"
+    ]
+
 
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])

@@ -143,3 +143,10 @@ def test_cells_to_which_it_does_not_apply() -> None:
     assert check.not_applicable(Cell("ddp", "fp32"), TorchDriver) == "the model llama draws no random numbers"
     assert check.not_applicable(Cell.of("ddp", "fp32", model="dropout"), TorchDriver) is None
     assert check.not_applicable(Cell("ddp", "fp32"), Driver) is None, "of a model of its own nothing is known"
+
+
+def test_one_rank_is_in_evaluation_mode(sound: Sound) -> None:
+    story = own(sound("ddp-fp32-w2")).snapshot("step", {"evaluating": ("", "inlet")}, nth=2, rank=0)
+    assert story.findings("randomness") == [
+        "rank 1: the whole model is in training mode in step 3; in evaluation mode on rank 0"
+    ]

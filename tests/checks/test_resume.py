@@ -276,3 +276,32 @@ def test_infinite_losses_are_no_agreement(sound: Sound, number: float) -> None:
     story = sound("ddp-fp32-w2").snapshot("step", {"loss": number}, rank=1)
     story = story.snapshot("step", {"loss": number}, run="resume", rank=1)
     assert story.findings("resume") == [f"rank 1: the loss of step 1 is {number}; expected a finite number"]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_optimizer_holds_other_tensors_after_the_load(sound: Sound, cell: str) -> None:
+    story = sound(cell).optimizer({"foreign": 2, "entries": 3}, run="resume", action="load", rank=1)
+    assert story.findings("resume") == [
+        "rank 1: 2 of 3 tensors in the optimizer are no parameters of the live model after the load (stale)"
+    ]
+
+
+@pytest.mark.parametrize("cell", ["fsdp2-bf16_mixed-w2", "ddp-fp32-w2-save_only_model"])
+def test_the_load_freezes_one_parameter_and_unfreezes_another(sound: Sound, cell: str) -> None:
+    where = {"run": "resume", "action": "load", "rank": 0}
+    story = sound(cell).parameters({"trainable": False}, only="outlet.weight", **where)
+    story = story.parameters({"trainable": True}, only="frozen.weight", **where)
+    assert story.findings("resume") == [
+        f"rank 0: parameter {story.live('outlet.weight')!r}: frozen after the load, and trained before",
+        f"rank 0: parameter {story.live('frozen.weight')!r}: trainable after the load, and frozen before",
+    ]
+
+
+def test_a_module_is_in_another_mode_after_the_load(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").snapshot("step", {"evaluating": ("frozen",)})
+    resumed = "the run that never stopped"
+    assert story.findings("resume") == [
+        f"rank {rank}: 1 modules are in training mode in step 1 after the load, first 'frozen'; in evaluation mode in {resumed}"
+        for rank in (0, 1)
+    ]
+    assert story.snapshot("step", {"evaluating": ("frozen",)}, run="resume").findings("resume") == []

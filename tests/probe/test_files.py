@@ -65,6 +65,12 @@ def test_a_file_of_torch_save_is_read(
     assert held(tmp_path) == []
 
 
+def test_an_average_of_the_model_has_its_names(tmp_path: Path) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(Small())
+    torch.save(averaged.state_dict(), tmp_path / "ema.pt")
+    assert held(tmp_path) == [NAMES]
+
+
 @pytest.mark.parametrize("part", ["optimizer", "optim", "optimizer_state_dict", "optimizer_state"])
 def test_an_optimizer_by_names(tmp_path: Path, state: dict[str, Any], optimizer: dict[str, Any], part: str) -> None:
     named = {"state": dict(zip(NAMES, optimizer["state"].values(), strict=True)), "param_groups": []}

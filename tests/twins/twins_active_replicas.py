@@ -50,6 +50,25 @@ class NeverSyncs(Torch):
 
 @twin(
     "active",
+    "ddp-fp32-w2-model_mlp",
+    match=r"^rank 1: 12 parameters differ from rank 0's after 20 steps, first 'module\.inlet\.weight'; replicas must stay equal",
+    also={**PARITY, **CLIPPING},
+)
+class SkipsOneStep(Torch):
+    """The last rank skips a step in which its own loss is a spike, long after the first steps."""
+
+    def step(self, number: int) -> float:
+        model = self.model.state_dict()
+        before = {name: value.clone() for name, value in model.items()}
+        loss = super().step(number)
+        if number == 7 and self.world.rank == self.world.size - 1:
+            for name, value in model.items():
+                value.copy_(before[name])
+        return loss
+
+
+@twin(
+    "active",
     "ddp-fp32-w2",
     match=r"only 8 elements were reduced in a step, of 26784 trainable ones",
     also={**PARITY, "dtypes": APART, **GRADIENTS},

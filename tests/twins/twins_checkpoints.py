@@ -264,3 +264,16 @@ def write(directory: Path, name: str, state: dict[str, Any]) -> None:
 
     own = {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
     save_file(own, directory / name, metadata={"format": "pt"})
+
+
+@twin(
+    "observers",
+    "fsdp2-fp32-w2-model_mlp",
+    match=r"^rank 0: the whole model is in evaluation mode in the step after the save; in training mode before it\nrank 1: [^\n]+$",
+)
+class EvaluatesBeforeItSaves(Torch):
+    """No ``model.train()`` follows: what drops activations or counts statistics does so no more."""
+
+    def save(self, directory: Path) -> None:
+        self.model.eval()
+        super().save(directory)

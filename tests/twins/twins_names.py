@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
-from .declare import GRADIENTS, MEMORY, PARITY, Accelerate, Torch, twin
+from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, Accelerate, Torch, twin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -252,3 +252,22 @@ class PaddedVocabulary(Torch):
         config: Any = model.config
         config.vocab_size += 8
         return super().wrap(model, precision, cell, device)
+
+
+@twin(
+    "names",
+    "fsdp2-fp32-w2-model_mlp",
+    match=r"^build_model\(\) gives each rank other values of 'blocks\.0\.linear\.bias' and \d+ others, and build\(\) not those of",
+    also={**PARITY, **CLIPPING, **GRADIENTS},
+)
+class EachRankItsOwnModel(Torch):
+    """Each rank makes the model from a seed of its own: DDP would send rank 0's to all, FSDP2 shards what there is."""
+
+    def build_model(self) -> Module:
+        import torch
+
+        model = super().build_model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.1 * self.world.rank)
+        return model

@@ -208,6 +208,30 @@ class DecayLost(Corrupts):
 
 @twin(
     "resume",
+    "ddp-fp32-w2-model_mlp",
+    match=r"^rank 0: 12 of 12 tensors in the optimizer are no parameters of the live model after the load \(stale\)",
+)
+class Assigned(Corrupts):
+    """``load_state_dict(assign=True)`` puts new tensors into the model, and the optimizer goes on with the old ones."""
+
+    def corrupt(self) -> None:
+        self.model.module.load_state_dict(self.model.module.state_dict(), assign=True)
+
+
+@twin(
+    "resume",
+    "fsdp2-fp32-w2-model_mlp",
+    match=r"^rank 0: parameter 'blocks\.0\.linear\.bias' and 7 others: frozen after the load, and trained before\nrank 1: ",
+)
+class Frozen(Corrupts):
+    """What is loaded is meant for inference, as PEFT's ``from_pretrained`` takes it (``is_trainable=False``)."""
+
+    def corrupt(self) -> None:
+        self.model.get_submodule("blocks").requires_grad_(requires_grad=False)
+
+
+@twin(
+    "resume",
     "ddp-bf16_pure-w2-model_mlp",
     match=r"^rank 0: optimizer state 'exp_avg_sq of \S+' and 11 others: another dtype after the load",
 )

@@ -203,6 +203,18 @@ def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
             yield f"rank {snapshot.rank}: the loss of {step} is {snapshot.loss}; expected a finite number"
 
 
+def other_mode(expected: Snapshot, found: Snapshot, step: str, where: str) -> Iterator[str]:
+    """Yield a finding if modules train in a step of one snapshot and not in that of another: dropout and BatchNorm follow it."""
+    for mode, than, names in (
+        ("evaluation", "training", set(found.evaluating) - set(expected.evaluating)),
+        ("training", "evaluation", set(expected.evaluating) - set(found.evaluating)),
+    ):
+        if names:
+            modules = "the whole model is" if "" in names else f"{len(names)} modules are"
+            first = "" if "" in names else f", first {min(names)!r}"
+            yield f"rank {found.rank}: {modules} in {mode} mode in {step}{first}; in {than} mode {where}"
+
+
 def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> Iterator[str]:
     """Yield a finding for each rank that took as many steps during its load as before the save: it may have retrained."""
     # torch itself takes one step in a load, with zero gradients, to create the optimizer's state.

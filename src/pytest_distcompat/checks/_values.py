@@ -279,7 +279,8 @@ def compare(
         ("new", set(now) - set(was)),
         ("unlike from rank to rank", {name for name in both if len(now[name]) > 1}),
         # Parts that add up to no whole have no digest; ``Values.wrong`` reports them.
-        ("other values", {name for name in both if len(now[name]) == 1 and was[name] != now[name]}),
+        ("unlike from rank to rank before, alike", {name for name in both if len(now[name]) == 1 < len(was[name])}),
+        ("other values", {name for name in both if len(now[name]) == len(was[name]) == 1 and was[name] != now[name]}),
     ):
         if names:
             yield f"{kind} {and_others(names)}: {title} {when}"

@@ -19,7 +19,7 @@ from pytest_distcompat.checks._values import (
     unused,
 )
 from pytest_distcompat.cost import trained_elements
-from pytest_distcompat.scenario import TRAIN
+from pytest_distcompat.scenario import STEPS, TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
 from pytest_distcompat.trace import ModelInfo, ParameterInfo, RunTrace, Snapshot, Trace, UnwrappedInfo, shard_groups
 
@@ -34,7 +34,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     Wrapper, kind of parameters, ZeRO stage, world size, shards and tensor-parallel parts are the strategy's. Gradients
     are reduced. Sequence parallelism cuts what lies between layers; under context parallelism attention sees all parts
     of a sequence; a secondary partition of ZeRO++ is there. Replicas of parameters, optimizer state and gradients
-    stay equal.
+    stay equal, also after the last step.
 
     If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on the CPU.
     """
@@ -73,7 +73,9 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     for snapshot in trained:
         found = [*_sequence_cut(cell, snapshot), *_attends(cell, snapshot), *_cut_again(strategy, cell, snapshot)]
         yield from (f"rank {snapshot.rank}: {text}" for text in found)
-    yield from _same_everywhere(run, trained)
+    apart = [*_same_everywhere(run, trained, "three steps")]
+    # Also after all steps: a rank may skip one, or leave DDP, at any time.
+    yield from apart or _same_everywhere(run, run.at("step", STEPS - 1), f"{STEPS} steps")
 
 
 def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], bool]:
@@ -271,7 +273,7 @@ def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:
         yield f"{found}; that is no gradient, ranks train on their own"
 
 
-def _same_everywhere(run: RunTrace, trained: tuple[Snapshot, ...]) -> Iterator[str]:
+def _same_everywhere(run: RunTrace, trained: tuple[Snapshot, ...], when: str) -> Iterator[str]:
     """Yield a finding for each rank that holds something else than the first one with the same part of the same tensor."""
     # Tied parameters have different names on different stages.
     stages = stages_of(run)
@@ -285,7 +287,7 @@ def _same_everywhere(run: RunTrace, trained: tuple[Snapshot, ...]) -> Iterator[s
         for (rank, peer), names in sorted(apart.items()):
             here, there = stages.get(rank), stages.get(peer)
             both = f" (stages {there} and {here} have them, and train them apart)" if here != there else ""
-            found = f"{len(names)} {what} differ from rank {peer}'s after three steps, first {names[0]!r}{both}"
+            found = f"{len(names)} {what} differ from rank {peer}'s after {when}, first {names[0]!r}{both}"
             yield f"rank {rank}: {found}; replicas must stay equal"
         if apart:
             return  # what is made from them differs too

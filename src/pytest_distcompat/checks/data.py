@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import RESUMED, UNTIL_RESUMED, check, every_rank, named_ranks, pairs
+from pytest_distcompat.checks._base import RESUMED, UNTIL_RESUMED, check, every_rank, named_ranks, other_mode, pairs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import model_of
 from pytest_distcompat.scenario import RESUME, SAVED
@@ -82,6 +82,7 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
     The check compares torch's random states after each step, on ranks that draw in every step: no two may be alike, but of
     ranks of one tensor-parallel group. These drop the same of the same activations and, as under sequence parallelism, not
     the same of different ones; no rank drops the same of two micro-batches. That is read from modules ``torch.nn.Dropout``.
+    All ranks have the same modules in training mode.
 
     If it fails: seed each rank differently once the model is made, as by accelerate's
     ``set_seed(seed, device_specific=True)``, and ranks of one tensor-parallel group alike, unless each has a part of the
@@ -99,6 +100,8 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
         idle = named_ranks(sorted(set(range(cell.world_size)) - draws), cell.world_size)
         yield f"{idle}: a step draws no random numbers; the model {model_of(cell).name} draws some in each forward"
     for nth in range(1, SAVED):
+        for one in steps[nth][1:]:
+            yield from other_mode(steps[nth][0], one, f"step {nth + 1}", f"on rank {steps[nth][0].rank}")
         drawn = [one for one in steps[nth] if one.rank in draws]
         yield from _alike(cell, drawn, nth)
         yield from _dropped(cell, drawn, nth)

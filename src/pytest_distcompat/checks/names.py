@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, first_three, named_ranks
+from pytest_distcompat.checks._base import and_others, check, every_rank, first_three, named_ranks
 from pytest_distcompat.checks._values import (
     across_stages,
     adapter_name,
@@ -15,7 +16,9 @@ from pytest_distcompat.checks._values import (
     named_stage,
     stages_of,
     unused,
+    values,
 )
+from pytest_distcompat.cost import BYTES
 from pytest_distcompat.digests import EMPTY
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -27,7 +30,8 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that names and shapes are those of the unwrapped model, in memory and in every saved file.
 
     Optimizer state has these names too. A file has every parameter and persistent buffer, or all names that the model's library
-    writes in place of them. Building keeps the values of buffers. An adapter may have PEFT's names
+    writes in place of them. Building keeps the values of buffers; ranks whose ``build_model`` gave other values have those of
+    rank 0 after it. An adapter may have PEFT's names
     (https://huggingface.co/docs/peft/developer_guides/checkpoint).
 
     If it fails: look for an extra segment (``_orig_mod``, ``module``, ``_checkpoint_wrapped_module``) and save with
@@ -39,6 +43,7 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
         yield "the unwrapped model was not recorded"
         return
     expected = _Expected(cell, run.unwrapped, unused(run))
+    yield from _unlike_from_the_start(cell, run)
     for snapshot in run.at("build"):
         yield from expected.buffers(snapshot)
     for snapshot in (trained := run.trained):
@@ -52,6 +57,38 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from expected.files(written[0] if written else (), run)
     for files in written[1:]:
         yield from expected.keys(files)
+
+
+def _unlike_from_the_start(cell: Cell, run: RunTrace) -> Iterator[str]:
+    """Yield a finding if ranks were given unlike models and what they hold together is not the model of rank 0.
+
+    DDP sends rank 0's to all; of FSDP2 each shard is of another model then, and no rank can see it.
+    """
+    digests: dict[str, dict[int, str]] = defaultdict(dict)
+    for snapshot in run.at("build_model"):
+        for info in snapshot.unwrapped.parameters if snapshot.unwrapped else ():
+            # On the meta device it has no values, and one that was cut while it was loaded has a part of them.
+            if info.digest not in {"", EMPTY} and info.local_numel == math.prod(info.shape):
+                digests[info.name][snapshot.rank] = info.digest
+    unlike = {name for name, of_ranks in digests.items() if 0 in of_ranks and len({*of_ranks.values()}) > 1}
+    # Experts of DeepSpeed are each rank's own.
+    if not unlike or cell.option("ep") != 1:
+        return
+    built = values(run, run.at("build"))
+    held, dtypes = built.of("parameter"), built.dtypes.get("parameter", {})
+    given = {info.name: info.dtype for info in (run.unwrapped.parameters if run.unwrapped else ())}
+    wrong = {
+        name
+        for name in unlike & held.keys()
+        # Rounded values say nothing.
+        if all(BYTES.get(dtype, 0) >= BYTES.get(given[name], 4) for dtype in dtypes[name])
+        and held[name] != (digests[name][0],)
+    }
+    if wrong:
+        found = (
+            f"build_model() gives each rank other values of {and_others(wrong)}, and build() not those of rank 0 to all"
+        )
+        yield f"{found}: ranks hold parts of unlike models; seed all alike, or broadcast"
 
 
 #: The finding when no saved file is one that ``probe.files`` can read.
@@ -190,9 +227,19 @@ class _Expected:
         some = [rank for rank, live in held.items() if live & names] if stages_of(run) else []
         return some if all(names <= held[rank] for rank in some) else []
 
+    def of_the_model(self, key: str) -> bool:
+        """Tell whether the key is a name of the unwrapped model, with whatever before it or of wrappers in it."""
+        known = self.saved | self.parameters | self.written | self.not_persistent
+        segments = key.split(".")
+        ends = (".".join(segments[nth:]) for nth in range(len(segments)))
+        return self.canonical(key) in known or not known.isdisjoint(ends)
+
     def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
         """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
-        for file in (one for one in files if one.holds != "index"):
+        models = [file for file in files if file.holds == "model"]
+        # Beside the model's there may be files of other tensors: random states, statistics of the data.
+        about = [file for file in models if any(map(self.of_the_model, file.keys))] or models
+        for file in (one for one in files if one.holds == "optimizer" or one in about):
             own = self.saved | self.parameters | self.written
             known = own if file.holds == "model" else self.trainable | set(self.first_of)
             # Then a name may be the model's own of another tensor.

@@ -24,6 +24,8 @@ ROUNDING_FACTOR = 2
 RATE_TOLERANCE = 1e-9
 #: What single parameters are compared on; optimizers of other classes may have further numbers.
 HYPERPARAMETERS = ("lr", "weight_decay", "betas.0", "betas.1", "eps", "momentum")
+#: Unwrapped name -> the numbers of the parameter's group.
+_Numbers = Mapping[str, Mapping[str, float]]
 _WHOLE = (("train", "step", STEPS - 1), ("reference", "reference", STEPS - 1))
 
 
@@ -60,6 +62,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     losses, norms = tolerances(cell, trace)
     trained, reference = trace.run("train"), trace.run("reference")
+    numbers = _NumbersOfParameters(trained), _NumbersOfParameters(reference)
     largest_loss = largest_norm = 0.0
     for step in range(STEPS):
         here, there = trained.at("step", step), reference.at("reference", step)
@@ -71,7 +74,8 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         largest_norm = max(largest_norm, there[0].grad_norm or 0.0)
         found = [one + _same_rows(cell) for one in _loss(here, there[0], losses[step], largest_loss, cell)]
         found += _norm(here, there[0], norms[step], largest_norm)
-        found += [*_rates(here, there[0])] or _hyperparameters(trained, here, reference, there)
+        groups = [of(snapshots) for of, snapshots in zip(numbers, (here, there), strict=True)]
+        found += [*_rates(here, there[0])] or _hyperparameters(cell, here, *groups)
         yield from (f"step {step + 1}: {text}" for text in found)
         if found:
             return  # later deviations follow from this one
@@ -182,36 +186,44 @@ def _rates(here: tuple[Snapshot, ...], there: Snapshot) -> Iterator[str]:
 
 
 def _hyperparameters(
-    run: RunTrace, here: tuple[Snapshot, ...], reference: RunTrace, there: tuple[Snapshot, ...]
+    cell: Cell, here: tuple[Snapshot, ...], found: list[_Numbers], reference: list[_Numbers]
 ) -> Iterator[str]:
-    """Yield what parameters are updated with, unlike in the reference, in steps whose single gradients were recorded."""
-    (expected,) = _by_parameter(reference, there) or [{}]
+    """Yield what parameters are updated with, unlike in the reference."""
+    (expected,) = reference or [{}]
     wrong: dict[tuple[str, float, float], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for snapshot, numbers in zip(here, _by_parameter(run, here), strict=False):
+    for snapshot, numbers in zip(here, found, strict=True):
         for name in numbers.keys() & expected.keys():
             pairs = ((key, numbers[name].get(key), expected[name].get(key)) for key in HYPERPARAMETERS)
             for key, one, other in pairs:
                 if one is not None and other is not None and not math.isclose(one, other, rel_tol=RATE_TOLERANCE):
                     wrong[key, one, other][name].append(snapshot.rank)
     for (key, one, other), names in wrong.items():
-        ranks = named_ranks(sorted({rank for some in names.values() for rank in some}), run.world_size)
+        ranks = named_ranks(sorted({rank for some in names.values() for rank in some}), cell.world_size)
         yield f"{ranks}: {key} of {listed(sorted(names))} is {one:.6g}; {other:.6g} in the reference"
 
 
-def _by_parameter(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> list[dict[str, Mapping[str, float]]]:
-    """Return for each rank the numbers of each parameter's group, by unwrapped name."""
-    if run.unwrapped is None or not any(step.param_groups for snapshot in snapshots for step in snapshot.steps):
-        return []
-    names = Names(run, run.unwrapped)
-    return [
-        {
-            names(info.name): step.param_groups[info.group]
-            for step in snapshot.steps
-            for info in step.gradients
-            if info.group < len(step.param_groups)
-        }
-        for snapshot in snapshots
-    ]
+class _NumbersOfParameters:
+    """Numbers of each parameter's group, as the steps of a run had them; call it with the snapshots of each step in order.
+
+    Which group a parameter is in is known from the last step whose single gradients were recorded.
+    """
+
+    def __init__(self, run: RunTrace) -> None:
+        self._names = Names(run, run.unwrapped) if run.unwrapped else str
+        self._group_of: dict[tuple[int, int], dict[str, int]] = {}
+
+    def __call__(self, snapshots: tuple[Snapshot, ...]) -> list[_Numbers]:
+        """Return for each rank the numbers by the unwrapped name of the parameter."""
+        return [dict(self._of_rank(snapshot)) for snapshot in snapshots]
+
+    def _of_rank(self, snapshot: Snapshot) -> Iterator[tuple[str, Mapping[str, float]]]:
+        for nth, step in enumerate(snapshot.steps):
+            place = snapshot.rank, nth
+            if step.gradients:
+                self._group_of[place] = {self._names(info.name): info.group for info in step.gradients}
+            for name, group in self._group_of.get(place, {}).items():
+                if group < len(step.param_groups):
+                    yield name, step.param_groups[group]
 
 
 def _list(rates: list[float | None]) -> str:

@@ -14,6 +14,7 @@ from pytest_distcompat.checks._base import (
     check,
     every_rank,
     finite_losses,
+    other_mode,
     pairs,
     trained_again,
 )
@@ -38,9 +39,10 @@ RATE_TOLERANCE = 1e-9
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded in a fresh process group restores everything, and that training goes on from it.
 
-    Parameters, optimizer, scheduler and scaler are bit by bit what was saved. The next two losses and learning rates
-    are those of the uninterrupted run. A buffer that each rank fills from its own data (BatchNorm) may come back as any
-    rank saved it (https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
+    Parameters, optimizer, scheduler and scaler are bit by bit what was saved; the optimizer holds the live parameters, and
+    the same ones are trainable. The next two losses and learning rates are those of the uninterrupted run. A buffer that
+    each rank fills from its own data (BatchNorm) may come back as any rank saved it
+    (https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 
     If it fails: state was not saved, or was loaded into an optimizer that has none before its first step
     (https://github.com/huggingface/accelerate/pull/3904). The first loss depends on parameters only, the second on the
@@ -60,6 +62,8 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     for before, after in pairs(trained, saved):
         yield from same_state(before, after, "save")
     saved, loaded = _without_nonpersistent(cell, whole, saved), _without_nonpersistent(cell, whole, loaded)
+    for before, after in pairs(saved, loaded):
+        yield from _trains_another(before, after)
     if cell.option("save_only_model"):
         for before, after in pairs(saved, loaded):
             yield from _model(before, after, "load", _buffers(saved))
@@ -77,6 +81,8 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
         expected, found = whole.at("step", SAVED + nth), resumed.at("step", nth)
         yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
         yield from every_rank(found, cell.world_size, f"step {nth + 1} after the load")
+        for before, after in pairs(expected, found) if not nth else ():
+            yield from other_mode(before, after, "step 1 after the load", "in the run that never stopped")
         yield from _losses(nth, expected, found, LOSS_TOLERANCE if ordered else ORDER_TOLERANCE)
         if not wrong:
             wrong = list(_numbers(nth, expected, found))
@@ -136,6 +142,22 @@ def _model(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers) -
         yield from _differences(f"rank {after.rank}: {kind}", held, found, action)
 
 
+def _trains_another(before: Snapshot, after: Snapshot) -> Iterator[str]:
+    """Yield findings unless what is loaded is what the optimizer updates; at a small learning rate two losses do not show it."""
+    where, was, now = f"rank {after.rank}", before.optimizer, after.optimizer
+    if was and now and now.foreign > was.foreign:
+        found = f"{now.foreign} of {now.entries} tensors in the optimizer"
+        yield f"{where}: {found} are no parameters of the live model after the load (stale)"
+    trained, loaded = ({info.name: info.trainable for info in one.parameters} for one in (before, after))
+    both = trained.keys() & loaded.keys()
+    for title, wrong in (
+        ("frozen after the load, and trained before", {name for name in both if trained[name] and not loaded[name]}),
+        ("trainable after the load, and frozen before", {name for name in both if loaded[name] and not trained[name]}),
+    ):
+        if wrong:
+            yield f"{where}: parameter {and_others(wrong)}: {title}"
+
+
 def _groups(before: Snapshot, after: Snapshot, action: str) -> Iterator[str]:
     where, was, now = f"rank {after.rank}", before.param_groups, after.param_groups
     if len(was) != len(now):
@@ -179,12 +201,15 @@ def _numbers(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...
 def observers(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that neither saving a checkpoint nor exporting the weights changes what is trained.
 
-    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by bit.
+    Parameters, buffers, optimizer, scheduler, scaler and torch's random state stay equal bit by bit, and the step after a save
+    has the same modules in training mode as that before it.
 
-    If it fails: look for a step of the optimizer that creates state to save, for weights that are cast or moved in place, and
-    for what draws random numbers.
+    If it fails: look for a step of the optimizer that creates state to save, for weights that are cast or moved in place, for
+    what draws random numbers, and for an evaluation without ``model.train()`` after it.
     """
     train = trace.run("train")
+    for was, now in pairs(train.at("step", SAVED - 1), train.at("step", SAVED)):
+        yield from other_mode(was, now, "the step after the save", "before it")
     for action, before, after in (
         ("save", train.at("step", SAVED - 1), train.at("save")),
         ("export", train.at("export"), train.at("exported")),

@@ -250,7 +250,15 @@ def _pickled(data: Any, name: str) -> Iterator[FileInfo]:
     if names:
         yield FileInfo(name, "torch", "optimizer", tuple(names))
     if data and all(isinstance(value, torch.Tensor) for value in data.values()):
-        yield FileInfo(name, "torch", "model", tuple(str(key) for key in data), _shapes(data))
+        yield FileInfo(name, "torch", "model", tuple(shapes := _shapes(_of_average(data))), shapes)
+
+
+def _of_average(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return the state dict of the averaged model, if it is that of ``torch.optim.swa_utils.AveragedModel``; else itself."""
+    # It has the model as ``module`` and counts in ``n_averaged``, a buffer:
+    # https://docs.pytorch.org/docs/stable/generated/torch.optim.swa_utils.AveragedModel.html
+    inner = {key.removeprefix("module."): value for key, value in state.items() if str(key).startswith("module.")}
+    return inner if len(inner) == len(state) - 1 and "n_averaged" in state else state
 
 
 def _shapes(state: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:

@@ -71,6 +71,8 @@ class Observer:
         #: The sizes of the tensors of each kind of collective.
         self.collectives: dict[_Kind, list[int]] = defaultdict(list)
         self.inputs: list[str] = []
+        #: The names of modules in evaluation mode in a forward whose gradients are wanted.
+        self.evaluating: set[str] = set()
         self.dropouts: list[DropoutInfo] = []
         self.float8 = 0
         self.recomputed: Counter[str] = Counter()
@@ -151,12 +153,14 @@ class Observer:
         self._reached[parameter] = True
 
     def record_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the digests of the model's input tensors, sorted: a wrapper may pass by keyword what it got by position."""
+        """Record the digests of the model's input tensors, sorted, and which modules are in evaluation mode."""
         if torch.compiler.is_compiling():
             return  # a trainer may compile without being asked to
         if self.active and torch.is_grad_enabled():
             with self.aside():
+                # A wrapper may pass by keyword what it got by position.
                 self.inputs.append(digest_of_inputs((*args, *kwargs.values())))
+            self.evaluating.update(name for name, part in module.named_modules() if not part.training)
 
     @contextlib.contextmanager
     def recording_operators(self) -> Iterator[None]:
@@ -199,8 +203,9 @@ class Observer:
 
     def restart(self) -> None:
         """Forget everything recorded, for the next action."""
-        for recorded in (self.steps, self._stepped, self.compute, self.collectives, self.inputs, self.dropouts):
-            recorded.clear()
+        recorded = (self.steps, self._stepped, self.compute, self.collectives)
+        for one in (*recorded, self.inputs, self.evaluating, self.dropouts):
+            one.clear()
         self._reached.update(dict.fromkeys(self._reached, False))
         self.float8 = 0
         self.recomputed.clear()
@@ -222,6 +227,7 @@ class Observer:
                 for (op, dtype, ranks), sizes in sorted(self.collectives.items())
             ),
             "inputs": tuple(self.inputs),
+            "evaluating": tuple(sorted(self.evaluating)),
             "dropouts": tuple(self.dropouts),
             "float8": self.float8,
             "recomputed": dict(self.recomputed),
@@ -267,7 +273,7 @@ class Observer:
             square, holders, singles = read_gradients(model, inner, tensors, single=single)
             master, gradient = (tuple(sorted({dtype_name(one.dtype) for one in some})) for some in (tensors, gradients))
             name, secondary = type(optimizer).__name__, secondary_ranks(model)
-            numbers = tuple(map(numbers_of, optimizer.param_groups)) if singles else ()
+            numbers = tuple(map(numbers_of, optimizer.param_groups))
             self._step = StepInfo(name, master, gradient, (), square, singles, holders, secondary, numbers)
 
     def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
