@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import RESUMED, UNTIL_RESUMED, check, every_rank, named_ranks, other_mode, pairs
+from pytest_distcompat.checks._values import by_stage
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import model_of
 from pytest_distcompat.scenario import RESUME, SAVED
@@ -99,9 +100,8 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
     if model_of(cell).random and len(draws) < cell.world_size:
         idle = named_ranks(sorted(set(range(cell.world_size)) - draws), cell.world_size)
         yield f"{idle}: a step draws no random numbers; the model {model_of(cell).name} draws some in each forward"
+    yield from _modes(whole, steps)
     for nth in range(1, SAVED):
-        for one in steps[nth][1:]:
-            yield from other_mode(steps[nth][0], one, f"step {nth + 1}", f"on rank {steps[nth][0].rank}")
         drawn = [one for one in steps[nth] if one.rank in draws]
         yield from _alike(cell, drawn, nth)
         yield from _dropped(cell, drawn, nth)
@@ -115,6 +115,20 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
         )
         if wrong:
             return  # later ones follow from these
+
+
+def _modes(run: RunTrace, steps: Sequence[tuple[Snapshot, ...]]) -> Iterator[str]:
+    """Yield findings of the first step in which ranks with the same modules do not train the same ones."""
+    for nth in range(1, SAVED):
+        found = [
+            text
+            for (first, *others), _ in by_stage(run, steps[nth])
+            for one in others
+            for text in other_mode(first, one, f"step {nth + 1}", f"on rank {first.rank}")
+        ]
+        yield from found
+        if found:
+            return
 
 
 def _alike(cell: Cell, drawn: list[Snapshot], nth: int) -> Iterator[str]:
