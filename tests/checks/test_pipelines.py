@@ -56,6 +56,11 @@ def test_what_two_stages_train_together_counts_once(sound: Sound) -> None:
     assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
 
 
+def test_a_frozen_part_of_one_stage_in_evaluation_mode(sound: Sound) -> None:
+    story = pipelined(sound(CELL), FIRST, LAST).snapshot("step", {"evaluating": ("outlet",)}, rank=1)
+    assert not [text for text in story.findings("randomness") if "mode" in text]
+
+
 def test_what_two_stages_train_apart(sound: Sound) -> None:
     story = pipelined(sound(CELL), FIRST, ("head.weight", *LAST))
     apart = story.parameters({"digest": "other"}, only="head.weight", action="step", nth=2, rank=1)
