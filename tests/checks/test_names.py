@@ -200,7 +200,7 @@ def test_ranks_make_unlike_models(runs_of: Callable[[str, str], Story], cell: st
     assert found == ([] if broadcast else [expected])
 
 
-@pytest.mark.parametrize(("key", "wrong"), [("cpu", False), ("shadow.outlet.weight", True)])
+@pytest.mark.parametrize(("key", "wrong"), [("cpu", False), ("shadow.outlet.weight", True), ("weight", True)])
 def test_a_file_of_other_tensors_beside_the_model(sound: Sound, key: str, wrong: bool) -> None:
     def beside(snapshot: Snapshot) -> Snapshot:
         return replace(snapshot, files=(*snapshot.files, FileInfo("rng.pt", "torch", "model", (key,))))

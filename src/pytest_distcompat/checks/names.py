@@ -228,11 +228,12 @@ class _Expected:
         return some if all(names <= held[rank] for rank in some) else []
 
     def of_the_model(self, key: str) -> bool:
-        """Tell whether the key is a name of the unwrapped model, with whatever before it or of wrappers in it."""
+        """Tell whether the key is a name of the unwrapped model, perhaps with more before it or in it, or cut off in front."""
         known = self.saved | self.parameters | self.written | self.not_persistent
         segments = key.split(".")
         ends = (".".join(segments[nth:]) for nth in range(len(segments)))
-        return self.canonical(key) in known or not known.isdisjoint(ends)
+        cut_off = any(name.endswith(f".{key}") for name in known)
+        return self.canonical(key) in known or not known.isdisjoint(ends) or cut_off
 
     def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
         """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
