@@ -76,11 +76,15 @@ def _list(driver: str) -> int:
     from pytest_distcompat.settings.rules import settings_of
 
     found = settings_of(find_driver(driver).sources)
-    rows = [(one.name, one.state, " ".join([*one.values, *one.twice]), one.reason) for one in found]
+    # Some values are long, so that what follows them is no column of its own.
+    rows = [
+        (one.name, one.state, "; ".join(filter(None, (" ".join([*one.values, *one.twice]), one.reason))))
+        for one in found
+    ]
     states = ("swept", "hinted", "excluded", "unknown")
     counts = {state: sum(one.state == state for one in found) for state in states}
     cells = sum(len(one.cells) * len(one.strategies) for one in found)
-    print("\n".join(table(("setting", "state", "values", "reason"), rows)))
+    print("\n".join(table(("setting", "state", "values; reason"), rows)))
     counted = ", ".join(f"{number} {state}" for state, number in counts.items())
     print(f"{driver}: {len(found)} settings, {counted}; {cells} cells")
     return int(counts["unknown"] > 0)
