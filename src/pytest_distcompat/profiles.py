@@ -177,6 +177,9 @@ def _sweep(driver: type[Driver], strategies: Collection[str], world_size: int, s
 def with_set(driver: type[Driver], cell: Cell, text: str, **options: OptionValue) -> Cell:
     """Return the cell with settings and options, of a small model if the driver has several."""
     model = {"model": "mlp"} if "model" in driver.options else {}
+    if "optimizer" not in driver.options:
+        # It makes the one that its sources name.
+        options.pop("optimizer", None)
     return Cell.of(cell.strategy, cell.precision, cell.world_size, **{**model, **options, "set": text})
 
 

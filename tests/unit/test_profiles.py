@@ -187,10 +187,10 @@ def test_the_sweep_of_a_driver_without_several_models_has_cells() -> None:
     class Own(Driver):
         name = "own"
         options = ("set",)
-        sources = (Source("Linear", "torch.nn.Linear", ("ddp",)),)
+        sources = (Source("Linear", "torch.nn.Linear", ("ddp",)), Source("SGD", "torch.optim.SGD", ("ddp",)))
 
     found = [cell.id for cell in of("sweep", Own)]
-    assert "ddp-fp32-w2-set_Linear.bias=false" in found
+    assert {"ddp-fp32-w2-set_Linear.bias=false", "ddp-fp32-w2-set_SGD.maximize=true"} <= {*found}
     assert not [one for one in found if "model" in one]
 
 
