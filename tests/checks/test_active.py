@@ -252,7 +252,7 @@ def test_replicas_stay_equal(sound: Sound, cell: str, nth: int, when: str) -> No
     ]
 
 
-def test_replicas_that_part_early_are_not_told_of_twice(sound: Sound) -> None:
+def test_replicas_that_differ_early_are_one_finding(sound: Sound) -> None:
     story = sound("ddp-fp32-w2")
     for nth in (2, 19):
         story = story.parameters({"digest": "other"}, only="outlet.weight", action="step", nth=nth, rank=1)

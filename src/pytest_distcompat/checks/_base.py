@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import MESH, OTHER_REFERENCE, REFERENCE_RUN, Scenario
-from pytest_distcompat.trace import CollectiveInfo, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.trace import CollectiveInfo, OptimizerInfo, Snapshot, Trace, UnwrappedInfo
 
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: (cell, driver) -> why the check does not apply to that cell; None if it does.
@@ -201,6 +201,12 @@ def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
     for snapshot in snapshots:
         if snapshot.loss is None or not math.isfinite(snapshot.loss):
             yield f"rank {snapshot.rank}: the loss of {step} is {snapshot.loss}; expected a finite number"
+
+
+def stale(optimizer: OptimizerInfo, when: str = "") -> str:
+    """Return the finding that the optimizer holds tensors which are no parameters of the live model."""
+    found = f"{optimizer.foreign} of {optimizer.entries} tensors in the optimizer"
+    return f"{found} are no parameters of the live model{when} (stale)"
 
 
 def other_mode(expected: Snapshot, found: Snapshot, step: str, where: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, stale
 from pytest_distcompat.checks._values import cut_along, named_stage, stages_of, unused
 from pytest_distcompat.digests import is_zero
 from pytest_distcompat.scenario import TRAIN
@@ -53,9 +53,8 @@ def _held(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]:
     if snapshot.optimizer is None or snapshot.model is None:
         yield f"{where}: no optimizer after build; the driver must set self.model and self.optimizer"
         return
-    if foreign := snapshot.optimizer.foreign:
-        found = f"{foreign} of {snapshot.optimizer.entries} tensors in the optimizer"
-        yield f"{where}: {found} are no parameters of the live model (stale)"
+    if snapshot.optimizer.foreign:
+        yield f"{where}: {stale(snapshot.optimizer)}"
     for info in snapshot.model.parameters:
         if trainable[info.name] and info.held is not None and info.held != 1:
             count = "not in the optimizer" if not info.held else f"in the optimizer {info.held} times"

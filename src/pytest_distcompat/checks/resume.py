@@ -16,6 +16,7 @@ from pytest_distcompat.checks._base import (
     finite_losses,
     other_mode,
     pairs,
+    stale,
     trained_again,
 )
 from pytest_distcompat.checks._values import held_states, same_dtype, unlike
@@ -146,8 +147,7 @@ def _trains_another(before: Snapshot, after: Snapshot) -> Iterator[str]:
     """Yield findings unless what is loaded is what the optimizer updates; at a small learning rate two losses do not show it."""
     where, was, now = f"rank {after.rank}", before.optimizer, after.optimizer
     if was and now and now.foreign > was.foreign:
-        found = f"{now.foreign} of {now.entries} tensors in the optimizer"
-        yield f"{where}: {found} are no parameters of the live model after the load (stale)"
+        yield f"{where}: {stale(now, ' after the load')}"
     trained, loaded = ({info.name: info.trainable for info in one.parameters} for one in (before, after))
     both = trained.keys() & loaded.keys()
     for title, wrong in (
