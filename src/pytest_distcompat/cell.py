@@ -14,6 +14,7 @@ from typing import Any
 
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import version_of
+from pytest_distcompat.user_input import check_count
 
 OptionValue = bool | str | int
 
@@ -194,8 +195,7 @@ class Cell:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "nodes"):
-            if getattr(self, name) < 1:
-                raise UsageProblem(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_count(name, getattr(self, name))
         for name, value in self.options:
             check_option(name, value)
         # True equals 1: take the value that the option lists, for the id spells the two differently.
@@ -403,8 +403,10 @@ class Matrix:
             if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
                 raise TypeError(f"Matrix({name}=...) takes a tuple, got {value!r}")
             object.__setattr__(self, name, tuple(value))
-        if self.nodes is not None and (type(self.nodes) is not int or self.nodes < 1):
-            raise UsageProblem(f"Matrix(nodes={self.nodes!r}): expected a whole number of at least 1")
+        for world_size in self.world_sizes:
+            check_count("Matrix(world_sizes=...)", world_size)
+        if self.nodes is not None:
+            check_count("Matrix(nodes=...)", self.nodes)
         if not self.options:
             # An empty product would have no cells; a matrix without sets of options means cells without options.
             object.__setattr__(self, "options", ({},))

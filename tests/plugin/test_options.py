@@ -96,7 +96,14 @@ WRONG: list[tuple[str, str, str]] = [
     ("distcompat_nodes", "0", "'0' is not right: expected a whole number of at least 1."),
     ("distcompat_worker_nodes", "-1", "'-1' is not right: expected a whole number of at least 0."),
     ("distcompat_executor", "pbs", "no executor named 'pbs'. Known: join, local, ray, slurm."),
-    ("distcompat_listen", "host:http", "'host:http' is not right: expected HOST or HOST:PORT."),
+    (
+        "distcompat_listen",
+        "host:http",
+        "'host:http' is not right: expected HOST or HOST:PORT, with an IPv6 address in *",
+    ),
+    ("distcompat_listen", "host:99999", "'host:99999' is not right: expected a port from 1 to 65535"),
+    ("distcompat_world_size", "99999999999", "'99999999999' is too large: expected at most 1000000."),
+    ("distcompat_drivers", ":", "driver ':': expected module:attribute, or one of torch, *"),
     (
         "distcompat_listen",
         "0.0.0.0:1",

@@ -50,6 +50,28 @@ def chosen(concerned: Concerned, driver: type[Driver], cells: list[str]) -> list
     ]
 
 
+@pytest.mark.parametrize("driver", ["driver = os.environ.get('NOT_SET_HERE', '')", "pass"])
+def test_a_suite_without_a_driver_is_an_error(pytester: pytest.Pytester, driver: str) -> None:
+    """It was one skipped item, and the session passed."""
+    pytester.makepyfile(
+        f"import os\nfrom pytest_distcompat import CompatSuite\n\nclass TestForgotten(CompatSuite):\n    {driver}\n"
+    )
+    result = pytester.runpytest_inprocess("-q")
+    result.stdout.fnmatch_lines(
+        ["*TestForgotten has no driver (driver = ''): expected module:attribute, or one of torch, *"]
+    )
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+
+
+def test_a_base_class_of_suites_needs_no_driver(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        SUITE.replace("class TestX(CompatSuite):", "class TestBase(CompatSuite):\n    pass\n\nclass TestX(TestBase):")
+    )
+    found = collect(pytester)
+    assert found
+    assert {item.partition("::")[0] for item in found} == {"TestX"}
+
+
 def test_one_item_for_each_check_in_each_cell_that_it_is_about(pytester: pytest.Pytester, concerned: Concerned) -> None:
     pytester.makepyfile(SUITE)
     assert "units" in set(concerned(TORCH, "fsdp2-fp32-w2")) - set(concerned(TORCH, "ddp-fp32-w2"))

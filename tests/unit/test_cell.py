@@ -63,8 +63,8 @@ def test_facets_are_strategy_precision_world_size_and_options() -> None:
         ("fsdp2-fp32", "'fsdp2-fp32' is no cell id"),
         ("fsdp2-fp32-2", "'fsdp2-fp32-2' is no cell id"),
         ("fsdp2-fp32-wx", "'fsdp2-fp32-wx' is no cell id"),
-        ("fsdp2-fp32-w0", "world_size must be at least 1, got 0"),
-        ("fsdp2-fp32-w2-n0", "nodes must be at least 1, got 0"),
+        ("fsdp2-fp32-w0", "world_size is 0; expected a whole number from 1 to 1000000"),
+        ("fsdp2-fp32-w2-n0", "nodes is 0; expected a whole number from 1 to 1000000"),
         (
             "fsdp2-fp32-w2-fast",
             "cell id 'fsdp2-fp32-w2-fast': unknown part 'fast'. Known: model_llama, model_llama_tied, model_mlp,",
@@ -209,7 +209,7 @@ def test_a_value_that_is_no_tuple_is_refused(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("nodes", [0, "2", True])
 def test_nodes_that_are_no_number_are_refused(nodes: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"Matrix(nodes={nodes!r}): expected a whole number of at least 1")):
+    with pytest.raises(ValueError, match=re.escape(f"Matrix(nodes=...) is {nodes!r}; expected a whole number")):
         Matrix(nodes=nodes)
 
 
@@ -224,3 +224,11 @@ def test_a_matrix_beside_the_product_takes_the_runs_world_size_too() -> None:
     matrix = Matrix(("ddp",), ("fp32",), extra=(beside, Cell("ddp", "fp32", 4), Cell("zero1", "fp32", 2)))
     found = [cell.id for cell in matrix.cells((), (), 4)]
     assert found == ["ddp-fp32-w4", "fsdp2-bf16_mixed-w4-model_mlp", "zero1-fp32-w2"]
+
+
+@pytest.mark.parametrize("world_size", [2.0, "2", True, 0, None, 10**9])
+def test_a_world_size_of_a_matrix_that_is_no_number_of_ranks(world_size: Any) -> None:
+    """2.0 was taken, and each item failed with a traceback."""
+    message = f"Matrix(world_sizes=...) is {world_size!r}; expected a whole number from 1 to 1000000"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Matrix(("ddp",), ("fp32",), world_sizes=(world_size,))

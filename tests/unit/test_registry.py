@@ -148,6 +148,10 @@ def test_an_invalid_item_of_another_package(
     assert str(caught.value).endswith(message)
 
 
+#: How the message ends about a name that no driver can have.
+EXPECTED_NAME = f": expected module:attribute, or one of {', '.join(DRIVERS.names())}"
+
+
 class MyDriver(Driver):
     """An adopter's own."""
 
@@ -167,6 +171,11 @@ def test_an_adopters_own_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         ("my_trainer:Thing", "; expected a subclass of pytest_distcompat.Driver"),
         ("my_trainer:pytest", "; expected a subclass of pytest_distcompat.Driver"),
         ("my_trainer:Nothing", "has no attribute 'Nothing'"),
+        ("", EXPECTED_NAME),
+        (":", EXPECTED_NAME),
+        (":Driver", EXPECTED_NAME),
+        ("my_trainer:", EXPECTED_NAME),
+        (".my_trainer:MyDriver", EXPECTED_NAME),
         (
             "no_such_module_at_all:Driver",
             "No module named 'no_such_module_at_all'; install it, or have pytest find it: pythonpath = DIRECTORY in its settings",
@@ -179,6 +188,27 @@ def test_an_object_that_is_no_driver(monkeypatch: pytest.MonkeyPatch, name: str,
         find_driver(name)
     assert str(caught.value).startswith(f"driver {name!r}")
     assert str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("x = (", "SyntaxError when it is imported: '(' was never closed (leaves.py, line 1)"),
+        ("import sys; sys.exit(0)", "leaves exits when it is imported, with 0"),
+        ("raise ValueError('no key')", "ValueError when it is imported: no key"),
+        ("import pytest; pytest.skip('no GPU', allow_module_level=True)", "Skipped when it is imported: no GPU"),
+        ("import no_such_module_at_all", "No module named 'no_such_module_at_all'"),
+    ],
+)
+def test_a_module_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
+) -> None:
+    """Whatever the module raises: an exit with 0 ended the session, and nothing had run."""
+    (tmp_path / "leaves.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageProblem) as caught:
+        find_driver("leaves:Driver")
+    assert str(caught.value) == f"driver 'leaves:Driver': {reason}"
 
 
 @pytest.mark.parametrize(

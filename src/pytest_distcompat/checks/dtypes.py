@@ -57,7 +57,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
     infos = [info for info in snapshot.parameters if info.trainable and info.local_numel]
-    wrong = [info for info in infos if info.dtype != row.storage]
+    wrong = [info for info in infos if _real(info.dtype) != row.storage]
     if wrong:
         finding = (
             f"{len(wrong)} of {len(infos)} trainable parameters are stored in {_list(info.dtype for info in wrong)}"
@@ -112,7 +112,7 @@ def _reduced(row: Dtypes, cell: Cell, snapshot: Snapshot, smallest: int, *, exac
     """Yield a finding if gradients are reduced in a wrong dtype."""
     # A wider one is wrong only if the dtype was requested: torch's autocast around FSDP2 reduces so.
     expected = "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce
-    found = {info.dtype for info in gradient_reductions(cell, snapshot) if info.numel >= smallest}
+    found = {_real(info.dtype) for info in gradient_reductions(cell, snapshot) if info.numel >= smallest}
     if not found or any(dtype != expected and (exact or not _wider(dtype, expected)) for dtype in found):
         yield f"gradients were reduced in {_list(found)}; expected {expected}"
 
@@ -151,9 +151,18 @@ def _stepped(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
         if cell.option("optimizer") != "adam8bit" and (step.state or not stateless):
             expectations.append(("keeps state in", step.state, row.state))
         for verb, found, expected in expectations:
-            if set(found) != {expected}:
+            if set(map(_real, found)) != {expected}:
                 masters = " masters" if found and verb == "updates" else ""
                 yield f"{step.optimizer} {verb} {_list(found)}{masters}; expected {expected}"
+
+
+#: Complex dtypes by the real dtype of their parts: an optimizer treats one as two real numbers (``torch.view_as_real``).
+_REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+def _real(dtype: str) -> str:
+    """Return the real dtype that a tensor is computed in."""
+    return _REAL.get(dtype, dtype)
 
 
 def _list(dtypes: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import socket
 import sys
@@ -12,6 +13,14 @@ from typing import Any
 
 from pytest_distcompat.cli.output import named_in_errors
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.user_input import read_address
+
+#: Texts of ``sbatch`` that become part of the script: the option, a pattern, and the words for it.
+#: The forms of a time limit: https://slurm.schedmd.com/sbatch.html#OPT_time
+_TEXTS = (
+    ("time", r"(\d+-)?\d+(:\d+){0,2}", "a time limit of Slurm, as 90, 01:30:00 or 2-12:00:00"),
+    ("partition", r"[\w.,+-]+", "names of partitions"),
+)
 
 
 def add(commands: Any) -> None:
@@ -48,20 +57,32 @@ def add(commands: Any) -> None:
 def _join(options: argparse.Namespace) -> int:
     from pytest_distcompat.nodes import agent
 
-    host, colon, port = options.session.rpartition(":")
-    if not colon or not port.isdecimal():
+    host, port = read_address(options.session)
+    if not port:
         raise UsageProblem(f"{options.session!r} is not right: expected HOST:PORT")
     from_stdin = options.token_file == "-"  # noqa: S105 - a file's name
     with named_in_errors(f"--token-file {options.token_file}"):
-        token = sys.stdin.readline() if from_stdin else Path(options.token_file).read_text("utf-8")
+        try:
+            token = sys.stdin.readline() if from_stdin else Path(options.token_file).read_text("utf-8")
+        except UnicodeDecodeError:
+            raise UsageProblem(f"--token-file {options.token_file}: it is no text in UTF-8") from None
     if not token.strip():
         raise UsageProblem(f"--token-file {options.token_file}: there is no token in it")
-    return agent.join(
-        host, int(port), token.strip().encode(), options.name, options.wait, with_parent=options.with_parent
-    )
+    return agent.join(host, port, token.strip().encode(), options.name, options.wait, with_parent=options.with_parent)
 
 
 def _sbatch(options: argparse.Namespace) -> int:
+    if options.nodes < 1:
+        raise UsageProblem(f"--nodes {options.nodes} is not right: expected a whole number of at least 1")
+    if options.gpus_per_node < 0:
+        raise UsageProblem(
+            f"--gpus-per-node {options.gpus_per_node} is not right: expected a whole number of at least 0"
+        )
+    for name, pattern, expected in _TEXTS:
+        value = getattr(options, name)
+        # Not ``match`` with ``$``, which lets a line end pass: the value becomes a line of a shell script.
+        if value and not re.fullmatch(pattern, value):
+            raise UsageProblem(f"--{name} {value!r} is not right: expected {expected}")
     wanted = {
         "job-name": "distcompat",
         "nodes": options.nodes,

@@ -20,15 +20,27 @@ __all__ = ["DRIVERS", "Calls", "Driver", "TinyDriver", "find_driver", "preload_o
 
 def find_driver(name: str) -> type[Driver]:
     """Return the driver of that name, or the class behind ``module:attribute``. Raises UsageProblem for an invalid one."""
-    if ":" not in name:
+    module_name, colon, attribute = name.partition(":")
+    if name and not colon:
         return DRIVERS.get(name)
-    module_name, _, attribute = name.partition(":")
+    # An absolute name: a relative one would be of this package.
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise UsageProblem(f"driver {name!r}: expected module:attribute, or one of {', '.join(DRIVERS.names())}")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.partition(".")[0]:
+            raise UsageProblem(f"driver {name!r}: {error}") from error
+        hint = "install it, or have pytest find it: pythonpath = DIRECTORY in its settings"
+        raise UsageProblem(f"driver {name!r}: {error}; {hint}") from error
     except (ImportError, AttributeError) as error:
-        not_found = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
-        hint = "; install it, or have pytest find it: pythonpath = DIRECTORY in its settings" if not_found else ""
-        raise UsageProblem(f"driver {name!r}: {error}{hint}") from error
+        raise UsageProblem(f"driver {name!r}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as error:
+        raise UsageProblem(f"driver {name!r}: {module_name} exits when it is imported, with {error.code!r}") from error
+    except BaseException as error:  # a module may raise anything when it is imported
+        raise UsageProblem(f"driver {name!r}: {type(error).__name__} when it is imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Driver)):
         raise UsageProblem(f"driver {name!r} is {found!r}; expected a subclass of pytest_distcompat.Driver")
     check_declared(found, name)

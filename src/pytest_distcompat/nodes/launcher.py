@@ -37,6 +37,7 @@ from pytest_distcompat.leased import current_item
 from pytest_distcompat.nodes.agent import HEARTBEAT_S
 from pytest_distcompat.nodes.channel import Channel, Listener, NotProvedError, unreached
 from pytest_distcompat.nodes.facts import differences, facts
+from pytest_distcompat.user_input import write_address
 
 #: How long the other nodes may go on after one has ended badly, in seconds; how long a node may take after the time limit.
 AFTER_FAILURE_S, AFTER_LIMIT_S = 2.0, 8.0
@@ -176,7 +177,13 @@ class NodesLauncher(Launcher):
         if self._listener is None:
             host, port = self._settings.listen
             self._listener = Listener(host, port, self._token.encode(), self._admit)
-            self._join = [sys.executable, "-m", "pytest_distcompat.cli", "join", f"{host}:{self._listener.port}"]
+            self._join = [
+                sys.executable,
+                "-m",
+                "pytest_distcompat.cli",
+                "join",
+                write_address(host, self._listener.port),
+            ]
             self._join += ["--token-file", "-", "--with-parent"]
             if self._settings.node:
                 process = self._executor.start_one(self._join, self._settings.node, self._token)
@@ -262,7 +269,7 @@ class NodesLauncher(Launcher):
             again = ", and a new one does not join"
             lost = "".join(f"; {one.name}: {one.lost}{again * bool(self._restarted.get(one))}" for one in self._lost())
             assert self._listener is not None
-            where = f"{self._settings.listen[0]}:{self._listener.port}"
+            where = write_address(self._settings.listen[0], self._listener.port)
             hint = f"; {self._executor.hint.replace('HOST:PORT', where)}" if self._executor.hint else ""
             return f"{len(present)} of {self._settings.nodes} nodes are there ({names}){lost}{hint}"
         if self._alike == {*present}:

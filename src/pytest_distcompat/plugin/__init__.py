@@ -111,7 +111,9 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     return lines
 
 
-def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> pytest.Class | None:
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: object
+) -> pytest.Class | list[pytest.Item] | None:
     """Collect a suite whatever its name is. A mistake in its class is a collection error."""
     # A module that defines a suite has imported this one; other sessions must not pay for the import.
     suite = sys.modules.get("pytest_distcompat.suite")
@@ -122,8 +124,8 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
 
     try:
         check_attributes(obj)
-        if not cases.is_suite(obj):
-            return None
+        if cases.is_base(obj):
+            return []
         cases.validate(obj, session_of(collector.config).world_size)
     except UsageProblem as problem:
         raise pytest.Collector.CollectError(str(problem)) from None

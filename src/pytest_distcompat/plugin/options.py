@@ -14,6 +14,7 @@ import pytest
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.shard import read_shard
 from pytest_distcompat.plugin.suite.budget import read_budget
+from pytest_distcompat.user_input import LARGEST_COUNT, read_address
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ def _count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int
     def read(text: str) -> int | str:
         if text in keywords:
             return text
+        # ``int`` refuses thousands of digits by an error of its own.
+        if text.isdecimal() and (len(text) > len(str(LARGEST_COUNT)) or int(text) > LARGEST_COUNT):
+            raise UsageProblem(f"{text[:20]!r} is too large: expected at most {LARGEST_COUNT}.")
         if not text.isdecimal() or int(text) < least:
             also = "".join(f", or {keyword!r}" for keyword in keywords)
             raise UsageProblem(f"{text!r} is not right: expected a whole number of at least {least}{also}.")
@@ -117,12 +121,12 @@ def _executor(text: str) -> str:
 
 def _address(text: str) -> tuple[str, int] | None:
     """Return host and port; None for an empty text."""
-    host, colon, port = text.partition(":")
-    if colon and not (host and port.isdecimal()):
-        raise UsageProblem(f"{text!r} is not right: expected HOST or HOST:PORT.")
+    if not text:
+        return None
+    host, port = read_address(text)
     if host == "0.0.0.0":  # noqa: S104 - it is refused
         raise UsageProblem(f"{text!r} is no address that other nodes can reach: expected that of one interface.")
-    return (host, int(port or 0)) if text else None
+    return host, port or 0
 
 
 def _token(text: str, base: Path) -> str:

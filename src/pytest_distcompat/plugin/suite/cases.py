@@ -16,7 +16,7 @@ from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS, OBSERVERS_WALK, WALK, Check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers import find_driver, preload_of
+from pytest_distcompat.drivers import DRIVERS, find_driver, preload_of
 from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.excerpt import excerpt
@@ -73,9 +73,9 @@ class Case:
         return f"{self.cell.id}:{self.check.name}"
 
 
-def is_suite(obj: object) -> bool:
-    """Tell whether an object is a suite with a driver: not the base class, nor an abstract class below it."""
-    return isinstance(obj, type) and issubclass(obj, CompatSuite) and obj is not CompatSuite and bool(obj.driver)
+def is_base(suite: type[CompatSuite]) -> bool:
+    """Tell whether a class is only there for suites to inherit: it has no driver, and there are classes below it."""
+    return suite is CompatSuite or (not suite.driver and bool(suite.__subclasses__()))
 
 
 def validate(suite: type[CompatSuite], world_size: int) -> None:
@@ -89,6 +89,11 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
     for name, kind in (("driver", str), ("matrix", Matrix), ("expect", tuple)):
         if not isinstance(getattr(suite, name), kind):
             raise UsageProblem(f"{suite.__name__}.{name} is {getattr(suite, name)!r}; expected a {kind.__name__}")
+    if not suite.driver:
+        raise UsageProblem(
+            f"{suite.__name__} has no driver (driver = {suite.driver!r}): expected module:attribute, or one of "
+            f"{', '.join(DRIVERS.names())}"
+        )
     driver = find_driver(suite.driver)
     for expectation in suite.expect:
         if not isinstance(expectation, Expectation):
@@ -193,14 +198,12 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
 
 
 def parametrize(metafunc: pytest.Metafunc, session: DistcompatSession) -> None:
-    """Run a suite's test once for each of its cases; an abstract suite has none. Raises UsageProblem."""
+    """Run a suite's test once for each of its cases. Raises UsageProblem."""
     suite: Any = metafunc.cls
-    found: list[Case | NoCell] = []
-    if is_suite(suite):
-        selected = cases(suite, session)
-        found = [*selected] or [NoCell(why_no_cell(suite, session))]
-        if selected:
-            session.modules += preload_of(find_driver(suite.driver), (case.cell for case in selected))
+    selected = cases(suite, session)
+    found: list[Case | NoCell] = [*selected] or [NoCell(why_no_cell(suite, session))]
+    if selected:
+        session.modules += preload_of(find_driver(suite.driver), (case.cell for case in selected))
     metafunc.parametrize("distcompat_case", found, ids=[case.id for case in found], indirect=True)
 
 
