@@ -6,6 +6,7 @@ import atexit
 import importlib
 import importlib.util
 import inspect
+import multiprocessing.process
 import multiprocessing.util
 import os
 import sys
@@ -419,3 +420,10 @@ def test_the_rendezvous_and_the_exit_barrier_of_several_nodes() -> None:
     waits = ("_delay(seconds=1)", "self._state_holder = ", "self._cache_duration = ")
     gone = [text for text in waits if text not in inspect.getsource(dynamic_rendezvous)]
     assert not gone, f"torch waits otherwise, without {gone}: see launch/agent.py:SeveralNodes"
+
+
+def test_the_parent_of_a_process_of_multiprocessing() -> None:
+    """``rank.forget_parent`` sets the name that ``multiprocessing.parent_process`` reads."""
+    names = multiprocessing.process.parent_process.__code__.co_names
+    assert "_parent_process" in names
+    assert hasattr(multiprocessing.process, "_parent_process")

@@ -52,6 +52,45 @@ def test_ranks_do_not_share_state_that_each_would_create(run_pytest: RunPytest, 
     assert result.outcomes == {f"test_{name}": "passed" for name in cases}, result.out
 
 
+ALONE = """
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+
+@pytest.mark.distcompat(world_size=2)
+def test_leads_its_session():
+    assert os.getsid(0) == os.getpgid(0) == os.getpid()
+
+
+@pytest.mark.distcompat(world_size=2)
+def test_signals_its_group():
+    received = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    os.killpg(0, signal.SIGUSR1)
+    assert received == [signal.SIGUSR1]
+
+
+@pytest.mark.distcompat(world_size=2)
+def test_is_nobodys_child():
+    assert multiprocessing.parent_process() is None
+    assert multiprocessing.current_process().name == "MainProcess"
+"""
+
+
+def test_a_rank_is_a_process_of_its_own(run_pytest: RunPytest, tmp_path: Path) -> None:
+    """A signal to the rank's own group killed the launcher, and what fails under torchrun passed."""
+    semaphores = set(Path("/dev/shm").glob("sem.mp-*"))  # noqa: S108 - that is where they are
+    (tmp_path / "test_it.py").write_text(ALONE, encoding="utf-8")
+    names = ("test_leads_its_session", "test_signals_its_group", "test_is_nobodys_child")
+    for launcher in ("warm", "torchrun"):
+        result = run_pytest(tmp_path, "--distcompat-launcher", launcher)
+        assert result.outcomes == dict.fromkeys(names, "passed"), result.out
+    assert set(Path("/dev/shm").glob("sem.mp-*")) <= semaphores  # noqa: S108
+
+
 NEIGHBOURS = "    assert seen[0] != seen[1] != seen[3] != seen[2] != seen[0]\n"
 
 

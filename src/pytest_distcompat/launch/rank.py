@@ -11,6 +11,7 @@ import faulthandler
 import importlib
 import math
 import multiprocessing
+import multiprocessing.process
 import multiprocessing.util
 import os
 import re
@@ -46,6 +47,7 @@ def main(path: str, *, by_hand: bool = False, debugged: int | None = None) -> No
     """Run one request on this rank; it returns only if all went well."""
     request = Request.read(path)
     die_with_parent()
+    lead_session()
     number = int(os.environ["RANK"])
     # It is opened now, because later this process may be unable to open a file. The watchdog empties it before it requests
     # stacks again.
@@ -60,6 +62,16 @@ def main(path: str, *, by_hand: bool = False, debugged: int | None = None) -> No
     flush()
 
 
+def lead_session() -> None:
+    """Make this process the leader of a session and a process group of its own, as torchrun starts each rank.
+
+    A signal that a test sends to its own group then reaches nothing but the rank and its children. torchrun passes
+    ``start_new_session`` (torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py).
+    """
+    if os.getpgid(0) != os.getpid():
+        os.setsid()
+
+
 def forked(path: str) -> None:
     """Run one request on a forked rank.
 
@@ -69,7 +81,16 @@ def forked(path: str) -> None:
     multiprocessing.util.Finalize(None, run_exit_functions, exitpriority=-1)
     # By this name code distinguishes a process of a user from one of multiprocessing's workers.
     multiprocessing.current_process().name = "MainProcess"
+    forget_parent()
     main(path)
+
+
+def forget_parent() -> None:
+    """Have ``multiprocessing.parent_process()`` return None, as in a process that a user starts.
+
+    multiprocessing has only a private name for it; ``tests/launch/test_private_names.py`` fails when it goes away.
+    """
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # noqa: SLF001 - see the docstring
 
 
 def prepare(request: Request) -> None:
