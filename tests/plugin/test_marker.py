@@ -108,6 +108,23 @@ def test_a_mark_added_late_may_set_the_world_size(pytester: pytest.Pytester, ran
     assert [request.world_size for request in ranks.requests] == [3]
 
 
+class Fixtures:
+    """A plugin that is an object."""
+
+    @pytest.fixture
+    def number(self) -> int:
+        return 5
+
+
+def test_a_fixture_of_a_plugin_object_is_a_usage_error(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    """On ranks it was not found, without a word of why."""
+    pytester.makepyfile("import pytest\n@pytest.mark.distcompat\ndef test(number): pass\n\ndef test_here(number): pass")
+    result = pytester.inline_run(plugins=[Fixtures()])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert not ranks.requests
+    assert pytester.inline_run("-k", "here", plugins=[Fixtures()]).ret == pytest.ExitCode.OK
+
+
 def test_cells_become_ids(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """

@@ -111,3 +111,12 @@ def test_fixtures_can_be_torn_down_out_of_turn(pytester: pytest.Pytester) -> Non
     assert callable(getattr(getattr(session, "_setupstate", None), "teardown_exact", None)), (
         "plugin/inside/rank_session.py: _reset_between_items() calls Session._setupstate.teardown_exact(), which is gone"
     )
+
+
+def test_an_item_knows_the_definitions_of_its_fixtures(pytester: pytest.Pytester) -> None:
+    source = "import pytest\n@pytest.fixture\ndef number(): return 5\ndef test_it(number): pass"
+    item: Any = pytester.getitem(source, "test_it")
+    names = item._fixtureinfo.name2fixturedefs
+    assert callable(names["number"][0].func), (
+        "plugin/marked/marker.py: _fixture_of_an_object() reads Function._fixtureinfo.name2fixturedefs, which has changed"
+    )

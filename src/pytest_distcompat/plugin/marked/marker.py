@@ -8,6 +8,7 @@ import os
 import unittest
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -135,6 +136,25 @@ def check_items(items: Iterable[pytest.Item]) -> None:
             raise pytest.UsageError(
                 f"{item.nodeid}: @pytest.mark.{MARK}: cells need the mark on the function, class or module"
             )
+        fixture = _fixture_of_an_object(item)
+        if fixture:
+            raise pytest.UsageError(
+                f"{item.nodeid}: fixture {fixture!r} is of an object in pytest.main(plugins=[...]), which ranks, processes of "
+                "their own, do not have; define it in a conftest.py, or in a module named by -p"
+            )
+
+
+def _fixture_of_an_object(item: pytest.Function) -> str | None:
+    """Return the name of a fixture of the item that an object in ``pytest.main(plugins=[...])`` defines; None without."""
+    plugins = item.config.invocation_params.plugins or ()
+    objects = {id(plugin) for plugin in plugins if not isinstance(plugin, (str, ModuleType))}
+    if not objects:
+        return None
+    # pytest's public API lists no definitions of an item's fixtures; a test of private names watches it.
+    for name, definitions in item._fixtureinfo.name2fixturedefs.items():  # noqa: SLF001
+        if any(id(getattr(definition.func, "__self__", None)) in objects for definition in definitions):
+            return name
+    return None
 
 
 def mark_of(item: pytest.Item) -> Mark | None:
