@@ -260,6 +260,26 @@ def test_a_dead_or_hung_rank_is_reported_and_ends_the_session(
     assert "test_it" in (run.directory / "junit.xml").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        pytest.param("pytest.exit('disk is full')", "rank 1 failed: *Exit: disk is full", id="exit"),
+        pytest.param("request.session.shouldfail = 'no quota'", "rank 1 failed*: no quota", id="shouldfail"),
+        pytest.param("request.session.shouldstop = 'no quota'", "rank 1 failed*: no quota", id="shouldstop"),
+        pytest.param("os.kill(os.getpid(), signal.SIGTERM)", "rank 1 received SIGTERM, *", id="sigterm"),
+    ],
+)
+def test_a_rank_that_leaves_says_why(body: str, expected: str, torchrun: Torchrun) -> None:
+    """It was 'rank 1 ended without a report', and nothing at all of SIGTERM."""
+    source = "import os, signal, pytest\nRANK = os.environ['RANK']\n"
+    source += f"def test_it(request):\n    if RANK == '1': {body}\n"
+    run = torchrun(f"{source}def test_next(): pass\n")
+    failed = [name for name, outcome in run.outcomes.items() if outcome == "failed"]
+    assert len(failed) == 1, run.out
+    show(run.text(failed[0]), expected)
+    assert run.code == 1
+
+
 # Collection.
 
 COLLECTED = """

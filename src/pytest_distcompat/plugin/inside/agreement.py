@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.events import Done, Error, Event, Excused, Start
-from pytest_distcompat.launch.ending import RankProcess, conclude
+from pytest_distcompat.launch.ending import RankProcess, conclude, name_ranks
 from pytest_distcompat.plugin.marked.outcome import STRICT_XPASS, Outcome, merge, of_all_ranks
 from pytest_distcompat.plugin.marked.phase import Phase
 from pytest_distcompat.plugin.reporting.representation import represent
@@ -34,6 +34,7 @@ class PhaseReport:
         stuck: Whether the time limit found the rank in the phase; ``stack`` is then its stack.
         group: Whether the rank has a process group.
         cut: Whether its connections were cut to make it finish.
+        terminated: Whether the rank has received SIGTERM.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class PhaseReport:
     stack: str = ""
     group: bool = False
     cut: bool = False
+    terminated: bool = False
 
     def to_text(self) -> str:
         """Return the report as JSON, for the store."""
@@ -61,6 +63,10 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
     """Return the outcome of a phase. A rank without a report ended before it made one; the limit is for messages."""
     phases = {rank: report.phase for rank, report in reports.items() if report.phase is not None}
     if len(phases) == len(pids) and not any(report.problem for report in reports.values()):
+        terminated = [rank for rank, report in reports.items() if report.terminated]
+        if terminated:
+            text = f"{name_ranks(terminated)} received SIGTERM, which ends a process that has no handler of its own"
+            return Outcome("failed", text, hard=True)
         unexpected = next((phase.text for phase in phases.values() if phase.text.startswith(STRICT_XPASS)), "")
         properties = of_all_ranks({rank: phase.properties for rank, phase in phases.items()})
         return Outcome("failed" if unexpected else SAME, unexpected, properties=properties)

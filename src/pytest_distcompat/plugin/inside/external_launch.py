@@ -81,6 +81,8 @@ class Inside:
         self._limit = self._deadline = 0.0
         self._when: Literal["setup", "call", "teardown"] = "setup"
         self._phases, self._calling = Phases(), False
+        #: The exception that ends the session on this rank; empty without one.
+        self._exit = ""
 
     def pytest_report_header(self) -> str:
         """Return a line with the number of ranks and the device."""
@@ -233,7 +235,16 @@ class Inside:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Give every rank an exit code that is no better than any other's."""
         if self._lockstep is not None:
-            session.exitstatus = self._lockstep.end_session(int(exitstatus))
+            session.exitstatus = self._lockstep.end_session(int(exitstatus), self._reason_to_leave(session))
+
+    def _reason_to_leave(self, session: pytest.Session) -> str:
+        """Return what ended the session on this rank before all its tests had run; empty if nothing did."""
+        asked = self._exit or session.shouldfail or session.shouldstop
+        return "" if not asked or asked == _STOP_REASON else str(asked)
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Note what ``pytest.exit`` says, or that Ctrl-C was pressed."""
+        self._exit = excinfo.exconly(tryshort=True)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:

@@ -112,9 +112,14 @@ class Lockstep:
             payloads[rank] = received["payload"]
         return payloads
 
-    def end_session(self, status: int) -> int:
-        """Exchange exit statuses at the end of the session; return this rank's, or another rank's if this one is 0."""
+    def end_session(self, status: int, reason: str) -> int:
+        """Exchange exit statuses at the end of the session; return this rank's, or another rank's if this one is 0.
+
+        ``reason`` is what this rank gives for ending its session before all tests have run; empty if it has run all.
+        """
         self._closing.set()
+        if reason:
+            self._store_client.put(f"reason/{self.rank}", json.dumps({"time": clock.now(), "reason": reason}))
         self._store_client.put(f"left/{self.rank}", str(status))
         deadline = clock.now() + REPORT_DELAY_S
         statuses = [self._await(f"left/{rank}", deadline, of=rank) for rank in range(self.size)]
@@ -152,7 +157,9 @@ class Lockstep:
         """
         step = self._step
         assert step is not None
-        report = PhaseReport(self.rank, step.location, clock.now(), phase, group=group)
+        self.termination.wait(0)
+        terminated = self.termination.since > 0
+        report = PhaseReport(self.rank, step.location, clock.now(), phase, group=group, terminated=terminated)
         if not self._send(step, report):
             # The time limit came first: the watcher ends this process.
             threading.Event().wait()
@@ -205,12 +212,17 @@ class Lockstep:
                 break
             clock.sleep(POLL)
         elsewhere = {rank: report.location for rank, report in reports.items() if report.location != step.location}
-        outcome = agree(reports, self.pids, step.limit)
+        reasons = {rank: report for rank in set(range(self.size)) - set(reports) if (report := self._left(step, rank))}
+        outcome = agree({**reports, **reasons}, self.pids, step.limit)
         if elsewhere:
             others = "; ".join(f"rank {rank} is at {location}" for rank, location in elsewhere.items())
             text = f"ranks do not run the same tests: rank 0 is at {step.location}; {others}"
             outcome = Outcome("failed", text, hard=True)
-        over = bool(elsewhere) or len(reports) < self.size or any(report.stuck for report in reports.values())
+        over = (
+            bool(elsewhere)
+            or len(reports) < self.size
+            or any(report.stuck or report.terminated for report in reports.values())
+        )
         if not any(report.group for report in reports.values()):
             self._store_client.clear()
         answer = {
@@ -221,6 +233,16 @@ class Lockstep:
         self._store_client.put(f"{step.number}/outcome", json.dumps(answer))
         self._store_client.forget(f"{step.number - 1}/{name}" for name in self._names)
         return answer
+
+    def _left(self, step: Step, rank: int) -> PhaseReport | None:
+        """Return the report of a rank that ended its session instead of the phase, and said why; None of any other."""
+        text = self._store_client.get(f"reason/{rank}")
+        if text is None:
+            return None
+        said = json.loads(text)
+        when = step.location.partition(" ")[0]
+        phase = Phase(when, "failed", message=said["reason"], text=said["reason"])
+        return PhaseReport(rank, step.location, said["time"], phase)
 
     def _await(
         self, key: str, deadline: float, *, of: int | None = None, termination_delay: float = REPORT_DELAY_S

@@ -20,6 +20,8 @@ class Termination:
 
     def __init__(self) -> None:
         self._reading, self._writing = os.pipe()
+        # Two threads read: the byte may be gone when the second one gets there.
+        os.set_blocking(self._reading, False)
         os.set_blocking(self._writing, False)
         self._received_at: float | None = None
         signal.signal(signal.SIGTERM, do_nothing)
@@ -34,8 +36,11 @@ class Termination:
     def wait(self, seconds: float) -> None:
         """Wait for the signal, at most so many seconds."""
         readable, _, _ = select.select([self._reading], [], [], seconds)
-        if readable and signal.SIGTERM in os.read(self._reading, 64) and self._received_at is None:
-            self._received_at = clock.now()
+        if not readable:
+            return
+        with contextlib.suppress(BlockingIOError):
+            if signal.SIGTERM in os.read(self._reading, 64) and self._received_at is None:
+                self._received_at = clock.now()
 
     def ignore(self) -> None:
         """Ignore SIGTERM from now on: Python restores the default handler before the process has ended."""
