@@ -91,6 +91,18 @@ def test_a_rank_is_a_process_of_its_own(run_pytest: RunPytest, tmp_path: Path) -
     assert set(Path("/dev/shm").glob("sem.mp-*")) <= semaphores
 
 
+@pytest.mark.parametrize("imported", ["at the top", "in the test"])
+def test_a_module_beside_the_test_hides_one_of_python(run_pytest: RunPytest, tmp_path: Path, imported: str) -> None:
+    """``sys.path`` had another order on warm ranks, so that they imported Python's ``this``."""
+    (tmp_path / "this.py").write_text("OWN = True\n", encoding="utf-8")
+    at_the_top, in_the_test = ("import this\n", "") if imported == "at the top" else ("", "    import this\n")
+    test = f"@pytest.mark.distcompat(world_size=2)\ndef test_it():\n{in_the_test}    assert this.OWN\n"
+    (tmp_path / "test_it.py").write_text(f"import pytest\n{at_the_top}\n{test}", encoding="utf-8")
+    for launcher in ("warm", "torchrun"):
+        result = run_pytest(tmp_path, "--distcompat-launcher", launcher)
+        assert result.outcomes == {"test_it": "passed"}, result.out
+
+
 NEIGHBOURS = "    assert seen[0] != seen[1] != seen[3] != seen[2] != seen[0]\n"
 
 

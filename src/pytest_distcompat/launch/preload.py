@@ -29,7 +29,7 @@ from pytest_distcompat.launch import randomness, rank
 from pytest_distcompat.launch.at_import import Watch
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.process import native_threads, run_exit_functions
-from pytest_distcompat.launch.request import extend_import_path
+from pytest_distcompat.launch.request import extend_import_path, set_import_path
 
 #: The modules that each rank imports first: a tenth of a second each, if they are not imported here. The launcher process
 #: needs them too, and a fork server is forked from it.
@@ -76,6 +76,7 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     """
     global collected  # noqa: PLW0603 - a fork server hands things over by being forked
     module, _, function = warmth["call"].partition(":")
+    set_import_path(warmth["path"])
     # A fork ends those threads.
     _restart_threads_of_numpy()
     threads, before, at_exit = native_threads(), randomness.states(), atexit._ncallbacks()  # noqa: SLF001 - see process_state

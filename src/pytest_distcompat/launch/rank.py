@@ -30,7 +30,7 @@ from pytest_distcompat.launch import deaths, flight_recorder, pristine_builtins,
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.launch.process import die_with_parent, flush, run_exit_functions
 from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
-from pytest_distcompat.launch.request import Request, extend_import_path
+from pytest_distcompat.launch.request import Request, set_import_path
 from pytest_distcompat.launch.stacks import STACK_SIGNAL, format_error, request_stack, stack_file
 
 #: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
@@ -105,7 +105,7 @@ def prepare(request: Request) -> None:
         os.chdir(request.cwd)
     if request.argv:
         sys.argv[:] = request.argv
-    extend_import_path(request.import_path)
+    set_import_path(request.import_path)
 
 
 def perform(request: Request, *, by_hand: bool = False, debugged: int | None = None) -> None:

@@ -190,3 +190,13 @@ def extend_import_path(entries: Sequence[str]) -> None:
     then torch would import a cmd.py or profile.py that lies there.
     """
     sys.path[:] = filter(None, dict.fromkeys((*sys.path, *entries)))
+
+
+def set_import_path(entries: Sequence[str]) -> None:
+    """Import from these directories in this order, as the process that sent them, then from what a library here has added.
+
+    A module of the user's that has the name of an installed one is then found first, as under torchrun. Does nothing without
+    entries.
+    """
+    if entries:
+        sys.path[:] = filter(None, dict.fromkeys((*entries, *sys.path)))
