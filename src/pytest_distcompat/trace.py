@@ -17,6 +17,8 @@ from pytest_distcompat.excerpt import name_nodes
 REPLICATE, FLAT = "Replicate", "Flat"
 #: Placement of a dimension of which this rank's coordinate alone holds the tensor: a stage of a pipeline, an expert.
 STAGE = "Stage"
+#: Products of float32 that a GPU computes with 10 bits of each factor: https://docs.pytorch.org/docs/stable/notes/cuda.html
+TF32 = "tf32"
 
 
 @dataclass(frozen=True)
@@ -330,7 +332,8 @@ class Snapshot:
     training, or in its last if it has fewer; with gradient accumulation in every step; and never in a training that
     resumes from a checkpoint. ``rows`` are what loaders give, ``metrics`` what an evaluation finds. In a simulation
     ``stands_for`` names the ranks that hold as much, this one included. ``averages`` are what the reference's loss would be if
-    something else counted alike.
+    something else counted alike. ``products`` says how the GPU multiplies: ``matmul`` and ``conv`` the precision of float32
+    (``ieee``, ``tf32``), ``autocast`` its dtype if it is on between steps; empty on the CPU.
     """
 
     rank: int
@@ -363,6 +366,7 @@ class Snapshot:
     rows: tuple[RowsInfo, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     averages: Mapping[str, float] = field(default_factory=dict)
+    products: Mapping[str, str] = field(default_factory=dict)
     stands_for: tuple[int, ...] = ()
 
     @property
@@ -442,6 +446,22 @@ class RunTrace:
     def trained(self) -> tuple[Snapshot, ...]:
         """Return the snapshots after three steps; a simulation takes one."""
         return self.at("step", 0 if self.simulated else 2)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Tell whether its ranks computed on GPUs."""
+        return any(snapshot.products for snapshot in self.snapshots)
+
+    @property
+    def tf32(self) -> bool:
+        """Tell whether a rank's GPU multiplied float32 matrices in TF32."""
+        return any(snapshot.products.get("matmul") == TF32 for snapshot in self.snapshots)
+
+    @property
+    def tf32_since_build(self) -> bool:
+        """Tell whether they multiplied in full float32 before the trainer was built, and in TF32 later."""
+        before = self.first("build_model")
+        return self.tf32 and before is not None and before.products.get("matmul", TF32) != TF32
 
     @property
     def simulated(self) -> bool:

@@ -263,9 +263,14 @@ class Rank:
 
     def _attach(self, model: Module) -> dict[str, Any]:
         from pytest_distcompat.probe.live import read_unwrapped
+        from pytest_distcompat.probe.snapshot import read_products
 
         driver = self.driver
-        infos = {"unwrapped": read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options)}
+        infos: dict[str, Any] = {
+            "unwrapped": read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options),
+            # Before the trainer is built: what it changes shows against it.
+            "products": read_products(driver.world.device),
+        }
         if not self.driver.cell.option("compile"):
             # A hook would break the graph that is to be compiled.
             self.observer.attach(model)

@@ -226,3 +226,15 @@ def test_no_optimizer_stepped(sound: Sound) -> None:
 def test_a_rank_is_silent(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").without("step", nth=2, rank=0)
     assert story.findings("dtypes") == ["rank 0: no report after three steps"]
+
+
+@pytest.mark.parametrize("cell", ["fsdp2-fp32-w2-compile_aot_eager", "fsdp2-bf16_mixed-w2"])
+def test_float32_is_not_multiplied_in_tf32_since_the_build(sound: Sound, cell: str) -> None:
+    story = sound(cell).alter(lambda one: replace(one, products={"matmul": "tf32", "conv": "tf32"}))
+    # The user's own setting, which was there before.
+    assert story.findings("dtypes") == []
+    since = story.snapshot("build_model", {"products": {"matmul": "ieee", "conv": "tf32"}})
+    expected = [f"rank {rank}: products of float32 are in TF32 since build" for rank in range(2)]
+    assert since.findings("dtypes") == (expected if "fp32" in cell else [])
+    # A script's trainer is not seen before it is built.
+    assert story.snapshot("build_model", {"products": {}}).findings("dtypes") == []

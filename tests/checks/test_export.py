@@ -222,6 +222,18 @@ def test_outputs(runs_of: RunsOf) -> None:
     assert silent.findings("export") == ["the reloaded model computed nothing"]
 
 
+def test_outputs_of_products_in_tf32(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp2-fp32-w2-model_mlp-compile_aot_eager", "export")
+    since = story.alter(lambda one: replace(one, products={"matmul": "tf32"}))
+    since = since.snapshot("build_model", {"products": {"matmul": "ieee"}})
+    # As measured on an H100: 4.8e-4 of 1.13.
+    close = {"outputs": (0.25, -2.0, 1.5008)}
+    assert story.snapshot("evaluate", close).findings("export") != []
+    assert since.snapshot("evaluate", close).findings("export") == []
+    (found,) = since.snapshot("evaluate", {"outputs": (0.25, -2.0, 1.6)}, rank=1).findings("export")
+    assert found.endswith("(1.0e-02 allowed, of 2); products of float32 are in TF32 since build")
+
+
 def test_no_unwrapped_model(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "export").without("reload", run="reload")
     assert story.findings("export") == ["the unwrapped model was not recorded"]

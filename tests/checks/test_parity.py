@@ -354,3 +354,53 @@ def test_the_reference_of_a_driver_with_loss_and_optimizer_is_derived(sound: Sou
     assert model.weight.item() == pytest.approx(2.5)
     assert driver.reference(model, 1, 2) == pytest.approx(7.5)
     assert model.weight.item() == pytest.approx(2.45)
+
+
+FLOAT32 = {"matmul": "ieee", "conv": "tf32"}
+IN_TF32 = {"matmul": "tf32", "conv": "tf32"}
+
+
+def multiplied(story: Story, before: dict[str, str], since: dict[str, str]) -> Story:
+    """Return the story on a GPU, whose products were in one precision before the trainer was built, and are in another since."""
+    changed = story.alter(lambda one: replace(one, products=since))
+    return changed.snapshot("build_model", {"products": before})
+
+
+def test_products_in_tf32_have_the_tolerances_of_float16(sound: Sound) -> None:
+    off = scaled(sound("fsdp2-fp32-w2"), "loss", 1 + 2.7e-5, nth=0)
+    assert off.findings("parity") != []
+    assert multiplied(off, FLOAT32, FLOAT32).findings("parity") == off.findings("parity")
+    assert multiplied(off, FLOAT32, IN_TF32).findings("parity") == []
+    norms = scaled(sound("fsdp2-fp32-w2"), "grad_norm", 1 + 1e-3, nth=0)
+    assert norms.findings("parity") != []
+    assert multiplied(norms, FLOAT32, IN_TF32).findings("parity") == []
+
+
+def test_a_finding_says_that_products_are_in_tf32(sound: Sound) -> None:
+    off = scaled(sound("fsdp2-fp32-w2"), "loss", 1.01, nth=0)
+    (found,) = multiplied(off, FLOAT32, IN_TF32).findings("parity")
+    assert found.endswith("5.0e-04 allowed); products of float32 are in TF32 since build")
+    (found,) = multiplied(off, IN_TF32, IN_TF32).findings("parity")
+    assert found.endswith("5.0e-04 allowed); products of float32 are in TF32")
+
+
+@pytest.mark.parametrize(
+    ("cell", "allowed", "on_gpu"),
+    [
+        ("zero3-bf16_mixed-w2-model_mlp", "1.7e-03", "3.0e-03"),
+        # Measured within them on a GPU too.
+        ("zero3-bf16_mixed-w2", "1.0e-03", "1.0e-03"),
+        ("fsdp2-fp16_mixed-w2-model_mlp", "8.5e-04", "8.5e-04"),
+        ("zero3-fp32-w2-model_mlp", "2.0e-05", "2.0e-05"),
+        # More than that is allowed already.
+        ("zero3-bf16_mixed-w2-model_wide", "1.0e-02", "1.0e-02"),
+    ],
+)
+def test_the_loss_of_a_small_model_in_bfloat16_may_be_off_more_on_a_gpu(
+    sound: Sound, cell: str, allowed: str, on_gpu: str
+) -> None:
+    off = scaled(sound(cell), "loss", 1.1, nth=3)
+    assert f"({1e-1:.1e} off, {allowed} allowed)" in off.findings("parity")[0]
+    assert f"({1e-1:.1e} off, {on_gpu} allowed)" in multiplied(off, FLOAT32, FLOAT32).findings("parity")[0]
+    seen = scaled(sound(cell), "loss", 1.67421 / 1.67055, nth=3)
+    assert (multiplied(seen, FLOAT32, FLOAT32).findings("parity") == []) == (float(on_gpu) > 2.2e-3)

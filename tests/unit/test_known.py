@@ -256,3 +256,31 @@ def test_a_walk_of_trainer_that_resumes_on_the_cpu_is_known_in_old_releases(
     assert bool(applying((issue,), ("transformers",), "cpu")) is there
     assert expected.covers(Cell.parse("ddp-fp32-w2-model_mlp"), "walk")
     assert not expected.strict
+
+
+@pytest.mark.parametrize(
+    ("driver", "cell", "check", "seen"),
+    [
+        ("trainer", "fsdp2-fp16_mixed-w1", "resume", "AssertionError: Attempted step but _scale is None.  This may"),
+        ("trainer", "fsdp2-fp16_mixed-w2", "data", "AssertionError: Attempted step but _scale is None.  This may"),
+        (
+            "accelerate",
+            "fsdp2-fp16_mixed-w1",
+            "resume",
+            "rank 0: the gradient scaler is at {'scale': 3.0}; saved at {}",
+        ),
+        (
+            "deepspeed",
+            "zero3-bf16_mixed-w2",
+            "reshard",
+            "RuntimeError: Expected all, but got state_steps is on cpu, dif",
+        ),
+        ("accelerate", "ddp-fp32-w2-compile", "dtypes", "rank 0: products of float32 are in TF32 since build"),
+        ("trainer", "fsdp2-fp32-w1-compile_regional", "dtypes", "rank 1: products of float32 are in TF32 since build"),
+    ],
+)
+def test_what_was_seen_on_a_gpu_is_known_there(driver: str, cell: str, check: str, seen: str) -> None:
+    libraries, asked = concerned(DRIVERS.get(driver)), Cell.parse(cell)
+    for device, known in (("cpu", False), ("cuda", True)):
+        found = [one for one in applying(shipped(), libraries, device) if one.covers(asked, check)]
+        assert any(one.matches(seen) for one in found) is known

@@ -7,6 +7,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver, Plan
 from pytest_distcompat.events import Event, SnapshotTaken
+from pytest_distcompat.probe import snapshot
 from pytest_distcompat.run_paths import RunPaths
 from pytest_distcompat.scenario import RESUME_RUN, TRAIN_RUN, Run
 from pytest_distcompat.worker import Rank
@@ -238,6 +240,29 @@ def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatc
     assert not compiled
     driver.evaluate(driver.build_model())
     assert len(compiled) == 1, "it is compiled where nobody says otherwise"
+
+
+def test_what_a_trainer_does_to_products_of_a_gpu_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "read_rng", lambda device: "")  # there is none without a GPU
+    flags = SimpleNamespace()
+    monkeypatch.setattr(torch.backends.cuda, "matmul", flags)
+    monkeypatch.setattr(FakeProbe, "without_gradient", lambda self: frozenset(), raising=False)
+
+    class TurnsTf32On(RecordingDriver):
+        def build_model(self) -> Any:
+            return torch.nn.Linear(2, 2)
+
+        def build(self, model: Any) -> None:
+            self.model = model
+            flags.fp32_precision = "tf32"
+
+    for device, expected in (("cpu", [None, None]), ("cuda:0", ["ieee", "tf32"])):
+        flags.fp32_precision = "ieee"
+        probe = FakeProbe()
+        driver = TurnsTf32On(Cell.parse("ddp-fp32-w1-compile_aot_eager"), World(0, 1, 0, device))
+        run_paths = RunPaths(tmp_path, tmp_path, tmp_path, 1)
+        Rank(driver, Run("one", ("build_model", "build")), run_paths, probe, probe).perform()  # type: ignore[arg-type]
+        assert [one.get("products", {}).get("matmul") for one in probe.snapshots] == expected
 
 
 def test_importing_the_worker_reads_all_registries() -> None:

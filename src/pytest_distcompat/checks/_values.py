@@ -14,6 +14,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import and_others, named_ranks
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.digests import combine, concatenate
+from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
     REPLICATE,
@@ -29,6 +30,9 @@ from pytest_distcompat.trace import (
 #: State keys that hold the factors of a moment: torch's Adafactor, then transformers'.
 #: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html
 FACTORS = frozenset({"row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"})
+
+#: A library turned TF32 on; the user, who sets it before, did not.
+TF32_SINCE_BUILD = "products of float32 are in TF32 since build"
 
 #: A kind of value: ``parameter``, ``buffer``, ``master``, or a key of optimizer state such as ``exp_avg`` or ``step``.
 Kind = str
@@ -372,3 +376,24 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[st
     }
     low = {name for name in copies if sizes.get(name, 4) <= live < BYTES["float32"]}
     return {name: copies[name] if name in low else weight for name, weight in weights.items()}
+
+
+def rounding_of(cell: Cell, run: RunTrace) -> Precision:
+    """Return the precision whose tolerances hold for a training: Muon computes its update in bfloat16 in float32 too."""
+    if cell.option("optimizer") == "muon" and PRECISIONS.get(cell.precision).compute == "float32":
+        return PRECISIONS.get("bf16_mixed")
+    return precision_of_products(cell, run)
+
+
+def precision_of_products(cell: Cell, run: RunTrace) -> Precision:
+    """Return the precision whose tolerances hold for what a model computes: the cell's, or a lower one where it has TF32."""
+    own = PRECISIONS.get(cell.precision)
+    # TF32 has float16's 10 bits after the point. Under accelerate on an H100 losses were 2.7e-5 off, outputs 4.2e-4.
+    return PRECISIONS.get("fp16_mixed") if run.tf32 and own.compute == "float32" else own
+
+
+def in_tf32(run: RunTrace) -> str:
+    """Return what to add to a finding about numbers of a run that multiplies float32 in TF32; else nothing."""
+    if run.tf32_since_build:
+        return f"; {TF32_SINCE_BUILD}"
+    return "; products of float32 are in TF32" if run.tf32 else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, requested
-from pytest_distcompat.checks._values import stages_of
+from pytest_distcompat.checks._values import TF32_SINCE_BUILD, stages_of
 from pytest_distcompat.cost import BYTES, is_quantized
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
@@ -22,6 +22,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     Tensors are stored parameters, products, gradients (as reduced, and as the optimizer sees them), masters and state.
     A frozen parameter is no wider than loaded. Buffers may keep their dtype. Without ``reduce_dtype`` gradients may
     travel in a wider dtype. ``adam8bit`` keeps the state of large parts in 8 bits, at least one tensor on each rank.
+    Building the trainer does not turn TF32 on for products in float32; you may do so before.
 
     If it fails: masters in bfloat16 make the same learning rate train another model
     (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Load in float32, or upcast before sharding.
@@ -47,6 +48,8 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
         if cell.world_size > cell.tp * cell.pp:
             found += _reduced(row, cell, snapshot, smallest, exact=requested(cell, unwrapped, "reduce_dtype"))
         found += _accumulated(row, cell, snapshot)
+        if row.compute == "float32" and trace.run().tf32_since_build:
+            found.append(TF32_SINCE_BUILD)
         yield from (f"rank {snapshot.rank}: {text}" for text in found)
     for snapshot in trained:
         found = [*_stepped(row, cell, snapshot)]

@@ -7,10 +7,17 @@ from collections.abc import Collection, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import EXPORTED, and_others, check, every_rank, first_three
-from pytest_distcompat.checks._values import adapter_name, compare, exported_weights, flat_parameters, values
+from pytest_distcompat.checks._values import (
+    adapter_name,
+    compare,
+    exported_weights,
+    flat_parameters,
+    in_tf32,
+    precision_of_products,
+    values,
+)
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import EXPORT, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
@@ -58,7 +65,7 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
         if name in exported and {*digests} - {exported[name]}
     }
     alike = tuple(one for one in train.at("evaluate") if one.rank not in own or len(own) == cell.world_size)
-    yield from _outputs(cell, alike, reload.at("evaluate"))
+    yield from _outputs(cell, train, alike, reload.at("evaluate"))
 
 
 def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Iterator[str]:
@@ -136,7 +143,9 @@ def same_values(train: RunTrace, reload: RunTrace, *, only: Collection[str] | No
         yield from compare(kind, chosen, {info.name: (info.digest,) for info in infos}, "after the reload")
 
 
-def _outputs(cell: Cell, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot, ...]) -> Iterator[str]:
+def _outputs(
+    cell: Cell, train: RunTrace, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot, ...]
+) -> Iterator[str]:
     """Yield findings for outputs that differ by more than the tolerance of gradient norms, relative to the largest one."""
     if not reloaded or not reloaded[0].outputs:
         yield "the reloaded model computed nothing"
@@ -146,7 +155,7 @@ def _outputs(cell: Cell, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot
         yield f"{infinite} of {len(expected)} outputs of the reloaded model are infinite; expected finite numbers"
         return
     largest = max(map(abs, expected))
-    allowed = largest * PRECISIONS.get(cell.precision).norm_tolerance
+    allowed = largest * precision_of_products(cell, train).norm_tolerance
     for snapshot in trained:
         if (got := len(snapshot.outputs)) != len(expected):
             yield f"rank {snapshot.rank}: {got} outputs of the trained model; {len(expected)} of the reloaded one"
@@ -155,7 +164,7 @@ def _outputs(cell: Cell, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot
         # Not ``any(off > allowed)``, which is false for NaN.
         if not all(off <= allowed for off in apart):
             distance = f"up to {max(apart):.3g} apart ({allowed:.1e} allowed, of {largest:.3g})"
-            yield f"rank {snapshot.rank}: outputs of the trained and of the reloaded model are {distance}"
+            yield f"rank {snapshot.rank}: outputs of the trained and of the reloaded model are {distance}{in_tf32(train)}"
 
 
 def _saves_optimizer(cell: Cell, driver: type[Driver]) -> str | None:

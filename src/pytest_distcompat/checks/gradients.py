@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks._values import Names, named_stage, stages_of
-from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs, rounding_of
+from pytest_distcompat.checks._values import Names, named_stage, rounding_of, stages_of
+from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
 from pytest_distcompat.trace import GradientInfo, RunTrace, Snapshot, Trace, shard_groups
@@ -51,7 +51,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     known = {info.name for info in train.unwrapped.parameters} if train.unwrapped else set()
     expected = [_norms_of_one(reference, reference.at("reference", step)) for step in range(COMPARED)]
     rounding = _deviations_of_rounding(trace.runs.get("rounded"), expected)
-    tolerance = ROUNDING_FACTOR * max((rounding_of(cell).norm_tolerance, *rounding))
+    tolerance = ROUNDING_FACTOR * max((rounding_of(cell, train).norm_tolerance, *rounding))
     numbers, holders = _numbers(cell, train), _holders(train)
     for step in range(COMPARED):
         here = train.at("step", step)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
-from pytest_distcompat.checks._values import Names, across_stages, stages_of
+from pytest_distcompat.checks._values import Names, across_stages, in_tf32, rounding_of, stages_of
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
-from pytest_distcompat.models import model_of
+from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
 from pytest_distcompat.settings.rules import contradiction
@@ -74,6 +74,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         largest_norm = max(largest_norm, there[0].grad_norm or 0.0)
         found = [one + _same_rows(cell) for one in _loss(here, there[0], losses[step], largest_loss, cell)]
         found += _norm(here, there[0], norms[step], largest_norm)
+        found = [one + in_tf32(trained) for one in found]
         groups = [of(snapshots) for of, snapshots in zip(numbers, (here, there), strict=True)]
         found += [*_rates(here, there[0])] or _hyperparameters(cell, here, *groups)
         yield from (f"step {step + 1}: {text}" for text in found)
@@ -83,17 +84,19 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
     """Return for each step how far loss and gradient norm may be from the reference, relative to it."""
-    precision = rounding_of(cell)
-    spread = 1.0 if precision.compute == "float32" else model_of(cell).spread
+    precision = rounding_of(cell, trace.run())
+    spread = _spread(model_of(cell), precision, trace.run())
     losses = _allowed(precision.loss_tolerance * spread, trace, lambda snapshot: snapshot.loss)
     norms = precision.norm_tolerance * model_of(cell).norm_spread
     return losses, _allowed(norms, trace, lambda snapshot: snapshot.grad_norm)
 
 
-def rounding_of(cell: Cell) -> Precision:
-    """Return the precision whose tolerances hold: Muon computes its update in bfloat16, whatever the model is in."""
-    own = PRECISIONS.get(cell.precision)
-    return PRECISIONS.get("bf16_mixed") if cell.option("optimizer") == "muon" and own.compute == "float32" else own
+def _spread(model: TinyModel, precision: Precision, run: RunTrace) -> float:
+    """Return the model's factor on the tolerance of losses, which is larger where a GPU adds up products of bfloat16."""
+    if precision.compute == "float32":
+        return 1.0
+    larger = run.on_gpu and precision.compute == "bfloat16"
+    return max(model.spread, model.gpu_spread) if larger else model.spread
 
 
 def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | None]) -> list[float]:
@@ -237,7 +240,7 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: a larger norm is not clipped, or by the norm of a shard; a smaller one is clipped twice, or scaled by
     the number of ranks. AdamW hides both for a while.
     """
-    table = rounding_of(cell).norm_tolerance
+    table = rounding_of(cell, trace.run()).norm_tolerance
     tolerances = _allowed(table, trace, lambda snapshot: math.sqrt(_square(snapshot)))
     largest = 0.0
     for step in range(STEPS):

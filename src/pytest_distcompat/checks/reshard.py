@@ -20,6 +20,7 @@ from pytest_distcompat.checks._values import (
     differences,
     exported_weights,
     flat_parameters,
+    precision_of_products,
     settings,
     step_counts,
     values,
@@ -188,7 +189,7 @@ def _losses(cell: Cell, train: RunTrace, port: RunTrace, when: str) -> Iterator[
     rounds = precision.compute != "float32" and not flat_parameters(train.at("save"))
     # Ranks that were peers of tensor parallelism are fed other batches now.
     compares = not rounds and Cell.parse(port.cell).dp_size == cell.dp_size
-    tolerance = 2 * precision.loss_tolerance
+    tolerance = 2 * precision_of_products(cell, train).loss_tolerance
     for nth in range(2):
         whole = {snapshot.rank: snapshot.loss for snapshot in train.at("step", SAVED + nth)}
         for snapshot in port.at("step", nth):

@@ -52,6 +52,7 @@ class TinyModel:
         largest: How many elements its largest matrix has, of a model whose optimizer state is quantized.
         spread: Factor on the loss tolerance of precisions below float32: the fewer samples are averaged, the more rounding
             shows.
+        gpu_spread: Factor in place of ``spread`` for bfloat16 on a GPU, if it is larger: products are added up in another order.
         norm_spread: Factor on the tolerance of gradient norms, in every precision.
         tp_plan: Name of a module, with ``*`` for numbers -> how tensor parallelism cuts it, see ``strategies/_tensor.py``.
         experts: Name of the module whose experts can be spread: the parameters of FSDP2's hold one in each row of their first
@@ -86,6 +87,7 @@ class TinyModel:
     in_8_bits: bool = True
     largest: int = 0
     spread: float = 1.0
+    gpu_spread: float = 1.0
     norm_spread: float = 1.0
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     experts: str = ""

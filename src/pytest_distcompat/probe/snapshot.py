@@ -12,7 +12,7 @@ import torch
 from pytest_distcompat.probe.live import read_model, require_module
 from pytest_distcompat.probe.optimizer import flat_masters, links, read_optimizer, read_scheduler
 from pytest_distcompat.probe.tensors import digest, local_of, zero3_shard
-from pytest_distcompat.trace import CallInfo, Sums
+from pytest_distcompat.trace import TF32, CallInfo, Sums
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -41,6 +41,7 @@ def read_snapshot_fields(
     """
     require_module(model, "the driver's self.model", "build() is to set it to the model as the trainer has it")
     fields: dict[str, Any] = {"scheduler": read_scheduler(scheduler), "memory": peak_memory(device)}
+    fields["products"] = read_products(device)
     if optimizer is not None:
         fields["optimizer"] = read_optimizer(model, optimizer, whole=whole, without_gradient=without_gradient)
     if whole:
@@ -48,6 +49,30 @@ def read_snapshot_fields(
         fields["rng"] = read_rng(device)
         fields["scaler"] = read_scaler(scaler, optimizer)
     return fields
+
+
+def read_products(device: str) -> dict[str, str]:
+    """Return how torch multiplies on the GPU now, see ``Snapshot.products``; empty if ``device`` is none."""
+    if not device.startswith("cuda"):
+        return {}
+    cudnn = torch.backends.cudnn
+    products = {
+        "matmul": _float32_precision(torch.backends.cuda.matmul),
+        "conv": _float32_precision(getattr(cudnn, "conv", cudnn)),
+    }
+    if torch.is_autocast_enabled("cuda"):
+        products["autocast"] = str(torch.get_autocast_dtype("cuda")).removeprefix("torch.")
+    return products
+
+
+def _float32_precision(backend: Any) -> str:
+    """Return the precision of a backend's products of float32: ``ieee`` or ``tf32``."""
+    # From torch 2.9 on it has a name, "none" where nothing was set; before there is only ``allow_tf32``, which raises in later
+    # releases once the name was set.
+    named = getattr(backend, "fp32_precision", None)
+    if isinstance(named, str):
+        return "ieee" if named == "none" else named
+    return TF32 if backend.allow_tf32 else "ieee"
 
 
 def read_rng(device: str) -> str:
