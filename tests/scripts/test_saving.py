@@ -55,6 +55,14 @@ def test_a_model_that_is_saved_module_by_module(run: Launch, output: str) -> Non
     found.check("names", "final_model_loadable")
 
 
+def test_a_state_dict_with_both_names_of_a_tied_tensor(run: Launch) -> None:
+    """As ``torch.save(model.state_dict())`` writes them, nanoGPT's way."""
+    saving(run, "both names", "--tied", output="{output}").check("names", "final_model_loadable")
+    message = r"'layers\.1\.weight' has other values than 'layers\.0\.weight': in the trained model they are one tensor"
+    with pytest.raises(Incompatible, match=message):
+        saving(run, "both names apart", "--tied", output="{output}").check("final_model_loadable")
+
+
 @pytest.mark.nightly
 def test_a_model_of_which_a_part_is_saved(run: Launch) -> None:
     with pytest.raises(Incompatible, match=r"2 of 4 parameters are in no saved file, first 'layers\.1\.bias'"):

@@ -70,8 +70,31 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
         # The adapter alone, as PEFT names it; the model below it was there before.
         trainable = {adapter_name(info.name): info.name for info in unwrapped.parameters if info.trainable}
         loaded, only = _renamed(loaded, lambda key: trainable.get(key, key)), set(trainable.values())
+    yield from _untied(unwrapped, loaded)
+    loaded = _under_first_names(unwrapped, loaded)
     reload = Snapshot(0, "reload", "reload", 0, unwrapped=loaded)
     yield from same_values(train, RunTrace("reload", 1, (reload,), cell=cell.id), only=only)
+
+
+def _untied(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> Iterator[str]:
+    """Yield a finding for each name of a tied tensor that was saved with other values than its first name."""
+    digests = {info.name: info.digest for info in (*loaded.parameters, *loaded.buffers)}
+    for names in unwrapped.tied:
+        saved = [name for name in names if name in digests]
+        for alias in saved[1:]:
+            if digests[alias] != digests[saved[0]]:
+                yield f"{alias!r} has other values than {saved[0]!r}: in the trained model they are one tensor"
+
+
+def _under_first_names(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> UnwrappedInfo:
+    """Return the loaded model with each tied tensor once, under the name that the trained model's parameters have.
+
+    A state dict has all names of a tensor (``torch.nn.Module.state_dict``), ``named_parameters`` the first one alone.
+    """
+    first_names = {name: group[0] for group in unwrapped.tied for name in group}
+    renamed = _renamed(loaded, lambda name: first_names.get(name, name))
+    parameters = {info.name: info for info in renamed.parameters}
+    return dataclasses.replace(renamed, parameters=tuple(parameters.values()))
 
 
 def _renamed(unwrapped: UnwrappedInfo, name: Callable[[str], str]) -> UnwrappedInfo:

@@ -18,6 +18,7 @@ parser.add_argument("--recompute", action="store_true")
 parser.add_argument("--adapter", action="store_true")
 parser.add_argument("--unused", action="store_true")
 parser.add_argument("--shards", action="store_true")
+parser.add_argument("--tied", action="store_true")
 arguments = parser.parse_args()
 
 
@@ -38,6 +39,9 @@ class Net(torch.nn.Module):
         self.layers = torch.nn.ModuleList([Layer(4, 4), Layer(4, 1)])
         if arguments.unused:
             self.pooler = Layer(4, 4)
+        if arguments.tied:
+            self.layers.insert(1, Layer(4, 4))
+            self.layers[1].weight = self.layers[0].weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -96,6 +100,10 @@ if arguments.output and dist.get_rank() == 0:
     if arguments.saves == "bytes":
         torch.save(optimizer.state_dict(), arguments.output / "optimizer.pt")
         (arguments.output / "model.safetensors").write_bytes(save(state))
+    if arguments.saves == "both names":
+        torch.save(state, arguments.output / "model.pt")
+    if arguments.saves == "both names apart":
+        torch.save({**state, "layers.1.weight": state["layers.1.weight"] + 1}, arguments.output / "model.pt")
     if arguments.saves == "parts":
         for part in range(2):
             own = {name: value for name, value in state.items() if name.startswith(f"layers.{part}.")}
