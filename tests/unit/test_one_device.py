@@ -20,6 +20,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS, _options
 from pytest_distcompat.events import Event, SnapshotTaken
 from pytest_distcompat.probe.observe import Observer
+from pytest_distcompat.probe.snapshot import read_rng
 from pytest_distcompat.run_paths import RunPaths
 from pytest_distcompat.scenario import Run
 from pytest_distcompat.worker import Rank, move_to_device
@@ -228,6 +229,24 @@ def test_overflow_evaluation_and_loss_of_a_model_on_the_gpu(name: str, strategy:
         driver.loss(driver.model, 0, 0).backward()
     assert any(one.grad.isinf().any() or one.grad.isnan().any() for one in driver.model.parameters())
     assert driver.evaluate(driver.model).device == GPU
+
+
+@ALL
+def test_random_states_of_a_checkpoint_are_those_of_the_gpu_too(
+    name: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {str(GPU): torch.arange(8, dtype=torch.uint8)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
+    driver = make(name, strategy)
+    driver.save_random(tmp_path)
+    cpu, before = torch.get_rng_state(), read_rng(str(GPU))
+    torch.rand(1)
+    states[str(GPU)] += 1
+    driver.load_random(tmp_path, required=True)
+    assert states[str(GPU)].tolist() == list(range(8))
+    assert torch.equal(torch.get_rng_state(), cpu)
+    assert read_rng(str(GPU)) == before
 
 
 class Own(Driver):
