@@ -249,6 +249,36 @@ def test_random_states_of_a_checkpoint_are_those_of_the_gpu_too(
     assert read_rng(str(GPU)) == before
 
 
+class StoppedError(Exception):
+    """Ends a call as soon as it has made the object that says where it runs."""
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "made", "argument"),
+    [
+        ("accelerate", "fsdp2", "accelerate.Accelerator", "cpu"),
+        ("trainer", "ddp", "transformers.TrainingArguments", "use_cpu"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_loaders_and_metrics_are_of_the_ranks_device(
+    name: str, strategy: str, made: str, argument: str, *, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def stop(**settings: Any) -> None:
+        asked.append(settings[argument])
+        raise StoppedError
+
+    monkeypatch.setattr(made, stop)
+    driver = DRIVERS.get(name)(Cell.parse(f"{strategy}-fp32-w1"), World(0, 1, 0, device))
+    with pytest.raises(StoppedError):
+        list(driver.rows("shuffle", 4, (0, 0), tmp_path))
+    with pytest.raises(StoppedError):
+        driver.metrics(4)
+    assert asked == [device == "cpu"] * 2
+
+
 class Own(Driver):
     """A user's driver, which leaves every model where it is, and puts batches on the rank's device."""
 
