@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
 import torch
@@ -25,6 +25,10 @@ from pytest_distcompat.run_paths import RunPaths
 from pytest_distcompat.scenario import Run
 from pytest_distcompat.worker import Rank, move_to_device
 from pytest_distcompat.world import World
+
+if TYPE_CHECKING:
+    from pytest_distcompat.driver import OnAction
+    from pytest_distcompat.launch.rank_log import RankLog
 
 GPU = torch.device("cuda:0")
 CPU = torch.device("cpu")
@@ -69,7 +73,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]  # each access makes another
+        if func == torch.Tensor.device.__get__:  # each access makes another
             return GPU if self.gpu.has(args[0]) else func(*args)
         if func is torch.Tensor.cpu:
             return self._move(args[0], CPU)
@@ -88,11 +92,11 @@ class _Functions(TorchFunctionMode):
         return self.gpu.put(moved) if wanted.type == "cuda" else self.gpu.take(moved)
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
     """Refuses to mix devices; what an operator computes is where its inputs are."""
 
     def __init__(self, gpu: PretendedGPU) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.gpu = gpu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -132,8 +136,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
 
 def perform(driver: Driver, run: Run, directory: Path) -> list[dict[str, Any]]:
     """Perform a run of one process, and return its snapshots."""
-    log: Any = Log()
-    Rank(driver, run, RunPaths(directory, directory, directory, 2), Observer(), log).perform()
+    log = Log()
+    Rank(driver, run, RunPaths(directory, directory, directory, 2), Observer(), cast("RankLog", log)).perform()
     return log.snapshots
 
 
@@ -194,7 +198,12 @@ def test_model_for_the_trainer_stays_where_the_driver_made_it(
 ) -> None:
     given: list[Module] = []
     driver = make(name, strategy)
-    monkeypatch.setattr(driver, "train", lambda model, _plan, report: (given.append(model), report("build")))
+
+    def train(model: Module, _plan: object, report: OnAction) -> None:
+        given.append(model)
+        report("build")
+
+    monkeypatch.setattr(driver, "train", train)
     monkeypatch.setattr(Rank, "_snapshot", lambda *_, **__: {})
     perform(driver, Run("train", ("build_model", "build")), tmp_path)
     assert {one.device for one in given[0].parameters()} == {CPU}
@@ -320,8 +329,8 @@ def test_models_of_a_driver_of_ones_own_are_moved(actions: tuple[str, ...], gpu:
 
 def test_hooks_and_optimizer_of_a_moved_model_stay(gpu: PretendedGPU) -> None:
     model = torch.nn.Linear(2, 2)
-    weight, reached = model.weight, []
-    weight.register_post_accumulate_grad_hook(reached.append)
+    weight, reached = model.weight, list[torch.Tensor]()
+    weight.register_post_accumulate_grad_hook(reached.append)  # type: ignore[no-untyped-call]
     move_to_device(model, "cuda:0")
     model(torch.ones(1, 2, device="cuda:0")).sum().backward()
     assert model.weight is weight
