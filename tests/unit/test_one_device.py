@@ -83,11 +83,16 @@ class _Functions(TorchFunctionMode):
             return tree_map_only(torch.Tensor, self.gpu.put, func(*args, **kwargs | {"device": CPU}))
         return func(*args, **kwargs)
 
+    def _place(self, tensor: torch.Tensor) -> torch.device:
+        return GPU if self.gpu.has(tensor) else CPU
+
     def _move(self, tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
         # What ``Module.to`` reads its arguments with.
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        here = GPU if self.gpu.has(tensor) else CPU
+        here = self._place(tensor)
         wanted = here if device is None else device
+        if args and isinstance(args[0], torch.Tensor):
+            wanted = self._place(args[0])
         moved = tensor.to(dtype or tensor.dtype, copy=copy or wanted.type != here.type)
         return self.gpu.put(moved) if wanted.type == "cuda" else self.gpu.take(moved)
 
@@ -141,14 +146,15 @@ def perform(driver: Driver, run: Run, directory: Path) -> list[dict[str, Any]]:
     return log.snapshots
 
 
-def make(name: str, strategy: str = "ddp", model: str = "mlp") -> Any:
-    return DRIVERS.get(name)(Cell.parse(f"{strategy}-fp32-w1-model_{model}"), World(0, 1, 0, str(GPU)))
+def make(name: str, strategy: str, option: str = "model_mlp") -> Any:
+    return DRIVERS.get(name)(Cell.parse(f"{strategy}-fp32-w1-{option}"), World(0, 1, 0, str(GPU)))
 
 
 ALL = pytest.mark.parametrize(
     ("name", "strategy"), [("torch", "ddp"), ("accelerate", "fsdp2"), ("trainer", "ddp"), ("deepspeed", "zero2")]
 )
-MODELS = pytest.mark.parametrize("model", ["mlp", "llama", "llama_tied"])
+#: With tied weights, with buffers, and with an adapter.
+OPTIONS = pytest.mark.parametrize("option", ["model_mlp", "model_llama", "model_llama_tied", "model_batchnorm", "lora"])
 
 
 def test_pretended_gpu_refuses_to_mix_devices(gpu: PretendedGPU) -> None:
@@ -163,26 +169,26 @@ def test_pretended_gpu_refuses_to_mix_devices(gpu: PretendedGPU) -> None:
 
 
 @ALL
-@MODELS
+@OPTIONS
 def test_reference_is_where_its_batches_are(
-    name: str, strategy: str, model: str, gpu: PretendedGPU, tmp_path: Path
+    name: str, strategy: str, option: str, gpu: PretendedGPU, tmp_path: Path
 ) -> None:
-    driver = make(name, strategy, model)
+    driver = make(name, strategy, option)
     _, *steps = perform(driver, Run("reference", ("build_model", "reference", "reference")), tmp_path)
     assert len(steps) == 2
     assert all(step["loss"] > 0 and step["grad_norm"] > 0 for step in steps)
     state = [value for one in driver.optimizer.state.values() for value in one.values()]
-    assert {value.device for value in state if isinstance(value, torch.Tensor) and value.dim()} == {GPU}
+    assert {value.device for value in state if value.dim()} == {GPU}
 
 
 @ALL
-@MODELS
+@OPTIONS
 def test_reloaded_model_is_where_the_held_out_batch_is(
-    name: str, strategy: str, model: str, gpu: PretendedGPU, tmp_path: Path
+    name: str, strategy: str, option: str, gpu: PretendedGPU, tmp_path: Path
 ) -> None:
-    driver = make(name, strategy, model)
+    driver = make(name, strategy, option)
     built, paths = driver.build_model(), RunPaths(tmp_path, tmp_path, tmp_path, 2)
-    state = {key: one for key, one in built.state_dict().items() if model != "llama_tied" or key != "lm_head.weight"}
+    state = {key: one for key, one in built.state_dict().items() if "tied" not in option or key != "lm_head.weight"}
     paths.export.mkdir(parents=True, exist_ok=True)
     _options.write_whole(built, state, paths.export)
     log: Any = Log()
