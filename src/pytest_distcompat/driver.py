@@ -213,7 +213,10 @@ class Driver:
         raise NotImplementedError
 
     def reload(self, directory: Path) -> Module:
-        """Load what ``export`` wrote as users do, in one process without the trainer; return the unwrapped model."""
+        """Load what ``export`` wrote as users do, in one process without the trainer; return the unwrapped model.
+
+        The model may be on any device: it is moved to that of this rank, ``self.world.device``.
+        """
         raise NotImplementedError
 
     def evaluate(self, model: Module) -> torch.Tensor:
@@ -230,7 +233,7 @@ class Driver:
         ``make_scheduler``. One that overrides it sets ``self.optimizer`` and ``self.grad_norm`` as in ``step``.
 
         Args:
-            model: The unwrapped model, in float32.
+            model: The unwrapped model, in float32, on this rank's device: ``self.world.device``.
             number: The number of the step; train on batch ``number`` of every rank.
             ranks: How many ranks the compared run has.
         """

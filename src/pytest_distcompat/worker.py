@@ -245,7 +245,7 @@ class Rank:
         return self._snapshot(whole=True) | self._called(result)
 
     def _build_model(self) -> dict[str, Any]:
-        self.unwrapped = self.driver.build_model()
+        self.unwrapped = self._placed(self.driver.build_model())
         infos = self._attach(self.unwrapped)
         # An adapter is written by PEFT. Checks read what rank 0 says, and to find the names takes a save of the model.
         asked = not self.driver.world.rank and not self.driver.cell.option("lora")
@@ -258,8 +258,14 @@ class Rank:
 
         # Close the files only after the model is read: it may load its weights lazily.
         with readable(self.run_paths.export) as directory:
-            self.unwrapped = self.driver.reload(directory)
+            self.unwrapped = self._placed(self.driver.reload(directory))
             return self._attach(self.unwrapped)
+
+    def _placed(self, model: Module) -> Module:
+        """Return the model on this rank's device, where batches are; one that a trainer is built around stays where it is."""
+        if "build" not in self.run.actions:
+            move_to_device(model, self.driver.world.device)
+        return model
 
     def _attach(self, model: Module) -> dict[str, Any]:
         from pytest_distcompat.probe.live import read_unwrapped
@@ -390,6 +396,29 @@ class Rank:
             without_gradient=self.observer.without_gradient(),
             pp_group=driver.pp_group,
         )
+
+
+def move_to_device(model: Any, device: str) -> None:
+    """Move a model to the device in place; a tensor on ``meta`` has nothing to move, and stays for what fills it later.
+
+    Anything but a module is left to the check of what the driver returned.
+    """
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        return
+    wanted = torch.device(device)
+    tensors = [*model.parameters(), *model.buffers()]
+    away = [tensor for tensor in tensors if tensor.device not in {wanted, torch.device("meta")}]
+    if not away:
+        # Models that place their tensors themselves may refuse a call of ``to``.
+        return
+    if not any(tensor.is_meta for tensor in tensors):
+        model.to(wanted)
+        return
+    # ``Module.to`` refuses a model with a tensor on meta. Tied weights are one tensor, so that they stay tied.
+    for tensor in away:
+        tensor.data = tensor.data.to(wanted)
 
 
 def _number(value: Any, name: str) -> float | None:

@@ -60,3 +60,13 @@ def test_ranks_go_on_from_a_seed_at_import(name: str, count: int) -> None:
     first, second = ranks_draw(draw)
     seed(3)
     assert first == second == draw(count + 3)[count:]
+
+
+def test_a_seed_at_import_is_that_of_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seeds = randomness.states(), list[int]()
+    torch.manual_seed(3)
+    randomness.remember_seeds(before)
+    torch.manual_seed(4)  # what an earlier request of a reused rank did
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    randomness.renew()
+    assert seeds == [3]

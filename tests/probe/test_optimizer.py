@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from pytest_distcompat.digests import combine
 from pytest_distcompat.probe.live import read_model, read_unwrapped
 from pytest_distcompat.probe.observe import Observer
-from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler
+from pytest_distcompat.probe.optimizer import read_gradients, read_optimizer, read_scheduler
 from pytest_distcompat.probe.snapshot import read_snapshot_fields, sample
 from pytest_distcompat.probe.tensors import digest, stored_dtype, stored_parts
 
@@ -262,3 +263,54 @@ def test_what_step_hooks_read_can_be_traced() -> None:
     """Dynamo traces the hooks of an optimizer whose step is compiled."""
     traced: Any = torch.compile(stored_dtype, backend="eager", dynamic=True)
     assert traced(torch.ones(3, 4)) == "float32"
+
+
+class OffloadedZero3:
+    """Stand-in for ZeRO-3's optimizer with its masters on the CPU of a machine with a GPU."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        parameters = list(model.parameters())
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        self.fp32_partitioned_groups_flat = [flat.requires_grad_()]
+        self.grad_position, start = {}, 0
+        for number, parameter in enumerate(parameters):
+            self.grad_position[number] = [0, start, parameter.numel()]
+            start += parameter.numel()
+            parameter._z3_optimizer = self  # type: ignore[attr-defined]
+            parameter.ds_id, parameter.ds_numel = number, parameter.numel()  # type: ignore[attr-defined]
+            parameter.ds_tensor = parameter.detach().reshape(-1).bfloat16()  # type: ignore[attr-defined]
+            parameter.ds_process_group = torch.distributed.group.WORLD  # type: ignore[attr-defined]
+
+    def get_param_id(self, parameter: Any) -> int:
+        return int(parameter.ds_id)
+
+    def get_local_fp32_param(self, parameter: Any, _key: str | None = None) -> torch.Tensor:
+        """Return a copy, as DeepSpeed returns one on the GPU."""
+        group, start, length = self.grad_position[parameter.ds_id]
+        return self.fp32_partitioned_groups_flat[group].detach()[start : start + length].clone()
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_gradients_of_masters_that_are_offloaded_are_read_where_they_are() -> None:
+    pytest.importorskip("deepspeed")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    zero = OffloadedZero3(model)
+    (flat,) = zero.fp32_partitioned_groups_flat
+    flat.grad = torch.arange(1.0, 14.0)
+    inner = SimpleNamespace(param_groups=[{"params": [flat]}])
+    square, _, infos = read_gradients(model, SimpleNamespace(optimizer=inner), {flat: 0}, single=True)
+    assert square == sum(number**2 for number in range(1, 14))
+    assert {info.name: (info.numel, info.square) for info in infos} == {
+        "0.weight": (6, 91.0),
+        "0.bias": (3, 49.0 + 64 + 81),
+        "1.weight": (3, 100.0 + 121 + 144),
+        "1.bias": (1, 169.0),
+    }

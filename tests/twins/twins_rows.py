@@ -194,7 +194,7 @@ class SavesOneState(TorchDriver):
         del required
         import torch
 
-        torch.set_rng_state(torch.load(directory / "rng_0.pt", weights_only=True))
+        torch.set_rng_state(torch.load(directory / "rng_0.pt", weights_only=True)["cpu"])
 
 
 @twin(

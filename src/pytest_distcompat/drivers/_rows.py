@@ -60,8 +60,8 @@ def _iterable(rows: Sequence[Any]) -> Any:
     return Rows()
 
 
-def accelerate_loader(name: str, count: int) -> tuple[Any, Any]:
-    """Return an Accelerator and its prepared loader of that name."""
+def accelerate_loader(name: str, count: int, device: str = "cpu") -> tuple[Any, Any]:
+    """Return an Accelerator on that device and its prepared loader of that name."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
     from torch.utils.data import DataLoader
@@ -70,16 +70,16 @@ def accelerate_loader(name: str, count: int) -> tuple[Any, Any]:
     iterable = settings.pop("iterable", False)
     own = {key: settings.pop(key) for key in ("batch_size", "drop_last", "num_workers", "shuffle") if key in settings}
     own = {"batch_size": BATCH, "shuffle": not iterable, **own}
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**settings))
+    accelerator = Accelerator(cpu=device == "cpu", dataloader_config=DataLoaderConfiguration(**settings))
     set_seed(0)
     return accelerator, accelerator.prepare(DataLoader(_iterable(range(count)) if iterable else range(count), **own))  # type: ignore[arg-type]
 
 
 def accelerate_rows(
-    name: str, count: int, start: tuple[int, int], directory: Path
+    name: str, count: int, start: tuple[int, int], directory: Path, device: str = "cpu"
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Read a loader as accelerate's documentation resumes one: ``load_state``, then ``skip_first_batches``."""
-    accelerator, loader = accelerate_loader(name, count)
+    accelerator, loader = accelerate_loader(name, count, device)
     (first, done), stateful = start, "stateful" in name
     saved = directory / f"{name}-{first}-{done}"
     if saved.exists():
@@ -98,7 +98,7 @@ def accelerate_rows(
             accelerator.save_state(str(directory / f"{name}-{epoch + 1}-0"))
 
 
-def accelerate_metrics(count: int) -> dict[str, float]:
+def accelerate_metrics(count: int, device: str = "cpu") -> dict[str, float]:
     """Return how many rows ``gather_for_metrics`` gives, and the mean of their squares, for each loader."""
     import torch
 
@@ -106,7 +106,7 @@ def accelerate_metrics(count: int) -> dict[str, float]:
     for name, expected in ACCELERATE.items():
         if expected.dropped or not expected.filled or "num_workers" in _ACCELERATE[name]:
             continue  # ranks gather as many rows each, and all of them; who reads the rows changes nothing of that
-        accelerator, loader = accelerate_loader(name, count)
+        accelerator, loader = accelerate_loader(name, count, device)
         squares = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader]).double() ** 2
         found[f"{name}: rows"], found[f"{name}: mean"] = float(len(squares)), float(squares.mean())
     return found
@@ -127,7 +127,7 @@ TRAINER: dict[str, Loader] = {
 }
 
 
-def _trainer(count: int, directory: Path, settings: Mapping[str, Any], world: int = 1, **more: Any) -> Any:
+def _trainer(count: int, directory: Path, settings: Mapping[str, Any], device: str, world: int = 1, **more: Any) -> Any:
     """Return a Trainer of a model that records the rows that it is fed, by epoch, and returns them."""
     import torch
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -164,7 +164,7 @@ def _trainer(count: int, directory: Path, settings: Mapping[str, Any], world: in
         output_dir=str(directory),
         num_train_epochs=EPOCHS,
         accelerator_config=accelerator,
-        use_cpu=True,
+        use_cpu=device == "cpu",
         save_strategy="no",
         logging_strategy="no",
         optim="sgd",
@@ -183,10 +183,10 @@ def _trainer(count: int, directory: Path, settings: Mapping[str, Any], world: in
 
 
 def trainer_rows(
-    name: str, count: int, start: tuple[int, int], directory: Path, world: int
+    name: str, count: int, start: tuple[int, int], directory: Path, *, world: int, device: str
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Train two epochs, or what is left of them after a checkpoint."""
-    trainer = _trainer(count, directory / name, _TRAINER[name], world)
+    trainer = _trainer(count, directory / name, _TRAINER[name], device, world)
     saved = sorted((directory / name).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     checkpoint = saved[RESUME_AT.index(start)] if start in RESUME_AT else None
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
@@ -194,7 +194,7 @@ def trainer_rows(
         yield from ((epoch, list(map(int, batch))) for batch in batches)
 
 
-def trainer_metrics(count: int) -> dict[str, float]:
+def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
     """Return what ``Trainer.evaluate`` finds: the loss, how many rows ``compute_metrics`` gets, and the mean of their squares."""
     found: dict[str, float] = {}
 
@@ -207,7 +207,7 @@ def trainer_metrics(count: int) -> dict[str, float]:
     # Trainer makes its output directory, although it saves nothing.
     with tempfile.TemporaryDirectory() as directory:
         for name in ("shuffle", "dispatch_batches", "iterable", "iterable, dispatch_batches=False"):
-            trainer = _trainer(count, Path(directory), _TRAINER[name], compute_metrics=compute)
+            trainer = _trainer(count, Path(directory), _TRAINER[name], device, compute_metrics=compute)
             metrics = trainer.evaluate()
             found |= {f"{name}: {key}": float(metrics[f"eval_{key}"]) for key in ("loss", "rows", "mean")}
     return found

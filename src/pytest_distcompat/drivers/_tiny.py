@@ -327,18 +327,24 @@ class TinyDriver(Driver):
         torch.manual_seed(1 + rank)
 
     def save_random(self, directory: Path) -> None:
-        """Write this rank's random state."""
+        """Write this rank's random states: the CPU's and, on a GPU, also that of CUDA, from which dropout draws there."""
         import torch
 
-        torch.save(torch.get_rng_state(), directory / f"rng_{self.world.rank}.pt")
+        states = {"cpu": torch.get_rng_state()}
+        if self.world.device.startswith("cuda"):
+            states["cuda"] = torch.cuda.get_rng_state(self.world.device)
+        torch.save(states, directory / f"rng_{self.world.rank}.pt")
 
     def load_random(self, directory: Path, *, required: bool) -> None:
-        """Restore this rank's random state; a rank without a saved one keeps its own, unless one is ``required``."""
+        """Restore this rank's random states; a rank without saved ones keeps its own, unless they are ``required``."""
         import torch
 
         path = directory / f"rng_{self.world.rank}.pt"
         if required or path.exists():
-            torch.set_rng_state(torch.load(path, weights_only=True))
+            states = torch.load(path, map_location="cpu", weights_only=True)
+            torch.set_rng_state(states["cpu"])
+            if self.world.device.startswith("cuda"):
+                torch.cuda.set_rng_state(states["cuda"], self.world.device)
 
     def overflow(self, number: int) -> float:
         """Take a step in which gradients overflow."""

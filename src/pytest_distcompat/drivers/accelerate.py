@@ -418,11 +418,11 @@ class AccelerateDriver(TinyDriver):
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the rows that a prepared loader gives."""
-        return _rows.accelerate_rows(loader, count, start, directory)
+        return _rows.accelerate_rows(loader, count, start, directory, self.world.device)
 
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate with ``gather_for_metrics``."""
-        return _rows.accelerate_metrics(count)
+        return _rows.accelerate_metrics(count, self.world.device)
 
     def trainer_world_size(self) -> int | None:
         """Return accelerate's number of processes."""

@@ -448,11 +448,11 @@ class TrainerDriver(TinyDriver):
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the rows that Trainer trains on."""
-        return _rows.trainer_rows(loader, count, start, directory, self.world.size)
+        return _rows.trainer_rows(loader, count, start, directory, world=self.world.size, device=self.world.device)
 
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate by ``Trainer.evaluate``."""
-        return _rows.trainer_metrics(count)
+        return _rows.trainer_metrics(count, self.world.device)
 
     def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - one of its kind without its values is written
         """Return the names that ``save_pretrained`` gives, of a model that transformers reads and writes by rules for names."""

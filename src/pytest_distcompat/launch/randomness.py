@@ -60,6 +60,8 @@ def renew() -> None:
         numpy.seed()
     if "torch" in _seeded:
         torch.set_rng_state(_seeded["torch"])
+        # A fork seeds CUDA as the import did, once CUDA is initialised; a reused rank's has been drawn from since.
+        torch.cuda.manual_seed_all(torch.initial_seed())
     elif torch is not None:
         torch.default_generator.seed()
         if torch.cuda.is_initialized():

@@ -261,8 +261,21 @@ def _zero3_master(parameter: torch.Tensor) -> torch.Tensor | None:
 
     with contextlib.suppress(KeyError, AttributeError):
         found: torch.Tensor | None = safe_get_local_fp32_param(parameter)
-        return found
+        return None if found is None else _in_zero3_partition(parameter, found)
     return None
+
+
+def _in_zero3_partition(parameter: Any, master: torch.Tensor) -> torch.Tensor:
+    """Return a master as a view of its flat partition, wherever that is; as it is given if it is swapped out to a disk."""
+    # Of a partition that is offloaded to the CPU DeepSpeed's public accessor returns a copy on the GPU
+    # (``DeepSpeedZeroOptimizer_Stage3.get_local_fp32_param``), and only a view leads to the gradient. The attributes are
+    # private; under ZeRO-3 the check ``gradients`` of any cell fails when they change.
+    optimizer = parameter._z3_optimizer  # noqa: SLF001 - see above
+    group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    partition: torch.Tensor = optimizer.fp32_partitioned_groups_flat[group]
+    if start + length > partition.numel():
+        return master
+    return partition.narrow(0, start, length)
 
 
 def read_scheduler(scheduler: Any) -> str:
