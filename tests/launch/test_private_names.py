@@ -197,6 +197,15 @@ def test_attributes_of_deepspeeds_parameters(with_deepspeed: Ending) -> None:
 
 
 @needs_deepspeed
+def test_the_flat_partitions_of_zero3() -> None:
+    """Where the masters of a parameter lie: DeepSpeed's accessor returns a copy of those that are offloaded."""
+    stage3 = importlib.import_module("deepspeed.runtime.zero.stage3")
+    optimizer = inspect.getsource(stage3.DeepSpeedZeroOptimizer_Stage3)
+    for name in ("_z3_optimizer", "self.grad_position", "def get_param_id", "self.fp32_partitioned_groups_flat"):
+        assert name in optimizer, f"DeepSpeed's stage 3 has no {name}: see probe/optimizer.py:_in_zero3_partition"
+
+
+@needs_deepspeed
 def test_the_accumulation_dtype_of_deepspeed(with_deepspeed: Ending) -> None:
     assert [event["dtype"] for event in events(with_deepspeed, "accumulates")] == ["torch.bfloat16"] * 2, (
         "DeepSpeed's ZeRO optimizer has no gradient_accumulation_dtype: see probe/optimizer.py:_accumulation_dtype"

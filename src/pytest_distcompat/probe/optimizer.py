@@ -269,7 +269,7 @@ def _in_zero3_partition(parameter: Any, master: torch.Tensor) -> torch.Tensor:
     """Return a master as a view of its flat partition, wherever that is; as it is given if it is swapped out to a disk."""
     # Of a partition that is offloaded to the CPU DeepSpeed's public accessor returns a copy on the GPU
     # (``DeepSpeedZeroOptimizer_Stage3.get_local_fp32_param``), and only a view leads to the gradient. The attributes are
-    # private; under ZeRO-3 the check ``gradients`` of any cell fails when they change.
+    # private: ``tests/launch/test_private_names.py`` fails when they go away.
     optimizer = parameter._z3_optimizer  # noqa: SLF001 - see above
     group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
     partition: torch.Tensor = optimizer.fp32_partitioned_groups_flat[group]
