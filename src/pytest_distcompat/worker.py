@@ -211,10 +211,14 @@ class Rank:
         self.observer.record_operators(on=self._observes_operators)
 
     def _fit_first_scale(self) -> None:
-        """Begin at a loss scale that fits, unless a load is to bring one: there the trainer's own shows that it did."""
+        """Begin at a loss scale that fits, unless a load brings one: from the trainer's own it shows that the load did.
+
+        Under another strategy a load need not bring the scale.
+        """
         from pytest_distcompat.probe.snapshot import fit_first_scale
 
-        if "load" not in self.run.actions:
+        loads = self.run.actions[self.index + 1 : self.index + 2] == ("load",)
+        if not loads or self.run.strategy:
             fit_first_scale(self.driver.scaler, self.driver.optimizer)
 
     @property

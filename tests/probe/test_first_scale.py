@@ -35,9 +35,11 @@ def test_a_gradient_scaler_that_is_off() -> None:
 
 @pytest.mark.parametrize(("dynamic", "then"), [(True, FIRST_SCALE), (False, 65536.0)])
 def test_deepspeeds_scale(dynamic: bool, then: float) -> None:
-    optimizer = SimpleNamespace(loss_scale=65536.0, loss_scaler=SimpleNamespace(dynamic=dynamic))
-    fit_first_scale(None, optimizer)
-    assert optimizer.loss_scale == then
+    zero = SimpleNamespace(loss_scale=65536.0, loss_scaler=SimpleNamespace(dynamic=dynamic))
+    other = SimpleNamespace(loss_scale=65536.0, loss_scale_config=SimpleNamespace(dynamic_loss_scale=dynamic))
+    for optimizer in (zero, other):
+        fit_first_scale(None, optimizer)
+        assert optimizer.loss_scale == then
 
 
 def test_a_training_without_a_scale() -> None:

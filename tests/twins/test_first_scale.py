@@ -25,6 +25,12 @@ def test_a_first_scale_that_overflows_is_lowered(runner: Runner, check: str) -> 
     assert verdict(runner, DRIVER, CELL, check) == ("passed", "")
 
 
+@pytest.mark.parametrize("check", ["parity", "clipping", "gradients", "data", "scaling"])
+def test_accelerates_first_scale(runner: Runner, check: str) -> None:
+    driver = "twins.twins_first_scale:AccelerateBeginsTooLarge"
+    assert verdict(runner, driver, CELL, check) == ("passed", "")
+
+
 def test_a_run_that_loads_begins_at_the_trainers_own_scale(runner: Runner) -> None:
     """Otherwise a load that brings no scale would find the saved one."""
     trace = run(runner, DRIVER, CELL, RESUME)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
 from .declare import CLIPPING, GRADIENTS, Torch, twin
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 
 class BeginsTooLarge(Torch):
@@ -14,6 +20,24 @@ class BeginsTooLarge(Torch):
         import torch
 
         return torch.amp.GradScaler(device, init_scale=2.0**24)
+
+
+class AccelerateBeginsTooLarge(AccelerateDriver):
+    """No twin: on the CPU accelerate makes no scaler, so this one has the scaler that it makes on a GPU."""
+
+    def build(self, model: Module) -> None:
+        import accelerate
+        import torch
+
+        class Scaled(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is untyped here
+            def __init__(self, *arguments: Any, **settings: Any) -> None:
+                super().__init__(*arguments, **settings)
+                self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+                # It unscales gradients, and computes under autocast.
+                self.native_amp = True
+
+        with mock.patch.object(accelerate, "Accelerator", Scaled):
+            super().build(model)
 
 
 @twin(

@@ -94,8 +94,15 @@ def fit_first_scale(scaler: Any, optimizer: Any) -> None:
         return
     for link in links(optimizer):
         # A static scale was chosen, and stays.
-        if getattr(getattr(link, "loss_scaler", None), "dynamic", False) and link.loss_scale > FIRST_SCALE:
+        if _scales_dynamically(link) and link.loss_scale > FIRST_SCALE:
             link.loss_scale = FIRST_SCALE
+
+
+def _scales_dynamically(optimizer: Any) -> bool:
+    """Tell whether it is an optimizer of DeepSpeed with a dynamic loss scale; ZeRO's say so elsewhere than the others."""
+    zero = getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False)
+    other = getattr(getattr(optimizer, "loss_scale_config", None), "dynamic_loss_scale", False)
+    return bool(zero or other)
 
 
 def peak_memory(device: str) -> int:
