@@ -25,10 +25,10 @@ def test_a_first_scale_that_overflows_is_lowered(runner: Runner, check: str) -> 
     assert verdict(runner, DRIVER, CELL, check) == ("passed", "")
 
 
-@pytest.mark.parametrize("check", ["parity", "clipping", "gradients", "data", "scaling"])
-def test_accelerates_first_scale(runner: Runner, check: str) -> None:
-    driver = "twins.twins_first_scale:AccelerateBeginsTooLarge"
-    assert verdict(runner, driver, CELL, check) == ("passed", "")
+@pytest.mark.parametrize("name", ["AccelerateBeginsTooLarge", "TrainerBeginsTooLarge"])
+@pytest.mark.parametrize("check", ["parity", "clipping", "gradients", "scaling"])
+def test_the_first_scale_of_accelerate(runner: Runner, check: str, name: str) -> None:
+    assert verdict(runner, f"twins.twins_first_scale:{name}", CELL, check) == ("passed", "")
 
 
 def test_a_run_that_loads_begins_at_the_trainers_own_scale(runner: Runner) -> None:

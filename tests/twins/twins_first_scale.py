@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.drivers.trainer import TrainerDriver
 
 from .declare import CLIPPING, GRADIENTS, Torch, twin
 
@@ -27,17 +28,34 @@ class AccelerateBeginsTooLarge(AccelerateDriver):
 
     def build(self, model: Module) -> None:
         import accelerate
-        import torch
 
-        class Scaled(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is untyped here
-            def __init__(self, *arguments: Any, **settings: Any) -> None:
-                super().__init__(*arguments, **settings)
-                self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-                # It unscales gradients, and computes under autocast.
-                self.native_amp = True
-
-        with mock.patch.object(accelerate, "Accelerator", Scaled):
+        with mock.patch.object(accelerate, "Accelerator", scaled_accelerator()):
             super().build(model)
+
+
+class TrainerBeginsTooLarge(TrainerDriver):
+    """No twin: the same under Trainer."""
+
+    def make_trainer(self, **settings: Any) -> Any:
+        from transformers import trainer
+
+        with mock.patch.object(trainer, "Accelerator", scaled_accelerator()):
+            return super().make_trainer(**settings)
+
+
+def scaled_accelerator() -> Any:
+    """Return an Accelerator that does on the CPU in fp16 what it does on a GPU."""
+    import accelerate
+    import torch
+
+    class Scaled(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is untyped here
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+            # It unscales gradients, and computes under autocast.
+            self.native_amp = True
+
+    return Scaled
 
 
 @twin(
