@@ -110,7 +110,7 @@ class Driver:
     model: Any = None
     optimizer: Any = None
     scheduler: Any = None
-    #: The gradient scaler of fp16, where there is one.
+    #: The gradient scaler of fp16, where there is one; after ``build`` its scale is lowered if the first steps would overflow.
     scaler: Any = None
     #: The gradient norm of the last step, before clipping, if the trainer reports it.
     grad_norm: float | None = None

@@ -184,6 +184,8 @@ class Rank:
             raise RuntimeError(f"the driver's train() reported {action!r}; {state}")
         if action == "build" and self.driver.model is not None and not self.driver.cell.option("compile"):
             self.observer.attach_to_built(self.driver.model)
+        if action == "build":
+            self._fit_first_scale()
         with self.observer.aside():
             first = self.number < self.run.first_step + WHOLE_STEPS
             last = STEP_ACTIONS.isdisjoint(self.run.actions[self.index + 1 :])
@@ -207,6 +209,17 @@ class Rank:
             # All ranks have left ``save``: they took collective steps since.
             self._perform_own()
         self.observer.record_operators(on=self._observes_operators)
+
+    def _fit_first_scale(self) -> None:
+        """Begin at a loss scale that fits, unless a load brings one: from the trainer's own it shows that the load did.
+
+        Under another strategy a load need not bring the scale.
+        """
+        from pytest_distcompat.probe.snapshot import fit_first_scale
+
+        loads = self.run.actions[self.index + 1 : self.index + 2] == ("load",)
+        if not loads or self.run.strategy:
+            fit_first_scale(self.driver.scaler, self.driver.optimizer)
 
     @property
     def walks(self) -> bool:

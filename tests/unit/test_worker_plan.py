@@ -271,3 +271,18 @@ def test_importing_the_worker_reads_all_registries() -> None:
     code = f"from pytest_distcompat import worker\nfrom pytest_distcompat.registry import Registry\nprint(*{read})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"DRIVERS", "MODELS", "PRECISIONS", "STRATEGIES"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("run", "scale"),
+    [
+        (SHORT, 1024.0),
+        # The load is to bring the scale.
+        (RESUME_RUN, 65536.0),
+        # Another strategy's checkpoint may have none.
+        (dataclasses.replace(RESUME_RUN, strategy="fsdp2"), 1024.0),
+    ],
+)
+def test_the_first_scale_of_a_run(probe: FakeProbe, run: Run, scale: float) -> None:
+    driver = run_plan(RecordingDriver, run, probe, scaler=torch.amp.GradScaler("cpu"))
+    assert driver.scaler.state_dict()["scale"] == scale

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: How many numbers of an output go into the trace: enough to tell two models apart, few enough to read.
 SAMPLED = 32
+#: The largest loss scale that a compared training begins at; the built-in drivers of torch and DeepSpeed begin at it too.
+FIRST_SCALE = 2.0**10
 
 
 def read_snapshot_fields(
@@ -101,6 +103,31 @@ def _hysteresis(optimizer: Any) -> dict[str, float]:
     # fails when it changes.
     hysteresis = getattr(getattr(optimizer, "loss_scaler", None), "cur_hysteresis", None)
     return {} if hysteresis is None else {"hysteresis": float(hysteresis)}
+
+
+def fit_first_scale(scaler: Any, optimizer: Any) -> None:
+    """Lower a dynamic loss scale to ``FIRST_SCALE`` before the first step.
+
+    ``torch.amp.GradScaler`` begins at 65,536 and skips steps until the scale fits; the reference skips none. From a scale that
+    fits, every skipped step is a difference: checks need no rule for steps that may be skipped.
+    """
+    if scaler is not None:
+        state = scaler.state_dict()
+        # A scaler that is not enabled has an empty state.
+        if state.get("scale", 0.0) > FIRST_SCALE:
+            scaler.load_state_dict({**state, "scale": FIRST_SCALE})
+        return
+    for link in links(optimizer):
+        # A static scale was chosen, and stays.
+        if _scales_dynamically(link) and link.loss_scale > FIRST_SCALE:
+            link.loss_scale = FIRST_SCALE
+
+
+def _scales_dynamically(optimizer: Any) -> bool:
+    """Tell whether it is an optimizer of DeepSpeed with a dynamic loss scale; ZeRO's say so elsewhere than the others."""
+    zero = getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False)
+    other = getattr(getattr(optimizer, "loss_scale_config", None), "dynamic_loss_scale", False)
+    return bool(zero or other)
 
 
 def peak_memory(device: str) -> int:
