@@ -37,6 +37,18 @@ def gpu_uuids() -> list[str]:
     return _query_each_gpu("nvmlDeviceGetUUID")
 
 
+def gpu_numbers(ids: Sequence[str]) -> list[int] | None:
+    """Return the number of each of these GPUs in NVML's order, which is that of their PCI bus.
+
+    None if one of them has no number, as a MIG instance: torch counts no list that mixes numbers and UUIDs
+    (``_parse_visible_devices`` in torch/cuda/__init__.py).
+    """
+    numbers = {uuid: number for number, uuid in enumerate(gpu_uuids()) if uuid}
+    if not all(uuid in numbers for uuid in ids):
+        return None
+    return [numbers[uuid] for uuid in ids]
+
+
 def gpu_name() -> str:
     """Return the name of the machine's first GPU (``NVIDIA H200``); empty without a driver."""
     return next(filter(None, _query_each_gpu("nvmlDeviceGetName")), "")
@@ -118,6 +130,9 @@ def names_visible(wanted: str | None, uuids: Sequence[str], instances: Sequence[
     Entries are indices, UUIDs or beginnings of one (``GPU-8932f937``), or MIG names; one that NVML does not list is
     taken as it is. Like CUDA, stop at the first entry that names nothing, and show nothing if a device is named twice.
     A GPU in MIG mode stands for its first instance. A lost GPU, an empty text among ``uuids``, is never shown.
+
+    Numbers are taken to be NVML's. Those of CUDA are the same where CUDA_DEVICE_ORDER is PCI_BUS_ID, and in practice where all
+    GPUs have one name. Where they differ and that is not set, CUDA puts the fastest first, in an order that NVML cannot tell.
 
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#cuda-device-enumeration

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat import devices
+from pytest_distcompat.lease import gpus
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks
@@ -154,6 +155,53 @@ def test_a_lost_gpu_does_not_hide_the_others(question: str, nvml: MadeUpNvml, mo
     assert devices._query_each_gpu("nvmlDeviceGetUUID") == ["", GPU_B]
     assert devices.mig_instances() == INSTANCES
     assert devices.gpu_name() == f"named {GPU_B if question.endswith('Index') else GPU_A}"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, one in MIG mode with two instances, and another GPU."""
+    monkeypatch.setattr(devices, "gpu_uuids", lambda: UUIDS)
+    monkeypatch.setattr(devices, "mig_instances", lambda: INSTANCES)
+
+
+def seen_by_rank(environment: dict[str, str]) -> list[str]:
+    """Return what CUDA shows a rank that has these variables."""
+    assert environment["HIP_VISIBLE_DEVICES"] == environment["CUDA_VISIBLE_DEVICES"]
+    return devices.names_visible(environment["CUDA_VISIBLE_DEVICES"], UUIDS, INSTANCES)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("wanted", "given"),
+    [
+        ("0,2", "0,2"),
+        ("2,0", "2,0"),
+        ("GPU-cccc,GPU-aaaa", "2,0"),
+        ("1", "MIG-5b0a"),
+        (f"MIG-{GPU_B}/4/0", "MIG-5c1b"),
+        ("2,MIG-5c1b", f"{GPU_C},MIG-5c1b"),  # torch counts no mixture of numbers and UUIDs
+        ("MIG-ffff", "MIG-ffff"),
+        (None, f"{GPU_A},MIG-5b0a,{GPU_C}"),
+    ],
+)
+def test_ranks_see_what_was_leased_by_number(wanted: str | None, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    if wanted is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+    inventory = gpus()
+    environment = inventory.environment(inventory.ids)
+    assert environment["CUDA_VISIBLE_DEVICES"] == given
+    assert seen_by_rank(environment) == list(inventory.ids)
+    # A number is right only in the order of NVML; without one, the user's own order does no harm.
+    by_number = given.replace(",", "").isdigit()
+    assert environment.get("CUDA_DEVICE_ORDER") == ("PCI_BUS_ID" if by_number else None)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_lost_gpu_moves_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_uuids", lambda: ["", *UUIDS[1:]])
+    assert gpus().environment([GPU_C])["CUDA_VISIBLE_DEVICES"] == "2"
+    assert gpus().environment(["GPU-made-up"])["CUDA_VISIBLE_DEVICES"] == "GPU-made-up"
 
 
 def test_used_memory_is_read_for_devices_that_nvml_knows(nvml: MadeUpNvml) -> None:
