@@ -84,6 +84,19 @@ def compute_capability() -> tuple[int, int] | None:
     return next(((int(major), int(minor)) for major, minor in capabilities), None)
 
 
+@dataclass(frozen=True)
+class GpuFacts:
+    """What a process that may not open NVML is told of the visible GPUs: their number, and the capability of the first."""
+
+    count: int
+    capability: tuple[int, int] | None
+
+
+def gpu_facts() -> GpuFacts:
+    """Return the facts of the GPUs that CUDA would show this process."""
+    return GpuFacts(visible_gpus(), compute_capability())
+
+
 def _query(ids: Sequence[str], function: str) -> dict[str, Any]:
     """Return what a function of NVML returns for each of these devices, as far as NVML knows them."""
     found = {}
