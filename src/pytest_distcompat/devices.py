@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 #: The default world size on the CPU: the smallest with which anything is distributed.
 CPU_WORLD_SIZE = 2
 
@@ -74,8 +76,29 @@ def mig_instances() -> list[MigInstance]:
 
 
 def used_memory(ids: Sequence[str]) -> dict[str, int]:
-    """Return the bytes that all processes use on each of these GPUs or MIG instances, as far as NVML knows them."""
-    return {uuid: int(info.used) for uuid, info in _query(ids, "nvmlDeviceGetMemoryInfo").items()}
+    """Return the bytes in use on each of these GPUs or MIG instances, without those of other people's processes.
+
+    This process and all below it are no others, nor is memory that no process owns. A device is left out if NVML does not know
+    it, or if another process uses it and NVML does not tell how much.
+    """
+    found = {}
+    processes = _query(ids, "nvmlDeviceGetComputeRunningProcesses")
+    for uuid, info in _query(ids, "nvmlDeviceGetMemoryInfo").items():
+        # Where NVML lists no processes, as in most containers, all memory counts.
+        others = [process.usedGpuMemory for process in processes.get(uuid, ()) if not _is_ours(process.pid)]
+        if None not in others:
+            found[uuid] = int(info.used) - sum(others)
+    return found
+
+
+def _is_ours(pid: int) -> bool:
+    """Tell whether that is this process or one below it; the launcher process adopts what ranks leave behind."""
+    try:
+        process = psutil.Process(pid)
+        return os.getpid() in {pid, *(parent.pid for parent in process.parents())}
+    except psutil.Error:
+        # It is in another container, or ends just now.
+        return False
 
 
 def compute_capability() -> tuple[int, int] | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_distcompat import devices
-from pytest_distcompat.lease import gpus
+from pytest_distcompat.lease import Inventory, Pool, gpus
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks
@@ -119,6 +122,8 @@ class MadeUpNvml(types.ModuleType):
         self.nvmlDeviceGetComputeInstanceId = lambda handle: 0
         self.nvmlDeviceGetHandleByUUID = lambda uuid: self.known({name: name for name in used}, uuid)
         self.nvmlDeviceGetCudaComputeCapability = lambda handle: self.known({GPU_A: [9, 0]}, handle)
+        self.processes = dict[str, list[Any]]()
+        self.nvmlDeviceGetComputeRunningProcesses = lambda handle: self.known(self.processes, handle)
         self.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=used[handle])
 
     def known(self, table: dict[Any, Any], key: Any) -> Any:
@@ -206,7 +211,39 @@ def test_a_lost_gpu_moves_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_used_memory_is_read_for_devices_that_nvml_knows(nvml: MadeUpNvml) -> None:
     assert devices.used_memory([GPU_A, "MIG-5c1b", "GPU-made-up"]) == {GPU_A: 100, "MIG-5c1b": 40}
-    assert nvml.shut_down == 1
+    assert nvml.shut_down == 2
+
+
+def uses(pid: int, size: int | None) -> types.SimpleNamespace:
+    return types.SimpleNamespace(pid=pid, usedGpuMemory=size)
+
+
+def test_memory_of_other_processes_is_not_counted(nvml: MadeUpNvml) -> None:
+    """As of a notebook, or of another session whose leases lie elsewhere; a process of ours and memory of none are."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        notebook = uses(os.getppid(), 60)
+        nvml.processes[GPU_A] = [notebook, uses(child.pid, 25), uses(os.getpid(), 5)]
+        assert devices.used_memory([GPU_A]) == {GPU_A: 40}
+        nvml.processes[GPU_A] = [notebook]
+        assert devices.used_memory([GPU_A]) == {GPU_A: 40}
+    finally:
+        child.communicate()
+
+
+def test_where_it_is_unknown_what_others_use_nothing_is_a_leak(nvml: MadeUpNvml) -> None:
+    nvml.processes = {GPU_A: [uses(os.getppid(), None)], GPU_B: [uses(os.getpid(), None)]}
+    assert devices.used_memory([GPU_A, GPU_B]) == {GPU_B: 200}
+
+
+@pytest.mark.parametrize(("size", "leaks"), [(90 << 20, 0), (0, 1), (None, 0)])
+def test_a_neighbour_is_no_leak(
+    size: int | None, leaks: int, nvml: MadeUpNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Pool(tmp_path / "leases", Inventory("gpu", (GPU_A,)), free_timeout=0).lease(1, who="test") as lease:
+        nvml.processes[GPU_A] = [uses(os.getppid(), size)]
+        monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", lambda _: types.SimpleNamespace(used=100 + (90 << 20)))
+    assert len(lease.leak) == leaks
 
 
 @pytest.mark.parametrize(("visible", "found"), [(None, (9, 0)), ("0", (9, 0)), ("1", None), ("", None)])

@@ -49,9 +49,9 @@ class ClosedNvml(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("pynvml")
         self.opened = list[int]()
-        self.nvmlInit = lambda: self.opened.append(os.getpid())
-        self.nvmlShutdown = self.opened.pop
-        self.nvmlDeviceGetCount = lambda: 2 if self.opened else pytest.fail("NVML is not initialised")
+        self.nvmlInit: Any = lambda: self.opened.append(os.getpid())
+        self.nvmlShutdown: Any = self.opened.pop
+        self.nvmlDeviceGetCount: Any = lambda: 2 if self.opened else pytest.fail("NVML is not initialised")
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_fork_server_opens_no_nvml(
     monkeypatch.setattr(preload, "MODULES_OF_EVERY_RANK", ())
     monkeypatch.setattr(preload, "settle", lambda device: None)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    warmth = {"path": list(sys.path), "modules": ["asks_at_import"], "device": device}
+    warmth: dict[str, Any] = {"path": list(sys.path), "modules": ["asks_at_import"], "device": device}
     warmth["gpus"] = {"count": 2, "capability": [9, 0]}
     try:
         preload.import_libraries(warmth, dump_at=clock.now() + 600)
