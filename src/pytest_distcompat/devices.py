@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 #: The default world size on the CPU: the smallest with which anything is distributed.
 CPU_WORLD_SIZE = 2
 
@@ -37,6 +39,18 @@ def gpu_uuids() -> list[str]:
     return _query_each_gpu("nvmlDeviceGetUUID")
 
 
+def gpu_numbers(ids: Sequence[str]) -> list[int] | None:
+    """Return the number of each of these GPUs in NVML's order, which is that of their PCI bus.
+
+    None if one of them has no number, as a MIG instance: torch counts no list that mixes numbers and UUIDs
+    (``_parse_visible_devices`` in torch/cuda/__init__.py).
+    """
+    numbers = {uuid: number for number, uuid in enumerate(gpu_uuids()) if uuid}
+    if not all(uuid in numbers for uuid in ids):
+        return None
+    return [numbers[uuid] for uuid in ids]
+
+
 def gpu_name() -> str:
     """Return the name of the machine's first GPU (``NVIDIA H200``); empty without a driver."""
     return next(filter(None, _query_each_gpu("nvmlDeviceGetName")), "")
@@ -62,14 +76,48 @@ def mig_instances() -> list[MigInstance]:
 
 
 def used_memory(ids: Sequence[str]) -> dict[str, int]:
-    """Return the bytes that all processes use on each of these GPUs or MIG instances, as far as NVML knows them."""
-    return {uuid: int(info.used) for uuid, info in _query(ids, "nvmlDeviceGetMemoryInfo").items()}
+    """Return the bytes in use on each of these GPUs or MIG instances, without those of other people's processes.
+
+    This process and all below it are no others, nor is memory that no process owns. A device is left out if NVML does not know
+    it, or if another process uses it and NVML does not tell how much.
+    """
+    found = {}
+    processes = _query(ids, "nvmlDeviceGetComputeRunningProcesses")
+    for uuid, info in _query(ids, "nvmlDeviceGetMemoryInfo").items():
+        # Where NVML lists no processes, as in most containers, all memory counts.
+        others = [process.usedGpuMemory for process in processes.get(uuid, ()) if not _is_ours(process.pid)]
+        if None not in others:
+            found[uuid] = int(info.used) - sum(others)
+    return found
+
+
+def _is_ours(pid: int) -> bool:
+    """Tell whether that is this process or one below it; the launcher process adopts what ranks leave behind."""
+    try:
+        process = psutil.Process(pid)
+        return os.getpid() in {pid, *(parent.pid for parent in process.parents())}
+    except psutil.Error:
+        # It is in another container, or ends just now.
+        return False
 
 
 def compute_capability() -> tuple[int, int] | None:
     """Return the compute capability of the first visible GPU, ``(9, 0)``; None if NVML does not know it."""
     capabilities = _query(visible_ids()[:1], "nvmlDeviceGetCudaComputeCapability").values()
     return next(((int(major), int(minor)) for major, minor in capabilities), None)
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What a process that may not open NVML is told of the visible GPUs: their number, and the capability of the first."""
+
+    count: int
+    capability: tuple[int, int] | None
+
+
+def gpu_facts() -> GpuFacts:
+    """Return the facts of the GPUs that CUDA would show this process."""
+    return GpuFacts(visible_gpus(), compute_capability())
 
 
 def _query(ids: Sequence[str], function: str) -> dict[str, Any]:
@@ -118,6 +166,9 @@ def names_visible(wanted: str | None, uuids: Sequence[str], instances: Sequence[
     Entries are indices, UUIDs or beginnings of one (``GPU-8932f937``), or MIG names; one that NVML does not list is
     taken as it is. Like CUDA, stop at the first entry that names nothing, and show nothing if a device is named twice.
     A GPU in MIG mode stands for its first instance. A lost GPU, an empty text among ``uuids``, is never shown.
+
+    Numbers are taken to be NVML's. Those of CUDA are the same where CUDA_DEVICE_ORDER is PCI_BUS_ID, and in practice where all
+    GPUs have one name. Where they differ and that is not set, CUDA puts the fastest first, in an order that NVML cannot tell.
 
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#cuda-device-enumeration

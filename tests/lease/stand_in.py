@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pytest_distcompat import devices
@@ -28,6 +28,10 @@ used = dict.fromkeys(GPUS, 1 << 30)
 def script() -> dict[str, dict[str, float]]:
     path = Path("script.json")
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def first_visible(environment: Mapping[str, str]) -> str:
+    return GPUS[int(environment["CUDA_VISIBLE_DEVICES"].partition(",")[0])]
 
 
 class Ranks:
@@ -51,8 +55,7 @@ class Ranks:
         item = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
         state = script().get(item.rpartition("::")[2], {})
         time.sleep(state.get("seconds", 0.0))
-        ids = request.set["CUDA_VISIBLE_DEVICES"].split(",")
-        used[ids[0]] += int(state.get("leaks", 0)) << 20
+        used[first_visible(request.set)] += int(state.get("leaks", 0)) << 20
         phases = [Phase(when, "passed") for when in ("setup", "call", "teardown")]
         ranks = range(request.world_size)
         return Ending(

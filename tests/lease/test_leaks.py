@@ -93,7 +93,7 @@ LENT = """
 import os, pytest, stand_in, sys
 
 def leave(size):
-    stand_in.used[os.environ["CUDA_VISIBLE_DEVICES"].partition(",")[0]] += size << 20
+    stand_in.used[stand_in.first_visible(os.environ)] += size << 20
 
 @pytest.mark.require_distributed(2)
 def test_before(): leave(60)
@@ -181,7 +181,7 @@ from pytest_distcompat.launch.ending import Ending, RankEnd
 from pytest_distcompat.launch.hosting import Hosted
 
 def run(hosted):
-    stand_in.used[hosted.environment["CUDA_VISIBLE_DEVICES"].partition(",")[0]] += 300 << 20
+    stand_in.used[stand_in.first_visible(hosted.environment)] += 300 << 20
     return Ending((RankEnd(0, "done"), RankEnd(1, "done")), {}, command="torchrun train.py")
 
 Hosted.run = run

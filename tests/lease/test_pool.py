@@ -185,7 +185,7 @@ def test_sessions_that_name_gpus_differently_share_none(tmp_path: Path, monkeypa
     by_name = Pool(tmp_path / "leases", gpus())
     assert by_index.inventory.ids == ("GPU-bbbb1111-2", "GPU-aaaa0000-1")
     with by_index.lease(1, who="one", timeout=0) as lease:
-        assert lease.environment == dict.fromkeys(VISIBLE, "GPU-bbbb1111-2")
+        assert lease.environment == {**dict.fromkeys(VISIBLE, "1"), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         assert lease_now(by_name, 1) == ("GPU-cccc2222-3",)
         with pytest.raises(LeaseTimeout, match="no 2 of 2 GPUs"):
             lease_now(by_name, 2)

@@ -36,6 +36,7 @@ nvmlDeviceGetCount = lambda: 4
 nvmlDeviceGetHandleByIndex = "GPU-{}".format
 nvmlDeviceGetUUID = nvmlDeviceGetHandleByUUID = nvmlDeviceGetName = lambda handle: handle
 nvmlDeviceGetMigMode = lambda handle: (0, 0)
+nvmlDeviceGetComputeRunningProcesses = lambda handle: []
 nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=0)
 nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
 """
@@ -47,7 +48,8 @@ import pytest
 HERE = Path(__file__).parent
 
 def reach(name):
-    (HERE / f"{name}-reached").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "unset"))
+    numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "unset").split(",")
+    (HERE / f"{name}-reached").write_text(",".join(f"GPU-{number}" for number in numbers))
     while not (HERE / f"{name}-go").exists():
         time.sleep(0.02)
 

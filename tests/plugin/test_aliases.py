@@ -245,7 +245,7 @@ def test_more_devices_than_there_are_are_a_skip(pytester: pytest.Pytester, monke
         from pytest_distcompat.aliases import gpu_test
 
         @gpu_test(gpu_count=1)
-        def test_one(): assert os.environ["CUDA_VISIBLE_DEVICES"] in ("GPU-aaaa0000-1", "GPU-bbbb1111-2")
+        def test_one(): assert os.environ["CUDA_VISIBLE_DEVICES"] in ("0", "1")
 
         @pytest.mark.require_distributed(3)
         def test_three(): pass

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_distcompat import devices
+from pytest_distcompat.lease import Inventory, Pool, gpus
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks
@@ -118,6 +122,8 @@ class MadeUpNvml(types.ModuleType):
         self.nvmlDeviceGetComputeInstanceId = lambda handle: 0
         self.nvmlDeviceGetHandleByUUID = lambda uuid: self.known({name: name for name in used}, uuid)
         self.nvmlDeviceGetCudaComputeCapability = lambda handle: self.known({GPU_A: [9, 0]}, handle)
+        self.processes = dict[str, list[Any]]()
+        self.nvmlDeviceGetComputeRunningProcesses = lambda handle: self.known(self.processes, handle)
         self.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=used[handle])
 
     def known(self, table: dict[Any, Any], key: Any) -> Any:
@@ -156,9 +162,88 @@ def test_a_lost_gpu_does_not_hide_the_others(question: str, nvml: MadeUpNvml, mo
     assert devices.gpu_name() == f"named {GPU_B if question.endswith('Index') else GPU_A}"
 
 
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, one in MIG mode with two instances, and another GPU."""
+    monkeypatch.setattr(devices, "gpu_uuids", lambda: UUIDS)
+    monkeypatch.setattr(devices, "mig_instances", lambda: INSTANCES)
+
+
+def seen_by_rank(environment: dict[str, str]) -> list[str]:
+    """Return what CUDA shows a rank that has these variables."""
+    assert environment["HIP_VISIBLE_DEVICES"] == environment["CUDA_VISIBLE_DEVICES"]
+    return devices.names_visible(environment["CUDA_VISIBLE_DEVICES"], UUIDS, INSTANCES)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("wanted", "given"),
+    [
+        ("0,2", "0,2"),
+        ("2,0", "2,0"),
+        ("GPU-cccc,GPU-aaaa", "2,0"),
+        ("1", "MIG-5b0a"),
+        (f"MIG-{GPU_B}/4/0", "MIG-5c1b"),
+        ("2,MIG-5c1b", f"{GPU_C},MIG-5c1b"),  # torch counts no mixture of numbers and UUIDs
+        ("MIG-ffff", "MIG-ffff"),
+        (None, f"{GPU_A},MIG-5b0a,{GPU_C}"),
+    ],
+)
+def test_ranks_see_what_was_leased_by_number(wanted: str | None, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    if wanted is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+    inventory = gpus()
+    environment = inventory.environment(inventory.ids)
+    assert environment["CUDA_VISIBLE_DEVICES"] == given
+    assert seen_by_rank(environment) == list(inventory.ids)
+    # A number is right only in the order of NVML; without one, the user's own order does no harm.
+    by_number = given.replace(",", "").isdigit()
+    assert environment.get("CUDA_DEVICE_ORDER") == ("PCI_BUS_ID" if by_number else None)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_lost_gpu_moves_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_uuids", lambda: ["", *UUIDS[1:]])
+    assert gpus().environment([GPU_C])["CUDA_VISIBLE_DEVICES"] == "2"
+    assert gpus().environment(["GPU-made-up"])["CUDA_VISIBLE_DEVICES"] == "GPU-made-up"
+
+
 def test_used_memory_is_read_for_devices_that_nvml_knows(nvml: MadeUpNvml) -> None:
     assert devices.used_memory([GPU_A, "MIG-5c1b", "GPU-made-up"]) == {GPU_A: 100, "MIG-5c1b": 40}
-    assert nvml.shut_down == 1
+    assert nvml.shut_down == 2
+
+
+def uses(pid: int, size: int | None) -> types.SimpleNamespace:
+    return types.SimpleNamespace(pid=pid, usedGpuMemory=size)
+
+
+def test_memory_of_other_processes_is_not_counted(nvml: MadeUpNvml) -> None:
+    """As of a notebook, or of another session whose leases lie elsewhere; a process of ours and memory of none are."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        notebook = uses(os.getppid(), 60)
+        nvml.processes[GPU_A] = [notebook, uses(child.pid, 25), uses(os.getpid(), 5)]
+        assert devices.used_memory([GPU_A]) == {GPU_A: 40}
+        nvml.processes[GPU_A] = [notebook]
+        assert devices.used_memory([GPU_A]) == {GPU_A: 40}
+    finally:
+        child.communicate()
+
+
+def test_where_it_is_unknown_what_others_use_nothing_is_a_leak(nvml: MadeUpNvml) -> None:
+    nvml.processes = {GPU_A: [uses(os.getppid(), None)], GPU_B: [uses(os.getpid(), None)]}
+    assert devices.used_memory([GPU_A, GPU_B]) == {GPU_B: 200}
+
+
+@pytest.mark.parametrize(("size", "leaks"), [(90 << 20, 0), (0, 1), (None, 0)])
+def test_a_neighbour_is_no_leak(
+    size: int | None, leaks: int, nvml: MadeUpNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Pool(tmp_path / "leases", Inventory("gpu", (GPU_A,)), free_timeout=0).lease(1, who="test") as lease:
+        nvml.processes[GPU_A] = [uses(os.getppid(), size)]
+        monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", lambda _: types.SimpleNamespace(used=100 + (90 << 20)))
+    assert len(lease.leak) == leaks
 
 
 @pytest.mark.parametrize(("visible", "found"), [(None, (9, 0)), ("0", (9, 0)), ("1", None), ("", None)])

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import psutil
 
-from pytest_distcompat import clock
+from pytest_distcompat import clock, devices
 from pytest_distcompat.launch import environment
 from pytest_distcompat.launch.at_import import Findings
 from pytest_distcompat.launch.ending import exit_name
@@ -38,7 +38,11 @@ class LauncherProcess:
         #: Is removed with the process, and has a path short enough for a socket.
         self.directory = self._owned.path
         warmth_file = self.directory / "warmth.json"
-        warmth_file.write_text(json.dumps({**dataclasses.asdict(warmth), "device": device}), encoding="utf-8")
+        fields = {**dataclasses.asdict(warmth), "device": device}
+        if device != "cpu":
+            # NVML starts a thread in a process that opens it, and the fork servers must have none.
+            fields["gpus"] = dataclasses.asdict(devices.gpu_facts())
+        warmth_file.write_text(json.dumps(fields), encoding="utf-8")
         self._channel, server_end = socket.socketpair()
         self._buffer = b""
         self.base = environment.of_launcher(os.environ, device)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.devices import compute_capability
+from pytest_distcompat.devices import GpuFacts
 from pytest_distcompat.launch import randomness, rank
 from pytest_distcompat.launch.at_import import Watch
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
@@ -45,21 +45,32 @@ MODULES_OF_EVERY_RANK = (
 
 #: The first major compute capability that Triton runs on (torch/utils/_triton.py).
 _OF_TRITON = 7
+#: The functions of NVML from which a program learns of devices.
+_FIRST_QUESTIONS = (
+    "nvmlDeviceGetCount",
+    "nvmlDeviceGetHandleByIndex",
+    "nvmlDeviceGetHandleByUUID",
+    "nvmlDeviceGetHandleByPciBusId",
+    "nvmlSystemGetDriverVersion",
+)
 #: How long threads may take to end, in seconds.
 THREADS_END_TIMEOUT_S = 0.3
 #: The result of ``call``, which ranks inherit by fork.
 collected: Any = None
+#: The process id of this fork server; a rank has another one.
+_server = 0
 
 
 def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     """Import the modules that a Warmth names, and return why this process is ``unfit`` to be forked from.
 
-    ``warmth`` has the fields of a Warmth, and the ``device``. At ``dump_at``, by ``clock.now``, just before the parent gives up,
-    the stack of an import that hangs is written.
+    ``warmth`` has the fields of a Warmth, the ``device`` and, for GPUs, the fields of GpuFacts as ``gpus``. At ``dump_at``, by
+    ``clock.now``, just before the parent gives up, the stack of an import that hangs is written.
     """
     extend_import_path(warmth["path"])
     if warmth["device"] != "cpu":
-        ask_nvml_instead_of_cuda()
+        answer_without_cuda(GpuFacts(**warmth["gpus"]))
+        postpone_nvml()
     import_modules((*MODULES_OF_EVERY_RANK, *warmth["modules"]), dump_at)
     _restart_threads_of_numpy()
     threads = native_threads()
@@ -74,7 +85,8 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
         Why the process is ``unfit`` to be forked from, the ``findings`` of the watch over the call, the ``libraries`` that
         ranks need which collect tests themselves, and whether exit functions are to be called when the process ``leaves``.
     """
-    global collected  # noqa: PLW0603 - a fork server hands things over by being forked
+    global collected, _server  # noqa: PLW0603 - a fork server hands things over by being forked
+    _server = os.getpid()
     module, _, function = warmth["call"].partition(":")
     set_import_path(warmth["path"])
     # A fork ends those threads.
@@ -184,31 +196,80 @@ def _stack_written(dump_at: float, log: int) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def ask_nvml_instead_of_cuda() -> None:
-    """Have NVML answer two functions of torch in this process and its forks, as long as CUDA is not initialised there.
+def answer_without_cuda(gpus: GpuFacts) -> None:
+    """Answer four functions of torch in this fork server as long as CUDA is not initialised; ranks have torch's answers.
 
-    Libraries call them when they are imported, and torch creates a CUDA context to answer, which would not survive the fork of a
-    rank: transformers 5 imports torchao where it is installed, and that calls both. ``has_triton`` is private;
-    ``tests/unit/test_ask_nvml.py`` fails when it goes away.
+    Libraries call them when they are imported, and torch opens NVML or CUDA to answer. NVML's thread and a CUDA context would not
+    survive the fork of a rank: transformers 5 imports torchao where it is installed, and that calls them. ``has_triton`` is
+    private; ``tests/unit/test_ask_nvml.py`` fails when it goes away.
     """
+    global _server  # noqa: PLW0603 - see ``collect``
+    _server = os.getpid()
+    torch: Any = importlib.import_module("torch")
     cuda: Any = importlib.import_module("torch.cuda")
     triton: Any = importlib.import_module("torch.utils._triton")
 
-    def answer(by_torch: Callable[..., Any], by_nvml: Callable[[tuple[int, int]], Any]) -> Callable[..., Any]:
+    def answer(by_torch: Callable[..., Any], known: Callable[[], Any]) -> Callable[..., Any]:
         @functools.wraps(by_torch)
-        def function(device: Any = None) -> Any:
-            # NVML does not know an AMD GPU; of others than the first nobody asks at import.
-            capability = None if device is not None or cuda.is_initialized() else compute_capability()
-            if capability is not None:
-                return by_nvml(capability)
-            return by_torch() if device is None else by_torch(device)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            # Of other GPUs than the first nobody asks at import.
+            asked = any(value is not None for value in (*args, *kwargs.values()))
+            if asked or os.getpid() != _server or cuda.is_initialized():
+                return by_torch(*args, **kwargs)
+            return known()
 
         return function
 
-    cuda.get_device_capability = answer(cuda.get_device_capability, lambda capability: capability)
-    triton.has_triton = answer(
-        triton.has_triton, lambda capability: triton.has_triton_package() and capability[0] >= _OF_TRITON
-    )
+    if torch.backends.cuda.is_built():
+        cuda.device_count = answer(cuda.device_count, lambda: gpus.count)
+        cuda.is_available = answer(cuda.is_available, lambda: gpus.count > 0)
+    if gpus.capability is not None:
+        major, minor = gpus.capability
+        cuda.get_device_capability = answer(cuda.get_device_capability, lambda: (major, minor))
+        triton.has_triton = answer(triton.has_triton, lambda: triton.has_triton_package() and major >= _OF_TRITON)
+
+
+def postpone_nvml() -> None:
+    """Have ``nvmlInit`` take effect when a device is first asked for: DeepSpeed calls it when it is imported, and asks later.
+
+    All that NVML tells of a device needs its handle. A rank that asks opens NVML itself.
+    """
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return
+    init, shutdown = nvml.nvmlInit, nvml.nvmlShutdown
+    postponed = 0
+
+    def postpone() -> None:
+        nonlocal postponed
+        if os.getpid() != _server:
+            init()
+        else:
+            postponed += 1
+
+    def take_back() -> None:
+        nonlocal postponed
+        if postponed:
+            postponed -= 1
+        else:
+            shutdown()
+
+    def initialised(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            nonlocal postponed
+            while postponed:
+                postponed -= 1
+                init()
+            return function(*args)
+
+        return call
+
+    nvml.nvmlInit, nvml.nvmlShutdown = postpone, take_back
+    for name in _FIRST_QUESTIONS:
+        if hasattr(nvml, name):
+            setattr(nvml, name, initialised(getattr(nvml, name)))
 
 
 def _unfit(threads_of_libraries: Counter[str]) -> str:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_distcompat.devices import visible_ids
+from pytest_distcompat.devices import gpu_numbers, visible_ids
 from pytest_distcompat.failures import UsageProblem
 
 #: Variables of visible devices: CUDA's, and HIP's on AMD's GPUs.
 #: ROCR_VISIBLE_DEVICES is not set: HIP numbers the devices within it, so both would filter twice (torch/cuda/__init__.py).
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+#: Has CUDA number the GPUs as NVML does; by default it puts the fastest first.
+#: https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
+NVML_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,16 @@ class Inventory:
         return min(ranks, len(self.ids))
 
     def environment(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the variables that make only these devices visible; none for CPU slots, to which nothing is pinned."""
-        return dict.fromkeys(VISIBLE, ",".join(ids)) if self.kind == "gpu" else {}
+        """Return the variables that make only these devices visible; none for CPU slots, to which nothing is pinned.
+
+        GPUs are named by number, because some libraries take ``int`` of each entry (deepspeed/accelerator/cuda_accelerator.py).
+        """
+        if self.kind != "gpu":
+            return {}
+        numbers = gpu_numbers(ids)
+        if numbers is None:
+            return dict.fromkeys(VISIBLE, ",".join(ids))
+        return {**dict.fromkeys(VISIBLE, ",".join(map(str, numbers))), **NVML_ORDER}
 
 
 def gpus(most: int | None = None, ranks_each: int = 1, wanted: Sequence[str] = ()) -> Inventory:
