@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.gpu.test_marked import STRICT
 
 ROOT = Path(__file__).resolve().parents[2]
