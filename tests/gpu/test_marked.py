@@ -11,7 +11,7 @@ from pytest_distcompat.lease.pool import FREE_TIMEOUT_S, TOLERANCE
 pytestmark = pytest.mark.gpu
 
 #: Any of our warnings is an error: one would mean that the fork server could not be forked from.
-STRICT = ("-W", "error::pytest.PytestWarning")
+STRICT = ("-W", "error::pytest_distcompat.plugin.session.DistcompatWarning")
 
 NCCL = """
 import os

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,12 @@ pytestmark = pytest.mark.gpu
 
 #: From which compute capability on there are kernels.
 NEEDS = {"fp32": (0, 0), "fp16_mixed": (7, 0), "bf16_mixed": (8, 0), "bf16_pure": (8, 0), "fp8": (8, 9)}
+
+
+def require(package: str) -> None:
+    """Skip without the package. pytester restores sys.modules, and torch cannot be imported a second time."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
 
 
 def bad(results: list[dict[str, Any]]) -> dict[str, str]:
@@ -30,9 +37,9 @@ def bad(results: list[dict[str, Any]]) -> dict[str, str]:
 def test_fsdp2_on_one_gpu(driver: str, precision: str, run_suite: RunSuite, capability: tuple[int, int]) -> None:
     if capability < NEEDS[precision]:
         pytest.skip(f"a GPU of compute capability {capability} has no kernels for {precision}")
-    pytest.importorskip(driver)
+    require(driver)
     if precision == "fp8":
-        pytest.importorskip("torchao")
+        require("torchao")
     results = run_suite(f"fsdp2-{precision}-w1:", f"--distcompat-drivers={driver}")
     assert not bad(results)
     status = {one["check"]: one["status"] for one in results}
@@ -43,7 +50,7 @@ def test_fsdp2_on_one_gpu(driver: str, precision: str, run_suite: RunSuite, capa
 def test_zero_on_one_gpu(run_suite: RunSuite, capability: tuple[int, int]) -> None:
     if capability < NEEDS["bf16_mixed"]:
         pytest.skip(f"a GPU of compute capability {capability} has no kernels for bf16_mixed")
-    pytest.importorskip("deepspeed")
+    require("deepspeed")
     results = run_suite("zero2-bf16_mixed-w1:", "--distcompat-drivers=deepspeed")
     assert not bad(results)
 
