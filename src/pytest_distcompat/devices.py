@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 #: The default world size on the CPU: the smallest with which anything is distributed.
 CPU_WORLD_SIZE = 2
 
@@ -93,6 +91,9 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
 
 def _is_ours(pid: int) -> bool:
     """Tell whether that is this process or one below it; the launcher process adopts what ranks leave behind."""
+    # A session without GPUs must not pay for the import.
+    import psutil
+
     try:
         process = psutil.Process(pid)
         return os.getpid() in {pid, *(parent.pid for parent in process.parents())}
