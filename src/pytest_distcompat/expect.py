@@ -19,8 +19,7 @@ class Expectation:
     """One declared exception to "every check passes", made by ``fails`` or ``refuses``.
 
     ``strict``: it is an error if the exception does not occur. ``also``: matches further findings of the same bug.
-    ``until``: the last day (UTC) on which it holds, as ``2026-12-01``; empty for no end. ``min_world_size``: the least number of
-    ranks with which it shows.
+    ``until``: the last day (UTC) on which it holds, as ``2026-12-01``; empty for no end.
     """
 
     kind: str
@@ -31,7 +30,6 @@ class Expectation:
     strict: bool = True
     also: str = ""
     until: str = ""
-    min_world_size: int = 1
 
     @property
     def ended(self) -> bool:
@@ -40,7 +38,7 @@ class Expectation:
 
     def covers(self, cell: Cell, check: str) -> bool:
         """Tell whether the expectation is about that check in that cell."""
-        if self.check not in ("*", check) or cell.world_size < self.min_world_size:
+        if self.check not in ("*", check):
             return False
         values = cell.facets()
         for name, expected in self.facets:

@@ -42,22 +42,6 @@ def test_a_sound_trace_has_no_findings(sound: Sound, cell: str, check: str) -> N
     assert not story.judges(check) or story.findings(check) == []
 
 
-@pytest.mark.parametrize("wrappers", [{}, {"OptimizedModule": 1}])
-def test_one_rank_needs_no_ddp(sound: Sound, wrappers: dict[str, int]) -> None:
-    """accelerate and Trainer leave the model bare on one GPU. With two ranks that is no DDP."""
-    assert sound("ddp-fp32-w1").model({"wrappers": wrappers}, action="build").findings("active") == []
-    assert sound("ddp-fp32-w2").model({"wrappers": wrappers}, action="build").findings("active")
-    assert sound("ddp-fp32-w1").model({"wrappers": {"FSDP2": 1}}, action="build").findings("active")
-    assert sound("fsdp2-fp32-w1").model({"wrappers": wrappers}, action="build").findings("active")
-
-
-def test_one_rank_of_fsdp1_holds_whole_tensors(sound: Sound) -> None:
-    """FSDP1 turns FULL_SHARD into NO_SHARD with one rank."""
-    assert sound("fsdp1-fp32-w1").parameters({"kind": "Tensor"}).findings("active") == []
-    assert sound("fsdp1-fp32-w2").parameters({"kind": "Tensor"}).findings("active")
-    assert sound("fsdp2-fp32-w1").parameters({"kind": "Tensor"}).findings("active")
-
-
 def test_every_check_of_these_runs_is_tested(sound: Sound) -> None:
     judged = {check for cell in OTHERS for check in CHECKS.names() if sound(cell).judges(check)}
     assert judged >= {

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import all_check_names
-from pytest_distcompat.drivers import DRIVERS, find_driver
+from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.known import KnownIssue, applying, concerned, read_file, shipped
 from pytest_distcompat.strategies import STRATEGIES
@@ -113,39 +113,6 @@ def test_an_entry_applies_if_versions_and_device_fit(write: Write, more: str, th
     assert bool(applying(issues, ("mine",), "cpu")) is there
 
 
-def test_an_entry_may_need_several_ranks(write: Write) -> None:
-    (expectation,) = applying(read_file(write(f"{ENTRY}min_world_size = 2\n")), ("mine",), "cpu")
-    assert [expectation.covers(Cell("ddp", "fp32", size), "resume") for size in (1, 2, 4)] == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("driver", "cell", "check", "on_cpu", "on_gpu"),
-    [
-        # What one rank cannot show, and what it shows on the CPU alone, where accelerate wraps its model even then.
-        ("accelerate", "ddp-fp32-w1", "evaluation", False, False),
-        ("trainer", "ddp-fp32-w1", "evaluation", False, False),
-        ("trainer", "ddp-fp32-w1-model_dropout", "randomness", False, False),
-        ("accelerate", "ddp-fp32-w1-grad_accum_2", "accumulation", True, False),
-        ("trainer", "ddp-fp32-w1-grad_accum_2", "accumulation", True, False),
-        ("accelerate", "ddp-fp32-w1-model_dropout", "resume", True, False),
-        ("accelerate", "ddp-fp32-w2-model_dropout", "resume", True, False),
-        ("accelerate", "ddp-fp32-w1-model_mlp-compile_aot_eager", "observers", True, False),
-        ("accelerate", "ddp-fp32-w2-model_mlp-compile_aot_eager", "observers", True, True),
-        ("accelerate", "fsdp1-fp32-w1-model_mlp-compile_aot_eager", "observers", True, True),
-        ("accelerate", "ddp-fp32-w2", "evaluation", True, True),
-    ],
-)
-def test_bugs_that_need_several_ranks_are_not_asked_of_one(
-    driver: str, cell: str, check: str, on_cpu: bool, on_gpu: bool
-) -> None:
-    """They were FIXED? on one GPU."""
-    libraries = concerned(find_driver(driver))
-    for device, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
-        found = applying(shipped(), libraries, device)
-        strict = [one for one in found if one.strict and one.covers(Cell.parse(cell), check)]
-        assert bool(strict) == expected, (device, strict)
-
-
 @pytest.mark.parametrize("until", ["'2020-01-31'", "2020-01-31"])
 def test_an_entry_may_end(write: Write, until: str) -> None:
     (expectation,) = applying(read_file(write(f"{ENTRY}until = {until}\n")), ("mine",), "cpu")
@@ -180,8 +147,6 @@ def test_an_entry_applies_only_to_drivers_of_the_library(write: Write) -> None:
         ("issue = [1]", r"expected tables, \[\[\.\.\.\]\], got \[1\]"),
         (ENTRY.replace("[[issue]]", "[issue]"), r"expected tables, \[\[\.\.\.\]\], got "),
         (ENTRY.replace("[[issue]]", "[[issues]]"), "no key named 'issues'. Known: issue, version"),
-        (ENTRY + "min_world_size = 0", "min_world_size is 0; expected a whole number from 1"),
-        (ENTRY + "min_world_size = '2'", "min_world_size is '2'; expected a whole number from 1"),
         (ENTRY + "until = 'soon'", r"issue 1 \(one\): .*until='soon'; expected a day, as '2026-12-01'"),
         (ENTRY + "until = 2026-12-01T09:00:00", "until='2026-12-01 09:00:00'; expected a day"),
         (ENTRY.replace('"is empty"', '["is empty"]'), r"match=\['is empty'\]; expected a text"),

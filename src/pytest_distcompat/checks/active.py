@@ -20,7 +20,7 @@ from pytest_distcompat.checks._values import (
 )
 from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import STEPS, TRAIN
-from pytest_distcompat.strategies import STRATEGIES, OneRank, Strategy
+from pytest_distcompat.strategies import STRATEGIES, Strategy
 from pytest_distcompat.trace import ModelInfo, ParameterInfo, RunTrace, Snapshot, Trace, UnwrappedInfo, shard_groups
 
 #: The least part of the trainable elements that gradients are; even compressed ones are more, metrics and norms are less.
@@ -36,8 +36,6 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     of a sequence; a secondary partition of ZeRO++ is there. Replicas of parameters, optimizer state and gradients
     stay equal, also after the last step.
 
-    With one rank there is nothing to reduce or to shard: DDP may then be left out, and FSDP1's parameters be whole tensors.
-
     If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on the CPU.
     """
     strategy = STRATEGIES.get(cell.strategy)
@@ -50,8 +48,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
             continue
         found = list[str]()
         if not cell.only_tp or snapshot.model.wrappers:
-            alone = strategy.alone if cell.world_size == 1 else None
-            found += _wrapped(strategy, snapshot.model, alone or OneRank(), _left_out(strategy, cell, run))
+            found += _wrapped(strategy, snapshot.model, _left_out(strategy, cell, run))
         sizes = {
             "process group has": snapshot.model.world_size,
             "trainer believes in": snapshot.model.trainer_world_size,
@@ -89,20 +86,17 @@ def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], 
     return lambda live: bool(prefixes) and strategy.canonical(live, cell, names).startswith(prefixes)
 
 
-def _wrapped(strategy: Strategy, model: ModelInfo, alone: OneRank, left_out: Callable[[str], bool]) -> Iterator[str]:
+def _wrapped(strategy: Strategy, model: ModelInfo, left_out: Callable[[str], bool]) -> Iterator[str]:
     running = ", ".join(f"{name} x {count}" for name, count in model.wrappers.items()) or "a bare model"
-    # torch.compile's wrapper is no strategy.
-    bare = not set(model.wrappers) - {"OptimizedModule"}
-    if strategy.wrapper not in model.wrappers and not (bare and alone.bare):
+    if strategy.wrapper not in model.wrappers:
         yield f"{model.type} runs as {running}; expected {strategy.wrapper} for {strategy.name}"
-    # A DeepSpeed engine holds no wrapper of torch.
+    # torch.compile's wrapper is no strategy. A DeepSpeed engine holds no wrapper of torch.
     others = set(model.wrappers) - {strategy.wrapper, "OptimizedModule"}
     if others and strategy.wrapper in model.wrappers:
         yield f"also wrapped by {', '.join(sorted(others))}; expected {strategy.wrapper} alone"
     if model.zero_stage != strategy.zero_stage:
         yield f"ZeRO stage {model.zero_stage} is running; expected {strategy.zero_stage}"
-    kinds = {strategy.kind, "FlatParameter", *alone.kinds}
-    unlike = (info for info in model.parameters if info.kind not in kinds)
+    unlike = (info for info in model.parameters if info.kind not in {strategy.kind, "FlatParameter"})
     wrong = [f"{info.name!r} is a {info.kind}" for info in unlike if not left_out(info.name)]
     if wrong or not (model.parameters or model.pp_ranks):
         found = f"{len(wrong)} of {len(model.parameters)} parameters are not of kind {strategy.kind}"

@@ -22,7 +22,6 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.expect import Expectation, FacetValue, fails, may_fail, may_refuse, refuses
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import fits, version_of
-from pytest_distcompat.user_input import check_count
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,7 +38,7 @@ _TEXTS = ("id", "link", "reason", "match", "also", "kind", "device", "fixed_in",
 #: The keys that an issue needs, and those that one that is shipped needs besides, since others read it too.
 _NEEDED = ("reason", "match")
 _NEEDED_IF_SHIPPED = ("id", "link", "reason", "check", "match")
-_KEYS = {*_TEXTS, "check", "packages", "when", "drivers", "cells", "strict", "min_world_size"}
+_KEYS = {*_TEXTS, "check", "packages", "when", "drivers", "cells", "strict"}
 _EVERY = "*"
 
 
@@ -51,7 +50,7 @@ class KnownIssue:
     ``drivers`` are the libraries that have it: it applies to suites whose driver names one of them; without any, to every
     suite. ``match`` is a regular expression for the findings, ``also`` one for further findings of the same bug.
     ``cells``, ``check``, ``device`` (``cpu``, ``cuda``; empty for both) and ``test`` (a regular expression for node ids) say
-    where it occurs, and ``min_world_size`` from how many ranks on. ``kind`` is one of KINDS. ``strict``: whether
+    where it occurs. ``kind`` is one of KINDS. ``strict``: whether
     each item that it covers must fail; ``until`` the last day on which it excuses; ``where`` is the entry, for messages.
     """
 
@@ -71,7 +70,6 @@ class KnownIssue:
     test: str = ""
     until: str = ""
     strict: bool = True
-    min_world_size: int = 1
     where: str = field(default="", compare=False)
     requirements: tuple[Requirement, ...] = field(default=(), compare=False, repr=False)
 
@@ -105,9 +103,7 @@ class KnownIssue:
         if self.also:
             texts["also"] = self.also
         made = [make(check, **texts, **cells) for check in self.check for cells in self.cells]
-        return tuple(
-            replace(one, strict=one.strict and self.strict, min_world_size=self.min_world_size) for one in made
-        )
+        return tuple(replace(one, strict=one.strict and self.strict) for one in made)
 
     def speaks_of(self, nodeid: str) -> bool:
         """Tell whether ``test`` matches that item."""
@@ -180,8 +176,6 @@ def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> Known
     if "when" in entry and "packages" in entry:
         raise UsageProblem(f"{where}: when and packages are one thing; give one of them")
     try:
-        min_world_size = entry.get("min_world_size", 1)
-        check_count("min_world_size", min_world_size)
         packages = _names(entry.get("when", entry.get("packages", ())), "when, packages")
         issue = KnownIssue(
             **{"id": "", "link": "", **{name: entry[name] for name in _TEXTS if name in entry}},
@@ -190,7 +184,6 @@ def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> Known
             drivers=_names(entry.get("drivers", ()), "drivers"),
             cells=tuple(_facets(one) for one in _sets(entry.get("cells", {}))),
             strict=_strict(entry),
-            min_world_size=min_world_size,
             where=where,
             requirements=tuple(Requirement(text) for text in packages),
         )

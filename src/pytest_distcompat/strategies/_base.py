@@ -96,19 +96,6 @@ DeepSpeedConfig = Callable[[Precision, Cell], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class OneRank:
-    """What a strategy may be with one rank.
-
-    Attributes:
-        bare: Whether a library may leave the model unwrapped.
-        kinds: The kinds that live parameters may have besides the strategy's own.
-    """
-
-    bare: bool = False
-    kinds: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Strategy:
     """How state is split over the ranks, and how each library is configured for it.
 
@@ -118,7 +105,6 @@ class Strategy:
         dtypes: Returns the strategy's row of the dtype table for a precision.
         wrapper: The wrapper that the model must have, as ``trace.ModelInfo.wrappers`` names it.
         kind: The kind of the live parameters, as ``trace.ParameterInfo.kind`` names it.
-        alone: What runs instead with one rank, where there is nothing to reduce or to shard; None if that is no other.
         shards: Whether each rank stores only its shard of the live parameters.
         leading: Segments that the strategy puts in front of live names.
         wrappers: Segments that the strategy puts into live names.
@@ -139,7 +125,6 @@ class Strategy:
     wrapper: str
     kind: str
     shards: bool
-    alone: OneRank | None = None
     leading: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
     zero_stage: int | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies import _fsdp
-from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, NO_SHARDS, Dtypes, OneRank, Strategy, WrapSpec
+from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, NO_SHARDS, Dtypes, Strategy, WrapSpec
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +59,6 @@ DDP = Strategy(
     wrapper="DDP",
     kind="Tensor",
     shards=False,
-    # accelerate and Trainer wrap nothing then: distributed_type is NO where there is a GPU.
-    alone=OneRank(bare=True),
     leading=("module",),
     torch=_torch,
     accelerate=_accelerate,

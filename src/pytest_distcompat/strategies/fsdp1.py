@@ -7,7 +7,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from pytest_distcompat.strategies import _fsdp
-from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Dtypes, OneRank, Strategy, WrapSpec
+from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Dtypes, Strategy, WrapSpec
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +53,6 @@ FSDP1 = Strategy(
     wrapper="FSDP1",
     kind="FSDP1 shard",
     shards=True,
-    # FSDP1 turns FULL_SHARD into NO_SHARD, with parameters that are plain tensors (torch/distributed/fsdp/_init_utils.py).
-    alone=OneRank(kinds=("Tensor",)),
     wrappers=("_fsdp_wrapped_module",),
     torch=_torch,
     accelerate=functools.partial(_fsdp.plugin, 1),
