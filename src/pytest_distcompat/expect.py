@@ -13,6 +13,10 @@ from pytest_distcompat.failures import UsageProblem
 
 FacetValue = OptionValue | int | tuple[OptionValue | int, ...]
 
+#: The facets that are numbers; besides numbers they take a lower bound, as ``>=2``.
+_COUNTS = ("world_size", "nodes")
+_LOWER_BOUND = re.compile(r">=([1-9][0-9]*)")
+
 
 @dataclass(frozen=True)
 class Expectation:
@@ -43,6 +47,10 @@ class Expectation:
         values = cell.facets()
         for name, expected in self.facets:
             wanted = expected if isinstance(expected, tuple) else (expected,)
+            if name in _COUNTS:
+                if not any(_allows(one, int(values[name])) for one in wanted):
+                    return False
+                continue
             # A cell may have several settings, and a bug is about one of them.
             if not any(one in wanted for one in ((*cell.set, values[name]) if name == "set" else (values[name],))):
                 return False
@@ -76,7 +84,8 @@ def fails(
         also: A regular expression for further findings of the same bug. A finding that neither matches is another bug, and a
             failure.
         until: The last day on which the failure is excused, as ``2026-12-01`` (UTC).
-        facets: The cells: each facet takes one value or a tuple of them.
+        facets: The cells: each facet takes one value or a tuple of them. ``world_size`` and ``nodes`` also take a lower
+            bound, as ``">=2"`` for a bug that needs two ranks.
 
     Raises:
         UsageProblem: A facet, or a value of it, is unknown, or ``until`` is no day.
@@ -130,14 +139,26 @@ def _expectation(
         values = facet if isinstance(facet, tuple) else (facet,)
         if not all(isinstance(value, (str, int)) for value in values):
             raise UsageProblem(f"{kind}({check!r}): {name} takes one value or a tuple of them, got {facet!r}")
-        if name in {"world_size", "nodes"} and not all(isinstance(value, int) for value in values):
-            raise UsageProblem(f"{kind}({check!r}): {name} takes a number or a tuple of them, got {facet!r}")
+        if name in _COUNTS and not all(_is_count(value) for value in values):
+            expected = "a number, a lower bound as '>=2', or a tuple of them"
+            raise UsageProblem(f"{kind}({check!r}): {name} takes {expected}, got {facet!r}")
         wrong = [value for value in values if name in OPTIONS and not OPTIONS[name].accepts(value)]
         if wrong:
             known = ", ".join(repr(value) for value in OPTIONS[name].values)
             raise UsageProblem(f"{kind}({check!r}): {name} has no value {wrong[0]!r}. Known: {known}")
     expression = _regular(f"{kind}({check!r}): match", match)
     return Expectation(kind, check, tuple(sorted(facets.items())), reason, expression, until=until)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) or (isinstance(value, str) and _LOWER_BOUND.fullmatch(value) is not None)
+
+
+def _allows(wanted: OptionValue | int, number: int) -> bool:
+    """Tell whether a number of ranks or nodes is the wanted one, or not below the wanted lower bound."""
+    if isinstance(wanted, str):
+        return number >= int(wanted.removeprefix(">="))
+    return number == wanted
 
 
 def _is_day(text: str) -> bool:

@@ -431,3 +431,43 @@ def test_a_secondary_partition_has_all_ranks_where_there_are_fewer(sound: Sound)
     assert story.stepped({"secondary": 0}).findings("active") == [
         f"rank {rank}: the secondary partition of weights is nowhere; {expected}" for rank in range(2)
     ]
+
+
+ONE_RANK_FSDP1 = {"kind": "Tensor"}
+
+
+def test_on_one_rank_fsdp1_does_not_shard(sound: Sound) -> None:
+    story = sound("fsdp1-fp32-w1").parameters(ONE_RANK_FSDP1)
+    assert story.findings("active") == []
+
+
+def test_on_two_ranks_fsdp1_shards(sound: Sound) -> None:
+    story = sound("fsdp1-fp32-w2").parameters(ONE_RANK_FSDP1, action="build", rank=1)
+    (found,) = story.findings("active")
+    assert found.startswith("rank 1: 3 of 3 parameters are not of kind FSDP1 shard")
+
+
+@pytest.mark.parametrize(
+    ("cell", "wrappers"),
+    [("ddp-fp32-w1", {}), ("ddp-fp32-w1", {"DDP": 1}), ("ddp-fp32-w1-compile", {"OptimizedModule": 1})],
+)
+def test_on_one_rank_nothing_needs_to_be_reduced(sound: Sound, cell: str, wrappers: dict[str, int]) -> None:
+    assert sound(cell).model({"wrappers": wrappers}).findings("active") == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "wrappers", "finding"),
+    [
+        ("ddp-fp32-w1", {"FSDP2": 3}, "Toy runs as FSDP2 x 3; expected DDP for ddp"),
+        ("ddp-fp32-w2", {}, "Toy runs as a bare model; expected DDP for ddp"),
+        ("ddp-fp32-w2-compile", {"OptimizedModule": 1}, "Toy runs as OptimizedModule x 1; expected DDP for ddp"),
+        ("fsdp1-fp32-w1", {}, "Toy runs as a bare model; expected FSDP1 for fsdp1"),
+        ("fsdp2-fp32-w1", {}, "Toy runs as a bare model; expected FSDP2 for fsdp2"),
+    ],
+)
+def test_another_strategy_is_found_on_one_rank_too(
+    sound: Sound, cell: str, wrappers: dict[str, int], finding: str
+) -> None:
+    assert sound(cell).model({"wrappers": wrappers}, action="build", rank=0).findings("active") == [
+        f"rank 0: {finding}"
+    ]

@@ -73,7 +73,10 @@ def declare_known(pytester: Pytester, text: str, ini: str = "") -> Pytester:
             "*1 (org/repo#1): no strategy named 'fspd2'. Known: *fsdp2*",
         ),
         (KNOWN + "cells = { precision = 'bf16' }", "*1 (org/repo#1): no precision named 'bf16'. Known: *bf16_mixed*"),
-        (KNOWN + "cells = { world_size = '2' }", "*world_size takes a number or a tuple of them, got '2'"),
+        (
+            KNOWN + "cells = { world_size = '2' }",
+            "*world_size takes a number, a lower bound as '>=2', or a tuple of them, got '2'",
+        ),
         (KNOWN + "cells = []", "*1 (org/repo#1): cells=[[][]]: expected a table of facets, or a list of such"),
         (
             KNOWN + "cells = { strategy = [] }",

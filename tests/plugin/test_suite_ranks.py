@@ -160,6 +160,25 @@ def test_a_drivers_module_may_read_the_rank_at_import(tmp_path: Path, run_pytest
     assert run.outcomes == {"TestForgetful::test[ddp-fp32-w2:active]": "passed"}, run.out
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    ["TestTorch and fsdp1 and active", "TestAccelerate and ddp and (active or evaluation or coverage)"],
+)
+def test_one_rank_needs_no_second_one(tmp_path: Path, run_pytest: RunPytest, chosen: str) -> None:
+    args = [
+        "--pyargs",
+        "pytest_distcompat.suite",
+        "--distcompat-profile=smoke",
+        "--distcompat-world-size=1",
+        "-k",
+        chosen,
+    ]
+    run = run_pytest(tmp_path, *args)
+    assert run.code == pytest.ExitCode.OK, run.out
+    assert run.outcomes
+    assert set(run.outcomes.values()) <= {"passed", "xfailed"}, run.out
+
+
 @pytest.mark.nightly
 def test_the_built_in_suite_runs_from_anywhere(tmp_path: Path, run_pytest: RunPytest, concerned: Concerned) -> None:
     run = run_pytest(tmp_path, "--pyargs", "pytest_distcompat.suite", "-k", "TestTorch and ddp-fp32-w2:")

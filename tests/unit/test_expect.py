@@ -149,5 +149,18 @@ def test_an_expectation_for_cells_over_nodes() -> None:
     bug = fails("names", nodes=2, reason="org/repo#1")
     assert bug.covers(Cell("ddp", "fp32", 4, nodes=2), "names")
     assert not bug.covers(Cell("ddp", "fp32", 4), "names")
-    with pytest.raises(UsageProblem, match="nodes takes a number or a tuple of them, got '2'"):
+    with pytest.raises(UsageProblem, match="nodes takes a number, a lower bound as '>=2', or a tuple of them, got '2'"):
         fails("names", nodes="2", reason="org/repo#1")
+
+
+@pytest.mark.parametrize(("wanted", "sizes"), [(">=2", [2, 3, 4, 12]), ((1, ">=4"), [1, 4, 12]), (2, [2])])
+def test_a_world_size_may_be_a_lower_bound(wanted: Any, sizes: list[int]) -> None:
+    bug = fails("names", world_size=wanted, reason="org/repo#1")
+    covered = [size for size in (1, 2, 3, 4, 12) if bug.covers(Cell("ddp", "fp32", size), "names")]
+    assert covered == sizes
+
+
+@pytest.mark.parametrize("wanted", [">2", ">=0", ">= 2", ">=two", "<=2", ">=2,<4"])
+def test_another_bound_is_an_error_that_says_how(wanted: str) -> None:
+    with pytest.raises(UsageProblem, match="world_size takes a number, a lower bound as '>=2'"):
+        fails("names", world_size=wanted, reason="org/repo#1")

@@ -284,3 +284,45 @@ def test_what_was_seen_on_a_gpu_is_known_there(driver: str, cell: str, check: st
     for device, known in (("cpu", False), ("cuda", True)):
         found = [one for one in applying(shipped(), libraries, device) if one.covers(asked, check)]
         assert any(one.matches(seen) for one in found) is known
+
+
+#: Entry -> the cell and the check, at so many ranks, in which one has it. Each needs a second rank.
+OF_TWO_RANKS = {
+    "accelerate-gather-iterable": ("ddp-fp32-w{}", "evaluation"),
+    "transformers-eval-loss": ("ddp-fp32-w{}", "evaluation"),
+    "accelerate-skip-dispatched": ("ddp-fp32-w{}", "coverage"),
+    "transformers-same-dropout": ("ddp-fp32-w{}-model_dropout", "randomness"),
+}
+
+
+@pytest.mark.parametrize("name", OF_TWO_RANKS)
+def test_what_needs_two_ranks_is_not_expected_of_one(name: str) -> None:
+    (issue,) = (one for one in shipped() if one.id == name)
+    cell, check = OF_TWO_RANKS[name]
+    covered = [
+        any(one.covers(Cell.parse(cell.format(size)), check) for one in issue.expectations) for size in (1, 2, 3)
+    ]
+    assert covered == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("cell", "check", "devices"),
+    [
+        # accelerate wraps DDP for one rank on the CPU, and none on one GPU.
+        ("ddp-fp32-w1-grad_accum_2", "accumulation", ["cpu"]),
+        ("ddp-fp32-w1-model_mlp-compile_aot_eager", "observers", ["cpu"]),
+        ("ddp-fp32-w2-model_mlp-compile_aot_eager", "observers", ["cpu", "cuda"]),
+        ("fsdp1-fp32-w1-model_mlp-compile_aot_eager", "observers", ["cpu", "cuda"]),
+        # A loader's seed comes from the CPU's generator, and masks on a GPU do not.
+        ("ddp-fp32-w1-model_dropout", "resume", ["cpu"]),
+        ("ddp-fp32-w2-model_dropout", "resume", ["cpu"]),
+    ],
+)
+def test_a_bug_of_accelerate_is_expected_where_it_is(cell: str, check: str, devices: list[str]) -> None:
+    found = {device: applying(shipped(), ("accelerate", "driver:accelerate"), device) for device in ("cpu", "cuda")}
+    covered = [
+        device
+        for device, known in found.items()
+        if any(one.strict and one.covers(Cell.parse(cell), check) for one in known)
+    ]
+    assert covered == devices

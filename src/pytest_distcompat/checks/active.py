@@ -34,7 +34,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     Wrapper, kind of parameters, ZeRO stage, world size, shards and tensor-parallel parts are the strategy's. Gradients
     are reduced. Sequence parallelism cuts what lies between layers; under context parallelism attention sees all parts
     of a sequence; a secondary partition of ZeRO++ is there. Replicas of parameters, optimizer state and gradients
-    stay equal, also after the last step.
+    stay equal, also after the last step. On one rank DDP may be left out, and FSDP1 does not shard.
 
     If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on the CPU.
     """
@@ -48,7 +48,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
             continue
         found = list[str]()
         if not cell.only_tp or snapshot.model.wrappers:
-            found += _wrapped(strategy, snapshot.model, _left_out(strategy, cell, run))
+            found += _wrapped(strategy, cell, snapshot.model, _left_out(strategy, cell, run))
         sizes = {
             "process group has": snapshot.model.world_size,
             "trainer believes in": snapshot.model.trainer_world_size,
@@ -86,17 +86,22 @@ def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], 
     return lambda live: bool(prefixes) and strategy.canonical(live, cell, names).startswith(prefixes)
 
 
-def _wrapped(strategy: Strategy, model: ModelInfo, left_out: Callable[[str], bool]) -> Iterator[str]:
+def _wrapped(strategy: Strategy, cell: Cell, model: ModelInfo, left_out: Callable[[str], bool]) -> Iterator[str]:
+    alone = cell.world_size == 1
     running = ", ".join(f"{name} x {count}" for name, count in model.wrappers.items()) or "a bare model"
-    if strategy.wrapper not in model.wrappers:
-        yield f"{model.type} runs as {running}; expected {strategy.wrapper} for {strategy.name}"
     # torch.compile's wrapper is no strategy. A DeepSpeed engine holds no wrapper of torch.
     others = set(model.wrappers) - {strategy.wrapper, "OptimizedModule"}
+    may_be_bare = alone and strategy.bare_alone and not others
+    if strategy.wrapper not in model.wrappers and not may_be_bare:
+        yield f"{model.type} runs as {running}; expected {strategy.wrapper} for {strategy.name}"
     if others and strategy.wrapper in model.wrappers:
         yield f"also wrapped by {', '.join(sorted(others))}; expected {strategy.wrapper} alone"
     if model.zero_stage != strategy.zero_stage:
         yield f"ZeRO stage {model.zero_stage} is running; expected {strategy.zero_stage}"
-    unlike = (info for info in model.parameters if info.kind not in {strategy.kind, "FlatParameter"})
+    kinds = {strategy.kind, "FlatParameter"}
+    if alone and strategy.kind_alone:
+        kinds.add(strategy.kind_alone)
+    unlike = (info for info in model.parameters if info.kind not in kinds)
     wrong = [f"{info.name!r} is a {info.kind}" for info in unlike if not left_out(info.name)]
     if wrong or not (model.parameters or model.pp_ranks):
         found = f"{len(wrong)} of {len(model.parameters)} parameters are not of kind {strategy.kind}"

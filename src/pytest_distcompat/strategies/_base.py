@@ -106,6 +106,8 @@ class Strategy:
         wrapper: The wrapper that the model must have, as ``trace.ModelInfo.wrappers`` names it.
         kind: The kind of the live parameters, as ``trace.ParameterInfo.kind`` names it.
         shards: Whether each rank stores only its shard of the live parameters.
+        bare_alone: Whether a library may leave out the wrapper where there is one rank, since nothing is to be reduced.
+        kind_alone: The kind of the live parameters where there is one rank; empty if it is ``kind``.
         leading: Segments that the strategy puts in front of live names.
         wrappers: Segments that the strategy puts into live names.
         zero_stage: The ZeRO stage; None for strategies that are not DeepSpeed's.
@@ -125,6 +127,8 @@ class Strategy:
     wrapper: str
     kind: str
     shards: bool
+    bare_alone: bool = False
+    kind_alone: str = ""
     leading: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
     zero_stage: int | None = None

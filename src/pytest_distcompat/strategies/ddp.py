@@ -59,6 +59,8 @@ DDP = Strategy(
     wrapper="DDP",
     kind="Tensor",
     shards=False,
+    # accelerate, and with it Trainer, wraps no DDP on one GPU (``Accelerator.multi_device``); on one CPU rank it does.
+    bare_alone=True,
     leading=("module",),
     torch=_torch,
     accelerate=_accelerate,

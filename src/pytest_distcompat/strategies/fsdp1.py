@@ -53,6 +53,8 @@ FSDP1 = Strategy(
     wrapper="FSDP1",
     kind="FSDP1 shard",
     shards=True,
+    # On one rank FSDP1 turns every sharding strategy into NO_SHARD, whose parameters are whole, plain tensors.
+    kind_alone="Tensor",
     wrappers=("_fsdp_wrapped_module",),
     torch=_torch,
     accelerate=functools.partial(_fsdp.plugin, 1),
