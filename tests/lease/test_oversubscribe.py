@@ -1,4 +1,4 @@
-"""Several ranks on one GPU, through gloo, where the user asks for it and nowhere else."""
+"""Several ranks on one GPU, where the user asks for it and nowhere else."""
 
 from __future__ import annotations
 
@@ -156,19 +156,20 @@ def test_without_the_option_too_many_ranks_are_skipped(pytester: pytest.Pytester
     result.stdout.fnmatch_lines(["distcompat: 2 GPUs, nccl, world size 2 *", "SKIPPED * 5 ranks need 5 GPUs, 2 to use"])
 
 
-@pytest.mark.parametrize("how", ["option", "ini"])
+@pytest.mark.parametrize("how", ["option", "alias", "ini"])
 def test_with_oversubscribe_too_many_ranks_run_and_the_header_says_so(
     how: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus
 ) -> None:
     pytester.makepyfile(test_it=MARKED)
     if how == "ini":
         pytester.makeini("[pytest]\ndistcompat_oversubscribe = 3")
-    more = ["--distcompat-oversubscribe=3"] if how == "option" else []
+    flag = "--distcompat-oversubscribe=3" if how == "alias" else "--distcompat-ranks-per-gpu=3"
+    more = [] if how == "ini" else [flag]
     result = run_on_gpus("--distcompat-gpus=2", "-rs", *more)
     result.assert_outcomes(passed=4, skipped=1)
     result.stdout.fnmatch_lines(
         [
-            f"distcompat: *oversubscribe 3 (from {how})*",
+            f"distcompat: *ranks_per_gpu 3 (from {'ini' if how == 'ini' else 'option'})*",
             "distcompat: 2 GPUs, nccl (gloo where up to 3 ranks share a GPU), world size 2 *",
             "SKIPPED * 7 ranks need 3 GPUs, 2 to use, 3 ranks on each at most",
         ]
@@ -185,7 +186,7 @@ def test_a_default_world_size_above_the_gpus_is_a_usage_error(
     result = run_on_gpus(*options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --distcompat-world-size 4 (option): 4 ranks need 4 GPUs, 2 to use"])
-    run_on_gpus(*options, "--distcompat-oversubscribe=2").assert_outcomes(passed=1)
+    run_on_gpus(*options, "--distcompat-ranks-per-gpu=2").assert_outcomes(passed=1)
 
 
 def test_a_suite_oversubscribes_too_and_the_report_says_so(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
@@ -194,10 +195,10 @@ def test_a_suite_oversubscribes_too_and_the_report_says_so(pytester: pytest.Pyte
 
     def report() -> tuple[str, dict[str, str]]:
         data = json.loads(Path(pytester.path / "report.json").read_text(encoding="utf-8"))
-        return data["results"][0]["status"], data["session"]["settings"]["oversubscribe"]
+        return data["results"][0]["status"], data["session"]["settings"]["ranks_per_gpu"]
 
     run_on_gpus(*options)
     assert report() == ("skipped", {"value": "1", "from": "default"})
-    run_on_gpus(*options, "--distcompat-oversubscribe=2")
+    run_on_gpus(*options, "--distcompat-ranks-per-gpu=2")
     # The stand-in's ranks did nothing, but they were started.
     assert report() == ("failed", {"value": "2", "from": "option"})
