@@ -31,15 +31,59 @@ class Shape:
     heads: int
     vocabulary: int
 
+    @property
+    def parameters(self) -> int:
+        """The number of elements that are trained."""
+        embeddings = 2 * self.vocabulary * self.hidden
+        layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return embeddings + self.layers * layer + self.hidden
+
 
 #: ``7b`` is the shape of Llama-2-7B; ``tiny`` is for a machine without a GPU; ``bytes`` reads text byte by byte.
 SHAPES = {
     "7b": Shape(4096, 11008, 32, 32, 32000),
+    "3b": Shape(3072, 8192, 26, 24, 32000),
     "1b": Shape(2048, 5632, 22, 32, 32000),
     "tiny": Shape(64, 128, 2, 4, 512),
     "bytes": Shape(512, 1408, 8, 8, 256),
     "bytes_tiny": Shape(64, 128, 2, 4, 256),
 }
+#: The models of case E, the largest first.
+LLAMAS = ("7b", "3b", "1b")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one rank needs to train: bytes for each parameter, and for all else at 8 x 4096 tokens."""
+
+    per_parameter: float
+    rest: float
+
+    def needed(self, shape: Shape) -> float:
+        """Return the bytes for a model of that shape."""
+        return self.per_parameter * shape.parameters + self.rest
+
+
+#: By back end and upcast, from peaks on an H200 (docs/cases.md): ZeRO-3 120.0e9 bytes at 7b and 60.6e9 at 3b with 8 x 2048
+#: tokens, FSDP2 115.5e9 at 7b with 8 x 4096, DDP without upcast 57.4e9 at 7b with 8 x 2048. Longer rows took 4e9 more.
+MEMORY = {
+    **dict.fromkeys((("ddp", True), ("zero2", True), ("zero3", True)), Memory(16.5, 13e9)),
+    ("fsdp2", True): Memory(16.5, 5e9),
+    **{(back_end, False): Memory(8.0, 8e9) for back_end in BACK_ENDS},
+}
+
+
+def largest_model(back_end: str, free: int, *, upcast: bool) -> str:
+    """Return the largest of ``LLAMAS`` that one rank can train in so many bytes of free memory.
+
+    Raises:
+        SystemExit: Not even the smallest fits.
+    """
+    for name in LLAMAS:
+        needed = MEMORY[back_end, upcast].needed(SHAPES[name])
+        if needed <= free:
+            return name
+    raise SystemExit(f"{back_end}: {LLAMAS[-1]} needs {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free")
 
 
 @dataclass

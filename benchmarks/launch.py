@@ -6,7 +6,9 @@ DistributedDataParallel, which imports a second of torch when it first runs in a
 accelerate, transformers and deepspeed imported, as the tests of a trainer do. ``--modules N`` times whole sessions instead, of
 N modules with 20 tests each, the start of pytest and of all ranks included, for the ways in which ranks are kept. Every round
 runs every way once, so that a slow minute of the machine hits all; a row's figure is the median over its tests of all rounds.
-``--device cuda`` also times the steps of one rank's life, and ``--json FILE`` writes all figures.
+``--device cuda`` also times the steps of one rank's life, and ``--json FILE`` writes all figures. Each way is said on standard
+error when it has run, and its figures are in the file from then on: a benchmark that is stopped loses nothing but the way that
+runs.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -173,9 +176,16 @@ def environment() -> dict[str, str]:
 def run(command: list[str], where: Path) -> float:
     """Seconds of a whole command; the benchmark stops if it fails."""
     began = time.perf_counter()
-    done = subprocess.run(command, cwd=where, env=environment(), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=where, env=environment(), stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output, errors = process.communicate()
+        except BaseException:
+            # Not SIGKILL, after which torchrun would leave its ranks behind.
+            process.terminate()
+            raise
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{output[-3000:]}\n{errors[-3000:]}")
     return time.perf_counter() - began
 
 
@@ -265,6 +275,46 @@ def steps() -> dict[str, float]:
     return found
 
 
+@dataclass
+class Figures:
+    """What has been measured so far, in seconds."""
+
+    group: Group
+    path: Path | None
+    seconds: dict[str, list[float]]
+    steps: dict[str, float]
+
+    def write(self) -> None:
+        """Write all figures to the file, if there is one."""
+        if self.path is not None:
+            written = {"ranks": self.group.ranks, "device": self.group.device, "seconds": self.seconds}
+            self.path.write_text(json.dumps({**written, "steps": self.steps}), encoding="utf-8")
+
+    @property
+    def measured(self) -> dict[str, list[float]]:
+        """The ways that have run at least once."""
+        return {name: found for name, found in self.seconds.items() if found}
+
+
+def stop(*_: object) -> None:
+    """End the benchmark as Ctrl-C does, so that what is measured is printed."""
+    raise KeyboardInterrupt
+
+
+def measure_all(chosen: list[Way], figures: Figures, rounds: int, body: str) -> None:
+    """Run every way once in each round; write and say what each took."""
+    for number in range(1, rounds + 1):
+        for way in chosen:
+            with tempfile.TemporaryDirectory() as directory:
+                where = Path(directory)
+                (where / "body.py").write_text(body)
+                # One more where the first is dropped, so that no way is left without a figure.
+                took = way.measure(where, way.count)
+            figures.seconds[way.name] += took
+            figures.write()
+            print(f"round {number}: {way.name}: {statistics.median(took):.3f} s", file=sys.stderr, flush=True)
+
+
 def table(seconds: dict[str, list[float]], counted: str = "tests", what: str = "seconds a test") -> list[str]:
     """Rows in Markdown, each with its ratio to the first way."""
     ours = statistics.median(next(iter(seconds.values())))
@@ -297,26 +347,27 @@ def main() -> None:
     group = Group(arguments.device, min(visible_gpus(), CPU_WORLD_SIZE) or CPU_WORLD_SIZE)
     kept = [Way(name, arguments.modules, measure) for name, measure in sessions(group).items()]
     chosen = kept if arguments.modules else ways(group)
-    seconds: dict[str, list[float]] = {way.name: [] for way in chosen}
-    for _ in range(arguments.rounds):
-        for way in chosen:
-            with tempfile.TemporaryDirectory() as directory:
-                where = Path(directory)
-                body = TRAINING if arguments.train else BODY
-                text = body.format(imports=STACK if arguments.stack else "", **group.fields)
-                (where / "body.py").write_text(text)
-                # One more where the first is dropped, so that no way is left without a figure.
-                seconds[way.name] += way.measure(where, way.count)
-    parts = steps() if arguments.device == "cuda" else {}
-    print(f"{measured_on(*PACKAGES)}, {group.ranks} {group.fields['backend']} ranks\n")
+    figures = Figures(group, arguments.json, {way.name: [] for way in chosen}, {})
+    imports = STACK if arguments.stack else ""
+    body = (TRAINING if arguments.train else BODY).format(imports=imports, **group.fields)
+    signal.signal(signal.SIGTERM, stop)
+    stopped = False
+    try:
+        if arguments.device == "cuda":
+            figures.steps = steps()
+            figures.write()
+        measure_all(chosen, figures, arguments.rounds, body)
+    except KeyboardInterrupt:
+        stopped = True
     whole = ("sessions", f"seconds of {arguments.modules} modules with {TESTS} tests") if arguments.modules else ()
-    print("\n".join(table(seconds, *whole)))
-    if parts:
+    print(f"{measured_on(*PACKAGES)}, {group.ranks} {group.fields['backend']} ranks\n")
+    if figures.measured:
+        print("\n".join(table(figures.measured, *whole)))
+    if figures.steps:
         print("\n| step of a rank | seconds |\n| --- | --- |")
-        print("\n".join(f"| {name} | {took:.3f} |" for name, took in parts.items()))
-    if arguments.json:
-        figures = {"ranks": group.ranks, "device": group.device, "seconds": seconds, "steps": parts}
-        arguments.json.write_text(json.dumps(figures), encoding="utf-8")
+        print("\n".join(f"| {name} | {took:.3f} |" for name, took in figures.steps.items()))
+    if stopped:
+        raise SystemExit("stopped: these are the figures so far")
 
 
 if __name__ == "__main__":

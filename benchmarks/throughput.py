@@ -1,9 +1,10 @@
 """Case E's throughput: tokens/s, seconds a step, MFU and peak memory of a Llama-shaped model under one back end.
 
-``python benchmarks/throughput.py --back-end fsdp2`` trains 7 billion random weights on one GPU, 8 sequences a step, first of
-2048 and then of 4096 tokens, as far as the memory goes, and prints a table; ``--no-upcast`` leaves the optimizer bfloat16
-weights, ``--json FILE`` writes the figures. Where the shortest sequence does not fit, it is halved. On several GPUs:
-``torchrun --nproc-per-node 4 benchmarks/throughput.py --child ...``. ``--device cpu --model tiny`` tries it without a GPU.
+``python benchmarks/throughput.py --back-end fsdp2`` trains 7, 3 or 1 billion random weights, as many as fit the free memory of
+one GPU, 8 sequences a step, first of 2048 and then of 4096 tokens, and prints a table. ``--model 7b`` takes that size,
+``--no-upcast`` leaves the optimizer bfloat16 weights, ``--json FILE`` writes the figures. Where the shortest sequence does not
+fit, it is halved. On several GPUs: ``torchrun --nproc-per-node 4 benchmarks/throughput.py --child ...``. ``--device cpu --model
+tiny`` tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from back_ends import BACK_ENDS, SHAPES, dtypes, prepare, step  # type: ignore[import-not-found] # a script imports from its own directory
+from back_ends import BACK_ENDS, SHAPES, dtypes, largest_model, prepare, step  # type: ignore[import-not-found] # a script imports from its own directory
 from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 from pytest_distcompat.cost import PEAK
 
 RATE = 1e-5
+#: The model's size is chosen by the GPU's free memory.
+AUTO = "auto"
 #: No shorter sequence is tried.
 SHORTEST = 128
 
@@ -36,6 +39,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     cuda = arguments.device == "cuda"
     began = time.perf_counter()
+    if arguments.model == AUTO:
+        free = torch.cuda.mem_get_info()[0]
+        arguments.model = largest_model(arguments.back_end, free, upcast=arguments.upcast)
+        print(f"{arguments.back_end}: {arguments.model} fits {free / 2**30:.0f} GiB", file=sys.stderr, flush=True)
     shape = SHAPES[arguments.model]
     prepared = prepare(
         arguments.back_end,
@@ -157,7 +164,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--back-end", choices=BACK_ENDS, required=True)
-    parser.add_argument("--model", choices=SHAPES, default="7b")
+    parser.add_argument("--model", choices=(AUTO, *SHAPES), default=AUTO, help="auto: the largest that fits the GPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequences", type=int, nargs="+", default=[2048, 4096])
@@ -168,6 +175,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", action="store_true", help="measure in this process, as one rank")
     arguments = parser.parse_args()
+    if arguments.device == "cpu" and arguments.model == AUTO:
+        parser.error("--device cpu needs --model: tiny is for a machine without a GPU")
     found = measure(arguments) if arguments.child else halving(arguments)
     if arguments.json and int(os.environ.get("RANK", "0")) == 0:
         arguments.json.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
+from pytest_distcompat.launch import nccl
 from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request
@@ -56,6 +57,8 @@ class LeasedLauncher:
                 self._notice(inherited_leak_message(leak))
         leaks: tuple[Leak, ...] = ()
         environment = {**request.set, **self._lease.environment}
+        if self._lease.environment and request.world_size > len(self._lease.ids):
+            environment |= nccl.environment_of_shared_ranks()
         try:
             ending = self._launcher.run(dataclasses.replace(request, set=environment), reuse)
         finally:

@@ -61,7 +61,8 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     asked = decode(SuitePayload, payload)
     _capture_log(asked.log_level, log)
     world = World.from_environment(asked.device)
-    if world.shared:
+    world.divide_memory()
+    if world.shared and world.backend == "gloo":
         _init_gloo(world)
     cell = Cell.parse(asked.cell)
     os.environ.update(cell.settings("env"))
@@ -89,7 +90,7 @@ def _capture_log(level: str, log: RankLog) -> None:
 
 
 def _init_gloo(world: World) -> None:
-    """Initialise the process group with gloo: ranks that share a GPU cannot use NCCL, the default of trainers."""
+    """Initialise the process group with gloo: ranks that share a GPU cannot use this NCCL, the default of trainers."""
     import torch
     from torch import distributed
 

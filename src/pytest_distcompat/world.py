@@ -5,16 +5,27 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+#: The variable with which NCCL takes several ranks on one GPU (``launch.nccl``).
+SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+
 
 @dataclass(frozen=True)
 class World:
-    """Place of one rank in its group and on this machine; ``shared``: there are fewer GPUs than ranks."""
+    """Place of one rank in its group and on this machine.
+
+    Attributes:
+        shared: Whether there are fewer GPUs than ranks.
+        nccl: Whether NCCL takes the ranks that share a GPU.
+        ranks_each: The largest number of ranks on one GPU.
+    """
 
     rank: int
     size: int
     local_rank: int
     device: str
     shared: bool = False
+    nccl: bool = False
+    ranks_each: int = 1
 
     @classmethod
     def from_environment(cls, device: str) -> World:
@@ -23,11 +34,20 @@ class World:
         if device != "cuda":
             return cls(rank, size, local_rank, device)
         visible = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
-        shared = "CUDA_VISIBLE_DEVICES" in os.environ and visible < int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        if shared:
-            local_rank %= visible
-            os.environ["LOCAL_RANK"] = str(local_rank)
-        return cls(rank, size, local_rank, f"cuda:{local_rank}", shared)
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        if "CUDA_VISIBLE_DEVICES" not in os.environ or visible >= local_size:
+            return cls(rank, size, local_rank, f"cuda:{local_rank}")
+        local_rank %= visible
+        os.environ["LOCAL_RANK"] = str(local_rank)
+        nccl = os.environ.get(SHARES_GPUS) == "1"
+        return cls(rank, size, local_rank, f"cuda:{local_rank}", True, nccl, -(-local_size // visible))
+
+    def divide_memory(self) -> None:
+        """Let this rank use no more than its part of a GPU's memory, so that it cannot take that of another rank."""
+        if self.shared:
+            import torch
+
+            torch.cuda.set_per_process_memory_fraction(1 / self.ranks_each, self.local_rank)
 
     def first(self, *, per_node: bool) -> bool:
         """Tell whether this is rank 0, or with ``per_node`` the first rank of its node."""
@@ -35,5 +55,7 @@ class World:
 
     @property
     def backend(self) -> str:
-        """Return the torch.distributed backend for the device: NCCL refuses two ranks on one GPU."""
-        return "nccl" if self.device.startswith("cuda") and not self.shared else "gloo"
+        """Return the torch.distributed backend for the device: NCCL takes ranks that share a GPU from 2.30 on."""
+        if not self.device.startswith("cuda"):
+            return "gloo"
+        return "nccl" if self.nccl or not self.shared else "gloo"

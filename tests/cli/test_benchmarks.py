@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,3 +52,72 @@ def test_an_unknown_part_of_a_benchmark_is_refused(arguments: list[str], message
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr
     assert done.stdout == ""
+
+
+@pytest.fixture
+def back_ends(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of benchmarks, which import from their own directory."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("back_ends")
+
+
+def test_the_parameters_of_the_models(back_ends: Any) -> None:
+    """As counted on a GPU: docs/cases/throughput-zero3-7b.json and -3b.json."""
+    counted = {name: back_ends.SHAPES[name].parameters for name in ("7b", "3b", "bytes")}
+    assert counted == {"7b": 6738415616, "3b": 3141172224, "bytes": 25960960}
+
+
+@pytest.mark.parametrize(
+    ("back_end", "upcast", "gib", "model"),
+    [
+        # An H200, an H100 and an A100 with 40 GB, all but empty; what 7b needs was measured: 107.6, 111.8 and 53.5 GiB.
+        ("fsdp2", True, 139, "7b"),
+        ("zero3", True, 139, "7b"),
+        ("zero3", True, 111, "3b"),
+        ("fsdp2", True, 79, "3b"),
+        ("zero3", True, 79, "3b"),
+        ("ddp", False, 79, "7b"),
+        ("zero3", True, 39, "1b"),
+    ],
+)
+def test_a_size_that_fits_the_card(back_ends: Any, back_end: str, upcast: bool, gib: int, model: str) -> None:
+    """7b was tried on 80 GB at every length, for 260 s, and never fitted."""
+    assert back_ends.largest_model(back_end, gib * 2**30, upcast=upcast) == model
+
+
+def test_a_card_on_which_nothing_fits(back_ends: Any) -> None:
+    with pytest.raises(SystemExit, match="fsdp2: 1b needs 24 GiB; 8 GiB are free"):
+        back_ends.largest_model("fsdp2", 8 * 2**30, upcast=True)
+
+
+#: ``launch.py`` with two ways: one that is done at once, and one that waits until it is stopped.
+TWO_WAYS = """
+import runpy, sys, time
+sys.path.insert(0, sys.argv[1])
+sys.argv = ["launch.py", "--json", sys.argv[2]]
+import launch
+command = [sys.executable, "-c", "import time; time.sleep(600)"]
+launch.needs = lambda *_: None
+launch.ways = lambda group: [
+    launch.Way("done", 1, lambda where, count: [0.5]),
+    launch.Way("waits", 1, lambda where, count: [launch.run(command, where)]),
+]
+launch.main()
+"""
+
+
+def test_a_benchmark_that_is_stopped_has_written_what_it_has(tmp_path: Path) -> None:
+    """On a GPU it had written nothing in 230 s."""
+    path = tmp_path / "figures.json"
+    command = [sys.executable, "-c", TWO_WAYS, str(BENCHMARKS), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line == "round 1: done: 0.500 s\n"
+        assert json.loads(path.read_text(encoding="utf-8"))["seconds"] == {"done": [0.5], "waits": []}
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "| done | 1 | 0.500 |" in output
+    assert "waits" not in output
+    assert "stopped: these are the figures so far" in errors

@@ -198,7 +198,7 @@ def stages(output: Path, *, cpu: bool) -> list[Stage]:
     picture = output / "convergence.svg"
     one = ["--distcompat-world-size=1", "--distcompat-gpus=" + ("0" if cpu else "1"), "--distcompat-timeout=120"]
     two = ["--distcompat-world-size=2", "--distcompat-timeout=60", "--distcompat-profile=smoke"]
-    two += ["--distcompat-gpus=0"] if cpu else ["--distcompat-gpus=1", "--distcompat-oversubscribe=4"]
+    two += ["--distcompat-gpus=0"] if cpu else ["--distcompat-gpus=1", "--distcompat-ranks-per-gpu=4"]
     # On the CPU one check of few cells: everything else is what CI does.
     few = ["-k", "ddp-fp32-w1 and active or zero1 and w1: and active"] if cpu else []
     few_default = ["-k", "ddp-fp32-w1 and active or zero1 and w1: and names"] if cpu else []

@@ -139,7 +139,7 @@ def test_the_fork_server_does_not_initialise_cuda(pytester: pytest.Pytester) -> 
 
 def test_ranks_share_a_gpu_through_gloo_with_oversubscribe(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SHARED)
-    result = pytester.runpytest_subprocess("--distcompat-gpus=1", "--distcompat-oversubscribe=4", *STRICT)
+    result = pytester.runpytest_subprocess("--distcompat-gpus=1", "--distcompat-ranks-per-gpu=4", *STRICT)
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["distcompat: 1 GPUs, nccl (gloo where up to 4 ranks share a GPU), *"])
 

@@ -57,7 +57,7 @@ def test_zero_on_one_gpu(run_suite: RunSuite, capability: tuple[int, int]) -> No
 
 def test_two_ranks_that_share_the_gpu(run_suite: RunSuite) -> None:
     """DDP, for that needs no more than gloo has for tensors of a GPU. Four ranks: a checkpoint goes on at twice the size."""
-    shared = ("--distcompat-oversubscribe=4", "--distcompat-world-size=2", "--distcompat-drivers=torch")
+    shared = ("--distcompat-ranks-per-gpu=4", "--distcompat-world-size=2", "--distcompat-drivers=torch")
     results = run_suite("ddp-fp32-w2:", *shared)
     assert not bad(results)
     assert {one["check"]: one["status"] for one in results}["active"] == "passed"

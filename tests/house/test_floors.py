@@ -149,7 +149,7 @@ def test_the_list_of_options_is_frozen() -> None:
     assert [option.flag for option in OPTIONS.values()] == [
         "--distcompat-gpus",
         "--distcompat-world-size",
-        "--distcompat-oversubscribe",
+        "--distcompat-ranks-per-gpu",
         "--distcompat-simulate",
         "--distcompat-strategies",
         "--distcompat-precisions",

@@ -1,20 +1,31 @@
-"""Several ranks on one GPU, through gloo, where the user asks for it and nowhere else."""
+"""Several ranks on one GPU, where the user asks for it and nowhere else."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.lease import Inventory, read_timeline
+from pytest_distcompat.launch import nccl
+from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.launcher import Launcher
+from pytest_distcompat.launch.request import Request
+from pytest_distcompat.launch.reused_ranks import Reuse
+from pytest_distcompat.lease import Inventory, Pool, read_timeline
+from pytest_distcompat.leased import LeasedLauncher
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
     from tests.lease.conftest import RunOnGpus
+
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
 
 MARKED = """
 import pytest
@@ -57,6 +68,75 @@ def test_ranks_that_share_take_turns_and_have_gloo(number: int, own: int, monkey
     assert World.from_environment("cuda") == world
 
 
+def test_ranks_that_share_have_an_nccl_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    world = rank(4, 5, "GPU-a,GPU-b", monkeypatch)
+    assert (world.device, world.shared, world.backend, world.ranks_each) == ("cuda:0", True, "nccl", 3)
+
+
+@pytest.mark.parametrize(("visible", "fractions"), [("0,1", [(1 / 3, 1)]), ("0,1,2,3,4", [])])
+def test_ranks_that_share_divide_the_memory(
+    visible: str, fractions: list[tuple[float, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_to: list[tuple[float, int]] = []
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *given: set_to.append(given))
+    rank(3, 5, visible, monkeypatch).divide_memory()
+    assert set_to == fractions
+
+
+@pytest.fixture
+def nccl_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Preload a stand-in of NCCL that tells this code of its version."""
+
+    def make(code: int) -> None:
+        source, path = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+        source.write_text(f"int ncclGetVersion(int *version) {{ *version = {code}; return 0; }}\n", encoding="utf-8")
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+        monkeypatch.setenv("LD_PRELOAD", str(path))
+        nccl._asked.cache_clear()
+
+    return make
+
+
+@needs_gcc
+@pytest.mark.parametrize(("code", "version", "shares"), [(22907, (2, 29, 7), False), (23007, (2, 30, 7), True)])
+def test_the_library_is_asked_for_its_version(
+    code: int, version: tuple[int, int, int], shares: bool, nccl_of: Callable[[int], None]
+) -> None:
+    nccl_of(code)
+    library = nccl.library()
+    assert library is not None
+    assert (library.version, library.shares_gpus) == (version, shares)
+    assert nccl.environment_of_shared_ranks() == ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shares else {})
+
+
+def test_what_is_no_library_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libnccl.so.2").write_text("no library", encoding="utf-8")
+    monkeypatch.setattr(nccl, "library_path", lambda: tmp_path / "libnccl.so.2")
+    nccl._asked.cache_clear()
+    assert nccl.library() is None
+    assert nccl.environment_of_shared_ranks() == {}
+
+
+@pytest.mark.parametrize(("size", "shares"), [(1, False), (2, False), (3, True)])
+def test_only_ranks_that_share_get_the_variable(
+    size: int, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With it NCCL would take two ranks on one GPU where a mistake put them there."""
+    monkeypatch.setattr(nccl, "environment_of_shared_ranks", lambda: {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+    requests: list[Request] = []
+
+    class Records(Launcher):
+        def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+            requests.append(request)
+            return Ending((), {})
+
+    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a", "GPU-b"), ranks_each=2), memory=lambda ids: {})
+    LeasedLauncher(Records(), lambda: pool, lambda text: None).run(Request("a:b", {}, size, str(tmp_path)))
+    assert ("NCCL_MULTI_RANK_GPU_ENABLE" in requests[0].set) == shares
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
+
+
 def test_oversubscription_has_no_effect_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     world = rank(3, 4, "", monkeypatch, "cpu")
     assert (world.device, world.local_rank, world.shared, world.backend) == ("cpu", 3, False, "gloo")
@@ -76,19 +156,20 @@ def test_without_the_option_too_many_ranks_are_skipped(pytester: pytest.Pytester
     result.stdout.fnmatch_lines(["distcompat: 2 GPUs, nccl, world size 2 *", "SKIPPED * 5 ranks need 5 GPUs, 2 to use"])
 
 
-@pytest.mark.parametrize("how", ["option", "ini"])
+@pytest.mark.parametrize("how", ["option", "alias", "ini"])
 def test_with_oversubscribe_too_many_ranks_run_and_the_header_says_so(
     how: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus
 ) -> None:
     pytester.makepyfile(test_it=MARKED)
     if how == "ini":
         pytester.makeini("[pytest]\ndistcompat_oversubscribe = 3")
-    more = ["--distcompat-oversubscribe=3"] if how == "option" else []
+    flag = "--distcompat-oversubscribe=3" if how == "alias" else "--distcompat-ranks-per-gpu=3"
+    more = [] if how == "ini" else [flag]
     result = run_on_gpus("--distcompat-gpus=2", "-rs", *more)
     result.assert_outcomes(passed=4, skipped=1)
     result.stdout.fnmatch_lines(
         [
-            f"distcompat: *oversubscribe 3 (from {how})*",
+            f"distcompat: *ranks_per_gpu 3 (from {'ini' if how == 'ini' else 'option'})*",
             "distcompat: 2 GPUs, nccl (gloo where up to 3 ranks share a GPU), world size 2 *",
             "SKIPPED * 7 ranks need 3 GPUs, 2 to use, 3 ranks on each at most",
         ]
@@ -105,7 +186,7 @@ def test_a_default_world_size_above_the_gpus_is_a_usage_error(
     result = run_on_gpus(*options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --distcompat-world-size 4 (option): 4 ranks need 4 GPUs, 2 to use"])
-    run_on_gpus(*options, "--distcompat-oversubscribe=2").assert_outcomes(passed=1)
+    run_on_gpus(*options, "--distcompat-ranks-per-gpu=2").assert_outcomes(passed=1)
 
 
 def test_a_suite_oversubscribes_too_and_the_report_says_so(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
@@ -114,10 +195,10 @@ def test_a_suite_oversubscribes_too_and_the_report_says_so(pytester: pytest.Pyte
 
     def report() -> tuple[str, dict[str, str]]:
         data = json.loads(Path(pytester.path / "report.json").read_text(encoding="utf-8"))
-        return data["results"][0]["status"], data["session"]["settings"]["oversubscribe"]
+        return data["results"][0]["status"], data["session"]["settings"]["ranks_per_gpu"]
 
     run_on_gpus(*options)
     assert report() == ("skipped", {"value": "1", "from": "default"})
-    run_on_gpus(*options, "--distcompat-oversubscribe=2")
+    run_on_gpus(*options, "--distcompat-ranks-per-gpu=2")
     # The stand-in's ranks did nothing, but they were started.
     assert report() == ("failed", {"value": "2", "from": "option"})

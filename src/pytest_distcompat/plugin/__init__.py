@@ -99,7 +99,11 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
         ]
     device = f"{session.gpus} GPUs, nccl" if session.gpus else "CPU, gloo"
     if session.gpus and session.ranks_each > 1:
-        device += f" (gloo where up to {session.ranks_each} ranks share a GPU)"
+        from pytest_distcompat.launch import nccl
+
+        library = nccl.library()
+        backend = str(library) if library is not None and library.shares_gpus else "gloo"
+        device += f" ({backend} where up to {session.ranks_each} ranks share a GPU)"
     origin = session.setting("world_size").origin
     launcher = session.setting("launcher").value
     limit = f"time limit {session.timeout:g} s ({session.setting('timeout').origin})"

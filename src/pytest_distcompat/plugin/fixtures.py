@@ -91,6 +91,7 @@ def process_group(world: World) -> Iterator[Any]:
 
     if world.device != "cpu":
         torch.cuda.set_device(world.device)
+        world.divide_memory()
     if request_loop.reused is not None:
         # One group for all tests that these ranks run.
         yield request_loop.reused.process_group(world.backend)

@@ -17,6 +17,10 @@ from pytest_distcompat.plugin.suite.budget import read_budget
 from pytest_distcompat.user_input import LARGEST_COUNT, read_address
 
 
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 @dataclass(frozen=True)
 class Option:
     """An option and the ini key of the same name, ``distcompat_<short>``.
@@ -26,6 +30,7 @@ class Option:
             begins with ``FILE`` its second argument is the directory that relative paths start from.
         help: What pytest's ``--help`` says of it.
         repeated: Whether the option may be given several times; its text then has one line for each.
+        alias: Another name, which works as well.
     """
 
     short: str
@@ -34,6 +39,7 @@ class Option:
     read: Callable[..., Any]
     help: str
     repeated: bool = False
+    alias: str = ""
 
     @property
     def name(self) -> str:
@@ -41,9 +47,19 @@ class Option:
         return f"distcompat_{self.short}"
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The ini keys that set the option, its own first."""
+        return (self.name, f"distcompat_{self.alias}") if self.alias else (self.name,)
+
+    @property
     def flag(self) -> str:
         """The option as it is written on the command line."""
-        return "--" + self.name.replace("_", "-")
+        return _flag(self.name)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All names of the option on the command line, its own first."""
+        return tuple(map(_flag, self.names))
 
 
 @dataclass(frozen=True)
@@ -204,11 +220,12 @@ _ALL = (
         "Start N ranks where a test does not say how many. auto: one a GPU, 2 on the CPU.",
     ),
     Option(
-        "oversubscribe",
+        "ranks_per_gpu",
         "N",
         "1",
         _count(least=1),
-        "Let up to N ranks share a GPU where there are fewer GPUs than ranks; those talk through gloo (default: 1).",
+        "Let up to N ranks share a GPU where there are fewer GPUs than ranks, by NCCL 2.30 or newer, else by gloo (default: 1).",
+        alias="oversubscribe",
     ),
     Option(
         "simulate",
@@ -387,8 +404,9 @@ def add(parser: pytest.Parser) -> None:
     group = parser.getgroup("distcompat", "distributed compatibility")
     for name, option in OPTIONS.items():
         action, text = "append" if option.repeated else "store", option.help
-        group.addoption(option.flag, dest=name, default=None, metavar=option.metavar, help=text, action=action)
-        parser.addini(name, text, default=None)
+        group.addoption(*option.flags, dest=name, default=None, metavar=option.metavar, help=text, action=action)
+        for key in option.names:
+            parser.addini(key, text, default=None)
 
 
 def setting(config: pytest.Config, name: str) -> Setting:
@@ -397,7 +415,8 @@ def setting(config: pytest.Config, name: str) -> Setting:
     Raises:
         pytest.UsageError: The value is wrong; the message names the allowed ones.
     """
-    option, given, ini = OPTIONS[name], config.getoption(name), config.getini(name)
+    option, given = OPTIONS[name], config.getoption(name)
+    ini = _in_file(config, option)
     # An empty value on the command line overrides the file too: no baseline this time, or an unset shell variable.
     if given is not None:
         # A conftest may have set it to another type.
@@ -426,4 +445,13 @@ def _base(config: pytest.Config, origin: str) -> Path:
 
 def given(config: pytest.Config) -> Sequence[str]:
     """Return the names of the options that are set by command line or ini file."""
-    return [name for name in OPTIONS if config.getoption(name) is not None or config.getini(name)]
+    return [name for name, option in OPTIONS.items() if config.getoption(name) is not None or _in_file(config, option)]
+
+
+def _in_file(config: pytest.Config, option: Option) -> str | None:
+    """Return what the ini file says of an option, under any of its names."""
+    for name in option.names:
+        text: str | None = config.getini(name)
+        if text:
+            return text
+    return None

@@ -158,7 +158,7 @@ class DistcompatSession:
     @property
     def ranks_each(self) -> int:
         """The number of ranks that may share a GPU where there are fewer GPUs than ranks."""
-        return int(self.setting("oversubscribe").value)
+        return int(self.setting("ranks_per_gpu").value)
 
     def too_large(self, world_size: int) -> str:
         """Return why there are not enough GPUs for a group of that size; empty if there are."""

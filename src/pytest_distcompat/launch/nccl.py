@@ -1,0 +1,88 @@
+"""NCCL as ranks load it: its version, and the variable with which several ranks may use one GPU.
+
+NCCL refused two ranks on one GPU until 2.30. Since then it takes them where ``NCCL_MULTI_RANK_GPU_ENABLE=1`` is set.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_distcompat.world import SHARES_GPUS
+
+#: The first version that takes several ranks on one GPU: the variable's name is in 2.30.7, and not in 2.29.7.
+SHARES_FROM = (2, 30)
+#: How long the process that asks the library may take, in seconds. The library is some hundred MiB large.
+ASK_TIMEOUT_S = 60.0
+#: Prints the code of the version. A process of its own asks, since pytest and fork servers keep CUDA's libraries out.
+#: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.html#ncclgetversion
+_ASK = """
+import ctypes, sys
+version = ctypes.c_int()
+status = ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(version))
+print(version.value if status == 0 else "")
+"""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library of NCCL: its file, and its version as ``(2, 30, 7)``."""
+
+    path: Path
+    version: tuple[int, int, int]
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Tell whether several ranks may use one GPU."""
+        return self.version >= SHARES_FROM
+
+    def __str__(self) -> str:
+        return f"NCCL {'.'.join(map(str, self.version))}"
+
+
+def library_path() -> Path | None:
+    """Return the file of the library that ranks load: one that LD_PRELOAD names, else that of NVIDIA's wheel; None without."""
+    for entry in os.environ.get("LD_PRELOAD", "").replace(":", " ").split():
+        if Path(entry).name.startswith("libnccl.so"):
+            return Path(entry)
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return None
+    for directory in (found.submodule_search_locations or ()) if found is not None else ():
+        path = Path(directory) / "lib" / "libnccl.so.2"
+        if path.exists():
+            return path
+    return None
+
+
+def library() -> Library | None:
+    """Return the library that ranks load; None if there is none, or it does not tell its version."""
+    path = library_path()
+    return None if path is None else _asked(path)
+
+
+@functools.cache
+def _asked(path: Path) -> Library | None:
+    command = [sys.executable, "-c", _ASK, str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    code = done.stdout.strip()
+    if not code.isdecimal():
+        return None
+    # Since 2.9 the code is X * 10000 + Y * 100 + Z.
+    major, rest = divmod(int(code), 10_000)
+    return Library(path, (major, *divmod(rest, 100)))
+
+
+def environment_of_shared_ranks() -> dict[str, str]:
+    """Return the variables for ranks that share a GPU: with them NCCL takes such ranks; empty where it cannot."""
+    found = library()
+    return {SHARES_GPUS: "1"} if found is not None and found.shares_gpus else {}
