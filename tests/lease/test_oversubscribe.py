@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch import nccl
 from pytest_distcompat.launch.ending import Ending
@@ -20,6 +22,7 @@ from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Inventory, Pool, read_timeline
 from pytest_distcompat.leased import LeasedLauncher
+from pytest_distcompat.plugin.suite.shared_gpu import why_not_through_gloo
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -178,6 +181,83 @@ def test_with_oversubscribe_too_many_ranks_run_and_the_header_says_so(
     assert [(span.who[-3:], len(span.ids)) for span in spans] == [("[1]", 1), ("[2]", 2), ("[5]", 2), ("[6]", 2)]
 
 
+@needs_gcc
+@pytest.mark.parametrize(
+    ("code", "more", "header"),
+    [
+        (
+            23007,
+            [],
+            "distcompat: 1 GPUs, nccl (NCCL 2.30.7 where up to 2 ranks share a GPU), world size 2 (default), *",
+        ),
+        (23007, ["--distcompat-ranks-per-gpu=1"], "distcompat: 1 GPUs, nccl, world size 1 (default), *"),
+        (22907, [], "distcompat: 1 GPUs, nccl, world size 1 (default), *"),
+    ],
+)
+def test_one_gpu_is_enough_for_two_ranks(
+    *,
+    code: int,
+    more: list[str],
+    header: str,
+    nccl_of: Callable[[int], None],
+    pytester: pytest.Pytester,
+    run_on_gpus: RunOnGpus,
+) -> None:
+    nccl_of(code)
+    pytester.makepyfile(test_it="import pytest\n@pytest.mark.distcompat\ndef test(): pass")
+    result = run_on_gpus("--distcompat-gpus=1", *more)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines([header])
+
+
+@pytest.mark.parametrize(
+    ("cell", "blank", "checks"),
+    [
+        ("ddp-fp32-w2", None, set()),
+        ("zero3-fp32-w2", None, set()),
+        ("fsdp2-fp32-w2", None, {"export", "observers"}),
+        ("fsdp1-fp32-w2", None, {"export", "observers"}),
+        ("fsdp2-fp32-w2-state_dict_full", "gloo cannot gather whole tensors for a full state dict on a GPU", None),
+        ("fsdp2-fp32-w2-cp_2", "gloo cannot gather activations on a GPU", None),
+        ("fsdp2-fp32-w4-tp_2", "gloo cannot gather activations on a GPU", None),
+        ("fsdp2-fp32-w2-pp_2", "gloo cannot send activations from stage to stage on a GPU", None),
+    ],
+)
+def test_what_gloo_cannot_do_on_a_gpu_is_not_run(cell: str, blank: str | None, checks: set[str] | None) -> None:
+    """104 of 387 verdicts ended with SIGSEGV."""
+    asked = Cell.parse(cell)
+    reason = why_not_through_gloo(asked)
+    assert (reason or "").partition(". ")[0] == (blank or "")
+    if reason:
+        assert "nvidia-nccl-cu13>=2.30" in reason
+    if checks is not None:
+        assert {name for name in CHECKS.names() if why_not_through_gloo(asked, name)} == checks
+
+
+BLANKS = """
+from pytest_distcompat import CompatSuite, Matrix
+
+class TestX(CompatSuite):
+    driver = "torch"
+    matrix = Matrix(("fsdp2",), ("fp32",), world_sizes=(2,), options=({}, {"cp": 2}))
+"""
+
+
+@needs_gcc
+@pytest.mark.parametrize("code", [22907, 23007])
+def test_blanks_of_gloo_have_the_reason_and_the_cure(
+    code: int, nccl_of: Callable[[int], None], pytester: pytest.Pytester, run_on_gpus: RunOnGpus
+) -> None:
+    nccl_of(code)
+    pytester.makepyfile(test_it=BLANKS)
+    result = run_on_gpus("--distcompat-gpus=1", "--distcompat-ranks-per-gpu=2", "--collect-only", "-q")
+    items = [line for line in result.outlines if "::" in line]
+    has = {name: any(f"w2:{name}]" in line for line in items) for name in ("export", "parity", "observers")}
+    assert has == {"export": code == 23007, "parity": True, "observers": code == 23007}
+    with_cp = [line for line in items if "cp_2" in line]
+    assert len(with_cp) == 1 if code == 22907 else len(with_cp) > 1
+
+
 def test_a_default_world_size_above_the_gpus_is_a_usage_error(
     pytester: pytest.Pytester, run_on_gpus: RunOnGpus
 ) -> None:
@@ -198,7 +278,7 @@ def test_a_suite_oversubscribes_too_and_the_report_says_so(pytester: pytest.Pyte
         return data["results"][0]["status"], data["session"]["settings"]["ranks_per_gpu"]
 
     run_on_gpus(*options)
-    assert report() == ("skipped", {"value": "1", "from": "default"})
+    assert report() == ("skipped", {"value": "auto", "from": "default"})
     run_on_gpus(*options, "--distcompat-ranks-per-gpu=2")
     # The stand-in's ranks did nothing, but they were started.
     assert report() == ("failed", {"value": "2", "from": "option"})

@@ -62,7 +62,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("distcompat_gpus", "-1", "'-1' is not right: expected a whole number of at least 0, or 'auto'."),
     ("distcompat_gpus", "²", "'²' is not right: expected a whole number of at least 0, or 'auto'."),
     ("distcompat_world_size", "0", "'0' is not right: expected a whole number of at least 1, or 'auto'."),
-    ("distcompat_ranks_per_gpu", "0", "'0' is not right: expected a whole number of at least 1."),
+    ("distcompat_ranks_per_gpu", "0", "'0' is not right: expected a whole number of at least 1, or 'auto'."),
     ("distcompat_strategies", "ddp,fsdp3", "no strategy named 'fsdp3'. Known: " + ", ".join(STRATEGIES.names()) + "."),
     ("distcompat_precisions", "int4", "no precision named 'int4'. Known: " + ", ".join(PRECISIONS.names()) + "."),
     ("distcompat_drivers", "lightning", "no driver named 'lightning'. Known: " + ", ".join(DRIVERS.names()) + "."),

@@ -101,8 +101,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     if session.gpus and session.ranks_each > 1:
         from pytest_distcompat.launch import nccl
 
-        library = nccl.library()
-        backend = str(library) if library is not None and library.shares_gpus else "gloo"
+        backend = str(nccl.library()) if session.nccl_takes_shared_ranks else "gloo"
         device += f" ({backend} where up to {session.ranks_each} ranks share a GPU)"
     origin = session.setting("world_size").origin
     launcher = session.setting("launcher").value

@@ -221,10 +221,10 @@ _ALL = (
     ),
     Option(
         "ranks_per_gpu",
-        "N",
-        "1",
-        _count(least=1),
-        "Let up to N ranks share a GPU where there are fewer GPUs than ranks, by NCCL 2.30 or newer, else by gloo (default: 1).",
+        "N|auto",
+        "auto",
+        _count(least=1, keywords=("auto",)),
+        "Let up to N ranks share a GPU if there are fewer GPUs than ranks. auto: 2 on one GPU with NCCL 2.30 or newer, else 1.",
         alias="oversubscribe",
     ),
     Option(

@@ -149,6 +149,8 @@ class DistcompatSession:
             return self.simulated
         requested = self.setting("world_size")
         if requested.value == "auto":
+            if self.gpus == 1 and self.ranks_each > 1 and self.nccl_takes_shared_ranks:
+                return devices.CPU_WORLD_SIZE
             return self.gpus or devices.CPU_WORLD_SIZE
         problem = self.too_large(requested.value)
         if problem:
@@ -158,7 +160,22 @@ class DistcompatSession:
     @property
     def ranks_each(self) -> int:
         """The number of ranks that may share a GPU where there are fewer GPUs than ranks."""
-        return int(self.setting("ranks_per_gpu").value)
+        each = self.setting("ranks_per_gpu").value
+        if each != "auto":
+            return int(each)
+        return devices.CPU_WORLD_SIZE if self.gpus == 1 and self.nccl_takes_shared_ranks else 1
+
+    @functools.cached_property
+    def nccl_takes_shared_ranks(self) -> bool:
+        """Whether the NCCL that ranks load takes several ranks of one GPU."""
+        from pytest_distcompat.launch import nccl
+
+        library = nccl.library()
+        return library is not None and library.shares_gpus
+
+    def shares_through_gloo(self, world_size: int) -> bool:
+        """Tell whether ranks of a group of that size share a GPU, and NCCL does not take them."""
+        return 0 < self.gpus < world_size and not self.nccl_takes_shared_ranks
 
     def too_large(self, world_size: int) -> str:
         """Return why there are not enough GPUs for a group of that size; empty if there are."""

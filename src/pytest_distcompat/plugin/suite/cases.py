@@ -38,6 +38,7 @@ from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.plugin.shard import FILE as SHARDS
 from pytest_distcompat.plugin.shard import ORDINARY, Shard, divide
 from pytest_distcompat.plugin.suite.declared_names import check_names
+from pytest_distcompat.plugin.suite.shared_gpu import why_not_through_gloo
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.strategies import STRATEGIES
@@ -219,13 +220,18 @@ def why_not_run(case: Case, session: DistcompatSession) -> str | None:
 def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSession) -> str | None:
     """Return why the driver cannot run the cell, or why the cell cannot be simulated; None if nothing stands against it."""
     simulated = session.simulated and profiles.not_simulated(driver, cell)
-    return cell.uneven or unsupported_reason(driver, cell, session.device) or simulated or None
+    gloo = why_not_through_gloo(cell) if session.shares_through_gloo(cell.world_size) else None
+    return cell.uneven or unsupported_reason(driver, cell, session.device) or simulated or gloo or None
 
 
 def why_not_checked(check: Check, cell: Cell, driver: type[Driver], session: DistcompatSession) -> str | None:
     """Return why a check has no verdict in a cell; None if it has one."""
     if session.simulated and check.name not in profiles.OF_SIMULATIONS:
         return NO_VALUES
+    gloo = why_not_through_gloo(cell, check.name) if session.shares_through_gloo(cell.world_size) else None
+    # A reason against the whole cell is one item, not one for each check.
+    if gloo and not why_not_through_gloo(cell):
+        return gloo
     return not_applicable(check, cell, driver, session.limits)
 
 

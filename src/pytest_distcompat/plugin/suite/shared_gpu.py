@@ -1,0 +1,56 @@
+"""Cells and checks that ranks which share a GPU cannot run through gloo.
+
+torch documents all_reduce and broadcast alone for gloo with tensors on a GPU
+(https://docs.pytorch.org/docs/stable/distributed.html#backends). On an H100 DDP, ZeRO and sharded FSDP2 trained with it; the rest
+below ended with SIGSEGV or ``writev: Bad address`` (docs/gpu.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.strategies import STRATEGIES
+
+#: What a user can do about it.
+CURE = "NCCL 2.30 or newer takes ranks that share a GPU: pip install --upgrade 'nvidia-nccl-cu13>=2.30'"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Something that gloo cannot do on a GPU: the cells that need it, the checks that do (all without any), and the words."""
+
+    needs: Callable[[Cell], bool]
+    words: str
+    checks: tuple[str, ...] = ()
+
+
+def _is_cut(cell: Cell) -> bool:
+    """Tell whether layers, sequences or experts are spread over ranks, which exchange activations."""
+    return max(cell.tp, cell.cp, cell.ep) > 1
+
+
+def _is_fsdp(cell: Cell) -> bool:
+    return STRATEGIES.get(cell.strategy).wrapper.startswith("FSDP")
+
+
+def _saves_whole(cell: Cell) -> bool:
+    return _is_fsdp(cell) and cell.option("state_dict") == "full"
+
+
+LIMITS = (
+    Limit(lambda cell: cell.pp > 1, "send activations from stage to stage"),
+    Limit(_is_cut, "gather activations"),
+    Limit(_saves_whole, "gather whole tensors for a full state dict"),
+    Limit(_is_fsdp, "gather whole tensors for an export", checks=("export", "observers")),
+)
+
+
+def why_not_through_gloo(cell: Cell, check: str = "") -> str | None:
+    """Return why ranks that share a GPU cannot run the cell, or the check in it, through gloo; None if they can."""
+    for limit in LIMITS:
+        about = check in limit.checks if limit.checks else True
+        if about and limit.needs(cell):
+            return f"gloo cannot {limit.words} on a GPU. {CURE}"
+    return None
