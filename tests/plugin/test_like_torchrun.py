@@ -82,13 +82,11 @@ def test_is_nobodys_child():
 
 def test_a_rank_is_a_process_of_its_own(run_pytest: RunPytest, tmp_path: Path) -> None:
     """A signal to the rank's own group killed the launcher, and what fails under torchrun passed."""
-    semaphores = set(Path("/dev/shm").glob("sem.mp-*"))
     (tmp_path / "test_it.py").write_text(ALONE, encoding="utf-8")
     names = ("test_leads_its_session", "test_signals_its_group", "test_is_nobodys_child")
     for launcher in ("warm", "torchrun"):
         result = run_pytest(tmp_path, "--distcompat-launcher", launcher)
         assert result.outcomes == dict.fromkeys(names, "passed"), result.out
-    assert set(Path("/dev/shm").glob("sem.mp-*")) <= semaphores
 
 
 @pytest.mark.parametrize("imported", ["at the top", "in the test"])
