@@ -17,6 +17,8 @@ from pytest_distcompat.world import SHARES_GPUS
 
 #: The first version that takes several ranks on one GPU: the variable's name is in 2.30.7, and not in 2.29.7.
 SHARES_FROM = (2, 30)
+#: What a user with an older library can do.
+CURE = "NCCL 2.30 or newer takes ranks that share a GPU: pip install --upgrade 'pytest-distcompat[one-gpu]'"
 #: How long the process that asks the library may take, in seconds. The library is some hundred MiB large.
 ASK_TIMEOUT_S = 60.0
 #: Prints the code of the version. A process of its own asks, since pytest and fork servers keep CUDA's libraries out.
