@@ -33,9 +33,27 @@ def scaled(story: Story, field: str, factor: float, **where: Any) -> Story:
 
 def test_a_loss_that_is_off_from_the_first_step(sound: Sound) -> None:
     # The sum over two ranks instead of the mean.
-    assert scaled(sound("ddp-fp32-w2"), "loss", 2).findings("parity") == [
-        "step 1: the loss is 3; 1.5 in the reference (1.0e+00 off, 2.0e-05 allowed)"
-    ]
+    off = "step 1: the loss is 3; 1.5 in the reference (1.0e+00 off, 2.0e-05 allowed)"
+    factor = "2 times the reference's (= the number of ranks)"
+    assert scaled(sound("ddp-fp32-w2"), "loss", 2).findings("parity") == [f"{off}: {factor}"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "cause"),
+    [
+        (1 / 2, ": 0.5 times the reference's (= 1 / the number of ranks)"),
+        (4, ": 4 times the reference's (= micro-batches a step)"),
+        (1 / 4, ": 0.25 times the reference's (= 1 / micro-batches a step)"),
+        (3, ""),
+    ],
+)
+@pytest.mark.parametrize("field", ["loss", "grad_norm"])
+def test_a_plain_factor_is_named(sound: Sound, field: str, factor: float, cause: str) -> None:
+    story = scaled(sound("ddp-fp32-w2-grad_accum_4"), "grad_norm", 2)
+    story = scaled(story, field, factor if field == "loss" else factor / 2)
+    texts = {"loss": "step 1: the loss is", "grad_norm": "step 1: rank 0: the gradient norm is"}
+    (found,) = [one for one in story.findings("parity") if one.startswith(texts[field])]
+    assert found.endswith(f" allowed){cause}")
 
 
 def test_a_loss_that_is_a_mean_with_other_weights_says_with_which(sound: Sound) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
+from pytest_distcompat.checks._factors import factors_of, named_factor
 from pytest_distcompat.checks._values import Names, across_stages, in_tf32, rounding_of, stages_of
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
@@ -63,6 +64,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     losses, norms = tolerances(cell, trace)
     trained, reference = trace.run("train"), trace.run("reference")
     numbers = _NumbersOfParameters(trained), _NumbersOfParameters(reference)
+    factors = factors_of(cell, trained)
     largest_loss = largest_norm = 0.0
     for step in range(STEPS):
         here, there = trained.at("step", step), reference.at("reference", step)
@@ -72,8 +74,10 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
             return
         largest_loss = max(largest_loss, abs(there[0].loss or 0.0))
         largest_norm = max(largest_norm, there[0].grad_norm or 0.0)
-        found = [one + _same_rows(cell) for one in _loss(here, there[0], losses[step], largest_loss, cell)]
-        found += _norm(here, there[0], norms[step], largest_norm)
+        found = [
+            one + _same_rows(cell) for one in _loss(here, there[0], losses[step], largest_loss, cell, factors=factors)
+        ]
+        found += _norm(here, there[0], norms[step], largest_norm, factors)
         found = [one + in_tf32(trained) for one in found]
         groups = [of(snapshots) for of, snapshots in zip(numbers, (here, there), strict=True)]
         found += [*_rates(here, there[0])] or _hyperparameters(cell, here, *groups)
@@ -114,7 +118,15 @@ def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | No
     return [ROUNDING_FACTOR * max(table, *off[: 2 * step + 3]) for step in range(STEPS)]
 
 
-def _loss(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float, cell: Cell) -> Iterator[str]:
+def _loss(
+    here: tuple[Snapshot, ...],
+    there: Snapshot,
+    tolerance: float,
+    largest: float,
+    cell: Cell,
+    *,
+    factors: Mapping[str, int],
+) -> Iterator[str]:
     losses = [snapshot.loss for snapshot in here if snapshot.loss is not None]
     if len(losses) != len(here) or there.loss is None:
         yield "no loss to compare; expected step() to return it on every rank, and reference()"
@@ -125,7 +137,8 @@ def _loss(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest
     loss = sum(losses) / len(losses)
     if not _close(loss, there.loss, tolerance, largest):
         expected = _expected(loss, there.loss, tolerance, largest)
-        yield f"the loss is {loss:.6g}; {expected}{_average(loss, there, tolerance, cell)}"
+        cause = _average(loss, there, tolerance, cell) or _times(loss, there.loss, factors, tolerance)
+        yield f"the loss is {loss:.6g}; {expected}{cause}"
 
 
 def _average(loss: float, there: Snapshot, tolerance: float, cell: Cell) -> str:
@@ -151,18 +164,28 @@ def _average(loss: float, there: Snapshot, tolerance: float, cell: Cell) -> str:
     return f": here {f'{once[0]} counts alike' if once else times[0]}, there {expected[0]}"
 
 
+def _times(here: float, there: float, factors: Mapping[str, int], tolerance: float) -> str:
+    """Return which plain factor a number is off by, as ``gradients`` says it; an empty text if it is off by none."""
+    ratio = here / there if there else math.inf
+    factor = named_factor(factors, ratio, tolerance)
+    return f": {ratio:.4g} times the reference's ({factor})" if factor else ""
+
+
 def _same_rows(cell: Cell) -> str:
     """Return what no check can compare under context parallelism, whose ranks see only parts of rows; else nothing."""
     ranks = ", ".join(map(str, cell.cp_peers(0)))
     return f"; with cp {cell.cp} ranks {ranks} must be fed parts of the same rows" if cell.cp > 1 else ""
 
 
-def _norm(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float) -> Iterator[str]:
+def _norm(
+    here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float, factors: Mapping[str, int]
+) -> Iterator[str]:
     for snapshot in here:
         norm = snapshot.grad_norm
         if norm is not None and there.grad_norm is not None and not _close(norm, there.grad_norm, tolerance, largest):
             expected = _expected(norm, there.grad_norm, tolerance, largest)
-            yield f"rank {snapshot.rank}: the gradient norm is {norm:.6g}; {expected}"
+            cause = _times(norm, there.grad_norm, factors, tolerance)
+            yield f"rank {snapshot.rank}: the gradient norm is {norm:.6g}; {expected}{cause}"
 
 
 def _close(here: float, there: float, tolerance: float, largest: float) -> bool:
