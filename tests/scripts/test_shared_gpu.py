@@ -34,4 +34,5 @@ def test_ranks_of_a_script_that_share_a_gpu_find_it(
     assert [rank["LOCAL_RANK"] for rank in ranks] == devices
     assert {rank["CUDA_VISIBLE_DEVICES"] for rank in ranks} == {",".join(gpus)}
     assert {rank["NCCL_MULTI_RANK_GPU_ENABLE"] for rank in ranks} == {variable}
+    assert [rank["divides"] for rank in ranks] == [int(len(gpus) == 1)] * 2
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ

@@ -40,9 +40,9 @@ def enter() -> None:
 
 
 def _share_gpus() -> None:
-    """Let LOCAL_RANK, by which scripts choose their GPU, name one that is there: ranks that share GPUs take turns."""
+    """Let LOCAL_RANK, by which scripts choose their GPU, name one that is there; ranks that share it divide its memory."""
     if wrappers.probe_config().device == "cuda" and {"WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
-        World.from_environment("cuda")
+        on_import("torch", World.from_environment("cuda").divide_memory_once_used)
 
 
 def install() -> None:
