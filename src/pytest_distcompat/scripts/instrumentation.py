@@ -17,6 +17,7 @@ from pytest_distcompat.scripts.import_hooks import on_import
 from pytest_distcompat.scripts.recorder import Recorder
 from pytest_distcompat.scripts.tracked_objects import TrackedObjects
 from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps, Wrapper
+from pytest_distcompat.world import World
 
 #: The method that writes ``checkpoint-N``. It is private, but the hook ``on_save`` comes too late: when it is called, the
 #: files that other libraries wrote for the Trainer would already count as checkpoints of their own.
@@ -32,9 +33,16 @@ def enter() -> None:
     if os.environ.get(RUN):
         if os.environ.get("RANK", "").isdecimal():
             claim(int(os.environ["RANK"]))
+            guard.attempt("the choice of a GPU", _share_gpus)
         install()
     if os.environ.get(ON_CPU) == "1":
         bridge.install()
+
+
+def _share_gpus() -> None:
+    """Let LOCAL_RANK, by which scripts choose their GPU, name one that is there; ranks that share it divide its memory."""
+    if wrappers.probe_config().device == "cuda" and {"WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
+        on_import("torch", World.from_environment("cuda").divide_memory_once_used)
 
 
 def install() -> None:

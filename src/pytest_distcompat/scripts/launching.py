@@ -21,7 +21,7 @@ from pytest_distcompat.launch.hosting import Hosted
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
-from pytest_distcompat.leased import leak_message
+from pytest_distcompat.leased import leak_message, rank_environment
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scripts.configuration import find_configuration
 from pytest_distcompat.scripts.environment import ON_CPU, ProbeConfig, with_probe
@@ -160,7 +160,7 @@ def launch(
     if bridge and host.device == "cpu":
         added[ON_CPU] = "1"
     with host.pool.lease(cell.world_size, who=f"script {script} {cell.id} in {directory}") as lease:
-        added |= lease.environment
+        added |= rank_environment(lease, cell.world_size)
         complete = without_rank(on_device(os.environ, host.device)) | added
         ending = Hosted(
             name=launcher if launcher != "cli" else str(script),
