@@ -165,7 +165,12 @@ class Driver:
         raise NotImplementedError(_missing(self, "build"))
 
     def step(self, number: int) -> float:
-        """Take one optimizer step on batch ``number`` of this rank and return this rank's loss."""
+        """Take one optimizer step on batch ``number`` of this rank and return this rank's loss.
+
+        Returns:
+            The mean over this rank's rows or tokens, scaled so that the average over ranks is the loss of all; or this
+            rank's part of a sum, if the trainer sums gradients over ranks. Of micro-batches, the loss of all together.
+        """
         raise NotImplementedError(_missing(self, "step"))
 
     def overflow(self, number: int) -> float:

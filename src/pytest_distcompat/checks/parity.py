@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
@@ -23,6 +24,8 @@ from pytest_distcompat.trace import RunTrace, Snapshot, Trace, shard_groups, tog
 ROUNDING_FACTOR = 2
 #: Relative, for learning rates, which are products of a few factors.
 RATE_TOLERANCE = 1e-9
+#: Relative: a gradient norm from before clipping that differs less from the one after it was not clipped.
+UNCLIPPED = 1e-3
 #: What single parameters are compared on; optimizers of other classes may have further numbers.
 HYPERPARAMETERS = ("lr", "weight_decay", "betas.0", "betas.1", "eps", "momentum")
 #: Unwrapped name -> the numbers of the parameter's group.
@@ -54,8 +57,9 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that training equals that of one process in float32 on the same batches, over 20 steps.
 
     Loss and reported gradient norm agree within the precision's tolerance, learning rate, weight decay and the like of
-    each parameter exactly. Ranks, steps and micro-batches have different numbers of tokens, and the last step of an epoch
-    has fewer micro-batches than the others.
+    each parameter exactly. The ranks' losses are a mean if their average is the reference's; if instead their sum is, each
+    rank reports its part of a sum, and gradients equal to the reference's in every step must prove it. Ranks, steps and
+    micro-batches have different numbers of tokens, and the last step of an epoch has fewer micro-batches than the others.
 
     If it fails: a loss that is off from the first step on is computed differently, such as a mean of unequal
     micro-batches' means; the finding then says what counts alike. One that is off later comes from the optimizer:
@@ -65,6 +69,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     trained, reference = trace.run("train"), trace.run("reference")
     numbers = _NumbersOfParameters(trained), _NumbersOfParameters(reference)
     factors = factors_of(cell, trained)
+    parts = _parts_of_a_sum(cell, trace, losses[0], norms)
     largest_loss = largest_norm = 0.0
     for step in range(STEPS):
         here, there = trained.at("step", step), reference.at("reference", step)
@@ -72,6 +77,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         if not here or not there:
             yield f"step {step + 1}: no reference to compare with"
             return
+        here = tuple(_times_ranks(one, cell) for one in here) if parts else here
         largest_loss = max(largest_loss, abs(there[0].loss or 0.0))
         largest_norm = max(largest_norm, there[0].grad_norm or 0.0)
         found = [
@@ -84,6 +90,43 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from (f"step {step + 1}: {text}" for text in found)
         if found:
             return  # later deviations follow from this one
+
+
+def _parts_of_a_sum(cell: Cell, trace: Trace, tolerance: float, norms: Sequence[float]) -> bool:
+    """Tell whether the losses of data-parallel ranks add up to the reference's, and training is the reference's all the same.
+
+    Such a trainer divides by the tokens of all ranks and sums gradients over ranks. One that divides so and averages
+    gradients has the same losses, and gradients that are too small.
+    """
+    trained, reference = trace.run("train"), trace.run("reference")
+    here, there = trained.at("step", 0), reference.at("reference", 0)
+    losses = [one.loss for one in here if one.loss is not None]
+    if cell.dp_size == 1 or not losses or len(losses) != len(here) or not there or there[0].loss is None:
+        return False
+    total = cell.dp_size * sum(losses) / len(losses)
+    adds_up = math.isclose(total, there[0].loss, rel_tol=tolerance)
+    return adds_up and _shows_gradients(trace, norms) and not any(clipping(cell, trace))
+
+
+def _shows_gradients(trace: Trace, tolerances: Sequence[float]) -> bool:
+    """Tell whether gradients are known to be the reference's before clipping: after it, wrong ones may have the same norm."""
+    for step, tolerance in enumerate(tolerances):
+        here, there = trace.run("train").at("step", step), trace.run("reference").at("reference", step)
+        expected = there[0].grad_norm if there else None
+        if expected is None:
+            return False
+        reported = [one.grad_norm for one in here if one.grad_norm is not None]
+        if any(not math.isclose(norm, expected, rel_tol=tolerance) for norm in reported):
+            return False
+        unclipped = math.isclose(math.sqrt(_square(there[0])), expected, rel_tol=UNCLIPPED)
+        if len(reported) < len(here) and not unclipped:
+            return False
+    return True
+
+
+def _times_ranks(snapshot: Snapshot, cell: Cell) -> Snapshot:
+    """Return the snapshot with the loss that the rank would report if losses were means over ranks."""
+    return dataclasses.replace(snapshot, loss=None if snapshot.loss is None else snapshot.loss * cell.dp_size)
 
 
 def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
