@@ -41,6 +41,8 @@ EXPECTED = {"passed", "known", "refused", "skipped"}
 LINES = 12
 #: From how many cores on the four drivers are tested at the same time on one GPU.
 CORES_FOR_ALL_DRIVERS = 8
+#: How many workers run ``test_suite.py`` then.
+SUITE_WORKERS = 4
 #: The stages of one driver each.
 SUITES = ("smoke", "shared", "default")
 
@@ -127,12 +129,14 @@ def _product(size: int = 8192, times: int = 20) -> float:
     return 2 * size**3 * times / (time.perf_counter() - began) / 1e12
 
 
-def gpu_tests(*args: str) -> Command:
-    """Make the command for a part of ``tests/gpu``."""
+def gpu_tests(file: str, workers: int = 0) -> Command:
+    """Make the command for a file of ``tests/gpu``, run by so many workers of xdist; 0: by pytest itself."""
 
     def command(_work: Path, result: Path) -> list[str]:
         options = ["-p", "no:cacheprovider", "-rA", f"--junitxml={result}", f"--rootdir={ROOT}"]
-        return [sys.executable, "-m", "pytest", *options, *(str(ROOT / "tests" / "gpu" / arg) for arg in args)]
+        if workers:
+            options += ["-n", str(workers)]
+        return [sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "gpu" / file)]
 
     return command
 
@@ -234,7 +238,7 @@ def suite_options(name: str, *, cpu: bool) -> list[str]:
     if cpu:
         # One check of few cells: everything else is what CI does.
         check = "names" if name == "default" else "active"
-        return [*options, "--distcompat-gpus=0", "-k", f"(ddp-fp32-w{ranks} or zero1-fp32-w{ranks}) and {check}"]
+        return [*options, "--distcompat-gpus=0", "-k", f"(ddp-fp32-w{ranks} or zero0-fp32-w{ranks}) and {check}"]
     return [*options, "--distcompat-gpus=1", f"--distcompat-ranks-per-gpu={ranks}"]
 
 
@@ -274,8 +278,8 @@ def stages(output: Path, *, cpu: bool) -> list[Stage]:
         command = script("throughput.py", "--back-end", back_end, switch, *device, *model)
         return Stage(name, command, seconds(name), limit=180)
 
-    def gpu_file(name: str, beside: str = "") -> Stage:
-        command = gpu_tests(f"test_{name.removeprefix('gpu-')}.py")
+    def gpu_file(name: str, beside: str = "", workers: int = 0) -> Stage:
+        command = gpu_tests(f"test_{name.removeprefix('gpu-')}.py", workers)
         return Stage(name, command, seconds(name), read=read_junit, beside=beside)
 
     return [
@@ -283,7 +287,8 @@ def stages(output: Path, *, cpu: bool) -> list[Stage]:
         # These two measure the memory of the GPU, and so run alone.
         gpu_file("gpu-marked"),
         gpu_file("gpu-leases"),
-        gpu_file("gpu-suite", beside["smoke"]),
+        # Its sessions wait for each other's GPU, but start side by side.
+        gpu_file("gpu-suite", beside["smoke"], workers=SUITE_WORKERS if together else 0),
         *suite_stages("smoke", beside["smoke"], earlier="smoke", cpu=cpu),
         *suite_stages("shared", beside["shared"], earlier="shared", cpu=cpu),
         # Stopped at the limit, it keeps the figures that it has.

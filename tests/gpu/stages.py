@@ -51,7 +51,7 @@ class Stage:
         seconds: How long it usually takes. With less time left, a shorter stage runs first.
         limit: After how many seconds it is taken for hung.
         resumes: Whether a run goes on where the one before was cut off. Others are cut off twice at most.
-        nothing_left: The exit code of a command that found that earlier runs left it nothing to do.
+        nothing_left: The exit code of a command that found that the runs that were cut off left it nothing to do.
         read: Reads the result that the command has left.
         environment: Variables of the command.
         beside: Stages that follow one another with the same word here run at the same time; empty: alone.
@@ -210,7 +210,9 @@ class Runner:
         elif exit_code is None:
             outcome = Outcome("timed out", cut_off, seconds)
         else:
-            passed = exit_code in {0, stage.nothing_left}
+            # Of a stage that has never run, nothing was chosen: that proves nothing.
+            nothing_left = cut_off > 0 and exit_code == stage.nothing_left
+            passed = exit_code == 0 or nothing_left
             outcome = Outcome("passed" if passed else "failed", cut_off, seconds, exit_code)
         try:
             outcome.result = stage.read(result) if result.exists() else None
@@ -218,7 +220,7 @@ class Runner:
             outcome.result = {"unreadable": repr(error)}
         if outcome.status != "passed":
             outcome.tail = log_path.read_text(encoding="utf-8", errors="replace")[-TAIL:]
-        elif outcome.result is None and exit_code != stage.nothing_left:
+        elif outcome.result is None and exit_code == 0:
             outcome.status, outcome.tail = "failed", f"it wrote no {result.name}"
         return outcome
 

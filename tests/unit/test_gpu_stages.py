@@ -81,9 +81,17 @@ def test_stages_run_once_whatever_becomes_of_them(stages: Any, tmp_path: Path) -
     assert json.loads((tmp_path / "output" / "results.json").read_text())["done"]
 
 
-def test_a_finished_plan_is_no_failure(stages: Any, tmp_path: Path) -> None:
-    runner = run(stages, tmp_path, stage(stages, "rest", "nothing left", nothing_left=5))
+def test_nothing_left_after_an_interruption_is_no_failure(stages: Any, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "results.json").write_text('{"stages": {"rest": {"status": "running"}}}')
+    runner = run(stages, tmp_path, stage(stages, "rest", "nothing left", nothing_left=5, resumes=True))
     assert statuses(runner) == {"rest": "passed"}
+
+
+def test_a_stage_that_chose_nothing_has_proved_nothing(stages: Any, tmp_path: Path) -> None:
+    runner = run(stages, tmp_path, stage(stages, "empty", "nothing left", nothing_left=5, resumes=True))
+    assert statuses(runner) == {"empty": "failed"}
 
 
 @pytest.mark.nightly
@@ -243,11 +251,13 @@ def test_verdicts_come_before_figures_and_a_call_has_room_for_them(
     plan = proof.stages(tmp_path, cpu=False)
     kinds = list(dict.fromkeys(one.name.partition("-")[0] for one in plan))
     assert kinds == ["facts", "gpu", "smoke", "shared", "groups", "default", "throughput", "convergence"]
+    (suite,) = [one for one in plan if one.name == "gpu-suite"]
+    assert "-n" in suite.command(tmp_path, tmp_path / "gpu-suite.0.json")
     seconds = 0.0
     for kind in kinds[:6]:
         of_kind = [one for one in plan if one.name.partition("-")[0] == kind]
         alone = [one.seconds for one in of_kind if not one.beside]
-        beside = [one.seconds for one in of_kind if one.beside == kind]
+        beside = [one.seconds for one in plan if one.beside == kind]
         seconds += sum(alone) + max(beside, default=0.0)
     assert seconds <= 9 * 60 - stages.GRACE
     assert sum(one.seconds for one in proof.stages(tmp_path, cpu=True)) <= 9 * 60 - stages.GRACE
