@@ -15,6 +15,8 @@ import pytest
 from tests.plugin.conftest import recorded
 from tests.pytest_runs import RECORDED
 
+from pytest_distcompat.launch.process import has_accelerator
+
 pytestmark = pytest.mark.spawn
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
@@ -79,9 +81,11 @@ def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[s
 
 
 def documented() -> dict[str, set[str]]:
-    """Return the ways in which each thing differs, as the table of the page says."""
+    """Return the ways in which each thing differs, as the table of the page says, and the sentence below it."""
     section = PAGE.read_text(encoding="utf-8").partition("## Warm ranks and torchrun's")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| ([a-z, ]+) \| \S.* \|$", section, re.MULTILINE)
+    if has_accelerator():
+        rows.append(("`environment CUDA_VISIBLE_DEVICES`, `environment DS_ACCELERATOR`", "warm, cold"))
     return {name: set(ways.split(", ")) for names, ways in rows for name in re.findall(r"`([^`]+)`", names)}
 
 
