@@ -216,6 +216,7 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
         "compile": wrappers.wraps(lambda result, _args: wrappers.models([result]), compiles=True),
         "nn.Module.compile": wrappers.wraps(lambda _result, _args: (), compiles=True),
         "save": wrappers.saves(_second("f"), everyone=False, model=False),
+        "load": wrappers.reads_file,
         "nn.parallel.DistributedDataParallel.__init__": wrappers.constructs,
         "optim.Optimizer.__init__": _tracks(lambda tracked: tracked.torch_optimizers),
         "optim.lr_scheduler.LRScheduler.__init__": _tracks(lambda tracked: tracked.schedulers),

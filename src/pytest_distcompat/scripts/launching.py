@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pytest_distcompat.cell import Cell, OptionValue
 from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
-from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.failures import UsageProblem, hides_frames
 from pytest_distcompat.launch.environment import OF_THE_AGENT
 from pytest_distcompat.launch.hosting import Hosted
 from pytest_distcompat.launch.process import on_device
@@ -27,6 +27,9 @@ from pytest_distcompat.scripts.configuration import find_configuration
 from pytest_distcompat.scripts.environment import ON_CPU, ProbeConfig, with_probe
 from pytest_distcompat.scripts.result import ScriptRun
 from pytest_distcompat.strategies import STRATEGIES
+
+#: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
+__tracebackhide__ = hides_frames
 
 
 @dataclass(frozen=True)
