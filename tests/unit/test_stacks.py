@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import pytest_distcompat
-from pytest_distcompat.launch.stacks import format_error, without_launcher
+from pytest_distcompat.launch.stacks import format_error, without_launcher, without_launcher_in_crash
 
 PACKAGE = Path(pytest_distcompat.__file__).parent
 
@@ -56,3 +56,47 @@ def test_a_stack_ends_at_the_trainer() -> None:
         '  File "/x/pytest_distcompat/driver.py", line 9 in train\n  File "/x/pytest_distcompat/worker.py", line 5 in run\n'
     )
     assert without_launcher(stack).splitlines()[1:] == ['  File "/my/train.py", line 3 in step']
+
+
+THREADS = (
+    'Thread 0x3 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 324 in wait\n'
+    '  File "/my/loader.py", line 7 in fetch\n'
+    "\n"
+    'Thread 0x2 (most recent call first):\n  File "/x/pytest_distcompat/worker.py", line 5 in run\n'
+    "\n"
+    "Thread 0x4 (most recent call first):\n  <no Python frame>\n"
+    "\n"
+    'Thread 0x1 (most recent call first):\n  File "/my/train.py", line 3 in step\n'
+    '  File "/x/pytest_distcompat/launch/rank.py", line 5 in main\n  File "/x/fork.py", line 1 in serve\n'
+)
+
+
+def test_the_main_thread_comes_first_and_empty_ones_not_at_all() -> None:
+    assert without_launcher(THREADS).splitlines() == [
+        "Thread 0x1 (most recent call first):",
+        '  File "/my/train.py", line 3 in step',
+        "Thread 0x3 (most recent call first):",
+        '  File "/usr/lib/python3.11/threading.py", line 324 in wait',
+        '  File "/my/loader.py", line 7 in fetch',
+    ]
+
+
+def test_a_rank_inside_its_callers_alone_keeps_their_frames() -> None:
+    stack = 'Thread 0x1 (most recent call first):\n  File "/x/_pytest/capture.py", line 5 in read\n'
+    assert without_launcher(stack) == stack.rstrip()
+
+
+@pytest.mark.parametrize("stack", ["", "Thread 0x1 (most recent call first):\n", "\n\n"])
+def test_a_stack_without_frames_is_not_shown(stack: str) -> None:
+    assert without_launcher(stack) == ""
+
+
+def test_a_crash_keeps_the_crashed_thread_first() -> None:
+    lines = ["Fatal Python error: Aborted", "", *THREADS.replace("Thread 0x3", "Current thread 0x3").splitlines()]
+    shown = without_launcher_in_crash([*lines, "", "Extension modules: numpy (total: 1)"])
+    titles = [line for line in shown if line and not line.startswith("  ")]
+    assert titles == [
+        "Fatal Python error: Aborted",
+        "Current thread 0x3 (most recent call first):",
+        "Thread 0x1 (most recent call first):",
+    ]

@@ -226,8 +226,8 @@ def _section(end: RankEnd) -> str:
     lines = [end.text.rstrip()] if end.text else []
     if end.wait_state is not None and end.wait_state.recorded:
         lines.append(end.wait_state.history())
-    if end.stack and end.status == "stuck":
-        lines.append("Python stack at the time limit (most recent call first):\n" + without_launcher(end.stack))
+    if end.status == "stuck" and (shown := without_launcher(end.stack)):
+        lines.append(f"Python stack at the time limit (most recent call first):\n{shown}")
     if end.output and end.status in {"killed", "exited", "stuck", "missing"}:
         lines.append("last output:\n" + end.output.rstrip())
     return "\n".join(lines)

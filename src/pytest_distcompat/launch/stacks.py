@@ -9,7 +9,7 @@ import re
 import signal
 import sysconfig
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,9 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 
 #: What calls tests and trainers: frames that are the same in every stack.
 _CALLERS = ("/_pytest/", "/pluggy/", "/pytest_distcompat/worker.py", "/pytest_distcompat/driver.py")
+
+#: How the line ends with which faulthandler begins a thread.
+_TITLE_END = "(most recent call first):"
 
 #: How many characters of a source line are shown.
 _SOURCE_LENGTH = 80
@@ -103,13 +106,37 @@ def stack_file(directory: str | Path, rank: int) -> Path:
     return Path(directory) / f"rank-{rank}.stack"
 
 
-def _above_main(stack: str) -> Iterator[str]:
-    """Yield the lines of a stack, of each thread those down to the rank's main."""
+@dataclass(frozen=True)
+class _Thread:
+    """The stack of one thread: the line that names it, and the lines of its frames, innermost first."""
+
+    title: str
+    frames: list[str]
+
+    @property
+    def empty(self) -> bool:
+        """Tell whether it has no Python frame, as a thread of C++ code has none, for which faulthandler has a line too."""
+        return not any(line.startswith("  File ") for line in self.frames)
+
+    def without_callers(self) -> _Thread:
+        """Return the same thread without the frames of what called the test or trainer."""
+        kept = [line for line in self.frames if not any(caller in line for caller in _CALLERS)]
+        return _Thread(self.title, kept)
+
+
+def _threads_above_main(stack: str) -> list[_Thread]:
+    """Return each thread with its frames down to the rank's main, in the order in which faulthandler wrote them."""
+    found: list[_Thread] = []
     below = False
     for line in stack.rstrip().splitlines():
-        below = line.startswith("  ") and (below or _MAIN in line)
-        if not below:
-            yield line
+        if not line.startswith("  "):
+            found.append(_Thread(line, []))
+            below = False
+            continue
+        below = below or _MAIN in line
+        if found and not below:
+            found[-1].frames.append(line)
+    return found
 
 
 def threads(stack: str) -> list[list[Frame]]:
@@ -117,14 +144,11 @@ def threads(stack: str) -> list[list[Frame]]:
 
     faulthandler writes the newest thread first.
     """
-    found: list[list[Frame]] = []
-    for line in _above_main(stack):
-        frame = _FRAME.fullmatch(line)
-        if not line.startswith("  "):
-            found.append([])
-        elif frame and found:
-            found[-1].append(Frame(frame["file"], int(frame["line"]), frame["function"]))
-    return [frames for frames in reversed(found) if frames]
+    found = []
+    for thread in reversed(_threads_above_main(stack)):
+        matches = [_FRAME.fullmatch(line) for line in thread.frames]
+        found.append([Frame(match["file"], int(match["line"]), match["function"]) for match in matches if match])
+    return [frames for frames in found if frames]
 
 
 def nearest(frames: Sequence[Frame]) -> Frame:
@@ -142,8 +166,16 @@ def nearest(frames: Sequence[Frame]) -> Frame:
 
 
 def without_launcher(stack: str) -> str:
-    """Return the stack without the frames of what called the test or trainer, and those below the rank's main."""
-    return "\n".join(line for line in _above_main(stack) if not any(caller in line for caller in _CALLERS))
+    """Return the stack without the frames of what called the test or trainer, and those below the rank's main.
+
+    The main thread comes first, which faulthandler writes last. Threads without a frame are left out. If no thread has one
+    else, those of the callers are shown too.
+    """
+    above_main = list(reversed(_threads_above_main(stack)))
+    shown = [thread.without_callers() for thread in above_main]
+    if all(thread.empty for thread in shown):
+        shown = above_main
+    return "\n".join("\n".join([thread.title, *thread.frames]) for thread in shown if not thread.empty)
 
 
 def format_error(error: BaseException) -> str:
@@ -162,9 +194,15 @@ def format_error(error: BaseException) -> str:
 
 
 def without_launcher_in_crash(lines: Sequence[str]) -> list[str]:
-    """Return the same for what faulthandler wrote when the process crashed.
+    """Return the same for what faulthandler wrote when the process crashed, the crashed thread first as it wrote it.
 
     Its last line, which names all extension modules, is left out too.
     """
-    shown = without_launcher("\n".join(lines)).splitlines()
-    return [line for line in shown if not line.startswith("Extension modules: ")]
+    shown: list[str] = []
+    for thread in _threads_above_main("\n".join(lines)):
+        above_callers = thread.without_callers()
+        is_thread = thread.title.endswith(_TITLE_END)
+        left_out = thread.title.startswith("Extension modules: ") or not thread.title
+        if not left_out and not (is_thread and above_callers.empty):
+            shown += [above_callers.title, *above_callers.frames]
+    return shown
