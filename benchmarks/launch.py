@@ -1,8 +1,8 @@
 """What one distributed test costs: ours beside what users have today, on the same body, run side by side.
 
 ``python benchmarks/launch.py [--rounds 3] [--train] [--stack] [--modules N] [--ours] [--device cuda]`` prints a Markdown table,
-with ``--ours`` of our ways alone. The body
-is an all_reduce on 2 gloo ranks, or on one NCCL rank a GPU, at most 2; with ``--train`` it is a step of AdamW under
+with ``--ours`` of our ways alone. The body is an all_reduce on 2 gloo ranks, or on one NCCL rank a GPU, at most 2; with
+``--train`` it is a step of AdamW under
 DistributedDataParallel, which imports a second of torch when it first runs in a process; with ``--stack`` the ranks also have
 accelerate, transformers and deepspeed imported, as the tests of a trainer do. ``--modules N`` times whole sessions instead, of
 N modules with 20 tests each, the start of pytest and of all ranks included, for the ways in which ranks are kept. Every round
