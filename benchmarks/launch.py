@@ -1,7 +1,8 @@
 """What one distributed test costs: ours beside what users have today, on the same body, run side by side.
 
-``python benchmarks/launch.py [--rounds 3] [--train] [--stack] [--modules N] [--device cuda]`` prints a Markdown table. The body
-is an all_reduce on 2 gloo ranks, or on one NCCL rank a GPU, at most 2; with ``--train`` it is a step of AdamW under
+``python benchmarks/launch.py [--rounds 3] [--train] [--stack] [--modules N] [--ours] [--device cuda]`` prints a Markdown table,
+with ``--ours`` of our ways alone. The body is an all_reduce on 2 gloo ranks, or on one NCCL rank a GPU, at most 2; with
+``--train`` it is a step of AdamW under
 DistributedDataParallel, which imports a second of torch when it first runs in a process; with ``--stack`` the ranks also have
 accelerate, transformers and deepspeed imported, as the tests of a trainer do. ``--modules N`` times whole sessions instead, of
 N modules with 20 tests each, the start of pytest and of all ranks included, for the ways in which ranks are kept. Every round
@@ -32,6 +33,8 @@ from multi_process import multi_process  # type: ignore[import-not-found] # a sc
 
 from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
 
+#: The names of our ways begin so.
+OURS = "ours, "
 STACK = "import accelerate\nimport transformers\nfrom transformers import Trainer\nimport deepspeed\n"
 
 BODY = """
@@ -335,6 +338,7 @@ def main() -> None:
         "--stack", action="store_true", help="import accelerate, transformers and deepspeed in the ranks"
     )
     parser.add_argument("--modules", type=int, default=0, help="time sessions of so many modules, ranks kept")
+    parser.add_argument("--ours", action="store_true", help="time our ways alone")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -347,6 +351,8 @@ def main() -> None:
     group = Group(arguments.device, min(visible_gpus(), CPU_WORLD_SIZE) or CPU_WORLD_SIZE)
     kept = [Way(name, arguments.modules, measure) for name, measure in sessions(group).items()]
     chosen = kept if arguments.modules else ways(group)
+    if arguments.ours:
+        chosen = [way for way in chosen if way.name.startswith(OURS)]
     figures = Figures(group, arguments.json, {way.name: [] for way in chosen}, {})
     imports = STACK if arguments.stack else ""
     body = (TRAINING if arguments.train else BODY).format(imports=imports, **group.fields)
