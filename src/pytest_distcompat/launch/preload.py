@@ -172,7 +172,7 @@ def import_modules(names: Sequence[str], dump_at: float) -> None:
 
 def _recorded(name: str) -> contextlib.AbstractContextManager[None]:
     """Record what modules import, after the import of torch itself, which every rank needs."""
-    return contextlib.nullcontext() if name == "torch" else unimported.recorded()
+    return contextlib.nullcontext() if name == "torch" else unimported.recorded(name)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -30,14 +30,18 @@ _imported: dict[str, set[str]] = {}
 _running: list[str] = []
 #: The hidden modules, by name.
 _hidden: dict[str, ModuleType] = {}
+#: By the name of each module that the fork server was told to import: what is given back with it. Ranks import these, and to look
+#: through all that was recorded would copy the memory that they share with the fork server.
+_given_with: dict[str, tuple[str, ...]] = {}
 #: The names of the modules that were given back, in order, and how many of them before ranks were forked.
 _given_back: list[str] = []
 _given_back_before = 0
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[None]:
-    """Record what each module imports that is loaded in the block."""
+def recorded(name: str) -> Iterator[None]:
+    """Record what each module imports that is loaded in the block, which imports the module of that name."""
+    _given_with[name] = ()
     kinds = (importlib.machinery.SourceFileLoader, importlib.machinery.ExtensionFileLoader)
     with contextlib.ExitStack() as undo:
         for kind in kinds:
@@ -90,25 +94,29 @@ def _record_imports(undo: contextlib.ExitStack) -> None:
     undo.callback(setattr, builtins, "__import__", original)
 
 
-def _with_imported(names: Iterable[str]) -> set[str]:
-    """Return these modules, their packages, and all that they import, directly or not."""
+def _with_imported(names: Iterable[str], known: Container[str]) -> set[str]:
+    """Return those of these modules that are known, and all known ones that they import, directly or by way of known ones."""
     found: set[str] = set()
-    left = list(names)
+    left = [name for name in names if name in known]
     while left:
         name = left.pop()
-        if name in found:
-            continue
-        found.add(name)
-        left.extend(_imported.get(name, ()))
-        if package := name.rpartition(".")[0]:
-            left.append(package)
+        if name not in found:
+            found.add(name)
+            left.extend(other for other in _imported.get(name, ()) if other in known)
     return found
 
 
 def hide() -> None:
     """Hide the modules that were recorded, but for those that a module which stays has imported."""
-    stay = _with_imported(name for name in sys.modules if name not in _imported or name.partition(".")[0] in _STAY)
+    for name, names in _imported.items():
+        # A package is imported with each of its modules; and not all that is taken from a module is one.
+        names.add(name.rpartition(".")[0])
+        names.intersection_update(_imported)
+    roots = [name for name in sys.modules if name not in _imported or name.partition(".")[0] in _STAY]
+    stay = _with_imported(roots, sys.modules)
     _hide([name for name in sys.modules if name in _imported and name not in stay])
+    for name in _given_with:
+        _given_with[name] = tuple(_with_imported([name], _hidden))
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -121,7 +129,7 @@ def _hide(names: Sequence[str]) -> None:
     for name in names:
         package, _, own = name.rpartition(".")
         parent = sys.modules.get(package) or _hidden.get(package)
-        if parent is not None and vars(parent).get(own) is _hidden.get(name):
+        if parent is not None and name in _hidden and vars(parent).get(own) is _hidden[name]:
             delattr(parent, own)
 
 
@@ -138,9 +146,10 @@ def hide_again() -> None:
 
 
 def _give_back(name: str) -> None:
-    """Give back what a module had imported, in the order in which it was loaded."""
-    wanted = _with_imported([name])
-    for other in [other for other in _hidden if other in wanted]:
+    """Give back a module and what it had imported."""
+    for other in _given_with.get(name) or tuple(_with_imported([name], _hidden)):
+        if other not in _hidden:
+            continue
         module = _hidden[other]
         sys.modules[other] = module
         package, _, own = other.rpartition(".")
