@@ -52,6 +52,38 @@ def test_ranks_do_not_share_state_that_each_would_create(run_pytest: RunPytest, 
     assert result.outcomes == {f"test_{name}": "passed" for name in cases}, result.out
 
 
+UNIMPORTED = """
+import pytest
+import torch
+
+
+@pytest.mark.distcompat(world_size=2)
+@pytest.mark.parametrize("name", ["fsdp", "tensor", "nn", "elastic", "_composable"])
+def test_not_imported(name):
+    assert not hasattr(torch.distributed, name)
+
+
+@pytest.mark.distcompat(world_size=2)
+def test_imported(process_group):
+    from torch.distributed.fsdp import fully_shard
+
+    assert torch.distributed.fsdp.fully_shard is fully_shard
+    assert torch.distributed.tensor.DTensor
+    model = fully_shard(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert type(torch.distributed.fsdp.__spec__.loader).__name__ == "SourceFileLoader"
+"""
+
+
+def test_a_module_that_nobody_imported_cannot_be_reached(run_pytest: RunPytest, tmp_path: Path) -> None:
+    """The fork server has imported it; an import gives it back, with all that it had imported."""
+    (tmp_path / "test_it.py").write_text(UNIMPORTED, encoding="utf-8")
+    result = run_pytest(tmp_path)
+    assert set(result.outcomes.values()) == {"passed"}, result.out
+
+
 ALONE = """
 import multiprocessing
 import os

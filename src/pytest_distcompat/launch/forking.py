@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from pytest_distcompat.launch import unimported
+
 #: From how many interpreters ranks are forked in turn. A third would make ranks 0 and 2 differ too, but needs memory of its own.
 SIDES = 2
 #: What a fork server has imported: libraries, or the user's modules too, with the tests collected from them.
@@ -161,6 +163,7 @@ class ForkServers:
 def serve(ends: Ends, status: Mapping[str, Any], at_end: Callable[[], None] = lambda: None) -> NoReturn:
     """Write this process's status, and fork ranks on request until no other process can ask; then call ``at_end``."""
     code = 1
+    unimported.keep_visible()
     try:
         with os.fdopen(ends.ready, "w", encoding="utf-8") as file:
             file.write(f"{json.dumps(status)}\n")

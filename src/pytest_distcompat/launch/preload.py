@@ -26,7 +26,7 @@ from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.devices import GpuFacts
-from pytest_distcompat.launch import randomness, rank
+from pytest_distcompat.launch import randomness, rank, unimported
 from pytest_distcompat.launch.at_import import Watch
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.process import native_threads, run_exit_functions
@@ -159,7 +159,7 @@ def import_modules(names: Sequence[str], dump_at: float) -> None:
     gc.set_threshold(0)
     for name in names:
         try:
-            with _stack_written(dump_at, 2), _process_unchanged(name):
+            with _stack_written(dump_at, 2), _process_unchanged(name), _recorded(name):
                 importlib.import_module(name)
         except ImportError:
             # Not installed, or not for this torch.
@@ -168,6 +168,11 @@ def import_modules(names: Sequence[str], dump_at: float) -> None:
             traceback.print_exc()
     if gc.get_threshold()[0] == 0:
         gc.set_threshold(*before)
+
+
+def _recorded(name: str) -> contextlib.AbstractContextManager[None]:
+    """Record what modules import, after the import of torch itself, which every rank needs."""
+    return contextlib.nullcontext() if name == "torch" else unimported.recorded(name)
 
 
 @contextlib.contextmanager

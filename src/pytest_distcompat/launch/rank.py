@@ -26,7 +26,7 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.events import Done, Error, Event, Start, has_ended, of_kind, pids_of
 from pytest_distcompat.excerpt import explained
-from pytest_distcompat.launch import deaths, flight_recorder, pristine_builtins, randomness
+from pytest_distcompat.launch import deaths, flight_recorder, pristine_builtins, randomness, unimported
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.launch.process import die_with_parent, flush, run_exit_functions
 from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
@@ -82,6 +82,7 @@ def forked(path: str) -> None:
     # By this name code distinguishes a process of a user from one of multiprocessing's workers.
     multiprocessing.current_process().name = "MainProcess"
     forget_parent()
+    unimported.hide_again()
     main(path)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch import preload, rank
+from pytest_distcompat.launch import preload, rank, unimported
 from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION, Ends, ForkServers, serve
 from pytest_distcompat.launch.process import adopt_orphans, alive, children, die_with_parent, reap_adopted
 from pytest_distcompat.launch.request import Request, in_new_process
@@ -105,6 +105,7 @@ def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: 
     # As in a new interpreter: an imported module may read it.
     sys.argv[1:] = []
     status = preload.import_libraries(warmth_fields, dump_at)
+    unimported.hide()
     if SESSION in ends:
         read, write = os.pipe()
         if os.fork() == 0:
@@ -122,6 +123,7 @@ def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: 
         # For ranks that collect tests themselves, and import the user's own modules themselves.
         preload.import_modules(json.loads(libraries) if libraries else (), dump_at)
         preload.settle(warmth_fields["device"])
+        unimported.hide()
     serve(ends[LIBRARIES], status)
 
 

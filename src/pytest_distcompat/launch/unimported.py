@@ -1,0 +1,197 @@
+"""Modules that a fork server imported and its ranks have not: they are hidden, and given back by an import.
+
+``import torch`` alone does not make ``torch.distributed.fsdp`` an attribute, but an import of it anywhere in the process does.
+Ranks are forked from a process in which it was imported, and code that forgets the import would work on them, and fail under
+torchrun.
+
+What each module imports is recorded while libraries are imported. Afterwards all modules are taken out of ``sys.modules`` and
+out of their packages, but for those that ``import torch`` brings and what stays visible imports. An import gives a module back,
+with all that it had imported; its code does not run again.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Container, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+#: Modules of these packages stay: pytest's hook would execute those again that it rewrites, and ours it does.
+_STAY = ("pytest_distcompat", "pytest", "_pytest", "pluggy", *sys.stdlib_module_names)
+
+#: By the name of each module that was loaded while imports were recorded: the names of modules that it imported.
+_imported: dict[str, set[str]] = {}
+#: The modules whose code runs, the innermost last.
+_running: list[str] = []
+#: The hidden modules, by name.
+_hidden: dict[str, ModuleType] = {}
+#: By the name of each module that the fork server was told to import: what is given back with it. Ranks import these, and to look
+#: through all that was recorded would copy the memory that they share with the fork server.
+_given_with: dict[str, tuple[str, ...]] = {}
+#: The names of the modules that were given back, in order, and how many of them before ranks were forked.
+_given_back: list[str] = []
+_given_back_before = 0
+
+
+@contextlib.contextmanager
+def recorded(name: str) -> Iterator[None]:
+    """Record what each module imports that is loaded in the block, which imports the module of that name."""
+    _given_with[name] = ()
+    kinds = (importlib.machinery.SourceFileLoader, importlib.machinery.ExtensionFileLoader)
+    with contextlib.ExitStack() as undo:
+        for kind in kinds:
+            _record_loader(kind, undo)
+        _record_imports(undo)
+        yield
+
+
+def _record_loader(kind: Any, undo: contextlib.ExitStack) -> None:
+    """Note which modules loaders of this class execute, and which one executes meanwhile."""
+    execute, inherited = kind.exec_module, "exec_module" not in vars(kind)
+
+    @functools.wraps(execute)
+    def exec_module(loader: Any, module: ModuleType) -> None:
+        name = module.__name__
+        if _running:
+            _imported[_running[-1]].add(name)
+        _imported.setdefault(name, set())
+        _running.append(name)
+        try:
+            execute(loader, module)
+        finally:
+            _running.pop()
+
+    kind.exec_module = exec_module
+    if inherited:
+        undo.callback(delattr, kind, "exec_module")
+    else:
+        undo.callback(setattr, kind, "exec_module", execute)
+
+
+def _record_imports(undo: contextlib.ExitStack) -> None:
+    """Note which modules a running module imports that have been loaded already."""
+    original = builtins.__import__
+
+    # The parameters of ``builtins.__import__``, which callers may give by name.
+    def record(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # noqa: A002
+        found = original(name, globals, locals, fromlist, level)
+        if _running:
+            names = _imported[_running[-1]]
+            if level:
+                # The module itself is returned where something is taken from it.
+                name = found.__name__ if fromlist else ""
+            names.add(name)
+            for item in fromlist or ():
+                names.add(f"{name}.{item}")
+        return found
+
+    builtins.__import__ = record
+    undo.callback(setattr, builtins, "__import__", original)
+
+
+def _with_imported(names: Iterable[str], known: Container[str]) -> set[str]:
+    """Return those of these modules that are known, and all known ones that they import, directly or by way of known ones."""
+    found: set[str] = set()
+    left = [name for name in names if name in known]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left.extend(other for other in _imported.get(name, ()) if other in known)
+    return found
+
+
+def hide() -> None:
+    """Hide the modules that were recorded, but for those that a module which stays has imported."""
+    for name, names in _imported.items():
+        # A package is imported with each of its modules; and not all that is taken from a module is one.
+        names.add(name.rpartition(".")[0])
+        names.intersection_update(_imported)
+    roots = [name for name in sys.modules if name not in _imported or name.partition(".")[0] in _STAY]
+    stay = _with_imported(roots, sys.modules)
+    _hide([name for name in sys.modules if name in _imported and name not in stay])
+    for name in _given_with:
+        _given_with[name] = tuple(_with_imported([name], _hidden))
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _hide(names: Sequence[str]) -> None:
+    for name in names:
+        module = sys.modules.pop(name, None)
+        if module is not None:
+            _hidden[name] = module
+    for name in names:
+        package, _, own = name.rpartition(".")
+        parent = sys.modules.get(package) or _hidden.get(package)
+        if parent is not None and name in _hidden and vars(parent).get(own) is _hidden[name]:
+            delattr(parent, own)
+
+
+def keep_visible() -> None:
+    """Leave to ranks what has been given back so far: this process imported it for them, with their tests."""
+    global _given_back_before  # noqa: PLW0603 - a process has one
+    _given_back_before = len(_given_back)
+
+
+def hide_again() -> None:
+    """Hide what has been given back since, in a rank that has run no code of the user's: multiprocessing needed it."""
+    _hide(_given_back[_given_back_before:])
+    del _given_back[_given_back_before:]
+
+
+def _give_back(name: str) -> None:
+    """Give back a module and what it had imported."""
+    for other in _given_with.get(name) or tuple(_with_imported([name], _hidden)):
+        if other not in _hidden:
+            continue
+        module = _hidden[other]
+        sys.modules[other] = module
+        package, _, own = other.rpartition(".")
+        parent = sys.modules.get(package) or _hidden.get(package)
+        if parent is not None:
+            setattr(parent, own, module)
+        del _hidden[other]
+        _given_back.append(other)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds hidden modules."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:  # noqa: ARG002
+        """Return a spec like the module's own whose loader gives it back."""
+        module = _hidden.get(name)
+        if module is None:
+            return None
+        own = module.__spec__
+        spec = importlib.machinery.ModuleSpec(name, _Loader(module), origin=own.origin if own else None)
+        if own is not None:
+            spec.submodule_search_locations = own.submodule_search_locations
+            spec.has_location = own.has_location
+            spec.cached = own.cached
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Gives a hidden module back; in all else it is the module's own loader."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: object) -> ModuleType:  # noqa: ARG002
+        """Return the module that was loaded before."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give back what it imported. Its code does not run again."""
+        module.__spec__ = self._spec
+        _give_back(module.__name__ if module.__name__ in _hidden else self._spec.name if self._spec else "")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spec.loader if self._spec else None, name)
