@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.missing_module import hint_of
 from pytest_distcompat.plugin import options
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.inside import launched
@@ -112,6 +113,20 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     if OPTIONS["model"].default == "mlp":
         lines.append("distcompat: transformers is not installed: the built-in drivers train the model mlp by default")
     return lines
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Add a hint if a module of distributed tests imports one of the repository that pytest does not find."""
+    report = yield
+    call: Any = getattr(report, "call", None)
+    if report.failed and isinstance(collector, pytest.Module) and call is not None and call.excinfo is not None:
+        hint = hint_of(call.excinfo.value, collector.config.rootpath)
+        if hint and _MARK in collector.path.read_text(encoding="utf-8", errors="replace"):
+            report.sections.append((f"{_MARK}: hint", hint))
+    return report
 
 
 def pytest_pycollect_makeitem(

@@ -174,7 +174,7 @@ class Inside:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Replace this rank's own report by that of all ranks."""
         report = yield
-        mark_exception(report, call)
+        mark_exception(report, call, item.config.rootpath)
         lockstep = self._lockstep
         if self._calling or (lockstep is not None and lockstep.in_phase and call.when != self._when):
             # A report of a subtest, which other ranks need not have: during the call, or, with when="call", during a fixture.

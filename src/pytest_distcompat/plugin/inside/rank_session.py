@@ -417,11 +417,11 @@ class _Reporter:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
-        self, call: pytest.CallInfo[None]
+        self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Note what the exception is."""
         report = yield
-        mark_exception(report, call)
+        mark_exception(report, call, item.config.rootpath)
         if report.failed and call.excinfo is not None:
             self._rank.debug(self.log, call.excinfo.value)
         return report

@@ -6,12 +6,15 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest._code.code import ExceptionRepr
 
 from pytest_distcompat.events import of_kind
 from pytest_distcompat.excerpt import excerpt, explained
+from pytest_distcompat.missing_module import hint_of
 from pytest_distcompat.plugin.marked.phase import SKIPPED_ELSEWHERE, XFAILED, Phase
 
 if TYPE_CHECKING:
@@ -45,8 +48,11 @@ ASSERTION = "distcompat_assertion"
 STRICT_XPASS = "[XPASS(strict)]"
 
 
-def mark_exception(report: pytest.TestReport, call: pytest.CallInfo[None]) -> None:
-    """Note in a rank's report what its exception is: due to a lost peer, or an assertion. Later only its text is left."""
+def mark_exception(report: pytest.TestReport, call: pytest.CallInfo[None], root: Path) -> None:
+    """Note in a rank's report what its exception is: due to a lost peer, or an assertion. Later only its text is left.
+
+    An import that fails though the module is in ``root`` gets a hint.
+    """
     from pytest_distcompat.launch.peers import lost_peer
 
     if call.excinfo is None:
@@ -55,6 +61,9 @@ def mark_exception(report: pytest.TestReport, call: pytest.CallInfo[None]) -> No
         setattr(report, LOST, True)
     if isinstance(call.excinfo.value, (AssertionError, pytest.fail.Exception)):
         setattr(report, ASSERTION, True)
+    hint = hint_of(call.excinfo.value, root)
+    if hint and isinstance(report.longrepr, ExceptionRepr):
+        report.longrepr.addsection("hint", hint)
 
 
 class Phases:
