@@ -26,7 +26,7 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.failures import RunFailedError
 from pytest_distcompat.lease import Lease
-from pytest_distcompat.leased import inherited_leak_message, leak_message
+from pytest_distcompat.leased import inherited_leak_message, leak_message, rank_environment
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.marked.marker import MARK
 from pytest_distcompat.plugin.marked.outcome import unexcused
@@ -256,7 +256,7 @@ def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     with session.pool.lease(count, who=request.node.nodeid) as lease:
         for leak in lease.leak:
             session.notice(inherited_leak_message(leak))
-        for name, value in lease.environment.items():
+        for name, value in rank_environment(lease, count).items():
             monkeypatch.setenv(name, value)
         yield lease
     leaks = [leak_message(leak) for leak in lease.own_leak]

@@ -12,9 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.failures import UsageProblem, hides_frames
 from pytest_distcompat.installed import version_of
 from pytest_distcompat.user_input import check_count
+
+#: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
+__tracebackhide__ = hides_frames
 
 OptionValue = bool | str | int
 

@@ -165,7 +165,12 @@ class Driver:
         raise NotImplementedError(_missing(self, "build"))
 
     def step(self, number: int) -> float:
-        """Take one optimizer step on batch ``number`` of this rank and return this rank's loss."""
+        """Take one optimizer step on batch ``number`` of this rank and return this rank's loss.
+
+        Returns:
+            The mean over this rank's rows or tokens, scaled so that the average over ranks is the loss of all; or this
+            rank's part of a sum, if the trainer sums gradients over ranks. Of micro-batches, the loss of all together.
+        """
         raise NotImplementedError(_missing(self, "step"))
 
     def overflow(self, number: int) -> float:
@@ -230,12 +235,13 @@ class Driver:
         """Take step ``number`` of the same training in one process, without the trainer, and return the loss.
 
         Derived for a driver with ``loss`` and ``make_optimizer``: the mean of the ranks' losses, clipped to ``max_norm``, with
-        ``make_scheduler``. One that overrides it sets ``self.optimizer`` and ``self.grad_norm`` as in ``step``.
+        ``make_scheduler``. A derived reference repeats a mistake of ``loss``, such as a division by the rank's own number of
+        tokens. One that overrides it sets ``self.optimizer`` and ``self.grad_norm`` as in ``step``.
 
         Args:
             model: The unwrapped model, in float32, on this rank's device: ``self.world.device``.
             number: The number of the step; train on batch ``number`` of every rank.
-            ranks: How many ranks the compared run has.
+            ranks: How many data-parallel ranks the compared run has; ``self.cell.world_size`` is the same number here.
         """
         import torch
 
@@ -256,7 +262,10 @@ class Driver:
         return total
 
     def loss(self, model: Module, number: int, rank: int) -> torch.Tensor:
-        """Return the loss of a model, unwrapped or not, on batch ``number`` of that rank, without a backward pass."""
+        """Return the loss of a model, unwrapped or not, on batch ``number`` of that rank, without a backward pass.
+
+        In the derived reference ``self.world`` is that of one process, ``self.cell.world_size`` that of the compared run.
+        """
         raise NotImplementedError
 
     def make_optimizer(self, model: Module) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class DistcompatError(Exception):
     """Base class of all exceptions of this package.
@@ -31,3 +33,11 @@ class LateFailure(Incompatible):
 
 class RunFailedError(DistcompatError):
     """Process group that ended early."""
+
+
+def hides_frames(excinfo: Any) -> bool:
+    """Tell whether pytest hides our frames of an error: of one that we raise on purpose, so that it shows the line of the test.
+
+    A module with ``__tracebackhide__ = hides_frames`` shows its frames for all other errors: those are bugs of ours.
+    """
+    return isinstance(excinfo.value, DistcompatError)

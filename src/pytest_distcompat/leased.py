@@ -25,6 +25,14 @@ def inherited_leak_message(leak: Leak) -> str:
     return f"{leak.who}, whose process died: {leak_message(leak)}"
 
 
+def rank_environment(lease: Lease, ranks: int) -> dict[str, str]:
+    """Return the variables for so many ranks on a lease: the devices they see and, if they share GPUs, NCCL's consent."""
+    environment = dict(lease.environment)
+    if environment and ranks > len(lease.ids):
+        environment |= nccl.environment_of_shared_ranks()
+    return environment
+
+
 class LeasedLauncher:
     """Launcher that runs another one on leased devices; ``pool`` is called when the first run begins."""
 
@@ -56,9 +64,7 @@ class LeasedLauncher:
             for leak in self._lease.leak:
                 self._notice(inherited_leak_message(leak))
         leaks: tuple[Leak, ...] = ()
-        environment = {**request.set, **self._lease.environment}
-        if self._lease.environment and request.world_size > len(self._lease.ids):
-            environment |= nccl.environment_of_shared_ranks()
+        environment = {**request.set, **rank_environment(self._lease, request.world_size)}
         try:
             ending = self._launcher.run(dataclasses.replace(request, set=environment), reuse)
         finally:

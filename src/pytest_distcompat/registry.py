@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
-from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.failures import UsageProblem, hides_frames
+
+#: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
+__tracebackhide__ = hides_frames
 
 T = TypeVar("T")
 

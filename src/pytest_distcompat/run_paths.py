@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_distcompat import clock
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.scenario import Run
 
 
@@ -36,6 +37,13 @@ class SuitePayload:
     def paths(self) -> RunPaths:
         """The directories that it names."""
         return RunPaths(Path(self.save_to), Path(self.load_from), Path(self.export), self.ranks)
+
+    @property
+    def driver_cell(self) -> Cell:
+        """Return the cell that the driver is given: in a reference run one with as many ranks as the run it stands for."""
+        # A loss that divides by the number of ranks is to compute in one process what it computes on a rank.
+        cell = Cell.parse(self.cell)
+        return dataclasses.replace(cell, world_size=self.ranks) if self.run.is_reference else cell
 
     def on_node(self, directory: Path, own: Path) -> SuitePayload:
         """Return the payload for a node that has the run's directories below ``own``, the one to save into being made.

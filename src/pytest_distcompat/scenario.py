@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from pytest_distcompat.calls import REFERENCE_CALL
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.trace import Loader
 
@@ -42,6 +43,11 @@ class Run:
     same_as: str = ""
     follows: tuple[str, ...] | None = None
     ignores: tuple[str, ...] = ()
+
+    @property
+    def is_reference(self) -> bool:
+        """Tell whether one process trains on the batches of all ranks of another run."""
+        return any(action in {"reference", "rounded"} or action.startswith(REFERENCE_CALL) for action in self.actions)
 
     def cell(self, cell: Cell) -> Cell:
         """Return the cell that the run runs in, for a check in ``cell``."""

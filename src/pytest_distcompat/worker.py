@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.calls import CALL, REFERENCE_CALL, WALK, Call, kind_of
-from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode, encode, prepare
 from pytest_distcompat.driver import RESUME_AT, STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import DRIVERS, find_driver
@@ -64,7 +63,7 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     world.divide_memory()
     if world.shared and world.backend == "gloo":
         _init_gloo(world)
-    cell = Cell.parse(asked.cell)
+    cell = asked.driver_cell
     os.environ.update(cell.settings("env"))
     driver = find_driver(asked.driver)(cell, world)
     if log.by_hand:

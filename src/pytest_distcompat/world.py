@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 #: The variable with which NCCL takes several ranks on one GPU (``launch.nccl``).
 SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -49,6 +51,11 @@ class World:
 
             torch.cuda.set_per_process_memory_fraction(1 / self.ranks_each, self.local_rank)
 
+    def divide_memory_once_used(self, torch: Any) -> None:
+        """Divide the memory as soon as this process opens CUDA: some ranks never do, and some fork before they do."""
+        if self.shared:
+            _divide_once_used(self, torch)
+
     def first(self, *, per_node: bool) -> bool:
         """Tell whether this is rank 0, or with ``per_node`` the first rank of its node."""
         return not (self.local_rank if per_node else self.rank)
@@ -59,3 +66,9 @@ class World:
         if not self.device.startswith("cuda"):
             return "gloo"
         return "nccl" if self.nccl or not self.shared else "gloo"
+
+
+@functools.cache
+def _divide_once_used(world: World, torch: Any) -> None:
+    # Kept ranks ask for it again with each test. torch seeds its generators of CUDA in the same way (torch/cuda/random.py).
+    torch.cuda._lazy_call(world.divide_memory)  # noqa: SLF001 - watched by tests/launch/test_private_names.py

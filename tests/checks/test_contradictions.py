@@ -42,7 +42,7 @@ def with_references(trace: Trace, first: RunTrace, second: RunTrace) -> Trace:
 
 def test_checks_that_hold_with_one_setting_each_are_a_mix(trace: Trace) -> None:
     run = trace.run("reference")
-    mixed = with_references(trace, changed(run, "reference", square=4.0), changed(run, OTHER_REFERENCE, loss=2.0))
+    mixed = with_references(trace, changed(run, "reference", square=4.0), changed(run, OTHER_REFERENCE, loss=3.0))
     for name, other, own, theirs in (("parity", "clipping", *TWO), ("clipping", "parity", *reversed(TWO))):
         verdict = judge(CHECKS.get(name), CELL, mixed)
         assert verdict.status == "failed"
@@ -55,14 +55,14 @@ def test_checks_that_hold_with_one_setting_each_are_a_mix(trace: Trace) -> None:
 @pytest.mark.parametrize("first_wins", [True, False])
 def test_a_setting_may_win_everywhere(trace: Trace, first_wins: bool) -> None:
     run = trace.run("reference")
-    other = changed(run, "other", loss=2.0, square=4.0)
+    other = changed(run, "other", loss=3.0, square=4.0)
     one_wins = with_references(trace, *((run, other) if first_wins else (other, run)))
     assert [judge(CHECKS.get(name), CELL, one_wins).status for name in ("parity", "clipping")] == ["passed"] * 2
 
 
 def test_a_check_that_holds_with_both_or_with_neither_is_part_of_no_mix(trace: Trace) -> None:
     run = trace.run("reference")
-    neither = changed(run, "neither", loss=2.0)
+    neither = changed(run, "neither", loss=3.0)
     found = with_references(trace, neither, changed(neither, OTHER_REFERENCE, square=4.0))
     assert judge(CHECKS.get("parity"), CELL, found).message.count("the loss is") == 2
     assert judge(CHECKS.get("clipping"), CELL, found).status == "passed"

@@ -54,6 +54,15 @@ def test_a_name_with_a_segment_too_many(runs_of: RunsOf, cell: str, prefix: str,
     ]
 
 
+def test_names_with_one_extra_prefix(runs_of: RunsOf) -> None:
+    keys = tuple(
+        f"module.{name}" for name in ("inlet.weight", "frozen.weight", "outlet.weight", "head.weight", "scale")
+    )
+    first, _ = with_file(runs_of("ddp-fp32-w2", "export"), keys=keys).findings("export")
+    others = "key 'module.frozen.weight' and 4 others are none of the model's own; expected 'frozen.weight'"
+    assert first == f"file {FILE!r}: 5 keys have the extra prefix `module.`: {others}"
+
+
 def written(story: Story, *names: str) -> Story:
     """Return the story of a model that its library writes by other names."""
 

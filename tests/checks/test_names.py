@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.checks._renamed import renamed
 from pytest_distcompat.checks._values import values
 from pytest_distcompat.checks.names import NO_READABLE_FILE
 from pytest_distcompat.trace import FileInfo
@@ -161,6 +162,43 @@ def test_a_key_in_a_model_file(sound: Sound, cell: str, key: str, hint: str) -> 
         f"file 'model.safetensors': key {key!r} is no name of the unwrapped model{hint}",
         "1 of 3 parameters are in no saved file, first 'outlet.weight'",
     ]
+
+
+WAY_OUT = "; if a library renames them and loads them so, say it by saved_name"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "way_out"), [("_orig_mod.", ""), ("module._orig_mod.", ""), ("net.", WAY_OUT), ("0.net.", WAY_OUT)]
+)
+def test_keys_with_one_extra_prefix_are_one_finding(sound: Sound, prefix: str, way_out: str) -> None:
+    keys = [f"{prefix}{name}" for name in ("inlet.weight", "frozen.weight", "outlet.weight", "scale")]
+    story = sound("fsdp2-fp32-w2").file(0, keys=tuple(keys))
+    first = f"key '{prefix}frozen.weight' is no name of the unwrapped model; expected 'frozen.weight'{way_out}"
+    assert story.findings("names") == [
+        f"file 'model.safetensors': 4 keys have the extra prefix `{prefix}`: {first}",
+    ]
+
+
+def test_keys_with_one_extra_segment_are_one_finding(sound: Sound) -> None:
+    keys = ("inlet.base.weight", "frozen.weight", "outlet.base.weight", "scale", "other")
+    story = sound("fsdp2-fp32-w2").file(0, keys=keys)
+    first = f"key 'inlet.base.weight' is no name of the unwrapped model; expected 'inlet.weight'{WAY_OUT}"
+    assert story.findings("names") == [
+        f"file 'model.safetensors': 2 keys have the extra segment `base.`: {first}",
+        "file 'model.safetensors': key 'other' is no name of the unwrapped model",
+    ]
+
+
+def test_keys_that_lack_a_part() -> None:
+    known = ("0.model.inlet.weight", "0.model.inlet.bias", "head.weight", "tail.weight")
+    (segment,) = renamed(("0.inlet.weight", "0.inlet.bias", "strange"), known)
+    assert str(segment) == "2 keys lack the segment `model.`"
+    assert segment.names == {"0.inlet.bias": "0.model.inlet.bias", "0.inlet.weight": "0.model.inlet.weight"}
+    (prefix,) = renamed(("inlet.weight", "inlet.bias"), known)
+    assert (str(prefix), prefix.way_out) == ("2 keys lack the prefix `0.model.`", WAY_OUT)
+    # The end of several names is none of them, and one key alone is no group.
+    assert renamed(("weight", "bias"), known) == []
+    assert renamed(("inlet.weight",), known) == []
 
 
 @pytest.mark.parametrize(

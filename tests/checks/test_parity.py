@@ -33,9 +33,66 @@ def scaled(story: Story, field: str, factor: float, **where: Any) -> Story:
 
 def test_a_loss_that_is_off_from_the_first_step(sound: Sound) -> None:
     # The sum over two ranks instead of the mean.
-    assert scaled(sound("ddp-fp32-w2"), "loss", 2).findings("parity") == [
-        "step 1: the loss is 3; 1.5 in the reference (1.0e+00 off, 2.0e-05 allowed)"
-    ]
+    off = "step 1: the loss is 3; 1.5 in the reference (1.0e+00 off, 2.0e-05 allowed)"
+    factor = "2 times the reference's (= the number of ranks)"
+    assert scaled(sound("ddp-fp32-w2"), "loss", 2).findings("parity") == [f"{off}: {factor}"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "cause"),
+    [
+        (1 / 2, ": 0.5 times the reference's (= 1 / the number of ranks)"),
+        (4, ": 4 times the reference's (= micro-batches a step)"),
+        (1 / 4, ": 0.25 times the reference's (= 1 / micro-batches a step)"),
+        (3, ""),
+    ],
+)
+@pytest.mark.parametrize("field", ["loss", "grad_norm"])
+def test_a_plain_factor_is_named(sound: Sound, field: str, factor: float, cause: str) -> None:
+    story = scaled(sound("ddp-fp32-w2-grad_accum_4"), "grad_norm", 2)
+    story = scaled(story, field, factor if field == "loss" else factor / 2)
+    texts = {"loss": "step 1: the loss is", "grad_norm": "step 1: rank 0: the gradient norm is"}
+    (found,) = [one for one in story.findings("parity") if one.startswith(texts[field])]
+    assert found.endswith(f" allowed){cause}")
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w4", "fsdp2-fp32-w4-tp_2"])
+def test_losses_that_are_parts_of_a_sum(sound: Sound, cell: str) -> None:
+    story = sound(cell)
+    assert scaled(story, "loss", 1 / story.cell.dp_size).findings("parity") == []
+
+
+def test_parts_of_a_sum_must_add_up_in_each_step(sound: Sound) -> None:
+    story = scaled(sound("ddp-fp32-w2"), "loss", 1 / 2)
+    (found,) = scaled(story, "loss", 1.5, nth=4).findings("parity")
+    assert found.startswith("step 5: the loss is ")
+
+
+def gradients_scaled(story: Story, factor: float, **where: Any) -> Story:
+    """Return the story with larger gradients at the optimizer."""
+
+    def change(snapshot: Snapshot) -> Snapshot:
+        steps = tuple(replace(step, square=step.square * factor**2) for step in snapshot.steps)
+        return replace(snapshot, steps=steps)
+
+    return story.alter(change, action="step", **where)
+
+
+@pytest.mark.parametrize("nth", [None, 4])
+def test_parts_of_a_sum_with_other_gradients_are_wrong(sound: Sound, nth: int | None) -> None:
+    """Divided by the tokens of all ranks, and averaged over ranks: https://github.com/pytorch/torchtitan/pull/2318."""
+    story = scaled(sound("ddp-fp32-w2"), "loss", 1 / 2)
+    (found,) = gradients_scaled(story, 1 / 2, nth=nth).findings("parity")
+    assert found.endswith(": 0.5 times the reference's (= 1 / the number of ranks)")
+
+
+def test_parts_of_a_sum_with_clipped_gradients_need_their_norm(sound: Sound) -> None:
+    """The reference of these traces clips a norm of 2 to 1, which gradients of any other norm would be clipped to."""
+    story = scaled(sound("ddp-fp32-w2"), "loss", 1 / 2)
+    unreported = story.alter(lambda one: replace(one, grad_norm=None), action="step")
+    assert unreported.findings("parity") != []
+    unclipped = unreported.alter(lambda one: replace(one, grad_norm=1.0), run="reference")
+    assert unclipped.findings("parity") == []
 
 
 def test_a_loss_that_is_a_mean_with_other_weights_says_with_which(sound: Sound) -> None:
@@ -160,9 +217,9 @@ def test_a_reference_that_cannot_be_computed_so_allows_no_more(sound: Sound, off
 
 
 def contradicted(story: Story) -> Story:
-    """Return the story with a second reference, whose losses are twice those of the first."""
+    """Return the story with a second reference, whose losses are three times those of the first."""
     first = story.trace.run("reference")
-    snapshots = tuple(replace(one, loss=one.loss * 2 if one.loss else None) for one in first.snapshots)
+    snapshots = tuple(replace(one, loss=one.loss * 3 if one.loss else None) for one in first.snapshots)
     runs = {**story.trace.runs, "other_reference": replace(first, name="other_reference", snapshots=snapshots)}
     return replace(story, trace=replace(story.trace, runs=runs))
 
@@ -170,11 +227,11 @@ def contradicted(story: Story) -> Story:
 def test_of_two_settings_that_contradict_each_other_either_may_win(sound: Sound) -> None:
     story = sound("zero2-fp32-w2")
     assert contradicted(story).findings("parity") == []
-    assert contradicted(scaled(story, "loss", 2)).findings("parity") == []
+    assert contradicted(scaled(story, "loss", 3)).findings("parity") == []
 
 
 def test_of_two_settings_that_contradict_each_other_not_both_may_win(sound: Sound) -> None:
-    mixed = scaled(sound("zero2-fp32-w2"), "loss", 2, nth=8)
+    mixed = scaled(sound("zero2-fp32-w2"), "loss", 3, nth=8)
     assert mixed.findings("parity") != []
     first, second = contradicted(mixed).findings("parity")
     assert first.startswith("step 9: the loss is ")

@@ -170,6 +170,27 @@ def test_a_loss_of_another_run(sound: Sound, cell: str, nth: int, expected: str)
     ]
 
 
+@pytest.mark.parametrize(
+    ("cell", "units", "told"),
+    [
+        ("fsdp2-fp32-w2", ("", "inlet", "head"), True),
+        ("fsdp2-fp32-w2", ("", "outlet"), False),
+        ("fsdp1-fp32-w2", ("", "inlet", "head"), False),
+    ],
+)
+def test_a_loss_of_another_run_where_tied_weights_have_two_units(
+    sound: Sound, cell: str, units: tuple[str, ...], told: bool
+) -> None:
+    def cut(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.model is not None
+        return replace(snapshot, model=replace(snapshot.model, units=units))
+
+    story = sound(cell).alter(cut, action="build")
+    assert story.findings("resume") == []
+    (found,) = story.snapshot("step", {"loss": 0.375}, run="resume", nth=0, rank=0).findings("resume")
+    assert ("'inlet.weight' and 'head.weight' are one tensor in units of their own: shard them" in found) == told
+
+
 def test_a_loss_that_is_no_number(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").snapshot("step", {"loss": float("nan")}, run="resume", nth=0, rank=0)
     assert story.findings("resume") == ["rank 0: loss 1 after the load is nan; 0.25 in the run that never stopped"]

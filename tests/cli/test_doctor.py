@@ -17,6 +17,7 @@ from pytest_distcompat.cli.machine import Machine
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.known import shipped
+from pytest_distcompat.launch import nccl
 
 TORCH = {"cuda": "12.8", "hip": "", "gpus": ["NVIDIA H200"] * 2, "nccl": "2.27.5", "has_nccl": True, "gloo": True}
 CPU_TORCH = {"cuda": "", "hip": "", "gpus": [], "nccl": "", "has_nccl": False, "gloo": True}
@@ -45,6 +46,27 @@ def test_whether_the_loopback_has_a_name(hosts: str, named: bool) -> None:
 def test_a_good_machine_has_no_problem() -> None:
     assert reported(GOOD) == []
     assert reported(dataclasses.replace(GOOD, torch=CPU_TORCH, gpus=(), visible=())) == []
+
+
+@pytest.mark.parametrize(
+    ("library", "expected"),
+    [
+        (None, None),
+        (
+            nccl.Library(Path("/lib/libnccl.so.2"), (2, 29, 7)),
+            "NCCL 2.29.7 (/lib/libnccl.so.2), which takes one rank a GPU.",
+        ),
+        (
+            nccl.Library(Path("/lib/libnccl.so.2"), (2, 30, 7)),
+            "NCCL 2.30.7 (/lib/libnccl.so.2), which takes several ranks of",
+        ),
+    ],
+)
+def test_the_nccl_that_ranks_load_is_named(library: nccl.Library | None, expected: str | None) -> None:
+    lines = [line for line in doctor._devices(dataclasses.replace(GOOD, nccl=library)) if line.startswith("ranks load")]
+    assert len(lines) == (expected is not None)
+    assert all(line.startswith(f"ranks load {expected}") for line in lines)
+    assert all(("pip install" in line) == ("one rank" in line) for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_distcompat.devices import visible_ids
+from pytest_distcompat.launch import nccl
+
+#: One GPU and one rank on it. With an NCCL that shares GPUs the default is two.
+ONE_RANK = ("--distcompat-gpus=1", "--distcompat-ranks-per-gpu=1")
+
+
+@dataclass(frozen=True)
+class SharedBackend:
+    """What ranks that share a GPU talk through: as torch.distributed names it, and as the header of a session does."""
+
+    name: str
+    header: str
+
+
+@pytest.fixture
+def shared_backend() -> SharedBackend:
+    """What ranks that share a GPU talk through."""
+    return backend_of_shared_ranks()
+
+
+def backend_of_shared_ranks() -> SharedBackend:
+    """Return NCCL where the library that ranks load takes several ranks of one GPU, else gloo."""
+    found = nccl.library()
+    if found is not None and found.shares_gpus:
+        return SharedBackend("nccl", str(found))
+    return SharedBackend("gloo", "gloo")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +79,7 @@ def run_suite(pytester: pytest.Pytester) -> RunSuite:
             "pytest_distcompat.suite",
             "-k",
             chosen,
-            "--distcompat-gpus=1",
+            *ONE_RANK,
             f"--distcompat-report={report}",
             *args,
         )

@@ -18,7 +18,8 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,35 @@ PACKAGES = (
 EXPECTED = {"passed", "known", "refused", "skipped"}
 #: How many lines of a finding are kept.
 LINES = 12
+#: From how many cores on the four drivers are tested at the same time on one GPU.
+CORES_FOR_ALL_DRIVERS = 8
+#: How many workers run ``test_suite.py`` then.
+SUITE_WORKERS = 4
+#: The stages of one driver each.
+SUITES = ("smoke", "shared", "default")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """How long a stage is expected to take: on a GPU with 16 cores, and with ``--cpu`` on 2 cores, in seconds."""
+
+    gpu: float
+    cpu: float
+
+
+#: By the name of the stage up to its first hyphen, or the whole name.
+SECONDS = {
+    "facts": Expected(30, 20),
+    "gpu-marked": Expected(100, 5),
+    "gpu-leases": Expected(30, 5),
+    "gpu-suite": Expected(90, 5),
+    "smoke": Expected(60, 20),
+    "shared": Expected(70, 20),
+    "groups": Expected(90, 90),
+    "default": Expected(90, 15),
+    "throughput": Expected(60, 15),
+    "convergence": Expected(60, 60),
+}
 
 
 def facts(_work: Path, result: Path) -> list[str]:
@@ -99,12 +129,14 @@ def _product(size: int = 8192, times: int = 20) -> float:
     return 2 * size**3 * times / (time.perf_counter() - began) / 1e12
 
 
-def gpu_tests(*args: str) -> Command:
-    """Make the command for a part of ``tests/gpu``."""
+def gpu_tests(file: str, workers: int = 0) -> Command:
+    """Make the command for a file of ``tests/gpu``, run by so many workers of xdist; 0: by pytest itself."""
 
     def command(_work: Path, result: Path) -> list[str]:
         options = ["-p", "no:cacheprovider", "-rA", f"--junitxml={result}", f"--rootdir={ROOT}"]
-        return [sys.executable, "-m", "pytest", *options, *(str(ROOT / "tests" / "gpu" / arg) for arg in args)]
+        if workers:
+            options += ["-n", str(workers)]
+        return [sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "gpu" / file)]
 
     return command
 
@@ -190,76 +222,103 @@ def script(name: str, *args: str, picture: Path | None = None) -> Command:
     return command
 
 
+def expected_seconds(name: str, *, cpu: bool) -> float:
+    """Return how long the stage of that name is expected to take."""
+    kind = name if name in SECONDS else name.partition("-")[0]
+    expected = SECONDS[kind]
+    return expected.cpu if cpu else expected.gpu
+
+
+def suite_options(name: str, *, cpu: bool) -> list[str]:
+    """Return the options of one of ``SUITES``: one rank, two ranks that share the GPU, or these in the default profile."""
+    ranks = 1 if name == "smoke" else 2
+    options = [f"--distcompat-world-size={ranks}", "--distcompat-timeout=120"]
+    if name != "default":
+        options.append("--distcompat-profile=smoke")
+    if cpu:
+        # One check of few cells: everything else is what CI does.
+        check = "names" if name == "default" else "active"
+        return [*options, "--distcompat-gpus=0", "-k", f"(ddp-fp32-w{ranks} or zero0-fp32-w{ranks}) and {check}"]
+    return [*options, "--distcompat-gpus=1", f"--distcompat-ranks-per-gpu={ranks}"]
+
+
+def suite_stages(name: str, beside: str, *, earlier: str, cpu: bool) -> list[Stage]:
+    """Return the stages of one of ``SUITES``, one for each driver."""
+    options = suite_options(name, cpu=cpu)
+    return [
+        Stage(
+            f"{name}-{driver}",
+            suite(driver, *options, earlier=earlier),
+            expected_seconds(name, cpu=cpu),
+            resumes=True,
+            nothing_left=5,
+            read=read_report,
+            beside=beside,
+        )
+        for driver in DRIVERS
+    ]
+
+
 def stages(output: Path, *, cpu: bool) -> list[Stage]:
     """Return all stages, most valuable first."""
     device = ["--device", "cpu"] if cpu else ["--device", "cuda"]
     model = ["--model", "tiny", "--batch", "2", "--sequences", "32", "64", "--steps", "2"] if cpu else []
     small = ["--model", "bytes_tiny", "--batch", "2", "--sequence", "32", "--steps", "20"] if cpu else ["--jobs", "4"]
+    rounds = ["--rounds", "1"] if cpu else ["--rounds", "1", "--stack"]
     picture = output / "convergence.svg"
-    one = ["--distcompat-world-size=1", "--distcompat-gpus=" + ("0" if cpu else "1"), "--distcompat-timeout=120"]
-    two = ["--distcompat-world-size=2", "--distcompat-timeout=60", "--distcompat-profile=smoke"]
-    two += ["--distcompat-gpus=0"] if cpu else ["--distcompat-gpus=1", "--distcompat-ranks-per-gpu=4"]
-    # On the CPU one check of few cells: everything else is what CI does.
-    few = ["-k", "ddp-fp32-w1 and active or zero1 and w1: and active"] if cpu else []
-    few_default = ["-k", "ddp-fp32-w1 and active or zero1 and w1: and names"] if cpu else []
-    few_shared = ["-k", "fp32-w2 and active"] if cpu else []
-    if cpu:
-        rounds = ["--rounds", "1"]
-    else:
-        rounds = ["--rounds", "2", "--stack"]
+    together = not cpu and (os.cpu_count() or 1) >= CORES_FOR_ALL_DRIVERS
+    beside = {name: name if together else "" for name in SUITES}
+
+    def seconds(name: str) -> float:
+        return expected_seconds(name, cpu=cpu)
 
     def throughput(back_end: str, upcast: bool) -> Stage:
         name = f"throughput-{back_end}-{'upcast' if upcast else 'pure'}"
         switch = "--upcast" if upcast else "--no-upcast"
-        return Stage(name, script("throughput.py", "--back-end", back_end, switch, *device, *model), 150)
+        command = script("throughput.py", "--back-end", back_end, switch, *device, *model)
+        return Stage(name, command, seconds(name), limit=180)
+
+    def gpu_file(name: str, beside: str = "", workers: int = 0) -> Stage:
+        command = gpu_tests(f"test_{name.removeprefix('gpu-')}.py", workers)
+        return Stage(name, command, seconds(name), read=read_junit, beside=beside)
 
     return [
-        Stage("facts", facts, 30, limit=180),
-        Stage("gpu-marked", gpu_tests("test_marked.py"), 150, read=read_junit),
-        Stage("gpu-leases", gpu_tests("test_leases.py"), 40, read=read_junit),
+        Stage("facts", facts, seconds("facts"), limit=180),
+        # These two measure the memory of the GPU, and so run alone.
+        gpu_file("gpu-marked"),
+        gpu_file("gpu-leases"),
+        # Its sessions wait for each other's GPU, but start side by side.
+        gpu_file("gpu-suite", beside["smoke"], workers=SUITE_WORKERS if together else 0),
+        *suite_stages("smoke", beside["smoke"], earlier="smoke", cpu=cpu),
+        *suite_stages("shared", beside["shared"], earlier="shared", cpu=cpu),
+        # Stopped at the limit, it keeps the figures that it has.
+        Stage("groups", script("launch.py", *device, *rounds), seconds("groups"), limit=150),
+        *suite_stages("default", beside["default"], earlier="shared default", cpu=cpu),
         throughput("fsdp2", upcast=True),
         throughput("zero3", upcast=True),
         throughput("ddp", upcast=False),
-        *(
-            Stage(
-                f"smoke-{driver}",
-                suite(driver, *one, "--distcompat-profile=smoke", *few, earlier="smoke"),
-                60,
-                resumes=True,
-                nothing_left=5,
-                read=read_report,
-            )
-            for driver in DRIVERS
-        ),
-        Stage("gpu-suite", gpu_tests("test_suite.py"), 200, read=read_junit),
-        Stage("groups", script("launch.py", *device, *rounds), 150),
-        Stage("convergence", script("convergence.py", *device, *small, picture=picture), 120),
         throughput("fsdp2", upcast=False),
         throughput("zero3", upcast=False),
         throughput("ddp", upcast=True),
-        *(
-            Stage(
-                f"default-{driver}",
-                suite(driver, *one, *few_default, earlier="smoke default"),
-                90,
-                resumes=True,
-                nothing_left=5,
-                read=read_report,
-            )
-            for driver in DRIVERS
-        ),
-        *(
-            Stage(
-                f"shared-{driver}",
-                suite(driver, *two, *few_shared, earlier="shared"),
-                60,
-                resumes=True,
-                nothing_left=5,
-                read=read_report,
-            )
-            for driver in DRIVERS
-        ),
+        Stage("convergence", script("convergence.py", *device, *small, picture=picture), seconds("convergence")),
     ]
+
+
+def plan(every: Sequence[Stage], outcomes: Mapping[str, Outcome]) -> list[str]:
+    """Return the lines of ``--list``: each stage in order, its expected seconds, and what became of it."""
+    lines = []
+    whole = 0.0
+    longest: dict[str, float] = {}
+    for stage in every:
+        together = f", beside others of {stage.beside}" if stage.beside else ""
+        status = outcomes.get(stage.name, Outcome("not yet")).status
+        lines.append(f"{stage.name}: about {stage.seconds:.0f} s{together}, {status}")
+        if stage.beside:
+            longest[stage.beside] = max(stage.seconds, longest.get(stage.beside, 0.0))
+        else:
+            whole += stage.seconds
+    whole += sum(longest.values())
+    return [*lines, f"{len(every)} stages, about {whole:.0f} s"]
 
 
 def totals(outcomes: dict[str, Outcome], work: Path) -> dict[str, Any]:
@@ -267,9 +326,7 @@ def totals(outcomes: dict[str, Outcome], work: Path) -> dict[str, Any]:
     findings: dict[str, str] = {}
     count: Counter[str] = Counter()
     for name in outcomes:
-        for path in (
-            sorted(work.glob(f"{name}.*.json")) if name.partition("-")[0] in {"smoke", "default", "shared"} else ()
-        ):
+        for path in sorted(work.glob(f"{name}.*.json")) if name.partition("-")[0] in SUITES else ():
             try:
                 found = read_report(path)
             except (ValueError, KeyError):
@@ -355,7 +412,9 @@ def _groups(outcomes: dict[str, Outcome]) -> list[str]:
         "| way | seconds a test (median) |",
         "| --- | --- |",
     ]
-    for name, seconds in result["seconds"].items():
+    # One that was stopped has no figures of the ways that had not run yet.
+    measured = {name: seconds for name, seconds in result["seconds"].items() if seconds}
+    for name, seconds in measured.items():
         ordered = sorted(seconds)
         lines.append(f"| {name} | {ordered[len(ordered) // 2]:.3f} |")
     return [*lines, *(f"| step of a rank: {name} | {took:.3f} |" for name, took in result["steps"].items())]
@@ -390,7 +449,9 @@ def main() -> int:
     parser.add_argument("--resume", type=Path, help="the output of an earlier call, from another machine")
     parser.add_argument("--again", nargs="+", default=[], metavar="STAGE", help="run these once more")
     parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="run these and no others")
-    parser.add_argument("--list", action="store_true", help="name the stages, and what became of them")
+    parser.add_argument(
+        "--list", action="store_true", help="name the stages, the seconds they take, and what became of them"
+    )
     parser.add_argument("--cpu", action="store_true", help="try it all on the CPU, with tiny models")
     parser.add_argument("--began", type=float, default=time.time(), help="when the time began, as time.time says")
     parser.add_argument("--facts", type=Path, help=argparse.SUPPRESS)
@@ -416,8 +477,7 @@ def main() -> int:
         runner = Runner(chosen, output, Path(work), deadline, whole)
         runner.forget(arguments.again)
         if arguments.list:
-            for stage in every:
-                print(stage.name, runner.outcomes.get(stage.name, Outcome("not yet")).status)
+            print("\n".join(plan(every, runner.outcomes)))
             return 0
         done = runner.run()
         ordered = {stage.name: runner.outcomes[stage.name] for stage in every if stage.name in runner.outcomes}

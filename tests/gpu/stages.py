@@ -13,8 +13,11 @@ import shutil
 import signal
 import subprocess
 import tarfile
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,8 @@ RESULTS = "results.json"
 LOGS = "logs.tar.gz"
 #: How long an interrupted command may take to write its report, in seconds.
 GRACE = 15.0
+#: How often to see whether this process is to stop, in seconds.
+POLL = 0.5
 #: How many characters of a failed command's output are kept.
 TAIL = 2000
 
@@ -46,9 +51,10 @@ class Stage:
         seconds: How long it usually takes. With less time left, a shorter stage runs first.
         limit: After how many seconds it is taken for hung.
         resumes: Whether a run goes on where the one before was cut off. Others are cut off twice at most.
-        nothing_left: The exit code of a command that found that earlier runs left it nothing to do.
+        nothing_left: The exit code of a command that found that the runs that were cut off left it nothing to do.
         read: Reads the result that the command has left.
         environment: Variables of the command.
+        beside: Stages that follow one another with the same word here run at the same time; empty: alone.
     """
 
     name: str
@@ -59,6 +65,7 @@ class Stage:
     nothing_left: int | None = None
     read: Callable[[Path], Any] = lambda path: json.loads(path.read_text(encoding="utf-8"))
     environment: Mapping[str, str] = field(default_factory=dict)
+    beside: str = ""
 
 
 @dataclass
@@ -93,6 +100,8 @@ class Runner:
         self._whole = whole
         #: The stages that this call has run: who was cut off waits for the next one.
         self._ran: set[str] = set()
+        #: Set when this process is interrupted, and the threads that wait for commands have to end them.
+        self._stopped = threading.Event()
         output.mkdir(parents=True, exist_ok=True)
         work.mkdir(parents=True, exist_ok=True)
         self.outcomes = self._read()
@@ -134,41 +143,65 @@ class Runner:
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             # A shell starts what it runs in the background like that, and every command would inherit it.
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        while (stage := self._next()) is not None:
-            self._ran.add(stage.name)
-            before = self.outcomes.get(stage.name, Outcome("cut off"))
-            self.outcomes[stage.name] = Outcome("running", before.cut_off)
+        while chosen := self._next():
+            before = {stage.name: self.outcomes.get(stage.name, Outcome("cut off")).cut_off for stage in chosen}
+            for stage in chosen:
+                self._ran.add(stage.name)
+                self.outcomes[stage.name] = Outcome("running", before[stage.name])
             self.write()
-            outcome = self._run(stage, before.cut_off)
-            self.outcomes[stage.name] = outcome
+            self.outcomes |= self._run_together(chosen, before)
             self.write()
-            print(f"{stage.name}: {outcome.status} after {outcome.seconds:.0f} s, {self.left():.0f} s left", flush=True)
+            for stage in chosen:
+                outcome = self.outcomes[stage.name]
+                print(
+                    f"{stage.name}: {outcome.status} after {outcome.seconds:.0f} s, {self.left():.0f} s left",
+                    flush=True,
+                )
         return not self.open()
 
-    def _next(self) -> Stage | None:
-        """Return the first stage that there is time for; with all of the time left, the first."""
+    def _next(self) -> list[Stage]:
+        """Return the first stage that there is time for, and those that run beside it; with all of the time left, the first."""
         waiting = [self._stages[name] for name in self.open() if name not in self._ran]
         left = self.left() - GRACE
-        return next((stage for stage in waiting if left >= min(stage.seconds, 0.8 * self._whole)), None)
+        fitting = [stage for stage in waiting if left >= min(stage.seconds, 0.8 * self._whole)]
+        if not fitting or not fitting[0].beside:
+            return fitting[:1]
+        return [stage for stage in fitting if stage.beside == fitting[0].beside]
+
+    def _run_together(self, chosen: Sequence[Stage], cut_off: Mapping[str, int]) -> dict[str, Outcome]:
+        """Run stages at the same time, and return their outcomes."""
+        with ThreadPoolExecutor(len(chosen)) as threads:
+            running = {stage.name: threads.submit(self._run, stage, cut_off[stage.name]) for stage in chosen}
+            try:
+                return {name: future.result() for name, future in running.items()}
+            except BaseException:
+                self._stopped.set()
+                raise
 
     def _run(self, stage: Stage, cut_off: int) -> Outcome:
         result = self._work / f"{stage.name}.{cut_off}.json"
         result.unlink(missing_ok=True)
         began, hung_at = time.monotonic(), time.monotonic() + stage.limit
-        with (self._work / f"{stage.name}.{cut_off}.log").open("w", encoding="utf-8") as log:
+        log_path = self._work / f"{stage.name}.{cut_off}.log"
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(log_path.open("w", encoding="utf-8"))
+            environment = {**os.environ, **stage.environment}
+            if stage.beside:
+                # Leases lie below it: commands with the same one would wait for each other's GPU. Its path is short, since
+                # that of a socket below it may have no more than 107 characters.
+                temporary = tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True)
+                environment["TMPDIR"] = stack.enter_context(temporary)
             process = subprocess.Popen(
                 stage.command(self._work, result),
                 cwd=self._work,
-                env={**os.environ, **stage.environment},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
             try:
-                exit_code = process.wait(max(min(hung_at - time.monotonic(), self.left() - GRACE), 0))
-            except subprocess.TimeoutExpired:
-                exit_code = None
+                exit_code = self._wait(process, hung_at)
             finally:
                 _end(process)
         seconds = time.monotonic() - began
@@ -177,17 +210,30 @@ class Runner:
         elif exit_code is None:
             outcome = Outcome("timed out", cut_off, seconds)
         else:
-            passed = exit_code in {0, stage.nothing_left}
+            # Of a stage that has never run, nothing was chosen: that proves nothing.
+            nothing_left = cut_off > 0 and exit_code == stage.nothing_left
+            passed = exit_code == 0 or nothing_left
             outcome = Outcome("passed" if passed else "failed", cut_off, seconds, exit_code)
         try:
             outcome.result = stage.read(result) if result.exists() else None
         except Exception as error:  # whatever a command left, the other stages run
             outcome.result = {"unreadable": repr(error)}
         if outcome.status != "passed":
-            outcome.tail = (self._work / log.name).read_text(encoding="utf-8", errors="replace")[-TAIL:]
-        elif outcome.result is None and exit_code != stage.nothing_left:
+            outcome.tail = log_path.read_text(encoding="utf-8", errors="replace")[-TAIL:]
+        elif outcome.result is None and exit_code == 0:
             outcome.status, outcome.tail = "failed", f"it wrote no {result.name}"
         return outcome
+
+    def _wait(self, process: subprocess.Popen[Any], hung_at: float) -> int | None:
+        """Return the exit code of a command; None if it is to be ended."""
+        while not self._stopped.is_set():
+            left = min(hung_at - time.monotonic(), self.left() - GRACE)
+            try:
+                return process.wait(min(max(left, 0), POLL))
+            except subprocess.TimeoutExpired:
+                if left <= 0:
+                    return None
+        return None
 
     def _cut(self, name: str, cut_off: int, seconds: float) -> Outcome:
         """Return what becomes of a stage that was cut off once more."""

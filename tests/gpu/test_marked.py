@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
+from tests.gpu.conftest import ONE_RANK
 
 from pytest_distcompat import clock
 from pytest_distcompat.devices import used_memory
 from pytest_distcompat.lease.pool import FREE_TIMEOUT_S, TOLERANCE
+
+if TYPE_CHECKING:
+    from tests.gpu.conftest import SharedBackend
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +58,7 @@ def test_two(process_group, world, device, rank):
     import torch
     from torch import distributed
     assert world.shared and str(device) == "cuda:0" and os.environ["LOCAL_RANK"] == "0"
-    assert distributed.get_backend() == "gloo"
+    assert distributed.get_backend() == "BACKEND_HERE"
     total = torch.full((4,), float(rank + 1), device=device)
     distributed.all_reduce(total)
     assert total.device == device and total.tolist() == [3.0] * 4
@@ -73,6 +79,19 @@ def test_four(process_group, device, rank):
 def test_one(process_group, world):
     from torch import distributed
     assert not world.shared and distributed.get_backend() == "nccl"
+"""
+
+WORLD_SIZE = """
+import pytest
+
+@pytest.mark.distcompat
+def test_sum(process_group, world, device):
+    import torch
+    from torch import distributed
+    assert distributed.get_backend() == "nccl"
+    total = torch.ones(4, device=device)
+    distributed.all_reduce(total)
+    assert total.tolist() == [float(world.size)] * 4
 """
 
 HELD = """
@@ -122,31 +141,40 @@ def test_well(process_group, device):
 @pytest.mark.parametrize("launcher", ["warm", "torchrun"])
 def test_one_rank_talks_through_nccl(launcher: str, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(NCCL)
-    result = pytester.runpytest_subprocess(
-        "--distcompat-gpus=1", f"--distcompat-launcher={launcher}", "-k", "reduce", *STRICT
-    )
+    result = pytester.runpytest_subprocess(*ONE_RANK, f"--distcompat-launcher={launcher}", "-k", "reduce", *STRICT)
     result.assert_outcomes(passed=1, deselected=1)
     result.stdout.fnmatch_lines(["distcompat: 1 GPUs, nccl, world size 1 *"])
 
 
 def test_the_fork_server_does_not_initialise_cuda(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(NCCL)
-    result = pytester.runpytest_subprocess("--distcompat-gpus=1", "-rs", *STRICT)
+    result = pytester.runpytest_subprocess(*ONE_RANK, "-rs", *STRICT)
     outcomes = result.parseoutcomes()
     assert outcomes["passed"] + outcomes.get("skipped", 0) == 2
     assert "failed" not in outcomes
 
 
-def test_ranks_share_a_gpu_through_gloo_with_oversubscribe(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(SHARED)
+def test_ranks_share_a_gpu(pytester: pytest.Pytester, shared_backend: SharedBackend) -> None:
+    pytester.makepyfile(SHARED.replace("BACKEND_HERE", shared_backend.name))
     result = pytester.runpytest_subprocess("--distcompat-gpus=1", "--distcompat-ranks-per-gpu=4", *STRICT)
     result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["distcompat: 1 GPUs, nccl (gloo where up to 4 ranks share a GPU), *"])
+    shared = f"({shared_backend.header} where up to 4 ranks share a GPU)"
+    result.stdout.fnmatch_lines([f"distcompat: 1 GPUs, nccl {shared}, *"])
 
 
-def test_ranks_do_not_share_a_gpu_without_oversubscribe(pytester: pytest.Pytester) -> None:
+def test_two_ranks_are_the_default_where_nccl_takes_them(
+    pytester: pytest.Pytester, shared_backend: SharedBackend
+) -> None:
+    pytester.makepyfile(WORLD_SIZE)
+    result = pytester.runpytest_subprocess("--distcompat-gpus=1", *STRICT)
+    result.assert_outcomes(passed=1)
+    size = 2 if shared_backend.name == "nccl" else 1
+    result.stdout.fnmatch_lines([f"distcompat: 1 GPUs, nccl*, world size {size} *"])
+
+
+def test_ranks_do_not_share_a_gpu_where_it_is_turned_off(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SHARED)
-    result = pytester.runpytest_subprocess("--distcompat-gpus=1", "-rs", *STRICT)
+    result = pytester.runpytest_subprocess(*ONE_RANK, "-rs", *STRICT)
     result.assert_outcomes(passed=1, skipped=2)
     result.stdout.fnmatch_lines(["SKIPPED * 2 ranks need 2 GPUs, 1 to use"])
 
@@ -154,7 +182,7 @@ def test_ranks_do_not_share_a_gpu_without_oversubscribe(pytester: pytest.Pyteste
 def test_memory_is_freed_however_a_test_ends(pytester: pytest.Pytester, gpu: str) -> None:
     before = used_memory([gpu])
     pytester.makepyfile(HELD)
-    result = pytester.runpytest_subprocess("--distcompat-gpus=1", *STRICT)
+    result = pytester.runpytest_subprocess(*ONE_RANK, *STRICT)
     result.assert_outcomes(passed=1, failed=5)
     # The causes are their own, and none of them left anything.
     result.stdout.fnmatch_lines(["*was killed by SIGKILL*"])
@@ -176,7 +204,7 @@ def test_a_lease_shows_ranks_that_gpu_and_no_other(pytester: pytest.Pytester, gp
             assert f"GPU-{name}" == "GPU_HERE"
         """.replace("GPU_HERE", gpu)
     )
-    result = pytester.runpytest_subprocess("--distcompat-gpus=1", *STRICT)
+    result = pytester.runpytest_subprocess(*ONE_RANK, *STRICT)
     result.assert_outcomes(passed=1)
 
 
@@ -200,5 +228,5 @@ def test_concurrent_workers_do_not_share_the_gpu(pytester: pytest.Pytester, monk
     )
     monkeypatch.setenv("MEETING", str(pytester.path / "meeting"))
     pytest.importorskip("xdist")
-    result = pytester.runpytest_subprocess("--distcompat-gpus=1", "-n", "3", *STRICT)
+    result = pytester.runpytest_subprocess(*ONE_RANK, "-n", "3", *STRICT)
     result.assert_outcomes(passed=6)

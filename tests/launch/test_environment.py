@@ -16,6 +16,7 @@ import pytest
 from tests.launch.conftest import notes
 
 from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Warmth
 from pytest_distcompat.launch.warm import WarmLauncher
 
@@ -41,7 +42,7 @@ NAME_THE_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELAST
 GIVEN = {*NUMBERS, *SIZES, *ELASTIC, *NAME_THE_RUN, "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 
 #: How a launcher keeps ranks of a CPU cell from the GPUs.
-CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+CPU = on_device({}, "cpu")
 
 
 def process_notes(ending: Ending) -> list[dict[str, Any]]:

@@ -65,5 +65,9 @@ def test_the_suite_is_adopted_in_ten_lines(name: str, file: str) -> None:
     assert any("distcompat(" in path.read_text(encoding="utf-8") for path in (EXAMPLES / name).glob("test_*.py"))
 
 
+def test_a_plain_script(pytester: pytest.Pytester) -> None:
+    run(pytester, "plain_script").assert_outcomes(passed=2)
+
+
 def test_every_adopter_is_run() -> None:
     assert {path.parent.name for path in EXAMPLES.glob("*/*_driver.py")} == set(ADOPTERS)

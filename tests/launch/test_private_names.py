@@ -436,3 +436,10 @@ def test_the_parent_of_a_process_of_multiprocessing() -> None:
     names = multiprocessing.process.parent_process.__code__.co_names
     assert "_parent_process" in names
     assert hasattr(multiprocessing.process, "_parent_process")
+
+
+def test_what_waits_until_cuda_is_opened() -> None:
+    """``World.divide_memory_once_used`` has torch call it then."""
+    import torch
+
+    assert callable(getattr(torch.cuda, "_lazy_call", None)), "gone from torch: torch.cuda._lazy_call, see world.py"

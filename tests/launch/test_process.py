@@ -95,3 +95,18 @@ def test_a_child_is_reaped_though_ctrl_c_came_while_it_was_polled(interrupted: b
     process.kill_and_wait(child)
     assert child.stdin is not None
     child.stdin.close()
+
+
+@pytest.mark.parametrize("file", ["", "nvidiactl", "kfd", "dri/renderD128"])
+def test_only_an_accelerator_that_is_there_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    if file:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    found = process.has_accelerator(tmp_path)
+    assert found == bool(file)
+    monkeypatch.setattr(process, "has_accelerator", lambda: found)
+    hiding = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if file else {}
+    assert process.on_device({"NAME": "value"}, "cpu") == {"NAME": "value", **hiding}
+    assert process.on_device({}, "cuda") == {}

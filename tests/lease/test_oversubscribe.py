@@ -8,12 +8,14 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch import nccl
 from pytest_distcompat.launch.ending import Ending
@@ -22,6 +24,7 @@ from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Inventory, Pool, read_timeline
 from pytest_distcompat.leased import LeasedLauncher
+from pytest_distcompat.plugin.suite import cases
 from pytest_distcompat.plugin.suite.shared_gpu import why_not_through_gloo
 from pytest_distcompat.world import World
 
@@ -229,9 +232,21 @@ def test_what_gloo_cannot_do_on_a_gpu_is_not_run(cell: str, blank: str | None, c
     reason = why_not_through_gloo(asked)
     assert (reason or "").partition(". ")[0] == (blank or "")
     if reason:
-        assert "nvidia-nccl-cu13>=2.30" in reason
+        assert "pip install --upgrade 'pytest-distcompat[one-gpu]'" in reason
     if checks is not None:
         assert {name for name in CHECKS.names() if why_not_through_gloo(asked, name)} == checks
+
+
+@pytest.mark.parametrize(("visible", "blank"), [("GPU-a", False), ("MIG-5c1b", True)])
+def test_cells_of_deepspeed_are_blank_on_mig(visible: str, blank: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each failed with invalid literal for int()."""
+    session: Any = SimpleNamespace(
+        simulated=0, device="cuda", uses_mig=visible.startswith("MIG-"), shares_through_gloo=lambda size: False
+    )
+    driver = DRIVERS.get("deepspeed")
+    reason = cases.why_not_supported(driver, Cell.parse("zero2-fp32-w1"), session)
+    assert (reason == cases.NO_MIG) == blank
+    assert cases.why_not_supported(DRIVERS.get("torch"), Cell.parse("ddp-fp32-w1"), session) is None
 
 
 BLANKS = """
@@ -278,7 +293,7 @@ def test_a_suite_oversubscribes_too_and_the_report_says_so(pytester: pytest.Pyte
         return data["results"][0]["status"], data["session"]["settings"]["ranks_per_gpu"]
 
     run_on_gpus(*options)
-    assert report() == ("skipped", {"value": "auto", "from": "default"})
+    assert report() == ("skipped", {"value": "1", "from": "default"})
     run_on_gpus(*options, "--distcompat-ranks-per-gpu=2")
     # The stand-in's ranks did nothing, but they were started.
     assert report() == ("failed", {"value": "2", "from": "option"})

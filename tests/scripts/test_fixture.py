@@ -44,6 +44,30 @@ def test_a_wrong_number_of_ranks_fails_the_test(pytester: pytest.Pytester) -> No
     """)
     done = pytester.runpytest_inprocess("--distcompat-gpus", "0")
     done.stdout.fnmatch_lines(["*UsageProblem: world_size='2': expected a number of ranks, 1 or more*"])
+    done.stdout.no_fnmatch_line("*pytest_distcompat/*")
+    done.stdout.fnmatch_lines(["test_a_wrong_number_of_ranks_fails_the_test.py:*: UsageProblem"])
+
+
+@pytest.mark.parametrize(
+    "call", ["launch(__file__, strategy='fsdp9')", "launch(__file__, strategy='ddp', options={'x': 1})"]
+)
+def test_a_usage_error_shows_the_line_of_the_test(pytester: pytest.Pytester, call: str) -> None:
+    pytester.makepyfile(f"def test_it(distcompat):\n    distcompat.{call}\n")
+    done = pytester.runpytest_inprocess("--distcompat-gpus", "0")
+    done.stdout.fnmatch_lines(["test_a_usage_error_shows_the_line_of_the_test.py:2: UsageProblem"])
+    done.stdout.no_fnmatch_line("*pytest_distcompat/*")
+
+
+def test_an_error_of_ours_shows_our_frames(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(f"""
+        from pytest_distcompat.scripts import launching
+
+        def test_it(distcompat, monkeypatch):
+            monkeypatch.setattr(launching, "command_line", None)
+            distcompat.launch({str(PROGRAMS / "ends.py")!r})
+    """)
+    done = pytester.runpytest_inprocess("--distcompat-gpus", "0")
+    done.stdout.fnmatch_lines(["*pytest_distcompat/scripts/launching.py:*: TypeError"])
 
 
 def test_what_an_idle_session_imports(pytester: pytest.Pytester) -> None:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 @twin(
     "names",
     "ddp-fp32-w2-model_mlp-compile_aot_eager",
-    match=r"key '_orig_mod\.module\.inlet\.weight' is no name of the unwrapped model; expected 'inlet\.weight'",
+    match=r"key '_orig_mod\.module\.blocks\.0\.linear\.bias' is no name of the unwrapped model; expected 'blocks\.0\.linear\.bias'",
 )
 @twin(
     "names",
     "fsdp2-fp32-w2-model_mlp-compile_aot_eager",
-    match=r"key '_orig_mod\.inlet\.weight' is no name of the unwrapped model; expected 'inlet\.weight'",
+    match=r"key '_orig_mod\.blocks\.0\.linear\.bias' is no name of the unwrapped model; expected 'blocks\.0\.linear\.bias'",
 )
 class CompiledNames(Torch):
     """A compiled model saved by its own ``state_dict()``, as accelerate saved one (#3554)."""
@@ -67,7 +67,7 @@ class WrappersNames(Torch):
 @twin(
     "names",
     "fsdp1-fp32-w2-model_mlp-state_dict_full",
-    match=r"key '_fsdp_wrapped_module\.inlet\.weight' is no name(?s:.*)expected 'inlet\.weight'",
+    match=r"key '_fsdp_wrapped_module\.[\w.]+' is no name(?s:.*)expected '(blocks|inlet)\.",
 )
 class LiveNames(Torch):
     """Parameters saved as ``named_parameters`` calls them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,6 +11,9 @@ from pytest_distcompat import Cell, Driver, Matrix, UsageProblem, check_driver, 
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.scenario import Scenario
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 HERE = f"{__name__}:OneStrategy"
 
@@ -20,6 +24,15 @@ class OneStrategy(TorchDriver):
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
         return None if cell.strategy == "ddp" else "this trainer speaks DDP only"
+
+
+class CountsRanks(TorchDriver):
+    """A driver whose reference reads the number of ranks from its cell."""
+
+    def reference(self, model: Module, number: int, ranks: int) -> float:
+        if self.cell.world_size != ranks:
+            raise ValueError(f"the cell has {self.cell.world_size} ranks, the compared run {ranks}")
+        return super().reference(model, number, self.cell.world_size)
 
 
 class NoRanks:
@@ -95,6 +108,13 @@ def test_a_driver_on_real_ranks(tmp_path: Path) -> None:
     found = check_driver(TorchDriver, [cell], ["active", "names"], expect=[wrong], device="cpu", store=tmp_path)
     assert [(one.check, one.status) for one in found] == [("active", "passed"), ("names", "fixed?")]
     assert list(tmp_path.glob("*/run.json"))
+
+
+@pytest.mark.spawn
+def test_the_reference_has_the_ranks_of_the_compared_run_in_its_cell() -> None:
+    cell = Cell.of("ddp", "fp32", model="mlp")
+    (found,) = check_driver(CountsRanks, [cell], ["parity"], device="cpu")
+    assert found.status == "passed", found.message
 
 
 def test_a_cell_over_several_nodes_is_refused() -> None:

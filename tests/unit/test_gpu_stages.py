@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import signal
 import sys
 import tarfile
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pytest_distcompat.launch import nccl
 
 HERE = Path(__file__).parents[1] / "gpu"
 
@@ -78,9 +81,17 @@ def test_stages_run_once_whatever_becomes_of_them(stages: Any, tmp_path: Path) -
     assert json.loads((tmp_path / "output" / "results.json").read_text())["done"]
 
 
-def test_a_finished_plan_is_no_failure(stages: Any, tmp_path: Path) -> None:
-    runner = run(stages, tmp_path, stage(stages, "rest", "nothing left", nothing_left=5))
+def test_nothing_left_after_an_interruption_is_no_failure(stages: Any, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "results.json").write_text('{"stages": {"rest": {"status": "running"}}}')
+    runner = run(stages, tmp_path, stage(stages, "rest", "nothing left", nothing_left=5, resumes=True))
     assert statuses(runner) == {"rest": "passed"}
+
+
+def test_a_stage_that_chose_nothing_has_proved_nothing(stages: Any, tmp_path: Path) -> None:
+    runner = run(stages, tmp_path, stage(stages, "empty", "nothing left", nothing_left=5, resumes=True))
+    assert statuses(runner) == {"empty": "failed"}
 
 
 @pytest.mark.nightly
@@ -148,6 +159,35 @@ def test_remaining_time_goes_to_a_stage_that_fits(stages: Any, tmp_path: Path) -
     assert statuses(run(stages, tmp_path, *chosen, seconds=100.0, whole=100.0))["long"] == "passed"
 
 
+#: Ends only when the other command has begun too, and says where its temporary files lie.
+MEETING = """
+import json, pathlib, sys, tempfile, time
+result, mine, other = sys.argv[1:]
+pathlib.Path(mine).touch()
+until = time.monotonic() + 60
+while not pathlib.Path(other).exists() and time.monotonic() < until:
+    time.sleep(0.02)
+met = pathlib.Path(other).exists()
+pathlib.Path(result).write_text(json.dumps({"met": met, "temporary": tempfile.gettempdir()}))
+"""
+
+
+def test_stages_beside_one_another_run_at_the_same_time_and_share_no_lease(stages: Any, tmp_path: Path) -> None:
+    def meeting(name: str, other: str) -> Any:
+        def command(_work: Path, result: Path) -> list[str]:
+            return [sys.executable, "-c", MEETING, str(result), name, other]
+
+        return stages.Stage(name, command, 0.0, beside="both")
+
+    runner = run(stages, tmp_path, meeting("one", "two"), meeting("two", "one"), stage(stages, "next"))
+    assert statuses(runner) == {"one": "passed", "two": "passed", "next": "passed"}
+    results = [runner.outcomes[name].result for name in ("one", "two")]
+    assert [result["met"] for result in results] == [True, True]
+    directories = {result["temporary"] for result in results}
+    assert len(directories) == 2
+    assert not [path for path in directories if Path(path).exists()]
+
+
 def test_results_move_to_another_machine(stages: Any, tmp_path: Path) -> None:
     run(stages, tmp_path, stage(stages, "one"))
     back = tmp_path / "output"
@@ -203,6 +243,82 @@ def test_the_plan_is_the_same_with_and_without_a_gpu(stages: Any, tmp_path: Path
                     assert Path(argument).exists(), command
 
 
+def test_verdicts_come_before_figures_and_a_call_has_room_for_them(
+    stages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proof = importlib.import_module("proof")
+    monkeypatch.setattr(proof.os, "cpu_count", lambda: 16)
+    plan = proof.stages(tmp_path, cpu=False)
+    kinds = list(dict.fromkeys(one.name.partition("-")[0] for one in plan))
+    assert kinds == ["facts", "gpu", "smoke", "shared", "groups", "default", "throughput", "convergence"]
+    (suite,) = [one for one in plan if one.name == "gpu-suite"]
+    assert "-n" in suite.command(tmp_path, tmp_path / "gpu-suite.0.json")
+    seconds = 0.0
+    for kind in kinds[:6]:
+        of_kind = [one for one in plan if one.name.partition("-")[0] == kind]
+        alone = [one.seconds for one in of_kind if not one.beside]
+        beside = [one.seconds for one in plan if one.beside == kind]
+        seconds += sum(alone) + max(beside, default=0.0)
+    assert seconds <= 9 * 60 - stages.GRACE
+    assert sum(one.seconds for one in proof.stages(tmp_path, cpu=True)) <= 9 * 60 - stages.GRACE
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("smoke-torch", {"--distcompat-world-size=1", "--distcompat-ranks-per-gpu=1", "--distcompat-profile=smoke"}),
+        ("shared-trainer", {"--distcompat-world-size=2", "--distcompat-ranks-per-gpu=2", "--distcompat-profile=smoke"}),
+        ("default-deepspeed", {"--distcompat-world-size=2", "--distcompat-ranks-per-gpu=2"}),
+    ],
+)
+def test_each_driver_has_one_rank_then_two_that_share_the_gpu(
+    name: str, expected: set[str], stages: Any, tmp_path: Path
+) -> None:
+    proof = importlib.import_module("proof")
+    (chosen,) = [one for one in proof.stages(tmp_path, cpu=False) if one.name == name]
+    given = set(chosen.command(tmp_path, tmp_path / f"{name}.0.json"))
+    assert expected | {"--distcompat-gpus=1"} <= given
+    assert ("--distcompat-profile=smoke" in given) == ("--distcompat-profile=smoke" in expected)
+
+
+def test_the_list_has_the_order_and_the_seconds(stages: Any) -> None:
+    proof = importlib.import_module("proof")
+    plan = [
+        stage(stages, "facts", seconds=30.0),
+        stage(stages, "smoke-torch", seconds=60.0, beside="smoke"),
+        stage(stages, "smoke-trainer", seconds=50.0, beside="smoke"),
+    ]
+    assert proof.plan(plan, {"facts": stages.Outcome("passed")}) == [
+        "facts: about 30 s, passed",
+        "smoke-torch: about 60 s, beside others of smoke, not yet",
+        "smoke-trainer: about 50 s, beside others of smoke, not yet",
+        "3 stages, about 90 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "header"), [((2, 28, 9), "gloo", "gloo"), ((2, 30, 7), "nccl", "NCCL 2.30.7")]
+)
+def test_gpu_tests_expect_what_the_library_makes_possible(
+    version: tuple[int, int, int], name: str, header: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.gpu import conftest
+
+    monkeypatch.setattr(nccl, "library", lambda: nccl.Library(Path("libnccl.so.2"), version))
+    assert conftest.backend_of_shared_ranks() == conftest.SharedBackend(name, header)
+
+
+def test_gpu_tests_say_how_many_ranks_a_gpu_has() -> None:
+    """With an NCCL that shares GPUs one GPU has two ranks by default, so that a test of one has to say so."""
+    from tests.gpu.conftest import ONE_RANK
+
+    assert ONE_RANK == ("--distcompat-gpus=1", "--distcompat-ranks-per-gpu=1")
+    runs = re.findall(r"runpytest_subprocess\((.*?)\)\n", (HERE / "test_marked.py").read_text(), flags=re.DOTALL)
+    unsaid = [arguments for arguments in runs if "ONE_RANK" not in arguments and "ranks-per-gpu" not in arguments]
+    # The one that is about the default.
+    assert unsaid == ['"--distcompat-gpus=1", *STRICT']
+
+
 def test_a_resumed_suite_skips_items_with_a_result(stages: Any, tmp_path: Path) -> None:
     proof = importlib.import_module("proof")
     nodeids = ["pytest_distcompat/suite.py::TestTorch::test[a]", "pytest_distcompat/suite.py::TestTorch::test[b]"]
@@ -232,7 +348,8 @@ def test_the_summary_has_every_figure(stages: Any, tmp_path: Path) -> None:
         "gpu-marked": stages.Outcome("failed", result={"count": {"failure": 1}, "findings": {"test_a": "failure: no"}}),
         "throughput-fsdp2-upcast": stages.Outcome("passed", result=throughput),
         "groups": stages.Outcome(
-            "passed", result={"ranks": 1, "seconds": {"ours": [0.1, 0.3, 0.2]}, "steps": {"CUDA context": 0.4}}
+            "timed out",
+            result={"ranks": 1, "seconds": {"ours": [0.1, 0.3, 0.2], "later": []}, "steps": {"CUDA context": 0.4}},
         ),
         "convergence": stages.Outcome(
             "failed", result={"rate": 1e-4, "curves": [curve, {"name": "ddp", "error": "ended with 1"}]}

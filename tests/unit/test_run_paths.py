@@ -8,9 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from pytest_distcompat.calls import REFERENCE_CALL
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.corrupt import corrupt
 from pytest_distcompat.run_paths import RunPaths, SuitePayload
-from pytest_distcompat.scenario import BLOCKED_RUN, DAMAGED_RUNS, RELOAD_RUN, RESUME_RUN, TRAIN_RUN, Run
+from pytest_distcompat.scenario import (
+    BLOCKED_RUN,
+    DAMAGED_RUNS,
+    REFERENCE_RUN,
+    RELOAD_RUN,
+    RESUME_RUN,
+    ROUNDED_RUN,
+    TRAIN_RUN,
+    Run,
+)
 
 
 def files(directory: Path) -> dict[str, str]:
@@ -45,6 +56,22 @@ def test_the_output_of_an_earlier_run_is_removed_before_ranks_start(run_paths: R
     assert run_paths.save_to.is_dir()
     assert files(run_paths.save_to) == files(run_paths.export) == {}
     assert files(run_paths.load_from) == {"shard": "earlier"}
+
+
+@pytest.mark.parametrize(
+    ("run", "world_size"),
+    [
+        (REFERENCE_RUN, 4),
+        (ROUNDED_RUN, 4),
+        (Run("walk-1-reference", ("build_model", f"{REFERENCE_CALL}step"), world_size=1), 4),
+        (RELOAD_RUN, 1),
+    ],
+    ids=lambda one: getattr(one, "name", ""),
+)
+def test_a_reference_has_a_cell_of_all_ranks(run: Run, world_size: int) -> None:
+    cell = run.cell(Cell("fsdp2", "fp32", 4))
+    payload = SuitePayload("torch", cell.id, 4, "cpu", run, "", "", "")
+    assert payload.driver_cell == dataclasses.replace(cell, world_size=world_size)
 
 
 @pytest.mark.parametrize("run", [RESUME_RUN, RELOAD_RUN], ids=lambda run: run.name)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import EXPORTED, and_others, check, every_rank, first_three
+from pytest_distcompat.checks._renamed import renamed
 from pytest_distcompat.checks._values import (
     adapter_name,
     compare,
@@ -90,7 +91,10 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
             closest = strategy.canonical(key := min(unknown), cell, known)
             hint = f"; expected {closest!r}" if closest in wanted and closest != key else ""
             are = "is" if len(unknown) == 1 else "are"
-            yield f"file {file.path!r}: key {and_others(unknown)} {are} none of the model's own{hint}"
+            groups = renamed(unknown, wanted | written)
+            cause = "".join(f"{group}: " for group in groups)
+            way_out = groups[0].way_out if groups else ""
+            yield f"file {file.path!r}: {cause}key {and_others(unknown)} {are} none of the model's own{hint}{way_out}"
     for index in files:
         if index.holds == "index":
             yield from _in_files(index, models)

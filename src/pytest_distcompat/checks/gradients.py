@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._factors import factors_of, named_factor
 from pytest_distcompat.checks._values import Names, named_stage, rounding_of, stages_of
 from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
 from pytest_distcompat.driver import Driver
@@ -52,7 +53,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     expected = [_norms_of_one(reference, reference.at("reference", step)) for step in range(COMPARED)]
     rounding = _deviations_of_rounding(trace.runs.get("rounded"), expected)
     tolerance = ROUNDING_FACTOR * max((rounding_of(cell, train).norm_tolerance, *rounding))
-    numbers, holders = _numbers(cell, train), _holders(train)
+    factors, holders = factors_of(cell, train), _holders(train)
     for step in range(COMPARED):
         here = train.at("step", step)
         yield from every_rank(here, cell.world_size, f"step {step + 1}")
@@ -64,7 +65,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
             for ranks, norms in _norms(train, here)
             # A live name that is none of the unwrapped model's is a finding of the check ``names``.
             if norms.keys() <= known
-            for names, text in _differences(numbers, norms, expected[step], tolerance)
+            for names, text in _differences(factors, norms, expected[step], tolerance)
         ]
         yield from found
         if found:
@@ -106,18 +107,6 @@ def _holders(run: RunTrace) -> Callable[[Sequence[int], Sequence[str]], list[int
     return lambda ranks, wanted: [rank for rank in ranks if not held.get(rank) or held[rank] & {*wanted}] or [*ranks]
 
 
-def _numbers(cell: Cell, run: RunTrace) -> dict[str, int]:
-    """Return what gradients may be too large or too small by, by name."""
-    # A pipeline splits a batch into more micro-batches than accumulation asks for.
-    split = max((len(one.inputs) for one in run.at("step")), default=1)
-    micros = split if cell.pp > 1 else int(cell.option("grad_accum"))
-    numbers = {"the number of ranks": cell.world_size, "micro-batches a step": micros}
-    numbers |= {f"the size of {name}": int(cell.option(name)) for name in ("tp", "cp", "ep", "pp")}
-    if cell.dp_size < cell.world_size:
-        numbers["the number of data-parallel ranks"] = cell.dp_size
-    return {name: number for name, number in numbers.items() if number > 1}
-
-
 def _norms_of_one(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Norms:
     """Return the norms of a run of one process."""
     return next((norms for _, norms in _norms(run, snapshots)), {})
@@ -140,7 +129,7 @@ def _unit(norms: Norms) -> float:
 
 
 def _differences(
-    numbers: Mapping[str, int], norms: Norms, expected: Norms, tolerance: float
+    factors: Mapping[str, int], norms: Norms, expected: Norms, tolerance: float
 ) -> Iterator[tuple[list[str], str]]:
     """Yield a finding, with their names, for the parameters that are off by the same ratio."""
     if broken := sorted(name for name, found in norms.items() if found is None):
@@ -168,7 +157,7 @@ def _differences(
         here, there = (one.get(names[0]) or 0.0 for one in (norms, expected))
         values = f"{names[0]!r} has norm {here:.6g}; {there:.6g} in the reference"
         everything = f"all {len(names)} parameters" if len(names) == len(expected) else listed(names)
-        ratio = _ratio(numbers, ratios[names[0]], common)
+        ratio = _ratio(factors, ratios[names[0]], common)
         yield names, f"the gradient of {everything} {ratio}: {values} ({tolerance:.0e} allowed)"
 
 
@@ -182,6 +171,5 @@ def _ratio(factors: Mapping[str, int], ratio: float, common: float) -> str:
     if common != 1.0:
         ratio /= common
         text += f", {ratio:.4g} times as much as the others"
-    known = [name for name, factor in factors.items() if math.isclose(ratio, factor, rel_tol=SAME_RATIO)]
-    known += [f"1 / {name}" for name, factor in factors.items() if math.isclose(ratio * factor, 1, rel_tol=SAME_RATIO)]
-    return f"{text} (= {' or '.join(known)})" if known else text
+    known = named_factor(factors, ratio, SAME_RATIO)
+    return f"{text} ({known})" if known else text

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import and_others, check, every_rank, first_three, named_ranks
+from pytest_distcompat.checks._renamed import Renamed, renamed
 from pytest_distcompat.checks._values import (
     across_stages,
     adapter_name,
@@ -207,7 +208,7 @@ class _Expected:
         covered: set[str] = set()
         optimized: set[str] = set()
         for file in (one for one in files if one.holds != "index"):
-            (covered if file.holds == "model" else optimized).update(self.same(key) for key in file.keys)
+            (covered if file.holds == "model" else optimized).update(self.same(key) for key in self.names_in(file))
         adapted, kind = bool(self.cell.option("lora")), "parameters"
         wanted, buffers = (self.trainable, set[str]()) if adapted else (self.in_files, self.persistent)
         if covered & self.written - self.saved and not wanted <= covered:
@@ -235,17 +236,39 @@ class _Expected:
         cut_off = any(name.endswith(f".{key}") for name in known)
         return self.canonical(key) in known or not known.isdisjoint(ends) or cut_off
 
+    def known(self, file: FileInfo) -> set[str]:
+        """Return the names that the file may have."""
+        if file.holds == "model":
+            return self.saved | self.parameters | self.written
+        return self.trainable | set(self.first_of)
+
+    def names_in(self, file: FileInfo) -> Iterator[str]:
+        """Yield the keys of the file, and the model's own names for those that it has under others."""
+        yield from file.keys
+        for group in self.renamed(file):
+            yield from group.names.values()
+
+    def renamed(self, file: FileInfo) -> list[Renamed]:
+        """Return the groups of unknown keys of the file that have, or lack, the same part of a name."""
+        known = self.known(file)
+        return renamed(set(file.keys) - known - self.not_persistent, known)
+
     def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
         """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
         models = [file for file in files if file.holds == "model"]
         # Beside the model's there may be files of other tensors: random states, statistics of the data.
         about = [file for file in models if any(map(self.of_the_model, file.keys))] or models
         for file in (one for one in files if one.holds == "optimizer" or one in about):
-            own = self.saved | self.parameters | self.written
-            known = own if file.holds == "model" else self.trainable | set(self.first_of)
+            known = self.known(file)
             # Then a name may be the model's own of another tensor.
             renamed = bool(self.written & set(file.keys) - self.saved)
-            for key in file.keys:
+            groups = self.renamed(file)
+            for group in groups:
+                first = min(group.names)
+                unknown = f"{group}: key {first!r} is no name of the unwrapped model; expected {group.names[first]!r}"
+                yield f"file {file.path!r}: {unknown}{group.way_out}"
+            grouped = {key for group in groups for key in group.names}
+            for key in (one for one in file.keys if one not in grouped):
                 if key in self.not_persistent and key not in known:
                     yield f"file {file.path!r}: holds {key!r}, a buffer that is not persistent"
                 elif key not in known:

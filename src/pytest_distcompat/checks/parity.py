@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
+from pytest_distcompat.checks._factors import factors_of, named_factor
 from pytest_distcompat.checks._values import Names, across_stages, in_tf32, rounding_of, stages_of
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
@@ -22,6 +24,8 @@ from pytest_distcompat.trace import RunTrace, Snapshot, Trace, shard_groups, tog
 ROUNDING_FACTOR = 2
 #: Relative, for learning rates, which are products of a few factors.
 RATE_TOLERANCE = 1e-9
+#: Relative: a gradient norm from before clipping that differs less from the one after it was not clipped.
+UNCLIPPED = 1e-3
 #: What single parameters are compared on; optimizers of other classes may have further numbers.
 HYPERPARAMETERS = ("lr", "weight_decay", "betas.0", "betas.1", "eps", "momentum")
 #: Unwrapped name -> the numbers of the parameter's group.
@@ -53,8 +57,9 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that training equals that of one process in float32 on the same batches, over 20 steps.
 
     Loss and reported gradient norm agree within the precision's tolerance, learning rate, weight decay and the like of
-    each parameter exactly. Ranks, steps and micro-batches have different numbers of tokens, and the last step of an epoch
-    has fewer micro-batches than the others.
+    each parameter exactly. The ranks' losses are a mean if their average is the reference's; if instead their sum is, each
+    rank reports its part of a sum, and gradients equal to the reference's in every step must prove it. Ranks, steps and
+    micro-batches have different numbers of tokens, and the last step of an epoch has fewer micro-batches than the others.
 
     If it fails: a loss that is off from the first step on is computed differently, such as a mean of unequal
     micro-batches' means; the finding then says what counts alike. One that is off later comes from the optimizer:
@@ -63,6 +68,8 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     losses, norms = tolerances(cell, trace)
     trained, reference = trace.run("train"), trace.run("reference")
     numbers = _NumbersOfParameters(trained), _NumbersOfParameters(reference)
+    factors = factors_of(cell, trained)
+    parts = _parts_of_a_sum(cell, trace, losses[0], norms)
     largest_loss = largest_norm = 0.0
     for step in range(STEPS):
         here, there = trained.at("step", step), reference.at("reference", step)
@@ -70,16 +77,56 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         if not here or not there:
             yield f"step {step + 1}: no reference to compare with"
             return
+        here = tuple(_times_ranks(one, cell) for one in here) if parts else here
         largest_loss = max(largest_loss, abs(there[0].loss or 0.0))
         largest_norm = max(largest_norm, there[0].grad_norm or 0.0)
-        found = [one + _same_rows(cell) for one in _loss(here, there[0], losses[step], largest_loss, cell)]
-        found += _norm(here, there[0], norms[step], largest_norm)
+        found = [
+            one + _same_rows(cell) for one in _loss(here, there[0], losses[step], largest_loss, cell, factors=factors)
+        ]
+        found += _norm(here, there[0], norms[step], largest_norm, factors)
         found = [one + in_tf32(trained) for one in found]
         groups = [of(snapshots) for of, snapshots in zip(numbers, (here, there), strict=True)]
         found += [*_rates(here, there[0])] or _hyperparameters(cell, here, *groups)
         yield from (f"step {step + 1}: {text}" for text in found)
         if found:
             return  # later deviations follow from this one
+
+
+def _parts_of_a_sum(cell: Cell, trace: Trace, tolerance: float, norms: Sequence[float]) -> bool:
+    """Tell whether the losses of data-parallel ranks add up to the reference's, and training is the reference's all the same.
+
+    Such a trainer divides by the tokens of all ranks and sums gradients over ranks. One that divides so and averages
+    gradients has the same losses, and gradients that are too small.
+    """
+    trained, reference = trace.run("train"), trace.run("reference")
+    here, there = trained.at("step", 0), reference.at("reference", 0)
+    losses = [one.loss for one in here if one.loss is not None]
+    if cell.dp_size == 1 or not losses or len(losses) != len(here) or not there or there[0].loss is None:
+        return False
+    total = cell.dp_size * sum(losses) / len(losses)
+    adds_up = math.isclose(total, there[0].loss, rel_tol=tolerance)
+    return adds_up and _shows_gradients(trace, norms) and not any(clipping(cell, trace))
+
+
+def _shows_gradients(trace: Trace, tolerances: Sequence[float]) -> bool:
+    """Tell whether gradients are known to be the reference's before clipping: after it, wrong ones may have the same norm."""
+    for step, tolerance in enumerate(tolerances):
+        here, there = trace.run("train").at("step", step), trace.run("reference").at("reference", step)
+        expected = there[0].grad_norm if there else None
+        if expected is None:
+            return False
+        reported = [one.grad_norm for one in here if one.grad_norm is not None]
+        if any(not math.isclose(norm, expected, rel_tol=tolerance) for norm in reported):
+            return False
+        unclipped = math.isclose(math.sqrt(_square(there[0])), expected, rel_tol=UNCLIPPED)
+        if len(reported) < len(here) and not unclipped:
+            return False
+    return True
+
+
+def _times_ranks(snapshot: Snapshot, cell: Cell) -> Snapshot:
+    """Return the snapshot with the loss that the rank would report if losses were means over ranks."""
+    return dataclasses.replace(snapshot, loss=None if snapshot.loss is None else snapshot.loss * cell.dp_size)
 
 
 def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
@@ -114,7 +161,15 @@ def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | No
     return [ROUNDING_FACTOR * max(table, *off[: 2 * step + 3]) for step in range(STEPS)]
 
 
-def _loss(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float, cell: Cell) -> Iterator[str]:
+def _loss(
+    here: tuple[Snapshot, ...],
+    there: Snapshot,
+    tolerance: float,
+    largest: float,
+    cell: Cell,
+    *,
+    factors: Mapping[str, int],
+) -> Iterator[str]:
     losses = [snapshot.loss for snapshot in here if snapshot.loss is not None]
     if len(losses) != len(here) or there.loss is None:
         yield "no loss to compare; expected step() to return it on every rank, and reference()"
@@ -125,7 +180,8 @@ def _loss(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest
     loss = sum(losses) / len(losses)
     if not _close(loss, there.loss, tolerance, largest):
         expected = _expected(loss, there.loss, tolerance, largest)
-        yield f"the loss is {loss:.6g}; {expected}{_average(loss, there, tolerance, cell)}"
+        cause = _average(loss, there, tolerance, cell) or _times(loss, there.loss, factors, tolerance)
+        yield f"the loss is {loss:.6g}; {expected}{cause}"
 
 
 def _average(loss: float, there: Snapshot, tolerance: float, cell: Cell) -> str:
@@ -151,18 +207,28 @@ def _average(loss: float, there: Snapshot, tolerance: float, cell: Cell) -> str:
     return f": here {f'{once[0]} counts alike' if once else times[0]}, there {expected[0]}"
 
 
+def _times(here: float, there: float, factors: Mapping[str, int], tolerance: float) -> str:
+    """Return which plain factor a number is off by, as ``gradients`` says it; an empty text if it is off by none."""
+    ratio = here / there if there else math.inf
+    factor = named_factor(factors, ratio, tolerance)
+    return f": {ratio:.4g} times the reference's ({factor})" if factor else ""
+
+
 def _same_rows(cell: Cell) -> str:
     """Return what no check can compare under context parallelism, whose ranks see only parts of rows; else nothing."""
     ranks = ", ".join(map(str, cell.cp_peers(0)))
     return f"; with cp {cell.cp} ranks {ranks} must be fed parts of the same rows" if cell.cp > 1 else ""
 
 
-def _norm(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float) -> Iterator[str]:
+def _norm(
+    here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float, factors: Mapping[str, int]
+) -> Iterator[str]:
     for snapshot in here:
         norm = snapshot.grad_norm
         if norm is not None and there.grad_norm is not None and not _close(norm, there.grad_norm, tolerance, largest):
             expected = _expected(norm, there.grad_norm, tolerance, largest)
-            yield f"rank {snapshot.rank}: the gradient norm is {norm:.6g}; {expected}"
+            cause = _times(norm, there.grad_norm, factors, tolerance)
+            yield f"rank {snapshot.rank}: the gradient norm is {norm:.6g}; {expected}{cause}"
 
 
 def _close(here: float, there: float, tolerance: float, largest: float) -> bool:

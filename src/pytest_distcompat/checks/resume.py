@@ -84,10 +84,30 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from every_rank(found, cell.world_size, f"step {nth + 1} after the load")
         for before, after in pairs(expected, found) if not nth else ():
             yield from other_mode(before, after, "step 1 after the load", "in the run that never stopped")
-        yield from _losses(nth, expected, found, LOSS_TOLERANCE if ordered else ORDER_TOLERANCE)
+        off = _losses(nth, expected, found, LOSS_TOLERANCE if ordered else ORDER_TOLERANCE)
+        yield from (f"{text}{tied_apart(cell, whole)}" for text in off)
         if not wrong:
             wrong = list(_numbers(nth, expected, found))
             yield from wrong
+
+
+def tied_apart(cell: Cell, run: RunTrace) -> str:
+    """Return, for the end of a finding, which tied names FSDP2 has in units of their own; an empty text if there are none."""
+    # Each unit gathers and frees its own copy of what is one parameter: https://github.com/pytorch/pytorch/issues/176076.
+    model = next((one.model for one in run.at("build") if one.model), None)
+    if model is None or run.unwrapped is None or "FSDP2" not in model.wrappers:
+        return ""
+    strategy = STRATEGIES.get(cell.strategy)
+    known = {name for group in run.unwrapped.tied for name in group}
+    modules = {name.rpartition(".")[0] for name in known}
+    units = {strategy.canonical(unit, cell, modules) for unit in model.units}
+    for group in run.unwrapped.tied:
+        owners = {name: name.rpartition(".")[0] for name in group}
+        if units.issuperset(owners.values()) and len({*owners.values()}) > 1:
+            names = " and ".join(map(repr, group))
+            cure = "shard them as one, fully_shard([...]), or leave both to the root"
+            return f"; {names} are one tensor in units of their own: {cure}"
+    return ""
 
 
 #: Name -> (digest, dtype).

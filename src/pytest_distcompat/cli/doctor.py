@@ -11,6 +11,7 @@ from pytest_distcompat.cli import machine
 from pytest_distcompat.cli.machine import Finding, Machine
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.launch.nccl import CURE
 
 if TYPE_CHECKING:
     from pytest_distcompat.cli.capabilities import Capability
@@ -103,3 +104,7 @@ def _devices(here: Machine) -> Iterator[str]:
     yield f"torch is built for {built}; it can use {len(torch['gpus'])} GPUs{names}"
     nccl = f"NCCL {torch['nccl']}".strip() if torch["has_nccl"] else "no NCCL"
     yield f"ranks talk through {'gloo' if torch['gloo'] else 'no gloo'} on the CPU; for GPUs there is {nccl}"
+    library = here.nccl
+    if library is not None:
+        sharing = "takes several ranks of one GPU" if library.shares_gpus else f"takes one rank a GPU. {CURE}"
+        yield f"ranks load {library} ({library.path}), which {sharing}"

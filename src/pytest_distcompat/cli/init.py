@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import __version__
-from pytest_distcompat.cli.loop import Scaffold
 from pytest_distcompat.cli.output import named_in_errors
 from pytest_distcompat.cli.pytest_settings import relative
-from pytest_distcompat.cli.repository import DRIVERS, Repository, inspect_repository
+from pytest_distcompat.cli.repository import DRIVERS, Class, Repository, inspect_repository
 from pytest_distcompat.failures import UsageProblem
 
 #: A link, since the installed package has no docs/.
@@ -98,8 +97,8 @@ def _files(found: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
     precisions: tuple[str, ...] = ("fp32", "bf16_mixed")
     loop = _loop(found, chosen)
     if loop is not None:
-        driver, strategies, precisions = f"{_driver_module(found)}:LoopDriver", loop.strategies, (loop.precision,)
-        yield driver_file, loop.source
+        driver, strategies, precisions = f"{_driver_module(found)}:LoopDriver", (loop.name,), ("fp32",)
+        yield driver_file, _filled("loop.txt", module=loop.module)
     named = {"strategies": _tuple(strategies), "precisions": _tuple(precisions)}
     yield found.tests / "test_distcompat.py", _filled("suite.txt", driver=driver, **named)
     if not found.settings.exists:
@@ -117,10 +116,10 @@ def _filled(template: str, **values: str) -> str:
     return _Template((resources.files(__package__) / "templates" / template).read_text("utf-8")).substitute(values)
 
 
-def _loop(found: Repository, chosen: str) -> Scaffold | None:
-    """Return the driver to write around a loop in plain torch; None if there is a better one."""
+def _loop(found: Repository, chosen: str) -> Class | None:
+    """Return the module with a loop in plain torch that needs a driver; None if there is a better one."""
     plain = not found.imports & {"transformers", "accelerate", "deepspeed"}
-    return found.scaffold if plain and not chosen and found.driver is None and found.trainer is None else None
+    return found.loop if plain and not chosen and found.driver is None and found.trainer is None else None
 
 
 def _tuple(names: tuple[str, ...]) -> str:
@@ -145,7 +144,7 @@ def _settings_lines(found: Repository, chosen: str) -> Iterator[tuple[str, str]]
 def _missing_directory(found: Repository, chosen: str) -> str:
     """Return the directory that ``sys.path`` lacks for the driver or its trainer; empty if it lacks none."""
     # ``python -m pytest`` puts the working directory there, ``pytest`` does not.
-    loop = found.loop if _loop(found, chosen) else None
+    loop = _loop(found, chosen)
     modules = [(one.module, one.top) for one in (found.driver, found.trainer, loop) if one is not None]
     if chosen:
         module, _, attribute = chosen.partition(":")
@@ -181,9 +180,10 @@ def _notes(found: Repository, top: str, chosen: str) -> Iterator[str]:
     if top and found.pythonpath:
         entry = relative(found.root / top, file.parent)
         yield f"add {entry} to pythonpath in {name}: the driver or its trainer is imported from there"
-    if found.loop is not None and (loop := _loop(found, chosen)):
-        todo = loop.source.count("# TODO")
-        yield f"{found.tests / 'distcompat_driver.py'} was read out of {found.loop.module}: check it; it has {todo} TODO"
+    if loop := _loop(found, chosen):
+        todo = _filled("loop.txt", module=loop.module).count('"TODO')
+        file_of_driver = found.tests / "distcompat_driver.py"
+        yield f"{file_of_driver} is for the loop of {loop.module}: fill in its {todo} TODOs, it fails until then"
     elif found.driver is None and found.trainer is None:
         yield f"it drives the library with a tiny model; for your own trainer write a driver ({ADOPT}) and name it there"
     if not found.on_github:

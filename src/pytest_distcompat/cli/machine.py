@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from pytest_distcompat.devices import gpu_uuids, visible_ids
 from pytest_distcompat.installed import fits, has_compiler, versions
-from pytest_distcompat.launch import loopback
+from pytest_distcompat.launch import loopback, nccl
 
 #: Where NCCL, and DeepSpeed on the CPU, share memory between ranks.
 SHM = Path("/dev/shm")  # noqa: S108 - only inspected
@@ -81,6 +81,8 @@ class Machine:
     #: Why ranks cannot meet at localhost; empty if they can.
     unreachable: str = ""
     compiler: bool = True
+    #: The NCCL that ranks load; None without one.
+    nccl: nccl.Library | None = None
 
     @property
     def device(self) -> str:
@@ -104,6 +106,7 @@ def this_machine() -> Machine:
         loopback=names_loopback(HOSTS.read_text(encoding="utf-8", errors="replace") if HOSTS.exists() else ""),
         unreachable=loopback.problem(),
         compiler=has_compiler(),
+        nccl=nccl.library(),
     )
 
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_distcompat.cli.loop import Scaffold, scaffold
 from pytest_distcompat.cli.pytest_settings import Settings, relative, settings_of
 
 #: Library to the built-in driver; a library comes before those that it uses.
 DRIVERS = {"transformers": "trainer", "accelerate": "accelerate", "deepspeed": "deepspeed", "torch": "torch"}
+#: What wraps a model, to its strategy.
+STRATEGY_OF = {"fully_shard": "fsdp2", "FullyShardedDataParallel": "fsdp1", "DistributedDataParallel": "ddp"}
 #: Directories whose code is not the repository's own.
 _FOREIGN = {"node_modules", "build", "dist", "site-packages", "docs"}
 
@@ -31,8 +32,8 @@ class Class:
 class Repository:
     """Facts about a repository; ``tests`` is relative to ``root``.
 
-    ``driver`` is the first subclass of Driver, ``trainer`` of ``transformers.Trainer``, ``loop`` the first plain
-    training loop, tests last, and ``scaffold`` the driver around it. ``nameless`` are messages about classes in files
+    ``driver`` is the first subclass of Driver, ``trainer`` of ``transformers.Trainer``, ``loop`` the first
+    module that calls ``backward``, tests last, by the strategy that it names. ``nameless`` are messages about classes in files
     that cannot be imported. ``pythonpath`` are the directories that pytest already puts on ``sys.path``.
     """
 
@@ -43,7 +44,6 @@ class Repository:
     driver: Class | None = None
     trainer: Class | None = None
     loop: Class | None = None
-    scaffold: Scaffold | None = None
     nameless: tuple[str, ...] = ()
     on_github: bool = False
     importlib_mode: bool = False
@@ -61,7 +61,6 @@ def inspect_repository(root: Path) -> Repository:
     imports: set[str] = set()
     found: dict[str, Class] = {}
     nameless = []
-    around: Scaffold | None = None
     # Tests come last: a class there may be a test double.
     for path in sorted(_own(root), key=lambda path: tests in path.relative_to(root).parents):
         # Skip dangling links, directories named *.py and files that are no Python.
@@ -70,8 +69,8 @@ def inspect_repository(root: Path) -> Repository:
             imports |= set(_imports(tree)) & set(DRIVERS)
             module, top = _module(root, tests, path)
             importable = all(part.isidentifier() and not keyword.iskeyword(part) for part in module.split("."))
-            if around is None and importable and (around := scaffold(tree, module)):
-                found["loop"] = Class(module, "LoopDriver", top)
+            if strategy := _strategy_of_loop(tree):
+                found.setdefault("loop", Class(module, strategy, top))
             for kind, name in _classes(tree):
                 if importable:
                     found.setdefault(kind, Class(module, name, top))
@@ -85,7 +84,6 @@ def inspect_repository(root: Path) -> Repository:
         driver=found.get("driver"),
         trainer=found.get("trainer"),
         loop=found.get("loop"),
-        scaffold=around,
         nameless=tuple(nameless),
         on_github=(root / ".github").is_dir() or _remote_is_github(root),
         importlib_mode="importlib" in str(settings.values.get("addopts", "")),
@@ -122,6 +120,18 @@ def _classes(tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield "trainer", node.name
         elif isinstance(node, ast.ClassDef) and from_us and any(base.endswith("Driver") for base in bases):
             yield "driver", node.name
+
+
+def _strategy_of_loop(tree: ast.Module) -> str:
+    """Return the strategy that a module names which calls ``backward``, ``ddp`` if it names none; empty without a call."""
+    nodes = list(ast.walk(tree))
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    if not any(isinstance(one, ast.Attribute) and one.attr == "backward" for one in calls):
+        return ""
+    names = {one.id for one in nodes if isinstance(one, ast.Name)}
+    names |= {one.attr for one in nodes if isinstance(one, ast.Attribute)}
+    names |= {one.name for one in nodes if isinstance(one, ast.alias)}
+    return next((strategy for name, strategy in STRATEGY_OF.items() if name in names), "ddp")
 
 
 def _trainers(tree: ast.Module) -> Iterator[str]:

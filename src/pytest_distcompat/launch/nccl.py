@@ -17,6 +17,8 @@ from pytest_distcompat.world import SHARES_GPUS
 
 #: The first version that takes several ranks on one GPU: the variable's name is in 2.30.7, and not in 2.29.7.
 SHARES_FROM = (2, 30)
+#: What a user with an older library can do.
+CURE = "NCCL 2.30 or newer takes ranks that share a GPU: pip install --upgrade 'pytest-distcompat[one-gpu]'"
 #: How long the process that asks the library may take, in seconds. The library is some hundred MiB large.
 ASK_TIMEOUT_S = 60.0
 #: Prints the code of the version. A process of its own asks, since pytest and fork servers keep CUDA's libraries out.
@@ -46,19 +48,30 @@ class Library:
 
 
 def library_path() -> Path | None:
-    """Return the file of the library that ranks load: one that LD_PRELOAD names, else that of NVIDIA's wheel; None without."""
+    """Return the file of the library that ranks load; None without.
+
+    It is one that LD_PRELOAD names, else that of NVIDIA's wheel, one that came with torch, or one of conda's environment.
+    """
     for entry in os.environ.get("LD_PRELOAD", "").replace(":", " ").split():
         if Path(entry).name.startswith("libnccl.so"):
             return Path(entry)
-    try:
-        found = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        return None
-    for directory in (found.submodule_search_locations or ()) if found is not None else ():
-        path = Path(directory) / "lib" / "libnccl.so.2"
+    directories = [*_package_directories("nvidia.nccl"), *_package_directories("torch"), Path(sys.prefix)]
+    for directory in directories:
+        path = directory / "lib" / "libnccl.so.2"
         if path.exists():
             return path
     return None
+
+
+def _package_directories(name: str) -> list[Path]:
+    """Return the directories of an installed package, without importing it; none if it is not installed."""
+    try:
+        found = importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):
+        # ValueError: a stand-in for the package, without a specification.
+        return []
+    locations = found.submodule_search_locations if found is not None else None
+    return [Path(location) for location in locations or ()]
 
 
 def library() -> Library | None:

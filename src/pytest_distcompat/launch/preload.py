@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -158,7 +159,7 @@ def import_modules(names: Sequence[str], dump_at: float) -> None:
     gc.set_threshold(0)
     for name in names:
         try:
-            with _stack_written(dump_at, 2):
+            with _stack_written(dump_at, 2), _process_unchanged(name):
                 importlib.import_module(name)
         except ImportError:
             # Not installed, or not for this torch.
@@ -167,6 +168,25 @@ def import_modules(names: Sequence[str], dump_at: float) -> None:
             traceback.print_exc()
     if gc.get_threshold()[0] == 0:
         gc.set_threshold(*before)
+
+
+@contextlib.contextmanager
+def _process_unchanged(name: str) -> Iterator[None]:
+    """Undo what the import of a module below torch sets in the process: ranks that never import it would not have it.
+
+    torch's compiler sets the directory of its cache, and does so again when it looks for it; sympy adds a filter of warnings.
+    Other libraries may need what they set.
+    """
+    if not name.startswith("torch."):
+        yield
+        return
+    environment = dict(os.environ)
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        for variable in os.environ.keys() - environment.keys():
+            del os.environ[variable]
 
 
 def _restart_threads_of_numpy() -> None:

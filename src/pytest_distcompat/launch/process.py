@@ -25,6 +25,9 @@ _CHILDREN_FILE = Path("/proc/thread-self/children")
 TIDY_TIMEOUT_S = 4.0
 _TIDYING_PROCESSES = ("multiprocessing.resource_tracker", "torch_shm_manager")
 
+#: Device files of accelerators: NVIDIA (also Jetson's, and in WSL), AMD, Intel, Ascend, Cambricon, and the kernel's own class.
+_ACCELERATORS = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd", "dri/renderD*", "davinci*", "cambricon*", "accel*")
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -46,13 +49,22 @@ def do_nothing(number: int, frame: object) -> None:
 def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
     """Return a copy of the environment for ranks on ``cpu`` or ``cuda``; on the CPU no GPU is visible.
 
-    pytest's own variable ``PYTEST_CURRENT_TEST`` is left out.
+    Where there is none to hide, no variable is set: code that reads it would work here and fail under torchrun. pytest's own
+    variable ``PYTEST_CURRENT_TEST`` is left out.
     """
     found = {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
-    if device == "cpu":
+    if device == "cpu" and has_accelerator():
         found["CUDA_VISIBLE_DEVICES"] = ""
         found.setdefault("DS_ACCELERATOR", "cpu")
     return found
+
+
+def has_accelerator(devices: Path = Path("/dev")) -> bool:
+    """Tell whether there is a device file of a GPU or of another accelerator; no library is asked.
+
+    DeepSpeed prefers each of them to the CPU (deepspeed/accelerator/real_accelerator.py).
+    """
+    return any(any(devices.glob(pattern)) for pattern in _ACCELERATORS)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -199,4 +199,6 @@ def set_import_path(entries: Sequence[str]) -> None:
     entries.
     """
     if entries:
-        sys.path[:] = filter(None, dict.fromkeys((*entries, *sys.path)))
+        # A directory that stands there twice, as PYTHONPATH and a .pth file may name it, does so on ranks too.
+        own = [entry for entry in dict.fromkeys(sys.path) if entry and entry not in entries]
+        sys.path[:] = [*entries, *own]

@@ -26,10 +26,10 @@ from pytest_distcompat.launch.process import die_with_parent
 from pytest_distcompat.launch.request import Place, Request, Warmth
 from pytest_distcompat.launch.temporary import OwnedDirectory
 from pytest_distcompat.launch.warm import WarmLauncher
-from pytest_distcompat.lease import Pool, cpu_slots, gpus
+from pytest_distcompat.lease import Lease, Pool, cpu_slots, gpus
 from pytest_distcompat.lease.pool import boot_id
 from pytest_distcompat.lease.timeline import read_timeline
-from pytest_distcompat.leased import LeasedLauncher
+from pytest_distcompat.leased import LeasedLauncher, rank_environment
 from pytest_distcompat.nodes.channel import Channel, NotProvedError
 from pytest_distcompat.nodes.facts import facts
 from pytest_distcompat.run_paths import SuitePayload
@@ -159,7 +159,10 @@ class _Agent:
         if message["place"] and self._given:
             shown = gpus(wanted=self._given)
             devices = shown.ids
-            fields["set"] = {**fields["set"], **shown.environment(devices)}
+            # Free by the scheduler's count, so that nothing has to be waited for.
+            lease = Lease(devices, shown.environment(devices))
+            ranks = len(Request(**fields).here)
+            fields["set"] = {**fields["set"], **rank_environment(lease, ranks)}
         request = Request(**fields)
         if message["place"]:
             place = Place(**message["place"])

@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.failures import hides_frames
 from pytest_distcompat.plugin.current import session_of
 
 if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
     from pytest_distcompat.scripts import RoundTrip, ScriptRun
+
+
+#: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
+__tracebackhide__ = hides_frames
 
 
 class Distcompat:

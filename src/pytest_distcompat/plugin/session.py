@@ -166,6 +166,11 @@ class DistcompatSession:
         return devices.CPU_WORLD_SIZE if self.gpus == 1 and self.nccl_takes_shared_ranks else 1
 
     @functools.cached_property
+    def uses_mig(self) -> bool:
+        """Whether a MIG instance, a part of a GPU, is among the devices to use."""
+        return self.gpus > 0 and any(name.startswith("MIG-") for name in devices.visible_ids()[: self.gpus])
+
+    @functools.cached_property
     def nccl_takes_shared_ranks(self) -> bool:
         """Whether the NCCL that ranks load takes several ranks of one GPU."""
         from pytest_distcompat.launch import nccl

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.failures import UsageProblem, hides_frames
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES, WrapSpec
 from pytest_distcompat.strategies._fsdp import parallelism
+
+#: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
+__tracebackhide__ = hides_frames
 
 #: Other names of a strategy's file in accelerate's examples and in adopters' repositories.
 FILE_ALIASES = {"ddp": ("multi_gpu", "ddp_config")}

@@ -13,6 +13,13 @@ class Stopped(Event, name="stopped"):
 
 
 @dataclass(frozen=True)
+class TrainsOn(Event, name="trains on"):
+    """The rank is about to train on after the step at which the run may be stopped; ``saved``: it has written a file there."""
+
+    saved: bool
+
+
+@dataclass(frozen=True)
 class ProbeFailed(Event, name="probe failed"):
     """The probe itself failed at a place, with a traceback, and sees no more from then on."""
 

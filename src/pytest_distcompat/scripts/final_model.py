@@ -27,9 +27,10 @@ def check_final_model(
 ) -> list[str]:
     """Return what is wrong with the model that the run left at ``path``; an empty list if it is sound.
 
-    Its weights load by transformers' ``from_pretrained`` (or, without a ``config.json``, as a DCP, safetensors or torch
-    file), no key is missing, unexpected or of another shape, and each parameter and persistent buffer equals the
-    trained one after the last step. ``checkpoints`` are no part of it; ``read`` sends a request to ``scripts.reading``.
+    Its weights load by the class of sentence-transformers that wrote them, by transformers' ``from_pretrained`` (or,
+    without a ``config.json``, as a DCP, safetensors or torch file), no key is missing, unexpected or of another shape, and
+    each parameter and persistent buffer equals the trained one after the last step. ``checkpoints`` are no part of it;
+    ``read`` sends a request to ``scripts.reading``.
     """
     if path is None:
         return ["the directory of the final model is unknown: pass launch(output=...)"]
@@ -51,6 +52,10 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
         yield "the unwrapped model was not recorded"
         return
     files = tuple(decode(FileInfo, file).renamed(saved_name) for file in read["files"])
+    if read["renamed_by_library"]:
+        # What the library's own class loads has the library's names; the values below show whether it loads all.
+        written = {key for file in files if file.holds == "model" for key in file.keys}
+        unwrapped = dataclasses.replace(unwrapped, written_names=tuple(sorted(written)))
     yield from names_in(cell, unwrapped, list(files))
     last = max(run.indices("step"), default=0) // STRIDE
     trained = list(_trained(run, last))
@@ -58,8 +63,8 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
         ranks = ", ".join(str(snapshot.rank) for snapshot in trained) or "none"
         yield f"the weights after step {last}, the last, were seen on ranks {ranks} only: the model was gone at the end"
         return
-    written = [Snapshot(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
-    train = RunTrace("train", run.world_size, (first, *trained, *written), cell=cell.id)
+    saved = [Snapshot(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
+    train = RunTrace("train", run.world_size, (first, *trained, *saved), cell=cell.id)
     # A library may load names that it has mapped when it saved; what it still calls otherwise is a part of the model by itself.
     known = {info.name for info in (*unwrapped.parameters, *unwrapped.buffers)}
     kept = frozenset() if read["stored"] else known

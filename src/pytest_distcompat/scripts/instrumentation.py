@@ -17,6 +17,7 @@ from pytest_distcompat.scripts.import_hooks import on_import
 from pytest_distcompat.scripts.recorder import Recorder
 from pytest_distcompat.scripts.tracked_objects import TrackedObjects
 from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps, Wrapper
+from pytest_distcompat.world import World
 
 #: The method that writes ``checkpoint-N``. It is private, but the hook ``on_save`` comes too late: when it is called, the
 #: files that other libraries wrote for the Trainer would already count as checkpoints of their own.
@@ -32,9 +33,16 @@ def enter() -> None:
     if os.environ.get(RUN):
         if os.environ.get("RANK", "").isdecimal():
             claim(int(os.environ["RANK"]))
+            guard.attempt("the choice of a GPU", _share_gpus)
         install()
     if os.environ.get(ON_CPU) == "1":
         bridge.install()
+
+
+def _share_gpus() -> None:
+    """Let LOCAL_RANK, by which scripts choose their GPU, name one that is there; ranks that share it divide its memory."""
+    if wrappers.probe_config().device == "cuda" and {"WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
+        on_import("torch", World.from_environment("cuda").divide_memory_once_used)
 
 
 def install() -> None:
@@ -208,6 +216,7 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
         "compile": wrappers.wraps(lambda result, _args: wrappers.models([result]), compiles=True),
         "nn.Module.compile": wrappers.wraps(lambda _result, _args: (), compiles=True),
         "save": wrappers.saves(_second("f"), everyone=False, model=False),
+        "load": wrappers.reads_file,
         "nn.parallel.DistributedDataParallel.__init__": wrappers.constructs,
         "optim.Optimizer.__init__": _tracks(lambda tracked: tracked.torch_optimizers),
         "optim.lr_scheduler.LRScheduler.__init__": _tracks(lambda tracked: tracked.schedulers),

@@ -15,18 +15,21 @@ from pathlib import Path
 
 from pytest_distcompat.cell import Cell, OptionValue
 from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
-from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.failures import UsageProblem, hides_frames
 from pytest_distcompat.launch.environment import OF_THE_AGENT
 from pytest_distcompat.launch.hosting import Hosted
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
-from pytest_distcompat.leased import leak_message
+from pytest_distcompat.leased import leak_message, rank_environment
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scripts.configuration import find_configuration
 from pytest_distcompat.scripts.environment import ON_CPU, ProbeConfig, with_probe
 from pytest_distcompat.scripts.result import ScriptRun
 from pytest_distcompat.strategies import STRATEGIES
+
+#: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
+__tracebackhide__ = hides_frames
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def launch(
     if bridge and host.device == "cpu":
         added[ON_CPU] = "1"
     with host.pool.lease(cell.world_size, who=f"script {script} {cell.id} in {directory}") as lease:
-        added |= lease.environment
+        added |= rank_environment(lease, cell.world_size)
         complete = without_rank(on_device(os.environ, host.device)) | added
         ending = Hosted(
             name=launcher if launcher != "cli" else str(script),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -81,11 +82,19 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
         path = directory = directory.parent
     files = _files_of_model(read_files(directory, PREFIX), path, checkpoints)
     answer: dict[str, Any] = {"problem": "", "missing": [], "unexpected": [], "mismatched": [], "unwrapped": None}
+    answer["renamed_by_library"] = False
     answer["stored"] = not (directory / "config.json").exists() or bool(module_directories(directory))
     answer["files"] = [dataclasses.asdict(info) for info in files]
     if not any(info.holds == "model" for info in files):
         names = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
         return {**answer, "problem": f"holds no weights (files: {', '.join(names) or 'none'})"}
+    if loader := _composite_class(directory):
+        # The library renames keys when it saves and when it loads: its names are those of the model that it makes of them.
+        answer |= {"stored": False, "renamed_by_library": True}
+        try:
+            return {**answer, "unwrapped": dataclasses.asdict(read_unwrapped(loader(str(directory), device="cpu")))}
+        except Exception as error:
+            return {**answer, "problem": f"{loader.__name__} raised {type(error).__name__}: {error}"}
     if answer["stored"]:
         return {**answer, "unwrapped": dataclasses.asdict(_read_values(path, checkpoints))}
     try:
@@ -113,6 +122,17 @@ def _files_of_model(infos: Iterable[FileInfo], path: Path, checkpoints: Collecti
         return direct
     excluded = {checkpoint for checkpoint in checkpoints if checkpoint != path and checkpoint not in path.parents}
     return [info for file, info in files if excluded.isdisjoint({file, *file.parents})]
+
+
+def _composite_class(directory: Path) -> Any:
+    """Return the class of sentence-transformers that loads the directory; None if it wrote none, or is not installed."""
+    # https://sbert.net/docs/sentence_transformer/usage/custom_models.html
+    try:
+        config = json.loads((directory / "config_sentence_transformers.json").read_text(encoding="utf-8"))
+        library: Any = importlib.import_module("sentence_transformers")
+    except (OSError, ValueError, ImportError):
+        return None
+    return getattr(library, str(config.get("model_type")), library.SentenceTransformer)
 
 
 def _model_class(directory: Path) -> Any:

@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_distcompat import clock
 from pytest_distcompat.decode import encode
@@ -27,6 +27,10 @@ from pytest_distcompat.trace import Snapshot
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
+
+    from pytest_distcompat.events import Event
+
+_E = TypeVar("_E", bound="Event")
 
 #: The distance between the snapshot indices of two steps, and the offsets of the snapshots between them.
 STRIDE = 100
@@ -61,6 +65,12 @@ class Recorder:
         self._saves = 0
         self._final_recorded_at = -1
         self._should_stop = False
+        #: Whether this rank alone has written a file after the last step.
+        self._wrote_file = False
+        #: Whether the ranks have compared what they wrote after the step at which the run may be stopped.
+        self._compared = False
+        #: Whether the script has read a file of ``torch.save``.
+        self._read_file = False
         self._update_observer()
         rank.before_end = self._before_end
 
@@ -68,11 +78,11 @@ class Recorder:
         from torch import distributed
 
         self.call_unobserved(self.finish_step)
-        for action, infos in {} if self._built else self._untrained_snapshots.items():
-            self._write_snapshot(action, {"build_model": BUILD_MODEL, "load": LOAD}[action], **infos)
         # Without its process group a rank of ZeRO-3 does not know its shards; it was recorded before the group was destroyed.
         if not self._had_process_group or distributed.is_initialized():
             self.call_unobserved(self.record_final_model)
+        for action, infos in {} if self._built else self._untrained_snapshots.items():
+            self._write_snapshot(action, {"build_model": BUILD_MODEL, "load": LOAD}[action], **infos)
 
     @property
     def in_full(self) -> bool:
@@ -212,6 +222,7 @@ class Recorder:
         self.observer.restart()
         self.steps += 1
         self._saves = 0
+        self._wrote_file = False
         if not self.in_full:
             self._update_observer()
             if self._root is not None:
@@ -233,6 +244,7 @@ class Recorder:
 
         index = self._index(SAVE + 2 * self._saves)
         self.rank.log.write(Saved(str(Path(path).resolve()), index, everyone, model))
+        self._wrote_file = self._wrote_file or not everyone
         if everyone and self._model is not None:
             self._saves += 1
             self._write_snapshot("save", index, **self._read_fields(whole=True))
@@ -240,8 +252,17 @@ class Recorder:
 
     def _end_step_or_stop(self) -> None:
         self.finish_step()
+        if self.steps == self.config.stop_after and not self._compared:
+            self._compared = True
+            # Ranks that wrote nothing learn here that another one has.
+            self._should_stop = self._should_stop or anyone_wrote(self.rank, self._wrote_file)
         if self._should_stop:
             exit_together(self.rank)
+
+    def after_file_load(self) -> None:
+        """Note that a file was read; what of it reaches the model shows before the first step, or at the end."""
+        self.finish_step()
+        self._read_file = True
 
     def after_load(self) -> None:
         """Record a loaded checkpoint; before the first step, since parts may follow, only then or at the end."""
@@ -250,17 +271,23 @@ class Recorder:
             self._write_snapshot("load", self._index(LOAD), **self._read_fields(whole=True))
         else:
             self._loaded = True
-            optimizer = self.tracked.last_optimizer()
-            model = self.tracked.model_of(optimizer)
-            self._optimizer = self.tracked.optimizers_with(optimizer, model) if optimizer is not None else None
-            if model is not None:
-                self._model = weakref.ref(model)
-                unwrapped = {"unwrapped": self.tracked.unwrapped_of(model)}
-                self._untrained_snapshots = {"build_model": unwrapped, "load": self._read_fields(whole=True)}
+            self._read_untrained(self.tracked.last_optimizer())
+
+    def _read_untrained(self, optimizer: Any) -> None:
+        """Read the loaded model and its optimizer, if there are any, for a run that may never train them."""
+        model = self.tracked.model_of(optimizer)
+        self._optimizer = self.tracked.optimizers_with(optimizer, model) if optimizer is not None else None
+        if model is not None:
+            self._model = weakref.ref(model)
+            unwrapped = {"unwrapped": self.tracked.unwrapped_of(model)}
+            self._untrained_snapshots = {"build_model": unwrapped, "load": self._read_fields(whole=True)}
 
     def record_final_model(self) -> None:
         """Record the trained model when training may be over, once after each step."""
         self.finish_step()
+        if self._read_file and not self._built and self._final_recorded_at != self.steps:
+            # A file is read before its parts are loaded, so that the model shows them now.
+            self._read_untrained(self.tracked.last_optimizer() or self.tracked.last_torch_optimizer())
         model = self._model() if self._model is not None else None
         if model is not None and self._final_recorded_at != self.steps:
             self._final_recorded_at = self.steps
@@ -298,17 +325,36 @@ class Recorder:
 CHECKPOINT_TIMEOUT_S = 60.0
 
 
+def anyone_wrote(hosted_rank: HostedRank, wrote: bool) -> bool:
+    """Tell whether any rank wrote a file, when the logs of all ranks say whether they did."""
+    from pytest_distcompat.scripts.events import TrainsOn
+
+    return any(event.saved for event in _from_all_ranks(hosted_rank, TrainsOn(wrote)))
+
+
 def exit_together(hosted_rank: HostedRank) -> None:
-    """End this process when the log files of all ranks say that they have called this, without a collective."""
+    """End this process when the log files of all ranks say that they have called this."""
+    from pytest_distcompat.scripts.events import Stopped
+
+    _from_all_ranks(hosted_rank, Stopped())
+    hosted_rank.exit_like_preempted()
+
+
+def _from_all_ranks(hosted_rank: HostedRank, event: _E) -> list[_E]:
+    """Log the event, wait until all ranks have logged one like it, and return these; without a collective."""
     from torch import distributed
 
     from pytest_distcompat.events import of_kind
     from pytest_distcompat.launch.rank_log import LogReader
-    from pytest_distcompat.scripts.events import Stopped
 
-    hosted_rank.log.write(Stopped())
+    hosted_rank.log.write(event)
     logs = LogReader(hosted_rank.directory, range(distributed.get_world_size() if distributed.is_initialized() else 1))
-    clock.wait_until(
-        lambda: all(of_kind(Stopped, events) for events in logs.read().values()), CHECKPOINT_TIMEOUT_S, every=0.05
-    )
-    hosted_rank.exit_like_preempted()
+    found: list[_E] = []
+
+    def all_logged() -> bool:
+        logged = [of_kind(type(event), events) for events in logs.read().values()]
+        found[:] = [each for events in logged for each in events]
+        return all(logged)
+
+    clock.wait_until(all_logged, CHECKPOINT_TIMEOUT_S, every=0.05)
+    return found

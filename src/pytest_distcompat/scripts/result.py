@@ -14,7 +14,7 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.decode import decode
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.events import Event, Start, of_kind
-from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem
+from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
 from pytest_distcompat.judge import judge, skipped
 from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.runner import run_trace
@@ -26,6 +26,9 @@ from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace
 
 _E = TypeVar("_E", bound=Event)
+
+#: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
+__tracebackhide__ = hides_frames
 
 #: The checks that can judge one run. The others need several runs, or actions that only drivers have.
 SCRIPT_CHECKS = ("active", "names", "optimizer", "dtypes", "memory", "units", "float8")
@@ -69,13 +72,11 @@ class ScriptRun:
 
     def raise_if_failed(self) -> None:
         """Raise RunFailedError with a report of all ranks, if the launcher or any rank failed."""
-        __tracebackhide__ = True  # pytest then shows the line of the test
         if self.failed:
             raise RunFailedError(self.text(), hard=self.hard)
 
     def raise_unless_failed(self, declared: str) -> None:
         """Raise Incompatible if the run did not fail, RunFailedError if it hung or failed otherwise than declared."""
-        __tracebackhide__ = True
         if not self.failed:
             raise Incompatible(f"all ranks ended well; expected the run to fail with {declared!r}\n{self.text()}")
         if self.ending.timed_out or not re.search(declared, self.ending.headline()):

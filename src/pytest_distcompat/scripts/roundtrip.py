@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 
 from pytest_distcompat.checks._base import pairs
 from pytest_distcompat.checks._values import differences, other_dtypes, settings, values
-from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem
+from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
 from pytest_distcompat.scripts.launching import RANKS, Host, check_arguments, launch
 from pytest_distcompat.scripts.recorder import STRIDE
 from pytest_distcompat.scripts.result import ScriptRun
 from pytest_distcompat.trace import Snapshot
+
+#: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
+__tracebackhide__ = hides_frames
 
 
 def _optimizer_of(snapshot: Snapshot) -> Any:
@@ -40,7 +44,8 @@ SAME = tuple(_READERS)
 TOLERANCE = 1e-4
 #: Calls that write a checkpoint which the probe recognizes.
 CHECKPOINT_CALLS = (
-    "Accelerator.save_state, transformers.Trainer, an engine's save_checkpoint, torch.distributed.checkpoint's save"
+    "Accelerator.save_state, transformers.Trainer, an engine's save_checkpoint, torch.distributed.checkpoint's save, "
+    "torch.save"
 )
 #: Quantities that are compared bit by bit, and on the CPU only.
 _EXACT = ("parameters", "optimizer", "rng")
@@ -106,7 +111,7 @@ class RoundTrip:
 
     def _loaded(self, *, explain: bool) -> Iterator[str]:
         """Yield differences between saved and loaded values on any number of ranks, or to ``explain`` those of steps."""
-        saved, loaded = (_saved_or_loaded(run, self.save_at) for run in (self.stopped, self.resumed))
+        saved, loaded = _at_save(self.stopped, self.save_at), _at_load(self.resumed)
         if not loaded:
             yield "the resumed run read no checkpoint by any of the calls that are known"
         elif explain or self.resharded or self.stopped.device != "cpu" or not self.steps_left:
@@ -161,7 +166,8 @@ def resume_roundtrip(
     Args:
         script: As for ``launch``.
         args: The arguments of all runs, with ``{output}`` (the directory of the run), ``{steps}`` and ``{save_at}``.
-        resume: Further arguments of the resumed run, with ``{checkpoint}`` for the path that was saved.
+        resume: Further arguments of the resumed run, with ``{checkpoint}`` for the path that was saved. Of several files by
+            ``torch.save`` it is their directory.
         save_at: The step after which the checkpoint is written.
         total: The number of steps of the whole training.
         same: The quantities that must agree, of ``SAME``.
@@ -196,30 +202,39 @@ def resume_roundtrip(
     output = host.new_directory("stopped")
     stopped = run(output, stop_after=save_at)
     through = run(host.new_directory("through")) if save_at < total else stopped
-    saved = [event for event in stopped.saved() if event.everyone and event.index // STRIDE == save_at]
-    if not saved:
+    checkpoint = _checkpoint(stopped, save_at)
+    if checkpoint is None:
         raise Incompatible(f"{_missing_checkpoint(stopped, save_at)}\nlogs: {stopped.directory}")
-    more = [_filled(argument, {"checkpoint": str(saved[0].path)}) for argument in resume]
+    more = [_filled(argument, {"checkpoint": checkpoint}) for argument in resume]
     try:
         resumed = run(output, *more, **({"world_size": reshard_to} if reshard_to else {}))
     except RunFailedError as failure:
-        message = f"the run that was to go on from {saved[0].path} failed\n\n{failure}"
+        message = f"the run that was to go on from {checkpoint} failed\n\n{failure}"
         raise RunFailedError(message, hard=failure.hard) from None
     trip = RoundTrip(through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to))
     trip.check()
     return trip
 
 
+def _checkpoint(run: ScriptRun, save_at: int) -> str | None:
+    """Return the path of what was saved after that step, None without one.
+
+    A checkpoint that all ranks wrote comes first. Of several files of single ranks it is their directory.
+    """
+    saved = [event for event in run.saved() if event.index // STRIDE == save_at]
+    whole = [event.path for event in saved if event.everyone]
+    if whole:
+        return whole[0]
+    files = [event.path for event in saved]
+    return os.path.commonpath(files) if files else None
+
+
 def _missing_checkpoint(run: ScriptRun, save_at: int) -> str:
-    """Return a message that there is no checkpoint after that step, with what was saved instead."""
+    """Return a message that there is no checkpoint after that step, with the steps after which there are some."""
     lines = [f"no checkpoint was found after step {save_at}; expected one by {CHECKPOINT_CALLS}"]
-    steps = sorted({event.index // STRIDE for event in run.saved() if event.everyone})
+    steps = sorted({event.index // STRIDE for event in run.saved()})
     if steps:
         lines.append(f"found after step {', '.join(map(str, steps))}")
-    files = [event.path for event in run.saved() if not event.everyone and event.index // STRIDE == save_at]
-    if files:
-        reason = "which may not hold all that training needs"
-        lines.append(f"then there were files of torch.save and save_pretrained, {reason}: {', '.join(files)}")
     return "\n".join(lines)
 
 
@@ -239,10 +254,15 @@ def _step(run: ScriptRun, nth: int) -> tuple[Snapshot, ...]:
     return run.trace.at_index((nth + 1) * STRIDE)
 
 
-def _saved_or_loaded(run: ScriptRun, save_at: int) -> tuple[Snapshot, ...]:
-    """Return the snapshots of the save after that step, or those of the load if the run has loaded."""
+def _at_save(run: ScriptRun, save_at: int) -> tuple[Snapshot, ...]:
+    """Return the snapshots of the save after that step; where one rank alone has saved, those of the step."""
     saved = [index for index in run.trace.indices("save") if index // STRIDE == save_at]
-    return run.trace.at("load") or (run.trace.at_index(saved[0]) if saved else ())
+    return run.trace.at_index(saved[0] if saved else save_at * STRIDE)
+
+
+def _at_load(run: ScriptRun) -> tuple[Snapshot, ...]:
+    """Return the snapshots of the load; without one those before the first step: a file by ``torch.save`` is loaded by then."""
+    return run.trace.at("load") or run.trace.at("build")
 
 
 def _difference(quantity: str, one: Snapshot, other: Snapshot) -> str:

@@ -69,6 +69,10 @@ class TrackedObjects:
         """Return the optimizer that the trainer wrapped last, None if there is none."""
         return next(reversed(_alive(self.optimizers)), None)
 
+    def last_torch_optimizer(self) -> Any:
+        """Return torch's own optimizer that was made last, None if there is none."""
+        return next(reversed(_alive(self.torch_optimizers)), None)
+
     def optimizers_with(self, optimizer: Any, model: Module | None) -> Any:
         """Return the optimizer, or a list of it and all others that train the model, in the order they were made."""
         from pytest_distcompat.probe.optimizer import entries, torch_optimizer

@@ -164,6 +164,8 @@ def _around(before: str = "", after: str = "") -> Wrapper:
 
 #: Wraps a call that reads a checkpoint.
 loads = _around(after="after_load")
+#: Wraps ``torch.load``, which hands over the parts of a file before the script loads them.
+reads_file = _around(after="after_file_load")
 #: Wraps a call that comes when training is over: the trained model is recorded before the script drops it.
 may_end_training = _around(before="record_final_model")
 #: Wraps a call whose optimizer steps do not belong to the training.

@@ -322,7 +322,12 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         _reset_between_items(request_loop.reused, item)
     directory = Path(asked.directory)
     config = item.config
-    config.stash[WORLD] = World.from_environment(asked.device)
+    world = config.stash[WORLD] = World.from_environment(asked.device)
+    if world.shared:
+        from pytest_distcompat.scripts.import_hooks import on_import
+
+        # Also for a test without the fixture process_group, whose trainer makes its group itself.
+        on_import("torch", world.divide_memory_once_used)
     # A run by hand repeats an earlier one, whose files may still be in the directory.
     shared = f"shared-{os.environ['TORCHELASTIC_RUN_ID']}" if log.by_hand else "shared"
     config.stash[SHARED] = Path(asked.shared or directory, shared)

@@ -301,17 +301,22 @@ class Results:
             show(terminalreporter, self.report, self._written, self._nothing_ran)
 
     def _session_info(self) -> dict[str, Any]:
+        from pytest_distcompat.launch import nccl
         from pytest_distcompat.lease import entries, gaps, read_timeline
 
         session = self.session
         names = [name.removeprefix("distcompat_") for name in OPTIONS]
         settings = {name: {"value": session.setting(name).text, "from": session.setting(name).origin} for name in names}
+        # What "auto" was on this machine: whether ranks shared a GPU.
+        settings["ranks_per_gpu"]["value"] = str(session.ranks_each)
+        library = nccl.library() if session.gpus else None
+        of_nccl = {} if library is None else {"nccl": ".".join(map(str, library.version))}
         timeline = entries(session.store_path, session.began)
         # A lease of a run names its directory, whose name is the run's id.
         for entry in timeline:
             entry["who"] = strip_group(session.config, entry["who"].removeprefix(f"{session.runs}{os.sep}"))
         return {
-            "versions": self._versions,
+            "versions": {**self._versions, **of_nccl},
             "device": session.device,
             "gpu": session.gpu_name,
             "world_size": session.world_size,

@@ -49,6 +49,9 @@ VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 OUTPUT: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
 
 
+#: See docs/upstream/deepspeed_visible_uuid.py.
+NO_MIG = "DeepSpeed reads CUDA_VISIBLE_DEVICES as numbers, and a MIG instance has none: it is named by its UUID"
+
 #: The exception for a verdict that is a failure, by status; its message is the text to show.
 FAILURES: Mapping[str, Callable[[str], DistcompatError]] = {
     Status.LATE: LateFailure,
@@ -221,6 +224,8 @@ def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSessi
     """Return why the driver cannot run the cell, or why the cell cannot be simulated; None if nothing stands against it."""
     simulated = session.simulated and profiles.not_simulated(driver, cell)
     gloo = why_not_through_gloo(cell) if session.shares_through_gloo(cell.world_size) else None
+    if session.uses_mig and STRATEGIES.get(cell.strategy).zero_stage is not None:
+        return NO_MIG
     return cell.uneven or unsupported_reason(driver, cell, session.device) or simulated or gloo or None
 
 

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.launch.nccl import CURE
 from pytest_distcompat.strategies import STRATEGIES
-
-#: What a user can do about it.
-CURE = "NCCL 2.30 or newer takes ranks that share a GPU: pip install --upgrade 'nvidia-nccl-cu13>=2.30'"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,28 @@
+"""Plain factors: the numbers of a cell that a loss or a gradient is too large or too small by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.trace import RunTrace
+
+
+def factors_of(cell: Cell, run: RunTrace) -> dict[str, int]:
+    """Return what a number may be too large or too small by, by name."""
+    # A pipeline splits a batch into more micro-batches than accumulation asks for.
+    split = max((len(one.inputs) for one in run.at("step")), default=1)
+    micros = split if cell.pp > 1 else int(cell.option("grad_accum"))
+    factors = {"the number of ranks": cell.world_size, "micro-batches a step": micros}
+    factors |= {f"the size of {name}": int(cell.option(name)) for name in ("tp", "cp", "ep", "pp")}
+    if cell.dp_size < cell.world_size:
+        factors["the number of data-parallel ranks"] = cell.dp_size
+    return {name: factor for name, factor in factors.items() if factor > 1}
+
+
+def named_factor(factors: Mapping[str, int], ratio: float, tolerance: float) -> str:
+    """Return the names of the factors that the ratio is, or is the inverse of; an empty text if it is none of them."""
+    names = [name for name, factor in factors.items() if math.isclose(ratio, factor, rel_tol=tolerance)]
+    names += [f"1 / {name}" for name, factor in factors.items() if math.isclose(ratio * factor, 1, rel_tol=tolerance)]
+    return f"= {' or '.join(names)}" if names else ""

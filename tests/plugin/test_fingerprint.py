@@ -1,0 +1,109 @@
+"""Warm ranks, and other ranks of ours, are like those of torchrun without this plugin, but for what a table in the docs says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.plugin.conftest import recorded
+from tests.pytest_runs import RECORDED
+
+from pytest_distcompat.launch.process import has_accelerator
+
+pytestmark = pytest.mark.spawn
+
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a test comes to its ranks: the command in front of pytest, and its options, which the command line must not show."""
+
+    launch: tuple[str, ...] = ()
+    options: str = ""
+
+
+WAYS = {
+    "warm": Way(),
+    "cold": Way(options="--distcompat-launcher=torchrun"),
+    "inside": Way(TORCHRUN),
+}
+PLAIN = Way(TORCHRUN, "-p no:distcompat")
+
+
+@pytest.fixture(scope="module")
+def fingerprint(
+    environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Way], Mapping[str, Any]]:
+    """Return the fingerprint of rank 0 of a test that comes to its ranks that way."""
+    # It hides GPUs from everybody, and so what hides them from ours.
+    environment = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+
+    def run(way: Way) -> Mapping[str, Any]:
+        directory = tmp_path_factory.mktemp("ranks")
+        shutil.copy(Path(__file__).with_name("fingerprint.py"), directory / "test_it.py")
+        # pytest-rerunfailures starts a thread in the process that runs pytest.
+        ini = f"[pytest]\nmarkers = distcompat\naddopts = -p no:rerunfailures -p no:cacheprovider {way.options}\n"
+        (directory / "pytest.ini").write_text(ini, encoding="utf-8")
+        result = recorded(directory, [*way.launch, "-m", "pytest", *RECORDED], environment)
+        written = directory / "rank-0.json"
+        assert written.exists(), result.out
+        found: dict[str, Any] = json.loads(written.read_text(encoding="utf-8"))
+        return found
+
+    return run
+
+
+def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, str]:
+    """Return by its name each thing that differs, with both values."""
+    differing = {}
+    for name, value in expected.items():
+        if isinstance(value, dict):
+            for key in {*value, *found[name]}:
+                ours, theirs = found[name].get(key), value.get(key)
+                if ours != theirs:
+                    differing[f"{name} {key}"] = f"{ours!r}; torchrun's ranks have {theirs!r}"
+        elif isinstance(value, list):
+            ours, theirs = Counter(map(str, found[name])), Counter(map(str, value))
+            if ours != theirs:
+                differing[name] = f"more: {sorted(ours - theirs)}; less: {sorted(theirs - ours)}"
+        elif found[name] != value:
+            differing[name] = f"{found[name]!r}; torchrun's ranks have {value!r}"
+    return differing
+
+
+def documented() -> dict[str, set[str]]:
+    """Return the ways in which each thing differs, as the table of the page says, and the sentence below it."""
+    section = PAGE.read_text(encoding="utf-8").partition("## Warm ranks and torchrun's")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \| ([a-z, ]+) \| \S.* \|$", section, re.MULTILINE)
+    if has_accelerator():
+        rows.append(("`environment CUDA_VISIBLE_DEVICES`, `environment DS_ACCELERATOR`", "warm, cold"))
+    return {name: set(ways.split(", ")) for names, ways in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
+def test_each_difference_from_torchruns_ranks_stands_in_the_docs(
+    fingerprint: Callable[[Way], Mapping[str, Any]],
+) -> None:
+    plain = fingerprint(PLAIN)
+    found: dict[str, set[str]] = {}
+    details = []
+    for name, way in WAYS.items():
+        for thing, values in differences(fingerprint(way), plain).items():
+            found.setdefault(thing, set()).add(name)
+            details.append(f"{name}: {thing}: {values}")
+    assert found == documented(), "\n".join(details)
+
+
+def test_a_difference_has_a_name_in_each_kind_of_value() -> None:
+    expected = {"one": {"a": 1, "b": 2}, "two": ["x", "y"], "three": "t"}
+    found = {"one": {"a": 1, "b": 3}, "two": ["y", "x", "x"], "three": "u"}
+    assert set(differences(found, expected)) == {"one b", "two", "three"}
+    assert not differences(expected, expected)
