@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "distcompat-"
@@ -48,6 +49,16 @@ class OwnedDirectory:
         self.path = made.rename(made.with_name(made.name[1:]))
         # Also called where a signal interrupts the constructor of what was to own this object.
         self.remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+
+
+@contextlib.contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """Yield a new directory that is removed after the block, or by a later session if this process is killed in it."""
+    owned = OwnedDirectory()
+    try:
+        yield owned.path
+    finally:
+        owned.remove()
 
 
 def _remove(path: Path, lock: int, owner: int) -> None:
