@@ -106,6 +106,31 @@ def test_a_fork_of_its_owner_does_not_remove_it(temporary: Path) -> None:
     assert not mine.path.exists()
 
 
+def test_a_directory_that_is_left_to_the_user_stays(temporary: Path) -> None:
+    mine = OwnedDirectory("train")
+    assert mine.path.name.startswith("distcompat-train-")
+    mine.leave()
+    mine.remove()
+    OwnedDirectory().remove()
+    assert [path.name for path in temporary.iterdir()] == [mine.path.name]
+    assert not list(mine.path.iterdir())
+
+
+def test_a_named_directory_is_removed_wherever_it_is(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that is too long for sockets is not for other directories."""
+    long = temporary / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    script = OWNER.replace("OwnedDirectory()", "OwnedDirectory('train')").replace("time.sleep(600)", "os._exit(1)")
+    environment = {**os.environ, "TMPDIR": str(long)}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os{script}"], env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert [str(path) for path in long.iterdir()] == [done.stdout.strip()]
+    OwnedDirectory("other").remove()
+    assert not list(long.iterdir())
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_directory_of_an_interrupted_start_is_left(temporary: Path, number: int) -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, str(number)], check=False, capture_output=True, text=True)
