@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
 
+#: The file in the store that says which suites' cells the profile leaves out.
+LEFT_OUT = "left_out.json"
+
 #: The message for a plugin that forks for each test (pytest-forked).
 FORKED = (
     "tests whose ranks are processes of their own cannot run in a fork of pytest's process: leave out --forked, "
@@ -61,6 +64,8 @@ class DistcompatSession:
         self.nodes = 1
         #: Whether such a test needs a directory that all its nodes share.
         self.shares = False
+        #: A line for each suite of the user's some of whose cells the profile leaves out.
+        self.left_out: dict[tuple[str, str], str] = {}
         self._launcher: Launcher | None = None
         self._nodes_launcher: NodesLauncher | None = None
         self._started: set[tuple[str, Cell]] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +34,7 @@ from pytest_distcompat.plugin.marked.outcome import SECTION_CHARACTERS, disagree
 from pytest_distcompat.plugin.reporting.representation import represent
 from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
 from pytest_distcompat.plugin.selection import case_of, cell_name, strip_group
-from pytest_distcompat.plugin.session import SESSION, DistcompatSession
+from pytest_distcompat.plugin.session import LEFT_OUT, SESSION, DistcompatSession
 from pytest_distcompat.plugin.shard import FILE as SHARDS
 from pytest_distcompat.plugin.shard import ORDINARY, Shard, divide
 from pytest_distcompat.plugin.suite.declared_names import check_names
@@ -143,6 +143,8 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         cells = list(dict.fromkeys(cell.over(matrix.nodes or 1) for cell in cells))
     if session.simulated:
         cells = profiles.resized(cells, session.simulated)
+    if suite.__module__ != CompatSuite.__module__ and not session.simulated:
+        _count_left_out(suite, driver, matrix.cells(*names, session.world_size), cells, session)
     walks = profile == "walk" and not session.simulated
     cells = [cell for cell in cells if session.selects(cell, any_precision=walks)]
     if walks:
@@ -175,6 +177,24 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         if session.selects(cell):
             found.append(Case(suite, cell, OBSERVERS_WALK, unsupported=why_not_supported(driver, cell, session)))
     return found
+
+
+def _count_left_out(
+    suite: type[CompatSuite],
+    driver: type[Driver],
+    own: Iterable[Cell],
+    chosen: Collection[Cell],
+    session: DistcompatSession,
+) -> None:
+    """Note for the summary how many cells of the suite's own matrix, of those that can run here, the profile leaves out."""
+    able = [cell for cell in own if session.selects(cell) and not why_not_supported(driver, cell, session)]
+    left_out = len({*able} - {*chosen})
+    if left_out:
+        name = session.setting("profile").value
+        words = f"of the {len(able)} cells of {suite.__name__}'s matrix that can run here"
+        line = f"profile {name} leaves out {left_out} {words} (--distcompat-profile default runs them)"
+        session.left_out[suite.__module__, suite.__qualname__] = line
+        session.share(LEFT_OUT, [*session.left_out.values()])
 
 
 @dataclass(frozen=True)
