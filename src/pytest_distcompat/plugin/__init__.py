@@ -199,8 +199,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_distcompat.plugin.suite import cases
 
         cases.put_in_order(items, session_of(config))
+    from pytest_distcompat.plugin import rank_coverage
     from pytest_distcompat.plugin.marked import marker
 
+    rank_coverage.warn(session_of(config))
     marker.note_nodes(session_of(config), items)
     config.stash[_IN_USE] = True
     config.stash[_COLLECTED] = collected
