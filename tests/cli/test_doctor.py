@@ -19,6 +19,7 @@ from pytest_distcompat.cli.capabilities import capability
 from pytest_distcompat.cli.machine import Machine
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.installed import GET_TORCH
 from pytest_distcompat.known import shipped
 from pytest_distcompat.launch import nccl
 
@@ -160,7 +161,9 @@ def test_contradicting_packages_are_a_problem(
 def test_without_torch(packages: dict[str, str]) -> None:
     del packages["torch"]
     (finding,) = machine.package_findings()
-    assert finding.text == "torch is not installed: pip install 'pytest-distcompat[torch]'"
+    assert finding.text == f"torch is not installed: {GET_TORCH}"
+    missing = {"error": "ModuleNotFoundError: No module named 'torch'"}
+    assert reported(dataclasses.replace(GOOD, torch=missing)) == [], "once is enough"
 
 
 def test_cells_that_can_run_and_reasons_of_the_others() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from pytest_distcompat.devices import gpu_uuids, visible_ids
-from pytest_distcompat.installed import fits, has_compiler, versions
+from pytest_distcompat.installed import GET_TORCH, fits, has_compiler, versions
 from pytest_distcompat.launch import loopback, nccl
 
 #: Where NCCL, and DeepSpeed on the CPU, share memory between ranks.
@@ -160,9 +160,11 @@ def _resolves(name: str) -> bool:
 
 def findings(machine: Machine) -> Iterator[Finding]:
     """Yield what is wrong with the machine, or may be."""
-    if "error" in machine.torch:
-        yield Finding("problem", f"torch cannot be imported: {machine.torch['error']}")
-    elif machine.torch:
+    error = machine.torch.get("error", "")
+    # If it is not installed, the findings about packages say so.
+    if error and "No module named 'torch'" not in error:
+        yield Finding("problem", f"torch cannot be imported: {error}")
+    if machine.torch and not error:
         yield from _gpu_findings(machine)
         if not machine.torch["gloo"]:
             yield Finding("problem", "this torch has no gloo, without which no ranks meet on the CPU")
@@ -270,7 +272,7 @@ def package_findings() -> Iterator[Finding]:
 
     found = installed()
     if "torch" not in found:
-        yield Finding("problem", "torch is not installed: pip install 'pytest-distcompat[torch]'")
+        yield Finding("problem", f"torch is not installed: {GET_TORCH}")
     for requirement in _requirements(OURS, STACK):
         # The driver of accelerate gives its reason, below.
         if requirement.name != "accelerate" and not _fits(requirement, found):

@@ -16,6 +16,7 @@ from typing import Any, cast
 import psutil
 
 from pytest_distcompat import clock, devices
+from pytest_distcompat.installed import GET_TORCH
 from pytest_distcompat.launch import environment
 from pytest_distcompat.launch.at_import import Findings
 from pytest_distcompat.launch.ending import exit_name
@@ -140,6 +141,8 @@ class LauncherProcess:
         if not self.dead:
             hangs = "a module or a conftest.py hangs at import, or needs more time (--distcompat-warm-timeout)"
             return f"{log}\nthe launcher process did not get ready within {self._timeout:g} s: {hangs}"
+        if "ModuleNotFoundError: No module named 'torch'" in log:
+            return f"{log}\ntorch is not installed: {GET_TORCH}"
         return f"{log}\nthe launcher process died {when} ({exit_name(self._process.poll())})"
 
     def strays(self) -> list[psutil.Process]:

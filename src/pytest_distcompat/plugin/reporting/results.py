@@ -14,7 +14,7 @@ from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.grouping import grouped
-from pytest_distcompat.installed import versions
+from pytest_distcompat.installed import GET_TORCH, versions
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.marked.packing import keep_durations
 from pytest_distcompat.plugin.options import OPTIONS
@@ -279,7 +279,10 @@ class Results:
         self._nothing_ran = ["no cell ran, so nothing was checked; expected at least one verdict"]
         self._nothing_ran += [f"  {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in cells.items()]
         missing = dict.fromkeys(package for reason in cells for package in _NOT_INSTALLED.findall(reason))
-        if missing:
+        if "torch" in missing:
+            # The others need it, and would bring it for CUDA.
+            self._nothing_ran.append(f"  install it: {GET_TORCH}")
+        elif missing:
             self._nothing_ran.append(f"  install it: pip install {' '.join(missing)}")
         self._nothing_ran.append("  --distcompat-nothing-ran=pass lets such a session pass")
 

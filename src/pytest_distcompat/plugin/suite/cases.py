@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,6 +208,10 @@ class NoCell:
     reason: str
 
 
+#: How many reasons are given why no cell of a suite can run.
+REASONS = 2
+
+
 def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
     """Return why the options select no cell of the suite, and what its matrix has."""
     if session.setting("drivers").value and suite.driver not in session.setting("drivers").value:
@@ -218,7 +223,14 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
         for name, there in axes.items()
         if session.setting(name).value
     ]
-    return f"no cell of {suite.__name__} is selected: {'; '.join(reasons) or 'its matrix is empty'}"
+    selected = [cell for cell in cells if session.selects(cell)]
+    if not selected:
+        return f"no cell of {suite.__name__} is selected: {'; '.join(reasons) or 'its matrix is empty'}"
+    driver = find_driver(suite.driver)
+    against = Counter(filter(None, (why_not_supported(driver, cell, session) for cell in selected)))
+    # A package that is missing says the most: the same cells could run with it.
+    ordered = sorted(against, key=lambda reason: ("not installed" not in reason, -against[reason]))
+    return f"no cell of {suite.__name__} can run here: {'; '.join(ordered[:REASONS]) or 'the profile has none for it'}"
 
 
 def parametrize(metafunc: pytest.Metafunc, session: DistcompatSession) -> None:
