@@ -180,3 +180,54 @@ def test_sockets_go_where_their_names_have_room(
     monkeypatch.setattr("tempfile.tempdir", usual)
     monkeypatch.setattr("os.access", lambda *_: writable)
     assert str(temporary_root()) == ("/tmp" if short else usual)
+
+
+#: Between two tests with ranks, another one removes what the first had made.
+CLEANED = """
+import os, pathlib, shutil, sys, tempfile
+import pytest
+
+marked = pytest.mark.distcompat(world_size=2, reuse={reuse!r})
+
+@marked
+def test_before(rank): pass
+
+def test_cleans(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    launchers = [*pathlib.Path(tempfile.gettempdir()).glob("distcompat-[!l]*")]
+    assert launchers
+    if {what!r} == "base":
+        shutil.rmtree(base)
+    for launcher in launchers:
+        if {what!r} == "launcher":
+            shutil.rmtree(launcher)
+        elif {what!r} == "files":
+            for path in [*launcher.rglob("*")]:
+                if not path.is_dir():
+                    path.unlink()
+
+@marked
+def test_after(rank): pass
+
+@marked
+def test_fails(rank): assert rank == 5
+"""
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("reuse", ["never", "module"])
+@pytest.mark.parametrize("what", ["base", "launcher", "files"])
+def test_a_cleaner_between_two_tests_changes_no_verdict(what: str, reuse: str, temporary: Path) -> None:
+    tests = temporary / "test_cleaned.py"
+    tests.write_text(CLEANED.format(what=what, reuse=reuse), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "no:randomly", "-p", "no:cacheprovider", "-rA", tests.name]
+    done = subprocess.run(command, cwd=temporary, stdout=subprocess.PIPE, text=True, check=False)
+    ended = {
+        line.split()[1].partition("::")[2]: line.split()[0]
+        for line in done.stdout.splitlines()
+        if line[:6] in {"PASSED", "FAILED"}
+    }
+    expected = {"test_before": "PASSED", "test_cleans": "PASSED", "test_after": "PASSED", "test_fails": "FAILED"}
+    assert ended == expected, done.stdout
+    assert "assert 0 == 5" in done.stdout or "assert 1 == 5" in done.stdout
+    assert not list(temporary.glob("distcompat-[!l]*"))

@@ -200,9 +200,9 @@ class DistcompatSession:
         """The time limit of a run in seconds."""
         return float(self.setting("timeout").value)
 
-    @functools.cached_property
+    @property
     def store(self) -> Path:
-        """The directory of this session's runs, which all xdist workers share; made on first use."""
+        """The directory of this session's runs, which all xdist workers share; made on first use, or if it is gone."""
         self.store_path.mkdir(parents=True, exist_ok=True)
         return self.store_path
 
@@ -437,11 +437,12 @@ class DistcompatSession:
         # The name of a file is limited to 255 bytes, that of a function is not.
         return Path(tempfile.mkdtemp(prefix=f"{name.encode()[:60].decode(errors='ignore')}-", dir=items))
 
-    @functools.cached_property
+    @property
     def description_file(self) -> Path:
         """A file from which a rank that is started without a fork server makes the same pytest session."""
         path = self.store / f"session-{self.worker or 'main'}.json"
-        path.write_text(json.dumps(rank_session.describe(self.config)), encoding="utf-8")
+        if not path.exists():
+            path.write_text(json.dumps(rank_session.describe(self.config)), encoding="utf-8")
         return path
 
     def notice(self, text: str) -> None:
