@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.judge import judge, skipped
 from pytest_distcompat.known import applying, concerned, shipped
 from pytest_distcompat.launch.request import Request, Warmth, import_path
+from pytest_distcompat.launch.temporary import temporary_directory
 from pytest_distcompat.launch.warm import WarmLauncher
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
 from pytest_distcompat.leased import LeasedLauncher
@@ -150,7 +150,7 @@ def local_runner(
         raise UsageProblem(f"cell {spread}: only pytest runs cells over several nodes (--distcompat-nodes)")
     with contextlib.ExitStack() as stack:
         if store is None:
-            store = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="distcompat-")))
+            store = stack.enter_context(temporary_directory())
         # Other sessions of this user may use the same devices.
         pool = Pool(None, gpus() if device == "cuda" else cpu_slots(), notify=_print_notice)
         warmth = Warmth(preload_of(driver, cells), path=import_path())

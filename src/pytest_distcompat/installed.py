@@ -34,6 +34,10 @@ def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version for name, version in installed.items() if version}}
 
 
+#: How to get a torch: by default pip brings one for CUDA, of some gigabytes.
+GET_TORCH = "pip install torch; without a GPU: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+
+
 def has_compiler() -> bool:
     """Tell whether there is a C++ compiler, for inductor and for DeepSpeed's offload."""
     return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "c++", "clang++"))))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from pytest_distcompat import clock
 from pytest_distcompat.cli import main
 
 DRIVER = """
@@ -82,3 +87,37 @@ def test_a_cell_that_cannot_be_traced_has_the_reason(
 ) -> None:
     assert main(["trace", *arguments]) == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_ends_a_trace_leaves_nothing(number: int, tmp_path: Path) -> None:
+    """As the time limit of a CI job."""
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\n"
+        "from pytest_distcompat.drivers.torch import TorchDriver\n\n"
+        "class Slow(TorchDriver):\n"
+        "    name = 'slow'\n\n"
+        "    def step(self, number):\n"
+        "        pathlib.Path('reached').touch()\n"
+        "        time.sleep(100)\n",
+        encoding="utf-8",
+    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        command = [sys.executable, "-m", "pytest_distcompat.cli", "trace", "slow:Slow", "ddp-fp32-w1"]
+        environment = {**os.environ, "TMPDIR": temporary}
+        trace = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+        try:
+            assert clock.wait_until((tmp_path / "reached").exists, 60)
+        finally:
+            trace.send_signal(number)
+            code = trace.wait()
+        if number == signal.SIGTERM:
+            assert code == 128 + signal.SIGTERM
+        else:
+            # Another session removes it.
+            owner = "from pytest_distcompat.launch.temporary import OwnedDirectory; OwnedDirectory()"
+            subprocess.run([sys.executable, "-c", owner], env=environment, check=True)
+        names = [path.name for path in Path(temporary).iterdir()]
+        # Leases stay for the next session, and torch has a cache of its own.
+        assert [name for name in names if "distcompat-" in name and "-leases-" not in name] == []

@@ -18,6 +18,9 @@ from pytest_distcompat import __version__
 from pytest_distcompat.cli import main
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.profiles import PROFILES
+from pytest_distcompat.report import github
+from pytest_distcompat.report.causes import causes
+from pytest_distcompat.report.document import Report
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -165,40 +168,116 @@ def run_step(tmp_path: Path) -> Any:
 @pytest.mark.parametrize(("body", "code"), [("pass", 0), ("assert 0", 1)])
 def test_the_action_has_pytests_exit_code(run_step: Any, tmp_path: Path, body: str, code: int) -> None:
     (tmp_path / "test_it.py").write_text(f"def test_it(): {body}\n", encoding="utf-8")
-    done = run_step("Run", TESTS="test_it.py -q", GPUS="0", PROFILE="smoke", ARGUMENTS="-p no:randomly")
+    done = run_step("Run", TESTS="test_it.py -q", GPUS="0", PROFILE="smoke", NAME="mine", ARGUMENTS="-p no:randomly")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "GITHUB_OUTPUT").read_text(encoding="utf-8") == f"exit-code={code}\n"
-    assert (tmp_path / ".distcompat" / "junit.xml").exists()
+    assert (tmp_path / ".distcompat" / "mine" / "junit.xml").exists()
     assert run_step("The verdict", CODE=str(code)).returncode == code
 
 
 @pytest.mark.parametrize("broken_off", [False, True])
 def test_the_action_replaces_the_last_report(run_step: Any, tmp_path: Path, broken_off: bool) -> None:
     """A budget's cells are in the order of the report that is replaced; a session that writes none leaves none."""
-    (tmp_path / ".distcompat").mkdir()
-    shutil.copy(REAL, tmp_path / ".distcompat" / "previous.json")
+    (tmp_path / ".distcompat" / "mine").mkdir(parents=True)
+    shutil.copy(REAL, tmp_path / ".distcompat" / "mine" / "previous.json")
     (tmp_path / "test_it.py").write_text("def test_it(): pass\n", encoding="utf-8")
     (tmp_path / "conftest.py").write_text("raise SystemExit(3)" if broken_off else "", encoding="utf-8")
-    done = run_step("Run", TESTS="test_it.py -q", GPUS="0", PROFILE="smoke", ARGUMENTS="-p no:randomly")
+    done = run_step("Run", TESTS="test_it.py -q", GPUS="0", PROFILE="smoke", NAME="mine", ARGUMENTS="-p no:randomly")
     assert done.returncode == 0, done.stdout + done.stderr
-    report = tmp_path / ".distcompat" / "report.json"
+    report = tmp_path / ".distcompat" / "mine" / "report.json"
     assert report.exists() is not broken_off
     assert broken_off or report.read_bytes() != REAL.read_bytes()
 
 
 @pytest.mark.parametrize("code", ["0", "1"])
 def test_the_action_shows_what_differs_from_the_last_good_run(run_step: Any, tmp_path: Path, code: str) -> None:
-    (tmp_path / ".distcompat").mkdir()
+    (tmp_path / ".distcompat" / "mine").mkdir(parents=True)
     for name in ("last.json", "report.json"):
-        shutil.copy(REAL, tmp_path / ".distcompat" / name)
-    good = (tmp_path / ".distcompat" / "report.json").read_text(encoding="utf-8")
+        shutil.copy(REAL, tmp_path / ".distcompat" / "mine" / name)
+    good = (tmp_path / ".distcompat" / "mine" / "report.json").read_text(encoding="utf-8")
     worse = re.sub(r'("check":"names","cell":"[^"]+","status":)"passed"', r'\1"failed"', good, count=1)
     assert worse != good
-    (tmp_path / ".distcompat" / "report.json").write_text(worse, encoding="utf-8")
-    assert run_step("What is different", CODE=code).returncode == 0
+    (tmp_path / ".distcompat" / "mine" / "report.json").write_text(worse, encoding="utf-8")
+    assert run_step("What is different", CODE=code, NAME="mine").returncode == 0
     summary = (tmp_path / "GITHUB_STEP_SUMMARY").read_text(encoding="utf-8")
     assert summary.startswith("## Since the last good run\n```text\n1 newly broken, 0 newly missing")
     # Tomorrow's cells are in the order of this run, however it was.
-    assert (tmp_path / ".distcompat" / "previous.json").read_text(encoding="utf-8") == worse
+    assert (tmp_path / ".distcompat" / "mine" / "previous.json").read_text(encoding="utf-8") == worse
     # Tomorrow's run compares with this one only if it was good.
-    assert (tmp_path / ".distcompat" / "last.json").read_text(encoding="utf-8") == (worse if code == "0" else good)
+    assert (tmp_path / ".distcompat" / "mine" / "last.json").read_text(encoding="utf-8") == (
+        worse if code == "0" else good
+    )
+
+
+def cached(name: str, step: str) -> dict[str, str]:
+    """The inputs of a step with ``actions/cache``, as they are for that name."""
+    found = next(one for one in steps(ACTION) if f"actions/cache/{step}@" in one.get("uses", ""))["with"]
+    return {key: str(text).replace("${{ inputs.name }}", name) for key, text in found.items()}
+
+
+def test_a_cache_belongs_to_its_name_alone() -> None:
+    for name, other in (("distcompat", "distcompat-gpu"), ("a", "a-b"), ("a-1", "a")):
+        assert cached(name, "restore")["path"] == cached(name, "save")["path"] != cached(other, "save")["path"]
+        assert cached(name, "save")["key"].startswith(cached(name, "restore")["restore-keys"])
+        assert not cached(other, "save")["key"].startswith(cached(name, "restore")["restore-keys"])
+
+
+def test_two_names_in_one_directory_do_not_share_reports(run_step: Any, tmp_path: Path) -> None:
+    (tmp_path / ".distcompat" / "mine").mkdir(parents=True)
+    for name in ("last.json", "report.json"):
+        shutil.copy(REAL, tmp_path / ".distcompat" / "mine" / name)
+    assert run_step("What is different", CODE="0", NAME="other").returncode == 0
+    assert not (tmp_path / "GITHUB_STEP_SUMMARY").exists()
+    assert not (tmp_path / ".distcompat" / "other").exists()
+
+
+FAILING = """
+def test_passes(): pass
+
+def test_fails(): assert 1 == 2, "50% off,\\nsay"
+"""
+
+
+def test_the_action_annotates_failures(run_step: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(FAILING, encoding="utf-8")
+    step = {"TESTS": "test_it.py -q", "GPUS": "0", "PROFILE": "smoke", "NAME": "mine", "ARGUMENTS": "-p no:randomly"}
+    assert run_step("Run", **step).returncode == 0
+    done = run_step("Annotations", CODE="1", NAME="mine", BELOW="trainer")
+    text = r"AssertionError: 50%25 off,\n  say\nassert 1 == 2"
+    assert done.stdout == f"::error file=trainer/test_it.py,line=4,title=test_fails::{text}\n"
+
+
+def test_verdicts_are_annotated_by_their_causes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(REAL, tmp_path / "report.json")
+    # pytest wrote each verdict there too.
+    (tmp_path / "junit.xml").write_text(
+        '<testsuites><testsuite><testcase classname="faulty_suite.TestFaulty" name="test[ddp-fp32-w2:portable]">'
+        '<failure message="again"/></testcase></testsuite></testsuites>',
+        encoding="utf-8",
+    )
+    github.main([str(tmp_path), "1", "."])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(causes(Report.read(REAL).results)) <= github.MOST
+    assert all(line.startswith("::error file=faulty_suite.py,title=") for line in lines)
+    assert "%0Areproduce: pytest 'faulty_suite.py::TestFaulty::test[" in lines[0]
+    monkeypatch.setattr(github, "MOST", 3)
+    github.main([str(tmp_path), "1", "."])
+    assert capsys.readouterr().out.splitlines() == [
+        *lines[:2],
+        f"::error title=pytest-distcompat::and {len(lines) - 2} more causes: see the report",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("0", []),
+        ("5", []),
+        ("4", ["::error title=pytest::pytest ended with exit code 4 before it had a result: see its output"]),
+    ],
+)
+def test_the_action_annotates_a_session_that_broke_off(run_step: Any, code: str, lines: list[str]) -> None:
+    done = run_step("Annotations", CODE=code, NAME="mine", BELOW=".")
+    assert (done.returncode, [line for line in done.stdout.splitlines() if line]) == (0, lines)

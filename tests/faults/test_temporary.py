@@ -106,6 +106,31 @@ def test_a_fork_of_its_owner_does_not_remove_it(temporary: Path) -> None:
     assert not mine.path.exists()
 
 
+def test_a_directory_that_is_left_to_the_user_stays(temporary: Path) -> None:
+    mine = OwnedDirectory("train")
+    assert mine.path.name.startswith("distcompat-train-")
+    mine.leave()
+    mine.remove()
+    OwnedDirectory().remove()
+    assert [path.name for path in temporary.iterdir()] == [mine.path.name]
+    assert not list(mine.path.iterdir())
+
+
+def test_a_named_directory_is_removed_wherever_it_is(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that is too long for sockets is not for other directories."""
+    long = temporary / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    script = OWNER.replace("OwnedDirectory()", "OwnedDirectory('train')").replace("time.sleep(600)", "os._exit(1)")
+    environment = {**os.environ, "TMPDIR": str(long)}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os{script}"], env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert [str(path) for path in long.iterdir()] == [done.stdout.strip()]
+    OwnedDirectory("other").remove()
+    assert not list(long.iterdir())
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_directory_of_an_interrupted_start_is_left(temporary: Path, number: int) -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, str(number)], check=False, capture_output=True, text=True)
@@ -155,3 +180,54 @@ def test_sockets_go_where_their_names_have_room(
     monkeypatch.setattr("tempfile.tempdir", usual)
     monkeypatch.setattr("os.access", lambda *_: writable)
     assert str(temporary_root()) == ("/tmp" if short else usual)
+
+
+#: Between two tests with ranks, another one removes what the first had made.
+CLEANED = """
+import os, pathlib, shutil, sys, tempfile
+import pytest
+
+marked = pytest.mark.distcompat(world_size=2, reuse={reuse!r})
+
+@marked
+def test_before(rank): pass
+
+def test_cleans(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    launchers = [*pathlib.Path(tempfile.gettempdir()).glob("distcompat-[!l]*")]
+    assert launchers
+    if {what!r} == "base":
+        shutil.rmtree(base)
+    for launcher in launchers:
+        if {what!r} == "launcher":
+            shutil.rmtree(launcher)
+        elif {what!r} == "files":
+            for path in [*launcher.rglob("*")]:
+                if not path.is_dir():
+                    path.unlink()
+
+@marked
+def test_after(rank): pass
+
+@marked
+def test_fails(rank): assert rank == 5
+"""
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("reuse", ["never", "module"])
+@pytest.mark.parametrize("what", ["base", "launcher", "files"])
+def test_a_cleaner_between_two_tests_changes_no_verdict(what: str, reuse: str, temporary: Path) -> None:
+    tests = temporary / "test_cleaned.py"
+    tests.write_text(CLEANED.format(what=what, reuse=reuse), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "no:randomly", "-p", "no:cacheprovider", "-rA", tests.name]
+    done = subprocess.run(command, cwd=temporary, stdout=subprocess.PIPE, text=True, check=False)
+    ended = {
+        line.split()[1].partition("::")[2]: line.split()[0]
+        for line in done.stdout.splitlines()
+        if line[:6] in {"PASSED", "FAILED"}
+    }
+    expected = {"test_before": "PASSED", "test_cleans": "PASSED", "test_after": "PASSED", "test_fails": "FAILED"}
+    assert ended == expected, done.stdout
+    assert "assert 0 == 5" in done.stdout or "assert 1 == 5" in done.stdout
+    assert not list(temporary.glob("distcompat-[!l]*"))

@@ -106,7 +106,8 @@ WAITS = "test_{it} has waited 0 s for GPUs (2 on n1, 2 on n2); by Ray's count 1 
 def test_a_run_waits(ray: MadeUpRay) -> None:
     ray.busy = 3
     # It says so once, and not each second.
-    waits: list[Any] = [{"waits": WAITS}, {"waits": ""}, {"waits": ""}]
+    notice = "waits for GPUs (2 on n1, 2 on n2); by Ray's count 1 are free"
+    waits: list[Any] = [{"waits": notice}, {"waits": ""}, {"waits": ""}]
     assert answers(ASKED) == [*waits, {"given": {"n1": ["0", "2"], "n2": ["1", "2"]}}]
 
 

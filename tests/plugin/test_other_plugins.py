@@ -151,6 +151,31 @@ def test_coverage_counts_lines_run_on_ranks(run_pytest: RunPytest, tmp_path: Pat
     assert missing == ["return 1"], run.out
 
 
+@pytest.mark.parametrize(
+    ("settings", "more", "warnings"),
+    [
+        ("", ["--cov"], 1),
+        ("patch = _exit\n", ["--cov"], 1),
+        ("patch = subprocess\n", ["--cov", "-n2"], 1),
+        ("patch = subprocess, _exit\n", ["--cov"], 0),
+        ("", [], 0),
+        ("", ["--cov", "--no-cov"], 0),
+    ],
+)
+def test_coverage_without_that_of_ranks_is_a_warning(
+    settings: str, more: list[str], warnings: int, pytester: pytest.Pytester
+) -> None:
+    (pytester.path / ".coveragerc").write_text(f"[run]\n{settings}", encoding="utf-8")
+    pytester.makepyfile(
+        "import pytest\n@pytest.mark.distcompat\ndef test(): pytest.fail('no')\ndef test_plain(): pass\n"
+    )
+    result = pytester.runpytest_subprocess("--setup-only", "--cov-report=", *more)
+    found = [line for line in result.outlines if "the coverage of ranks is not measured" in line]
+    assert len(found) == warnings, result.stdout.str()
+    plain = pytester.runpytest_subprocess("-k", "plain", "--cov", "--cov-report=")
+    assert "coverage of ranks" not in plain.stdout.str(), "no test of this session has ranks"
+
+
 TOGETHER = """
 import pathlib, pytest
 

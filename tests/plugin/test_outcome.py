@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.launch.ending import RankEnd
-from pytest_distcompat.plugin.marked.outcome import merge
+from pytest_distcompat.plugin.marked.outcome import merge, with_subtests
 from pytest_distcompat.plugin.marked.phase import SKIPPED_ELSEWHERE, XFAILED, Phase
 
 if TYPE_CHECKING:
@@ -195,3 +195,74 @@ def test_a_strict_mark_that_a_rank_added_is_not_lost(pytester: pytest.Pytester, 
     # pytest 8 gives no reason that is a text.
     why = " - [[]XPASS(strict)[]] added" * (pytest.version_tuple >= (9,))
     result.stdout.fnmatch_lines(["[[]XPASS(strict)[]] added", f"FAILED *::test_unmarked{why}"])
+
+
+ASSERTS = Phase("call", "failed", "assert 1 == 2", assertion=True)
+RAISES = Phase("call", "failed", "ValueError: no")
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ((ASSERTS, ASSERTS), True),
+        ((ASSERTS, None), True),
+        ((ASSERTS, RAISES), False),
+        ((RAISES, None), False),
+    ],
+    ids=["all", "others stopped", "mixed", "none"],
+)
+def test_a_failure_by_assertions_alone_is_an_assertion(
+    calls: tuple[Phase | None, ...], expected: bool, ranks: FakeRanks
+) -> None:
+    ended = [
+        (failed(n, call.message) if call else rank(n, "stopped"), [call] if call else [])
+        for n, call in enumerate(calls)
+    ]
+    outcome = merge(ranks.ending(*ended))
+    assert isinstance(outcome.failure("text"), AssertionError) is expected
+
+
+def test_a_crash_beside_an_assertion_is_none(ranks: FakeRanks) -> None:
+    outcome = merge(ranks.ending((failed(0), [ASSERTS]), (rank(1, "killed", "was killed by SIGKILL"), ())))
+    assert not isinstance(outcome.failure("text"), AssertionError)
+
+
+FAILING = """
+import pytest
+pytestmark = pytest.mark.distcompat(world_size=2)
+
+def test_asserts(rank): assert rank == 5
+
+def test_calls_fail(): pytest.fail("no")
+
+def test_raises(): raise ValueError("no")
+
+"""
+
+
+@pytest.mark.spawn
+def test_ranks_say_whether_they_failed_by_an_assertion(pytester: pytest.Pytester) -> None:
+    # What a reporter such as Allure sees, in pytest's own process.
+    pytester.makeconftest(
+        "import os, pathlib\n"
+        "def pytest_exception_interact(node, call):\n"
+        "    if 'RANK' not in os.environ:\n"
+        "        with pathlib.Path('said').open('a') as file:\n"
+        "            print(node.name, isinstance(call.excinfo.value, AssertionError), file=file)\n"
+    )
+    pytester.makepyfile(FAILING)
+    pytester.runpytest_subprocess("-p", "no:randomly")
+    said = [line.split() for line in (pytester.path / "said").read_text(encoding="utf-8").splitlines()]
+    assert said == [
+        ["test_asserts", "True"],
+        ["test_calls_fail", "True"],
+        ["test_raises", "False"],
+    ]
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_subtests_that_assert_fail_their_test_by_assertions(other: bool) -> None:
+    parts = [
+        Phase("call", "failed", "no", subtest=f"[{name}]", assertion=kind) for name, kind in (("a", True), ("b", other))
+    ]
+    assert with_subtests(Phase("call", "passed"), parts).assertion is other

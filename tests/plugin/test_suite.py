@@ -353,6 +353,32 @@ def test_a_smoke_run_has_costly_checks_once_with_a_reason(pytester: pytest.Pytes
 
 
 @pytest.mark.parametrize(
+    ("profile", "more", "line"),
+    [
+        ("smoke", [], "profile smoke leaves out 2 of the 4 cells of TestX's matrix that can run here "),
+        # That one is not in the matrix either.
+        ("walk", [], "profile walk leaves out 4 of the 4 cells of TestX's matrix that can run here "),
+        ("smoke", ["--distcompat-strategies=ddp"], "profile smoke leaves out 1 of the 2 cells of TestX's matrix "),
+        ("default", [], ""),
+        ("full", [], ""),
+    ],
+)
+@pytest.mark.usefixtures("ranks")
+def test_a_profile_says_which_part_of_the_suites_own_matrix_it_leaves_out(
+    profile: str, more: list[str], line: str, pytester: pytest.Pytester
+) -> None:
+    # Plain torch has no ZeRO, so those cells are left out by nobody.
+    pytester.makepyfile(SUITE.replace('"fsdp2")', '"fsdp2", "zero2")'))
+    # One verdict, or there would be no section.
+    result = pytester.runpytest_inprocess(
+        f"--distcompat-profile={profile}", "-k", "ddp and not compile", "--maxfail=1", *more
+    )
+    found = [text for text in result.outlines if " leaves out " in text]
+    assert len(found) == bool(line)
+    assert all(text.startswith(line) and text.endswith("(--distcompat-profile default runs them)") for text in found)
+
+
+@pytest.mark.parametrize(
     ("driver", "cell", "library", "reason"),
     [
         ("accelerate", "zero2-fp32-w2", "deepspeed", "deepspeed is not installed"),

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import re
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
@@ -290,14 +291,27 @@ def test_no_name_and_no_message_is_markup_in_markdown(tmp_path: Path) -> None:
     assert [title for title in titles if "title" in title and not title.startswith("## ")] == []
 
 
-def test_the_summary_of_a_session_is_escaped_too() -> None:
-    written = io.StringIO()
+def shown(report: Report, written: Sequence[str] = (), *, verbosity: int = 0) -> str:
+    """The summary of a session."""
+    text = io.StringIO()
     terminal = Mock(isatty=False)
-    terminal.config.get_verbosity.return_value = 1
-    terminal.write.side_effect = lambda text, **markup: written.write(text)
-    terminal.write_line.side_effect = lambda text, **markup: written.write(f"{text}\n")
-    show(terminal, hostile_report(), [f"report: {HOSTILE}"])
-    text = written.getvalue()
+    terminal.config.get_verbosity.return_value = verbosity
+    terminal.write.side_effect = lambda part, **markup: text.write(part)
+    terminal.write_line.side_effect = lambda line, **markup: text.write(f"{line}\n")
+    show(terminal, report, written)
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("verbosity", [0, 1])
+def test_only_a_verbose_summary_has_the_devices(verbosity: int) -> None:
+    timeline = [{"device": "GPU-a", "begin": 1.0, "end": 3.0}]
+    gaps = [{"device": "GPU-a", "begin": 3.0, "end": 9.0, "why": "pytest runs other tests"}]
+    text = shown(Report({"runs": 1, "timeline": timeline, "gaps": gaps}), verbosity=verbosity)
+    assert ("devices in use" in text, "devices not in use" in text) == (bool(verbosity), bool(verbosity))
+
+
+def test_the_summary_of_a_session_is_escaped_too() -> None:
+    text = shown(hostile_report(), [f"report: {HOSTILE}"], verbosity=1)
     assert [
         character for character in text if unicodedata.category(character) in {"Cc", "Cf", "Cs"} and character != "\n"
     ] == []

@@ -181,6 +181,26 @@ def test_the_temporary_directory_of_a_failed_run_is_kept(how: str, kept: int, tm
     assert len(list(tmp_path.glob("distcompat-python*"))) == kept
 
 
+def test_the_temporary_directory_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
+    line = ["2", str(PROGRAMS / "ends.py"), "hang", f"--{tmp_path.name}"]
+    script = (
+        "from pytest_distcompat.scripts import launch; import sys\n"
+        f"launch(sys.executable, {str(PROGRAMS / 'start_ranks.py')!r}, *{line!r}, launcher='cli', timeout=100)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", script], env=environment)
+    try:
+        _until(lambda: len(_running(f"--{tmp_path.name}")) >= 3)
+        (directory,) = tmp_path.glob("distcompat-python*")
+    finally:
+        parent.kill()
+        parent.wait()
+    _until(lambda: not _running(f"--{tmp_path.name}"))
+    owner = "from pytest_distcompat.launch.temporary import OwnedDirectory; OwnedDirectory()"
+    subprocess.run([sys.executable, "-c", owner], env=environment, check=True)
+    assert not directory.exists()
+
+
 def test_the_users_own_sitecustomize_still_comes(host: Host, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['THEIRS'] = __file__\n", encoding="utf-8")
     script = tmp_path / "show.py"

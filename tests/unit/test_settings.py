@@ -439,6 +439,29 @@ def test_torch_has_no_setting_that_is_unknown(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.spawn
+def test_the_listing_has_a_filter_and_fits_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    assert main(["settings", "--driver", "torch", "--state", "excluded"]) == 0
+    *lines, counts = capsys.readouterr().out.splitlines()
+    assert counts.startswith("torch: ")
+    assert max(map(len, lines)) == 70
+    assert {line.split()[1] for line in lines[1:]} == {"excluded"}
+    # By a part of the name, and by a pattern; in full.
+    for name in ("delay_ALL_reduce", "Distributed*.delay_all*"):
+        assert main(["settings", "--driver", "torch", name]) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            "DistributedDataParallel.delay_all_reduce_named_params: excluded",
+            "    a callable, a collection or an object that no text spells; options",
+            "    of a cell have some of them",
+            "torch: 1 settings, 0 swept, 0 hinted, 1 excluded, 0 unknown; 0 cells",
+        ]
+    assert main(["settings", "--driver", "torch", "no_such_name"]) == 2
+    assert "no setting of torch is named no_such_name" in capsys.readouterr().err
+
+
+@pytest.mark.spawn
 @pytest.mark.nightly
 def test_the_installed_stack_has_no_setting_that_is_unknown_and_each_rule_a_setting() -> None:
     found = [one for name in DRIVERS.names() for one in rules.settings_of(DRIVERS.get(name).sources)]

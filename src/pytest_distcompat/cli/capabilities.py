@@ -19,9 +19,6 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import MESH
 from pytest_distcompat.strategies import STRATEGIES
 
-#: How many reasons are shown without ``--all``, the most frequent first.
-SHOWN_REASONS = 3
-
 
 @dataclass(frozen=True)
 class Capability:
@@ -43,7 +40,7 @@ class Capability:
         return sum(not reason for reason in self.reasons.values())
 
     def lines(self, *, whole: bool) -> Iterator[str]:
-        """Yield a table of strategies by precisions, then the reasons, each with the number of its cells."""
+        """Yield a table of strategies by precisions; ``whole``: with the reasons, each with the number of its cells."""
         yield f"{self.driver}: {self.able} of the {len(self.reasons)} cells of the full profile"
         words = {
             (cell.strategy, cell.precision): "-" if reason else "known" if cell in self.known else "yes"
@@ -52,16 +49,14 @@ class Capability:
         }
         names = PRECISIONS.names()
         yield from table(("", *names), [(one, *(words[one, name] for name in names)) for one in STRATEGIES.names()])
-        if whole:
-            yield from table(("cells that can run", *STRATEGIES.names()), self._axes())
-            yield from self._checks()
+        if not whole:
+            return
+        yield from table(("cells that can run", *STRATEGIES.names()), self._axes())
+        yield from self._checks()
         by_reason = grouped((reason, cell) for cell, reason in self.reasons.items() if reason)
         ordered = sorted(by_reason.items(), key=lambda pair: len(pair[1]), reverse=True)
-        for reason, cells in ordered if whole else ordered[:SHOWN_REASONS]:
+        for reason, cells in ordered:
             yield f"    {len(cells)} not: {reason} [{cells[0].id}{', ...' * (len(cells) > 1)}]"
-        if len(ordered) > SHOWN_REASONS and not whole:
-            left = sum(len(cells) for _, cells in ordered[SHOWN_REASONS:])
-            yield f"    {left} not for {len(ordered) - SHOWN_REASONS} reasons more: --all"
 
     def _axes(self) -> Iterator[tuple[str, ...]]:
         """Yield a row for each combination of mesh options: how many cells of each strategy can run, "-" if none can."""
@@ -92,9 +87,15 @@ def _by_axes(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
 
 
 def capability(
-    name: str, driver: type[Driver], device: str, world_size: int, issues: Iterable[KnownIssue] = ()
+    name: str,
+    driver: type[Driver],
+    device: str,
+    world_size: int,
+    issues: Iterable[KnownIssue] = (),
+    *,
+    whole: bool = True,
 ) -> Capability:
-    """Return which cells of the full profile the driver can run on the device."""
+    """Return which cells of the full profile the driver can run on the device; ``whole``: with their checks."""
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells("full", Matrix(), driver=driver, names=names, world_size=world_size, device=device)
     reasons = {cell: unsupported_reason(driver, cell, device) for cell in cells}
@@ -106,7 +107,7 @@ def capability(
         cell: {check.name: not_applicable(check, cell, driver, {}) for check in CHECKS.by_name.values()}
         for cells in _by_axes(reasons).values()
         for cell in cells
-        if not reasons[cell]
+        if whole and not reasons[cell]
     }
     return Capability(name, reasons, frozenset(known), checks)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +34,7 @@ def add(commands: Any) -> None:
     doctor.add_argument(
         "--known", type=Path, action="append", default=[], metavar="FILE", help="more known issues (TOML)"
     )
-    doctor.add_argument("--all", action="store_true", help="show every reason, and every known issue with its link")
+    doctor.add_argument("--all", action="store_true", help="show why other cells cannot run, and each known issue")
     doctor.add_argument("--strict", action="store_true", help="a warning is a problem")
     doctor.set_defaults(call=_doctor, finds_drivers=True)
 
@@ -49,12 +51,28 @@ def _doctor(options: argparse.Namespace) -> int:
     issues = [issue for path in options.known for issue in read_file(path)] + list(shipped())
     here = machine.this_machine()
     size = len(here.visible) or CPU_WORLD_SIZE
-    cells = [capability(name, driver, here.device, size, issues) for name, driver in zip(names, drivers, strict=True)]
+    with ThreadPoolExecutor(1) as pool:
+        # Another process imports torch meanwhile, which takes as long as the rest.
+        torch = pool.submit(machine.torch_infos)
+        cells = [
+            capability(name, driver, here.device, size, issues, whole=options.all)
+            for name, driver in zip(names, drivers, strict=True)
+        ]
+        here = replace(here, torch=torch.result())
     findings = list(_findings(here, options.gpus, cells))
     known = issues_here(issues, drivers, here.device)
     print("\n".join(_lines(here, size, cells, known, findings, whole=options.all)))
     failing = {"problem", "warning"} if options.strict else {"problem"}
-    return int(any(finding.level in failing for finding in findings))
+    failed = any(finding.level in failing for finding in findings)
+    print(_verdict(findings, failed=failed, strict=options.strict))
+    return int(failed)
+
+
+def _verdict(findings: Sequence[Finding], *, failed: bool, strict: bool) -> str:
+    """Return the last line."""
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning", "note")}
+    counted = ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
+    return f"verdict: {'FAIL' if failed else 'ok'}: {counted}{', --strict' if strict else ''}"
 
 
 def _findings(here: Machine, wanted: int, cells: Sequence[Capability]) -> Iterator[Finding]:
@@ -84,14 +102,15 @@ def _lines(
     yield f"  {', '.join(f'{name} {version}' for name, version in machine.installed().items())}"
     yield from (f"  {kind} {one}" for kind, origins in machine.extensions().items() for one in origins)
     yield from ("", "devices", *(f"  {line}" for line in _devices(here)), "")
-    yield f"cells that can be run here, those without options one by one ({world_size} ranks, {here.device})"
+    more = "" if whole else "; --all gives the reasons of the others"
+    yield f"cells that can be run here, those without options one by one ({world_size} ranks, {here.device}){more}"
     yield from (f"  {line}" for one in cells for line in one.lines(whole=whole))
-    yield from ("", f"known upstream issues of these versions on {here.device}: {len(known)}")
-    for issue, drivers in known:
-        yield f"  {issue.id} ({', '.join(drivers)})" + (f": {issue.reason} ({issue.link})" if whole else "")
-    counts = {level: sum(one.level == level for one in findings) for level in ("problem", "warning", "note")}
-    yield from ("", ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items()))
-    yield from (f"  {finding.level}: {finding.text}" for finding in findings)
+    listed = "" if whole or not known else " (--all lists them)"
+    yield from ("", f"known upstream issues of these versions on {here.device}: {len(known)}{listed}")
+    if whole:
+        yield from (f"  {issue.id} ({', '.join(drivers)}): {issue.reason} ({issue.link})" for issue, drivers in known)
+    yield ""
+    yield from (f"{finding.level}: {finding.text}" for finding in findings)
 
 
 def _devices(here: Machine) -> Iterator[str]:

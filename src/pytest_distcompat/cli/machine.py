@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from pytest_distcompat.devices import gpu_uuids, visible_ids
-from pytest_distcompat.installed import fits, has_compiler, versions
+from pytest_distcompat.installed import GET_TORCH, fits, has_compiler, versions
 from pytest_distcompat.launch import loopback, nccl
 
 #: Where NCCL, and DeepSpeed on the CPU, share memory between ranks.
@@ -32,6 +33,8 @@ LEAST_TMP = 2 << 30
 HOSTS = Path("/etc/hosts")
 #: The time limit for the import of torch, in seconds.
 IMPORT_TIMEOUT_S = 300.0
+#: How long this machine's name may take to resolve, in seconds. A name server that drops queries takes ten and more.
+RESOLVE_TIMEOUT_S = 2.0
 
 #: Variables by which a trainer takes its process for a rank.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -64,8 +67,8 @@ class Finding:
 class Machine:
     """Facts about the machine.
 
-    ``torch`` holds ``torch_facts.infos``, or only ``error``. Sizes are in bytes, None where unknown. ``gpus`` are all
-    GPUs of the machine, ``visible`` those that CUDA would show a process, both by UUID.
+    ``torch`` holds ``torch_facts.infos``, or only ``error``; it is empty if nobody asked. Sizes are in bytes, None where
+    unknown. ``gpus`` are all GPUs of the machine, ``visible`` those that CUDA would show a process, both by UUID.
     """
 
     environ: Mapping[str, str]
@@ -91,11 +94,10 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Examine this machine. Starts a Python process that imports torch."""
+    """Examine this machine, all but torch."""
     name = socket.gethostname()
     return Machine(
         environ=dict(os.environ),
-        torch=_torch_infos(),
         gpus=tuple(gpu_uuids()),
         visible=tuple(visible_ids()),
         cores=len(os.sched_getaffinity(0)),
@@ -110,7 +112,8 @@ def this_machine() -> Machine:
     )
 
 
-def _torch_infos() -> dict[str, Any]:
+def torch_infos() -> dict[str, Any]:
+    """Return facts about torch, as ``Machine.torch`` has them. Starts a Python process that imports it."""
     command = [sys.executable, "-m", "pytest_distcompat.cli.torch_facts"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
@@ -140,16 +143,28 @@ def _free(directory: Path) -> int | None:
 
 
 def _resolves(name: str) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(socket.getaddrinfo(name, None))
-    return False
+    """Tell whether the name resolves within the time limit."""
+    found = threading.Event()
+
+    def resolve() -> None:
+        with contextlib.suppress(OSError):
+            socket.getaddrinfo(name, None)
+            found.set()
+
+    # Nothing ends a query that a name server drops, so the process does not wait for this thread.
+    query = threading.Thread(target=resolve, daemon=True)
+    query.start()
+    query.join(RESOLVE_TIMEOUT_S)
+    return found.is_set()
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
     """Yield what is wrong with the machine, or may be."""
-    if "error" in machine.torch:
-        yield Finding("problem", f"torch cannot be imported: {machine.torch['error']}")
-    else:
+    error = machine.torch.get("error", "")
+    # If it is not installed, the findings about packages say so.
+    if error and "No module named 'torch'" not in error:
+        yield Finding("problem", f"torch cannot be imported: {error}")
+    if machine.torch and not error:
         yield from _gpu_findings(machine)
         if not machine.torch["gloo"]:
             yield Finding("problem", "this torch has no gloo, without which no ranks meet on the CPU")
@@ -212,7 +227,7 @@ def _system_findings(machine: Machine) -> Iterator[Finding]:
         problem = f"{tempfile.gettempdir()} has {machine.tmp >> 20} MiB free"
         yield Finding("warning", f"{problem}; checkpoints are kept there: set TMPDIR, or --basetemp")
     if not machine.resolves:
-        problem = f"the name of this machine, {machine.hostname}, does not resolve"
+        problem = f"the name of this machine, {machine.hostname}, does not resolve within {RESOLVE_TIMEOUT_S:g} s"
         yield Finding(
             "warning", f"{problem}: gloo may wait for it, or fail; add it to /etc/hosts or set GLOO_SOCKET_IFNAME"
         )
@@ -257,7 +272,7 @@ def package_findings() -> Iterator[Finding]:
 
     found = installed()
     if "torch" not in found:
-        yield Finding("problem", "torch is not installed: pip install 'pytest-distcompat[torch]'")
+        yield Finding("problem", f"torch is not installed: {GET_TORCH}")
     for requirement in _requirements(OURS, STACK):
         # The driver of accelerate gives its reason, below.
         if requirement.name != "accelerate" and not _fits(requirement, found):

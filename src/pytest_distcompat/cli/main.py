@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pytest_distcompat import __version__
 from pytest_distcompat.cli import doctor, init, nodes, releases, reports, settings, trace, walk
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.launch.process import do_nothing
 
 #: The exit codes: nothing is wrong; news or problems; wrong arguments, as in pytest and argparse; a shell's after Ctrl-C.
 OK, NEWS, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -41,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.finds_drivers and (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        return int(options.call(options))
+        with _ended_by_sigterm():
+            return int(options.call(options))
     except UsageProblem as problem:
         print("\n".join(map(visible, f"distcompat: {problem}".split("\n"))), file=sys.stderr)
         return USAGE
@@ -51,3 +56,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader closed the pipe: distcompat diff ... | head
         sys.stderr.close()
         return NEWS
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM in the block end the process as an exception, so that processes are ended and directories removed."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        # Whoever calls this function handles it.
+        yield
+        return
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        # The agent of a node has its own way to end.
+        if signal.getsignal(signal.SIGTERM) is _end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end(number: int, *_: object) -> None:
+    # A scheduler repeats it, and directories are being removed then.
+    signal.signal(number, do_nothing)
+    raise SystemExit(128 + number)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -52,3 +55,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], indent: str = 
     for line in lines:
         cells = (value.ljust(width) for value, width in zip(line, widths, strict=True))
         yield f"{indent}{'  '.join(cells)}".rstrip()
+
+
+def columns() -> int:
+    """Return how many columns a line may have; 0 if any: a file has no width."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else 0
+
+
+def fitted(line: str, width: int) -> str:
+    """Return the line, cut if it has more than ``width`` columns; a width of 0 is none."""
+    return line if not width or len(line) <= width else f"{line[: width - 4]} ..."

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fnmatch
 import functools
 import shlex
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.cli.output import WRITTEN, report_file, table, write_reports
+from pytest_distcompat.cli.output import WRITTEN, columns, fitted, report_file, table, write_reports
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
+    from pytest_distcompat.settings.rules import Setting
     from pytest_distcompat.status import Verdict
+
+#: The states of a setting: swept by its type, by rules, left out, or neither values nor a rule.
+STATES = ("swept", "hinted", "excluded", "unknown")
+#: Lines below the name of a setting. Values are long words, to be copied.
+_INDENTED: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "    "}
+_INDENTED |= dict.fromkeys(("break_on_hyphens", "break_long_words"), False)
 
 
 def add(commands: Any) -> None:
@@ -25,6 +34,17 @@ def add(commands: Any) -> None:
         help="the settings of the installed libraries that the profile sweep tries",
         description="List the settings of the installed libraries, or try pairs of them. Exit code 1: a field has neither values "
         "to try nor a rule, or a pair fails.",
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="only settings with this part in their name, or as this pattern has it (ds_config.*offload*); shown in full",
+    )
+    parser.add_argument(
+        "--state",
+        choices=STATES,
+        help="only settings in this state: with values of their type, of rules, left out, or neither",
     )
     parser.add_argument(
         "--driver", action="append", metavar="NAME", help="only of this driver (default: all built-in ones)"
@@ -46,9 +66,12 @@ def _settings(options: argparse.Namespace) -> int:
     if not options.pairs:
         if options.output:
             raise UsageProblem("--output is for --pairs")
-        return max(map(_list, names))
+        chosen = {name: _chosen(name, options) for name in names}
+        if options.names and not any(chosen.values()):
+            raise UsageProblem(f"no setting of {', '.join(names)} is named {' or '.join(options.names)}")
+        return max(_list(name, settings, options) for name, settings in chosen.items())
     began = clock.wall()
-    found = [verdict for name in names for verdict in _pairs(name, options.pairs, options.report)]
+    found = [verdict for name in names for verdict in _pairs(name, options)]
     write_reports(options.output, _report(found, began))
     return int(any(verdict.red for verdict in found))
 
@@ -71,26 +94,43 @@ def _report(found: list[Verdict], began: float) -> Report:
     return Report(session, found)
 
 
-def _list(driver: str) -> int:
+def _chosen(driver: str, options: argparse.Namespace) -> list[Setting]:
+    """Return the settings of a driver that the command is about."""
     from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.settings.rules import settings_of
 
-    found = settings_of(find_driver(driver).sources)
-    # Some values are long, so that what follows them is no column of its own.
-    rows = [
-        (one.name, one.state, "; ".join(filter(None, (" ".join([*one.values, *one.twice]), one.reason))))
-        for one in found
+    patterns = [name.lower() if any(sign in name for sign in "*?[") else f"*{name.lower()}*" for name in options.names]
+    return [
+        one
+        for one in settings_of(find_driver(driver).sources)
+        if options.state in {None, one.state}
+        and (not patterns or any(fnmatch.fnmatchcase(one.name.lower(), pattern) for pattern in patterns))
     ]
-    states = ("swept", "hinted", "excluded", "unknown")
-    counts = {state: sum(one.state == state for one in found) for state in states}
+
+
+def _values(setting: Setting) -> str:
+    return " ".join([*setting.values, *setting.twice])
+
+
+def _list(driver: str, found: list[Setting], options: argparse.Namespace) -> int:
+    width = columns()
+    if options.names:
+        for one in found:
+            print(f"{one.name}: {one.state}")
+            for text in filter(None, (_values(one), one.reason)):
+                print(*textwrap.wrap(text, width or len(text) + 4, **_INDENTED), sep="\n")
+    else:
+        # Some values are long, so that what follows them is no column of its own.
+        rows = [(one.name, one.state, "; ".join(filter(None, (_values(one), one.reason)))) for one in found]
+        print("\n".join(fitted(line, width) for line in table(("setting", "state", "values; reason"), rows)))
+    counts = {state: sum(one.state == state for one in found) for state in STATES}
     cells = sum(len(one.cells) * len(one.strategies) for one in found)
-    print("\n".join(table(("setting", "state", "values; reason"), rows)))
     counted = ", ".join(f"{number} {state}" for state, number in counts.items())
     print(f"{driver}: {len(found)} settings, {counted}; {cells} cells")
     return int(counts["unknown"] > 0)
 
 
-def _pairs(driver: str, strategy: str, report: Path | None) -> list[Verdict]:
+def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
     """Run a covering array of the settings, reduce each row that fails, print what is left of it, and return the verdicts."""
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.checks import CHECKS
@@ -99,8 +139,8 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> list[Verdict]:
     from pytest_distcompat.known import applying, concerned, shipped
     from pytest_distcompat.profiles import SWEEP_CHECKS, with_set
     from pytest_distcompat.settings.pairs import covering_rows, reduced_failures
-    from pytest_distcompat.settings.rules import settings_of
 
+    strategy, report = options.pairs, options.report
     kind = find_driver(driver)
     passed: dict[str, bool] = {}
     for one in Report.read(report).results if report else ():
@@ -110,7 +150,7 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> list[Verdict]:
         return with_set(kind, Cell(strategy, "fp32", 2), "+".join(row))
 
     values: dict[str, list[str]] = {}
-    for setting in settings_of(kind.sources):
+    for setting in _chosen(driver, options):
         # Settings that need another precision or option, or change the training on purpose, are tried alone.
         if strategy in setting.strategies and setting.precision == "fp32" and not (setting.options or setting.without):
             sound = [one for one in setting.values if not report or passed.get(cell_of((f"{setting.name}={one}",)).id)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,13 +41,14 @@ def _trace(options: argparse.Namespace) -> int:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import find_driver
+    from pytest_distcompat.launch.temporary import temporary_directory
 
     driver, cell = find_driver(options.driver), Cell.parse(options.cell)
     checks = [CHECKS.get(name) for name in options.check]
     if options.timeout is not None and not 0 < options.timeout < float("inf"):
         raise UsageProblem(f"--timeout {options.timeout:g} is not right: expected a number of seconds above 0")
     with contextlib.ExitStack() as end:
-        store = options.keep or Path(end.enter_context(tempfile.TemporaryDirectory(prefix="distcompat-trace-")))
+        store = options.keep or end.enter_context(temporary_directory())
         with named_in_errors(f"--keep {store}"):
             store.mkdir(parents=True, exist_ok=True)
         return _run(options, driver, cell, checks, store.resolve())

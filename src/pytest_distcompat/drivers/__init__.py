@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from pathlib import Path
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
@@ -11,6 +12,7 @@ from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._declared import check_declared
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.missing_module import hint_of
 from pytest_distcompat.registry import Registry
 
 DRIVERS: Registry[type[Driver]] = Registry(__name__, Driver, "driver")  # type: ignore[arg-type]  # holds the classes themselves
@@ -29,10 +31,10 @@ def find_driver(name: str) -> type[Driver]:
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
-        if error.name != module_name.partition(".")[0]:
-            raise UsageProblem(f"driver {name!r}: {error}") from error
-        hint = "install it, or have pytest find it: pythonpath = DIRECTORY in its settings"
-        raise UsageProblem(f"driver {name!r}: {error}; {hint}") from error
+        hint = hint_of(error, Path.cwd())
+        if not hint and error.name == module_name.partition(".")[0]:
+            hint = "install it, or have pytest find it: pythonpath = DIRECTORY in its settings"
+        raise UsageProblem("; ".join(filter(None, (f"driver {name!r}: {error}", hint)))) from error
     except (ImportError, AttributeError) as error:
         raise UsageProblem(f"driver {name!r}: {error}") from error
     except KeyboardInterrupt:

@@ -28,8 +28,8 @@ from pytest_distcompat.failures import UsageProblem
 REACHED_S = 10
 #: How long a task in a bundle may take to name the bundle's GPUs, in seconds: it may need a new process of Ray.
 NAMED_S = 60
-#: How long a run may wait for its devices, after how many seconds a notice says so, and how often again.
-DEVICES_S, NOTIFY_AFTER_S, NOTIFY_INTERVAL_S = 3600.0, 2.0, 60.0
+#: How long a run may wait for its devices, and after how many seconds a notice says so.
+DEVICES_S, NOTIFY_AFTER_S = 3600.0, 2.0
 #: How long Ray may take to count devices as free that were given back, in seconds.
 SETTLED_S = 0.5
 #: How often it is noticed that the session has ended, in seconds.
@@ -173,7 +173,7 @@ class Placements:
     def _wait(self, names: Sequence[str], who: str, words: str, resource: str) -> Iterator[dict[str, Any]]:
         import ray
 
-        began, notice = clock.now(), NOTIFY_AFTER_S
+        began, notified = clock.now(), False
         while not self._group.wait(1):
             waited, free = clock.now() - began, ray.available_resources().get(resource, 0)
             text = f"{who} has waited {waited:.0f} s for {words}; by Ray's count {free:g} are free in the cluster"
@@ -181,8 +181,9 @@ class Placements:
                 self.give_back()
                 yield {"refused": text}
                 return
-            yield {"waits": text if waited > notice else ""}
-            notice = waited + NOTIFY_INTERVAL_S if waited > notice else notice
+            notice_due = waited > NOTIFY_AFTER_S and not notified
+            yield {"waits": f"waits for {words}; by Ray's count {free:g} are free" if notice_due else ""}
+            notified = notified or notice_due
         try:
             yield {"given": self._gpus(names) if resource == "GPU" else {}}
         except ray.exceptions.RayError as error:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import psutil
 
 from pytest_distcompat import clock, devices
+from pytest_distcompat.installed import GET_TORCH
 from pytest_distcompat.launch import environment
 from pytest_distcompat.launch.at_import import Findings
 from pytest_distcompat.launch.ending import exit_name
@@ -60,6 +61,8 @@ class LauncherProcess:
         #: The status that ``preload`` reported; None until it is ready.
         self.status: dict[str, Any] | None = None
         self._own_pids: set[int] = set()
+        #: The directories and sockets by which ranks are started.
+        self._paths = [self.directory]
         self._findings = Findings()
 
     @property
@@ -69,11 +72,13 @@ class LauncherProcess:
 
     @property
     def intact(self) -> bool:
-        """Tell whether the process is there, and its fork servers too: one whose server died must be replaced.
+        """Tell whether the process is there, and its fork servers and their sockets too: without one it must be replaced.
 
-        A server that is unfit, so that no rank is forked from it, may die.
+        A server that is unfit, so that no rank is forked from it, may die. A cleaner, or a test, may remove the sockets.
         """
-        return not self.dead and (bool(self.unfit) or all(alive(pid) for pid in self._own_pids))
+        if self.dead or not all(path.exists() for path in self._paths):
+            return False
+        return bool(self.unfit) or all(alive(pid) for pid in self._own_pids)
 
     @property
     def unfit(self) -> str:
@@ -90,6 +95,7 @@ class LauncherProcess:
         for found in self.status["findings"]:
             self._findings.join(Findings(**found))
         self._own_pids = {process.pid for process in self._below() if alive(process.pid)}
+        self._paths += [path for path in self.directory.rglob("*") if path.is_dir() or path.is_socket()]
         return ""
 
     def not_shared(self, request: Request) -> str:
@@ -140,6 +146,8 @@ class LauncherProcess:
         if not self.dead:
             hangs = "a module or a conftest.py hangs at import, or needs more time (--distcompat-warm-timeout)"
             return f"{log}\nthe launcher process did not get ready within {self._timeout:g} s: {hangs}"
+        if "ModuleNotFoundError: No module named 'torch'" in log:
+            return f"{log}\ntorch is not installed: {GET_TORCH}"
         return f"{log}\nthe launcher process died {when} ({exit_name(self._process.poll())})"
 
     def strays(self) -> list[psutil.Process]:

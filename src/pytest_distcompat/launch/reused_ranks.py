@@ -75,6 +75,11 @@ class ReusedRanks:
             rank.sendall(f"{self.current_request.line}\n".encode())
 
     @property
+    def homeless(self) -> bool:
+        """Tell whether the directory to which the ranks write is gone: a cleaner or a test has removed it."""
+        return not Path(self.start_request.directory).is_dir()
+
+    @property
     def sockets(self) -> list[socket.socket]:
         """The sockets on which ranks may connect or reply."""
         return [self._listener, *self._buffers]

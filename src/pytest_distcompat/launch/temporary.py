@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "distcompat-"
@@ -37,17 +38,40 @@ def temporary_root() -> Path:
 
 
 class OwnedDirectory:
-    """A new directory for temporary files, this process's own until it calls ``remove``, drops the object, or ends."""
+    """A new directory for temporary files, this process's own until it calls ``remove``, drops the object, or ends.
 
-    def __init__(self) -> None:
+    Args:
+        name: Part of the directory's name. Such a directory is where the user looks for it, and its path may be too long for
+            sockets.
+    """
+
+    def __init__(self, name: str = "") -> None:
         remove_abandoned()
+        prefix, root = (f"{_PREFIX}{name}-", Path(tempfile.gettempdir())) if name else (_PREFIX, temporary_root())
         # It has another name until it is locked, because one without a lock counts as abandoned.
-        made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=temporary_root()))
+        made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=root))
         lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.path = made.rename(made.with_name(made.name[1:]))
         # Also called where a signal interrupts the constructor of what was to own this object.
         self.remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+
+    def leave(self) -> None:
+        """Leave the directory to the user: nobody removes it."""
+        if (kept := self.remove.detach()) is not None:
+            _, _, (path, lock, _), _ = kept
+            (path / _LOCK).unlink(missing_ok=True)
+            os.close(lock)
+
+
+@contextlib.contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """Yield a new directory that is removed after the block, or by a later session if this process is killed in it."""
+    owned = OwnedDirectory()
+    try:
+        yield owned.path
+    finally:
+        owned.remove()
 
 
 def _remove(path: Path, lock: int, owner: int) -> None:
@@ -59,7 +83,8 @@ def _remove(path: Path, lock: int, owner: int) -> None:
 
 def remove_abandoned() -> None:
     """Remove this user's directories whose owners are gone; one without a lock may be another program's."""
-    for path in temporary_root().glob(f"{_PREFIX}*"):
+    roots = {temporary_root(), Path(tempfile.gettempdir())}
+    for path in (path for root in roots for path in root.glob(f"{_PREFIX}*")):
         # Another process may be removing it.
         with contextlib.suppress(OSError):
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

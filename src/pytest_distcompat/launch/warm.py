@@ -87,7 +87,7 @@ class WarmLauncher:
     def _run_reused(self, process: LauncherProcess, request: Request, reuse: Reuse) -> Ending:
         """Do the request with reused ranks, which wait for the next one if all went well."""
         died = self._died_waiting(process)
-        if self.reuse_scope != reuse.scope:
+        if self.reuse_scope != reuse.scope or (self._reused is not None and self._reused.homeless):
             self.retire()
         reused = self._reused
         if reused is None:

@@ -113,6 +113,7 @@ class Pool:
         self._watch: Watch | None = None
         #: Holders that a request has given up on, so that the next one need not wait for them again.
         self._given_up: set[Blocker] = set()
+        self._notified: set[str] = set()
 
     @contextlib.contextmanager
     def lease(self, ranks: int, *, who: str, timeout: float = TIMEOUT) -> Iterator[Lease]:
@@ -203,7 +204,8 @@ class Pool:
             yield from filter(None, map(self._holder, names))
             yield from ahead(ticket, self._queue.waiting())
 
-        watch = Watch(self.inventory, count, who, blockers, self._given_up, run=self._run, notify=self.notify)
+        given_up, notified = self._given_up, self._notified
+        watch = Watch(self.inventory, count, who, blockers, given_up, notified, run=self._run, notify=self.notify)
         self._watch = watch
         try:
             with self._queue.ticket(self.inventory.ids, count, who) as ticket:

@@ -10,13 +10,19 @@ from dataclasses import dataclass
 import psutil
 
 from pytest_distcompat import clock
+from pytest_distcompat.excerpt import visible
 from pytest_distcompat.lease.inventory import Inventory
 from pytest_distcompat.lease.tickets import Ticket
 
-#: After how many seconds of waiting the user is notified, how often again, and how often the holders are checked.
+#: After how many seconds of waiting the user is notified, and how often the holders are checked.
 NOTIFY_AFTER_S = 2.0
-NOTIFY_INTERVAL_S = 60.0
 _CHECK_INTERVAL_S = 1.0
+#: The same if only workers of the same session hold the devices: workers often wait for each other.
+NOTIFY_OF_WORKERS_AFTER_S = 60.0
+#: A notice is one line of 100 columns, with the ``distcompat: `` before it.
+NOTICE_COLUMNS = 100 - len("distcompat: ")
+#: The name of a holder keeps at least this many characters in a notice.
+_NAME_LEAST = 16
 #: After how many seconds of waiting a request goes on without CPU slots that a suspended process holds, or that another session
 #: has held for ``LONG_LEASE_S`` seconds (a debugger). Slots only limit how many ranks share the cores.
 GIVE_UP_AFTER_S = 5.0
@@ -60,6 +66,7 @@ class Watch:
         blockers: Returns the holders and tickets that the request waits for.
         given_up: Blockers that earlier requests of this process have given up on, so that the next one does not wait for
             them again.
+        notified: The sessions and processes that the user was told of, so that each wait for them is not a further line.
         run: The pytest session of the request, as in ``Holder``.
         notify: Shows the user a message; None to show none.
     """
@@ -69,6 +76,7 @@ class Watch:
     who: str
     blockers: Callable[[], Iterable[Blocker]]
     given_up: set[Blocker]
+    notified: set[str]
     run: str
     notify: Callable[[str], None] | None
 
@@ -79,7 +87,6 @@ class Watch:
         self.text = ""
         self._began = clock.now()
         self._next_check = self._began + (0.0 if self.given_up else NOTIFY_AFTER_S)
-        self._next_notice = self._began + NOTIFY_AFTER_S
 
     def __call__(self) -> None:
         """Check the blockers if it is time to, and notify the user. Raises GivenUpError."""
@@ -100,14 +107,20 @@ class Watch:
             known = stuck <= self.given_up
             if known or waited >= GIVE_UP_AFTER_S:
                 if not known and self.notify is not None:
-                    self.notify(f"{self.text}; it goes on without, for ranks can share cores")
+                    self.notify(self._notice("goes on without", list(stuck)))
                 self.given_up.update(stuck)
                 raise GivenUpError
-        # Workers of one session often wait for each other, which is not worth a notice.
-        noteworthy = stuck or any(isinstance(one, Holder) and not self._of_this_run(one) for one in blockers)
-        if self.notify is not None and now >= self._next_notice and (noteworthy or waited >= NOTIFY_INTERVAL_S):
-            self._next_notice = now + NOTIFY_INTERVAL_S
-            self.notify(self.text)
+            # The notice comes with the decision.
+            return
+        of_others = [
+            one for one in blockers if one in stuck or (isinstance(one, Holder) and not self._of_this_run(one))
+        ]
+        if self.notify is None or waited < (NOTIFY_AFTER_S if of_others else NOTIFY_OF_WORKERS_AFTER_S):
+            return
+        news = [one for one in of_others or blockers if _session(one) not in self.notified]
+        if news:
+            self.notified.update(map(_session, news))
+            self.notify(self._notice("waits for", news))
 
     def _stuck(self, one: Blocker) -> bool:
         if _suspended(one.pid):
@@ -129,8 +142,30 @@ class Watch:
             f"{who} ({_process(pid)}) has had {', '.join(ids)} for {max(0.0, clock.wall() - since):.0f} s"
             for (who, pid, since), ids in held.items()
         ]
-        devices = f"{self.count} of {len(self.inventory.ids)} {self.inventory.words}"
-        return f"{self.who} has waited {waited:.0f} s for {devices}: {'; '.join(holders + parts)}"
+        return f"{self.who} has waited {waited:.0f} s for {self._devices}: {'; '.join(holders + parts)}"
+
+    @property
+    def _devices(self) -> str:
+        return f"{self.count} of {len(self.inventory.ids)} {self.inventory.words}"
+
+    def _notice(self, verb: str, blockers: list[Blocker]) -> str:
+        """Return one line about what the request waits for; ``text`` and the error at the end of the wait have the rest."""
+        first = next((one for one in blockers if self._stuck(one)), blockers[0])
+        others = len({one.pid for one in blockers} - {first.pid})
+        more = f" and {others} other{'s' * (others > 1)}" if others else ""
+        head, tail = f"{verb} {self._devices} of {_process(first.pid)} (", f"){more}"
+        return f"{head}{_shortened(visible(first.who), NOTICE_COLUMNS - len(head) - len(tail))}{tail}"
+
+
+def _session(blocker: Blocker) -> str:
+    """Return what identifies the session of a blocker, or its process if the session is unknown."""
+    return (isinstance(blocker, Holder) and blocker.run) or str(blocker.pid)
+
+
+def _shortened(name: str, most: int) -> str:
+    """Return the name with at most so many characters: of a test its end says the most."""
+    most = max(most, _NAME_LEAST)
+    return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
 def _process(pid: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.missing_module import hint_of
 from pytest_distcompat.plugin import options
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.inside import launched
@@ -114,6 +115,20 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     return lines
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Add a hint if a module of distributed tests imports one of the repository that pytest does not find."""
+    report = yield
+    call: Any = getattr(report, "call", None)
+    if report.failed and isinstance(collector, pytest.Module) and call is not None and call.excinfo is not None:
+        hint = hint_of(call.excinfo.value, collector.config.rootpath)
+        if hint and _MARK in collector.path.read_text(encoding="utf-8", errors="replace"):
+            report.sections.append((f"{_MARK}: hint", hint))
+    return report
+
+
 def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: object
 ) -> pytest.Class | list[pytest.Item] | None:
@@ -184,8 +199,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_distcompat.plugin.suite import cases
 
         cases.put_in_order(items, session_of(config))
+    from pytest_distcompat.plugin import rank_coverage
     from pytest_distcompat.plugin.marked import marker
 
+    rank_coverage.warn(session_of(config))
     marker.note_nodes(session_of(config), items)
     config.stash[_IN_USE] = True
     config.stash[_COLLECTED] = collected

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
 
+#: The file in the store that says which suites' cells the profile leaves out.
+LEFT_OUT = "left_out.json"
+
 #: The message for a plugin that forks for each test (pytest-forked).
 FORKED = (
     "tests whose ranks are processes of their own cannot run in a fork of pytest's process: leave out --forked, "
@@ -61,6 +64,8 @@ class DistcompatSession:
         self.nodes = 1
         #: Whether such a test needs a directory that all its nodes share.
         self.shares = False
+        #: A line for each suite of the user's some of whose cells the profile leaves out.
+        self.left_out: dict[tuple[str, str], str] = {}
         self._launcher: Launcher | None = None
         self._nodes_launcher: NodesLauncher | None = None
         self._started: set[tuple[str, Cell]] = set()
@@ -195,9 +200,9 @@ class DistcompatSession:
         """The time limit of a run in seconds."""
         return float(self.setting("timeout").value)
 
-    @functools.cached_property
+    @property
     def store(self) -> Path:
-        """The directory of this session's runs, which all xdist workers share; made on first use."""
+        """The directory of this session's runs, which all xdist workers share; made on first use, or if it is gone."""
         self.store_path.mkdir(parents=True, exist_ok=True)
         return self.store_path
 
@@ -432,11 +437,12 @@ class DistcompatSession:
         # The name of a file is limited to 255 bytes, that of a function is not.
         return Path(tempfile.mkdtemp(prefix=f"{name.encode()[:60].decode(errors='ignore')}-", dir=items))
 
-    @functools.cached_property
+    @property
     def description_file(self) -> Path:
         """A file from which a rank that is started without a fork server makes the same pytest session."""
         path = self.store / f"session-{self.worker or 'main'}.json"
-        path.write_text(json.dumps(rank_session.describe(self.config)), encoding="utf-8")
+        if not path.exists():
+            path.write_text(json.dumps(rank_session.describe(self.config)), encoding="utf-8")
         return path
 
     def notice(self, text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import shlex
@@ -20,6 +19,7 @@ from pytest_distcompat.launch.environment import OF_THE_AGENT
 from pytest_distcompat.launch.hosting import Hosted
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request
+from pytest_distcompat.launch.temporary import OwnedDirectory
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
 from pytest_distcompat.leased import leak_message, rank_environment
 from pytest_distcompat.precisions import PRECISIONS
@@ -36,7 +36,8 @@ __tracebackhide__ = hides_frames
 class Host:
     """Where scripts run: the ``device`` (``cpu`` or ``cuda``), and what ``launch`` takes if it is given nothing else.
 
-    Without a ``directory`` each run has a temporary one, which is removed at the end of this process unless the run failed.
+    Without a ``directory`` each run has a temporary one, which is removed at the end of this process, however it ends, unless the
+    run failed.
     """
 
     device: str
@@ -54,9 +55,22 @@ class Host:
 
     def new_directory(self, name: str) -> Path:
         """Make an empty directory for one run."""
-        if self.directory is not None:
-            self.directory.mkdir(parents=True, exist_ok=True)
+        if self.directory is None:
+            owned = OwnedDirectory(name)
+            _TEMPORARY[owned.path] = owned
+            return owned.path
+        self.directory.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"distcompat-{name}-", dir=self.directory))
+
+
+#: The temporary directories of this process, which are removed when it ends.
+_TEMPORARY: dict[Path, OwnedDirectory] = {}
+
+
+def leave_directory(directory: Path) -> None:
+    """Leave the directory of a failed run to the user, also if it is a temporary one."""
+    if (owned := _TEMPORARY.pop(directory, None)) is not None:
+        owned.leave()
 
 
 def launch(
@@ -179,8 +193,8 @@ def launch(
     left = Path(output) if output else None
     names = saved_name or ScriptRun.saved_name
     run = ScriptRun(ending, cell if strategy else None, directory, host.device, left, names)
-    if host.directory is None and not run.failed:
-        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    if run.failed:
+        leave_directory(directory)
     if fails:
         run.raise_unless_failed(fails)
     elif not allow_failure:

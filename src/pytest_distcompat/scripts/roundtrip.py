@@ -12,7 +12,7 @@ from typing import Any
 from pytest_distcompat.checks._base import pairs
 from pytest_distcompat.checks._values import differences, other_dtypes, settings, values
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
-from pytest_distcompat.scripts.launching import RANKS, Host, check_arguments, launch
+from pytest_distcompat.scripts.launching import RANKS, Host, check_arguments, launch, leave_directory
 from pytest_distcompat.scripts.recorder import STRIDE
 from pytest_distcompat.scripts.result import ScriptRun
 from pytest_distcompat.trace import Snapshot
@@ -197,23 +197,35 @@ def resume_roundtrip(
 
     def run(output: Path, *more: str, **others: Any) -> ScriptRun:
         arguments = [_filled(argument, {**replacements, "output": str(output)}) for argument in (*args, *more)]
-        return launch(script, *arguments, host=host, watch_steps=total, **{**settings, **others})
+        runs.append(launch(script, *arguments, host=host, watch_steps=total, **{**settings, **others}))
+        return runs[-1]
 
-    output = host.new_directory("stopped")
-    stopped = run(output, stop_after=save_at)
-    through = run(host.new_directory("through")) if save_at < total else stopped
-    checkpoint = _checkpoint(stopped, save_at)
-    if checkpoint is None:
-        raise Incompatible(f"{_missing_checkpoint(stopped, save_at)}\nlogs: {stopped.directory}")
-    more = [_filled(argument, {"checkpoint": checkpoint}) for argument in resume]
+    runs: list[ScriptRun] = []
+    output, whole = host.new_directory("stopped"), host.new_directory("through")
+
+    def go() -> RoundTrip:
+        stopped = run(output, stop_after=save_at)
+        through = run(whole) if save_at < total else stopped
+        checkpoint = _checkpoint(stopped, save_at)
+        if checkpoint is None:
+            raise Incompatible(f"{_missing_checkpoint(stopped, save_at)}\nlogs: {stopped.directory}")
+        more = [_filled(argument, {"checkpoint": checkpoint}) for argument in resume]
+        try:
+            resumed = run(output, *more, **({"world_size": reshard_to} if reshard_to else {}))
+        except RunFailedError as failure:
+            message = f"the run that was to go on from {checkpoint} failed\n\n{failure}"
+            raise RunFailedError(message, hard=failure.hard) from None
+        trip = RoundTrip(through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to))
+        trip.check()
+        return trip
+
     try:
-        resumed = run(output, *more, **({"world_size": reshard_to} if reshard_to else {}))
-    except RunFailedError as failure:
-        message = f"the run that was to go on from {checkpoint} failed\n\n{failure}"
-        raise RunFailedError(message, hard=failure.hard) from None
-    trip = RoundTrip(through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to))
-    trip.check()
-    return trip
+        return go()
+    except (Incompatible, RunFailedError):
+        # The message is about checkpoints and logs there.
+        for directory in (output, whole, *(done.directory for done in runs)):
+            leave_directory(directory)
+        raise
 
 
 def _checkpoint(run: ScriptRun, save_at: int) -> str | None:

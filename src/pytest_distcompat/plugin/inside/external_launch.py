@@ -27,7 +27,7 @@ from pytest_distcompat.plugin.inside.lockstep import Gone, Lockstep
 from pytest_distcompat.plugin.inside.rank_session import OF_RANK_ZERO
 from pytest_distcompat.plugin.inside.termination import Termination
 from pytest_distcompat.plugin.marked.marker import TIME_LIMIT, cell_of, mark_of
-from pytest_distcompat.plugin.marked.outcome import LOST, Outcome, Phases, mark_lost_peer, name_of
+from pytest_distcompat.plugin.marked.outcome import LOST, Outcome, Phases, mark_exception, name_of
 from pytest_distcompat.plugin.session import DistcompatSession, session_basetemp
 from pytest_distcompat.world import World
 
@@ -174,7 +174,7 @@ class Inside:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Replace this rank's own report by that of all ranks."""
         report = yield
-        mark_lost_peer(report, call)
+        mark_exception(report, call, item.config.rootpath)
         lockstep = self._lockstep
         if self._calling or (lockstep is not None and lockstep.in_phase and call.when != self._when):
             # A report of a subtest, which other ranks need not have: during the call, or, with when="call", during a fixture.

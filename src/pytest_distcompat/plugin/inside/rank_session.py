@@ -26,7 +26,7 @@ from pytest_distcompat.events import Done, Error, Event, Excused, Resumed, of_ki
 from pytest_distcompat.plugin.inside import launched
 from pytest_distcompat.plugin.inside.launched import ON_RANK, SHARED, WORLD
 from pytest_distcompat.plugin.inside.rank_output import capturing, fault_handler, no_terminal
-from pytest_distcompat.plugin.marked.outcome import Phases, mark_lost_peer
+from pytest_distcompat.plugin.marked.outcome import Phases, mark_exception
 from pytest_distcompat.plugin.marked.phase import Phase
 from pytest_distcompat.world import World
 
@@ -422,11 +422,11 @@ class _Reporter:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
-        self, call: pytest.CallInfo[None]
+        self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Note whether the exception is due to a lost peer."""
+        """Note what the exception is."""
         report = yield
-        mark_lost_peer(report, call)
+        mark_exception(report, call, item.config.rootpath)
         if report.failed and call.excinfo is not None:
             self._rank.debug(self.log, call.excinfo.value)
         return report

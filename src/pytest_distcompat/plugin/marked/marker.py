@@ -283,7 +283,7 @@ def run_on_ranks(item: pytest.Function) -> None:
         raised = ending.cause is not None and ending.cause.status == "raised"
         item.stash[FAILED_RUN] = FailedRun(ending.command, ending.cause.rank if raised and ending.cause else None)
         lines = (outcome.text, f"reproduce: {session.reproduce(item)}", f"this run alone: {ending.command}")
-        raise RankFailure("\n".join(lines), hard=outcome.hard)
+        raise outcome.failure("\n".join(lines))
     if outcome.kind == "skipped":
         pytest.skip(outcome.text)
     if outcome.kind == "xfailed":

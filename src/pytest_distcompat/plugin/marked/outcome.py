@@ -6,12 +6,15 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest._code.code import ExceptionRepr
 
 from pytest_distcompat.events import of_kind
 from pytest_distcompat.excerpt import excerpt, explained
+from pytest_distcompat.missing_module import hint_of
 from pytest_distcompat.plugin.marked.phase import SKIPPED_ELSEWHERE, XFAILED, Phase
 
 if TYPE_CHECKING:
@@ -38,16 +41,29 @@ SUBTESTS = "Subtests"
 #: The attribute of a rank's report that failed only because another rank is gone.
 LOST = "distcompat_lost_peer"
 
+#: The attribute of a rank's report that failed by an assertion or ``pytest.fail``.
+ASSERTION = "distcompat_assertion"
+
 #: How pytest begins the text of a test that passed in spite of a strict xfail mark.
 STRICT_XPASS = "[XPASS(strict)]"
 
 
-def mark_lost_peer(report: pytest.TestReport, call: pytest.CallInfo[None]) -> None:
-    """Note in a rank's report whether its exception is due to a lost peer; later only the exception's text is left."""
+def mark_exception(report: pytest.TestReport, call: pytest.CallInfo[None], root: Path) -> None:
+    """Note in a rank's report what its exception is: due to a lost peer, or an assertion. Later only its text is left.
+
+    An import that fails though the module is in ``root`` gets a hint.
+    """
     from pytest_distcompat.launch.peers import lost_peer
 
-    if call.excinfo is not None and lost_peer(call.excinfo.value):
+    if call.excinfo is None:
+        return
+    if lost_peer(call.excinfo.value):
         setattr(report, LOST, True)
+    if isinstance(call.excinfo.value, (AssertionError, pytest.fail.Exception)):
+        setattr(report, ASSERTION, True)
+    hint = hint_of(call.excinfo.value, root)
+    if hint and isinstance(report.longrepr, ExceptionRepr):
+        report.longrepr.addsection("hint", hint)
 
 
 class Phases:
@@ -82,7 +98,9 @@ def phase_of(report: pytest.TestReport, subtests: Sequence[Phase] = ()) -> Phase
         path, line, reason = report.longrepr
         location, message = (str(path), int(line), str(reason)), str(reason).removeprefix("Skipped: ")
         text = f"{path}:{line}: {reason}"
-    subtest, lost = name_of(report), outcome == "failed" and getattr(report, LOST, False)
+    subtest = name_of(report)
+    lost, assertion = (outcome == "failed" and getattr(report, name, False) for name in (LOST, ASSERTION))
+    kind_of_failure: dict[str, Any] = {"lost": lost, "assertion": assertion}
     failed = not subtest and any(other.outcome == "failed" for other in subtests)
     sections = tuple(
         (title, excerpt(content, SECTION_CHARACTERS))
@@ -91,9 +109,9 @@ def phase_of(report: pytest.TestReport, subtests: Sequence[Phase] = ()) -> Phase
     )
     if subtest:
         text = excerpt(text, TEXT_CHARACTERS)
-        return Phase(str(report.when), outcome, message, text, location, sections, subtest=subtest, lost=lost)
+        return Phase(str(report.when), outcome, message, text, location, sections, subtest=subtest, **kind_of_failure)
     properties = tuple((name, _serializable(value)) for name, value in report.user_properties)
-    phase = Phase(str(report.when), outcome, message, text, location, sections, properties, lost=lost)
+    phase = Phase(str(report.when), outcome, message, text, location, sections, properties, **kind_of_failure)
     phase = with_subtests(phase, subtests)
     return dataclasses.replace(phase, text=excerpt(phase.text, TEXT_CHARACTERS))
 
@@ -133,6 +151,13 @@ class RankFailure(Exception):
         self.hard = hard
 
 
+class RankAssertionFailure(RankFailure, AssertionError):
+    """The same if an assertion, or ``pytest.fail``, is what failed on all ranks that are a cause.
+
+    Reporters such as Allure tell a test that failed from one that is broken by it.
+    """
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The outcome that the parent reports.
@@ -141,6 +166,7 @@ class Outcome:
         kind: ``passed``, ``failed``, ``skipped`` or ``xfailed``. A pass with a text is an unexpected one: a rank added a strict
             xfail mark to its item, and the item passed.
         hard: Whether a failure is more than an exception, so that no xfail mark excuses it.
+        assertion: Whether all ranks that are a cause of a failure failed by an assertion.
     """
 
     kind: str
@@ -149,6 +175,12 @@ class Outcome:
     location: tuple[str, int, str] | None = None
     sections: tuple[tuple[str, str], ...] = ()
     properties: tuple[tuple[str, Any], ...] = ()
+    assertion: bool = False
+
+    def failure(self, text: str) -> RankFailure:
+        """Return the exception for this failure."""
+        kind = RankAssertionFailure if self.assertion and not self.hard else RankFailure
+        return kind(text, hard=self.hard)
 
 
 def merge(ending: Ending) -> Outcome:
@@ -180,6 +212,7 @@ def merge(ending: Ending) -> Outcome:
             details["location"] = next(failed, None)
         # Any rank may have ended by more than an exception, even if another rank raised first.
         crashed = ending.kind != "raised" or any(end.status == "stuck" for end in ending.ranks)
+        details["assertion"] = _failed_by_assertion(ending, all_phases)
         return Outcome("failed", text, hard=crashed, **details)
     skips = {rank: phase for rank, found in phases.items() for phase in found if phase.outcome == "skipped"}
     if len(skips) == len(phases) and skips:
@@ -199,6 +232,13 @@ def merge(ending: Ending) -> Outcome:
             "failed", f"rank {', '.join(silent)} ended without running the test to its end", hard=True, **details
         )
     return Outcome("passed", strict[0] if strict else "", **details)
+
+
+def _failed_by_assertion(ending: Ending, phases: Mapping[int, Sequence[Phase]]) -> bool:
+    """Tell whether each rank that is a cause failed by assertions alone."""
+    causes = [end.rank for end in ending.ranks if end.status not in {"done", "lost peer", "stopped", "excused"}]
+    failed = [[phase for phase in phases[rank] if phase.outcome == "failed"] for rank in causes]
+    return bool(failed) and all(found and all(phase.assertion for phase in found) for found in failed)
 
 
 def of_all_ranks(properties: Mapping[int, Sequence[tuple[str, Any]]]) -> tuple[tuple[str, Any], ...]:
@@ -274,8 +314,9 @@ def with_subtests(phase: Phase, subtests: Sequence[Phase]) -> Phase:
         first = f"{causes[0].subtest and f'subtest {causes[0].subtest}: '}{causes[0].message}"
         more = f" (first of {len(causes)} failures)" if len(causes) > 1 else ""
         text = "\n\n".join(f"--- {_title(cause)} ---\n{cause.text.rstrip()}" for cause in causes)
-        lost = all(cause.lost for cause in causes)
-        phase = dataclasses.replace(phase, outcome="failed", message=first + more, text=text, location=None, lost=lost)
+        lost, assertion = all(cause.lost for cause in causes), all(cause.assertion for cause in causes)
+        changes: dict[str, Any] = {"message": first + more, "text": text, "lost": lost, "assertion": assertion}
+        phase = dataclasses.replace(phase, outcome="failed", location=None, **changes)
     return dataclasses.replace(phase, sections=tuple(sections))
 
 

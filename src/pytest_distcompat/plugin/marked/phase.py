@@ -22,6 +22,7 @@ class Phase(Event, name="phase"):
         outcome: ``passed``, ``failed``, ``skipped`` or ``xfailed``.
         subtest: The name of the subtest; empty for a whole phase.
         lost: Whether it failed only because another rank is gone.
+        assertion: Whether it failed by an assertion or ``pytest.fail``.
     """
 
     when: str
@@ -33,6 +34,7 @@ class Phase(Event, name="phase"):
     properties: tuple[tuple[str, Any], ...] = ()
     subtest: str = ""
     lost: bool = False
+    assertion: bool = False
 
     def own_fields(self) -> dict[str, Any]:
         """Return the fields as plain data. Lone surrogates are escaped: one in a report ends a whole session of xdist."""

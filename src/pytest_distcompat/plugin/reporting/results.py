@@ -14,14 +14,14 @@ from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.grouping import grouped
-from pytest_distcompat.installed import versions
+from pytest_distcompat.installed import GET_TORCH, versions
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.marked.packing import keep_durations
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.plugin.reporting.progress import Forecast, Progress
 from pytest_distcompat.plugin.reporting.summary import fold_failures, show
 from pytest_distcompat.plugin.selection import is_narrowed, strip_group
-from pytest_distcompat.plugin.session import DistcompatSession
+from pytest_distcompat.plugin.session import LEFT_OUT, DistcompatSession
 from pytest_distcompat.plugin.shard import FILE as SHARDS
 from pytest_distcompat.report.causes import rank_of_cause
 from pytest_distcompat.report.compare import compare
@@ -61,6 +61,8 @@ class Results:
         self.without_cells: dict[str, str] = {}
         #: Why nothing ran, as lines, if that fails the session.
         self._nothing_ran: list[str] = []
+        #: Which suites' cells the profile leaves out, as lines.
+        self._left_out: list[str] = []
         self.report: Report | None = None
         self._began = clock.wall() - (clock.now() - session.began)
         self._ending = ""
@@ -189,6 +191,8 @@ class Results:
             self._progress.stop()
         keep_durations(self.session, exitstatus)
         self._shard = self.session.shared(SHARDS)
+        # Read here: pytest removes the store before the summary.
+        self._left_out = self.session.shared(LEFT_OUT) or []
         empty = self._shard is not None and not self._shard["plan"][self._shard["number"] - 1]
         if empty and any(self._shard["plan"]) and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             session.exitstatus = pytest.ExitCode.OK
@@ -275,7 +279,10 @@ class Results:
         self._nothing_ran = ["no cell ran, so nothing was checked; expected at least one verdict"]
         self._nothing_ran += [f"  {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in cells.items()]
         missing = dict.fromkeys(package for reason in cells for package in _NOT_INSTALLED.findall(reason))
-        if missing:
+        if "torch" in missing:
+            # The others need it, and would bring it for CUDA.
+            self._nothing_ran.append(f"  install it: {GET_TORCH}")
+        elif missing:
             self._nothing_ran.append(f"  install it: pip install {' '.join(missing)}")
         self._nothing_ran.append("  --distcompat-nothing-ran=pass lets such a session pass")
 
@@ -298,7 +305,7 @@ class Results:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the matrix and the paths of the report files."""
         if self.report is not None:
-            show(terminalreporter, self.report, self._written, self._nothing_ran)
+            show(terminalreporter, self.report, [*self._left_out, *self._written], self._nothing_ran)
 
     def _session_info(self) -> dict[str, Any]:
         from pytest_distcompat.launch import nccl

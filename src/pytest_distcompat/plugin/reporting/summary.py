@@ -70,7 +70,9 @@ def show(terminal: Any, report: Report, written: Sequence[str], nothing_ran: Seq
         if one.seed is not None:
             command = f"distcompat walk --driver {one.driver} --cell {one.cell} --seed {one.seed}"
             terminal.write_line(visible(f"walks drawn by seed {one.seed}, again: {command}"))
-    _write_lines(terminal, runs_text(report.runs, report.session.get("timeline", ()), report.session.get("gaps", ())))
+    # The page has the timeline of the devices.
+    timeline, gaps = (report.session.get(name, ()) if verbose else () for name in ("timeline", "gaps"))
+    _write_lines(terminal, runs_text(report.runs, timeline, gaps))
     if report.interrupted:
         message = f"{report.session['ending']}: {len(report.unreached)} items were not reached"
         terminal.write_line(message, red=True, bold=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +35,7 @@ from pytest_distcompat.plugin.marked.outcome import SECTION_CHARACTERS, disagree
 from pytest_distcompat.plugin.reporting.representation import represent
 from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
 from pytest_distcompat.plugin.selection import case_of, cell_name, strip_group
-from pytest_distcompat.plugin.session import SESSION, DistcompatSession
+from pytest_distcompat.plugin.session import LEFT_OUT, SESSION, DistcompatSession
 from pytest_distcompat.plugin.shard import FILE as SHARDS
 from pytest_distcompat.plugin.shard import ORDINARY, Shard, divide
 from pytest_distcompat.plugin.suite.declared_names import check_names
@@ -143,6 +144,8 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         cells = list(dict.fromkeys(cell.over(matrix.nodes or 1) for cell in cells))
     if session.simulated:
         cells = profiles.resized(cells, session.simulated)
+    if suite.__module__ != CompatSuite.__module__ and not session.simulated:
+        _count_left_out(suite, driver, matrix.cells(*names, session.world_size), cells, session)
     walks = profile == "walk" and not session.simulated
     cells = [cell for cell in cells if session.selects(cell, any_precision=walks)]
     if walks:
@@ -177,6 +180,24 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     return found
 
 
+def _count_left_out(
+    suite: type[CompatSuite],
+    driver: type[Driver],
+    own: Iterable[Cell],
+    chosen: Collection[Cell],
+    session: DistcompatSession,
+) -> None:
+    """Note for the summary how many cells of the suite's own matrix, of those that can run here, the profile leaves out."""
+    able = [cell for cell in own if session.selects(cell) and not why_not_supported(driver, cell, session)]
+    left_out = len({*able} - {*chosen})
+    if left_out:
+        name = session.setting("profile").value
+        words = f"of the {len(able)} cells of {suite.__name__}'s matrix that can run here"
+        line = f"profile {name} leaves out {left_out} {words} (--distcompat-profile default runs them)"
+        session.left_out[suite.__module__, suite.__qualname__] = line
+        session.share(LEFT_OUT, [*session.left_out.values()])
+
+
 @dataclass(frozen=True)
 class NoCell:
     """The one parameter of a suite none of whose cells are selected; its item is skipped with the reason."""
@@ -185,6 +206,10 @@ class NoCell:
     id: ClassVar[str] = "no-cell"
 
     reason: str
+
+
+#: How many reasons are given why no cell of a suite can run.
+REASONS = 2
 
 
 def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
@@ -198,7 +223,14 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
         for name, there in axes.items()
         if session.setting(name).value
     ]
-    return f"no cell of {suite.__name__} is selected: {'; '.join(reasons) or 'its matrix is empty'}"
+    selected = [cell for cell in cells if session.selects(cell)]
+    if not selected:
+        return f"no cell of {suite.__name__} is selected: {'; '.join(reasons) or 'its matrix is empty'}"
+    driver = find_driver(suite.driver)
+    against = Counter(filter(None, (why_not_supported(driver, cell, session) for cell in selected)))
+    # A package that is missing says the most: the same cells could run with it.
+    ordered = sorted(against, key=lambda reason: ("not installed" not in reason, -against[reason]))
+    return f"no cell of {suite.__name__} can run here: {'; '.join(ordered[:REASONS]) or 'the profile has none for it'}"
 
 
 def parametrize(metafunc: pytest.Metafunc, session: DistcompatSession) -> None:
