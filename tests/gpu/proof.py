@@ -61,6 +61,7 @@ SECONDS = {
     "gpu-marked": Expected(100, 5),
     "gpu-leases": Expected(30, 5),
     "gpu-suite": Expected(90, 5),
+    "together": Expected(70, 25),
     "smoke": Expected(60, 25),
     "shared": Expected(70, 25),
     "groups": Expected(90, 50),
@@ -176,6 +177,16 @@ def suite(driver: str, *args: str, earlier: str = "") -> Command:
     return command
 
 
+def every_driver(*options: str) -> Command:
+    """Make the command of a night: the smoke profile of all drivers in one session, by eight workers that share the GPU."""
+
+    def command(_work: Path, result: Path) -> list[str]:
+        given = [f"--distcompat-report={result}", f"--rootdir={_installed_in()}", "-q", "-p", "no:cacheprovider"]
+        return [sys.executable, "-m", "pytest", "--pyargs", "pytest_distcompat.suite", *given, *options]
+
+    return command
+
+
 def _installed_in() -> Path:
     spec = importlib.util.find_spec("pytest_distcompat")
     assert spec is not None
@@ -243,6 +254,14 @@ def suite_options(name: str, *, cpu: bool) -> list[str]:
     return [*options, "--distcompat-gpus=1", f"--distcompat-ranks-per-gpu={ranks}"]
 
 
+def together_options(*, cpu: bool) -> list[str]:
+    """Return the options with which all drivers run in one session."""
+    options = ["--distcompat-world-size=1", "--distcompat-profile=smoke", "--distcompat-timeout=120"]
+    if cpu:
+        return [*options, "--distcompat-gpus=0", "-n2", "-k", "(ddp-fp32-w1: or zero0-fp32-w1:) and active"]
+    return [*options, "--distcompat-gpus=1", "--distcompat-ranks-per-gpu=8", "-n8"]
+
+
 def suite_stages(name: str, beside: str, *, earlier: str, cpu: bool) -> list[Stage]:
     """Return the stages of one of ``SUITES``, one for each driver."""
     options = suite_options(name, cpu=cpu)
@@ -299,6 +318,7 @@ def stages(output: Path, *, cpu: bool) -> list[Stage]:
 
     return [
         Stage("facts", facts, seconds("facts"), limit=180),
+        Stage("together", every_driver(*together_options(cpu=cpu)), seconds("together"), read=read_report),
         # These two measure the memory of the GPU, and so run alone.
         gpu_file("gpu-marked"),
         gpu_file("gpu-leases"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,10 @@ sys.stdin.read()
 """
 
 
-def start(environment: dict[str, str]) -> subprocess.Popen[str]:
+def start(environment: dict[str, str], *, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
     """A process that holds memory on what that shows it."""
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER],
+        [*prefix, sys.executable, "-c", HOLDER],
         env={**os.environ, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -54,5 +55,16 @@ def test_memory_still_in_use_is_a_leak(tmp_path: Path, gpu: str) -> None:
         assert (name, who) == (gpu, "leaky")
         # The context is on top of what was allocated.
         assert 512 << 20 <= size <= 4 << 30
+    finally:
+        holder.communicate("", timeout=120)
+
+
+def test_memory_of_a_neighbour_is_no_leak(tmp_path: Path, gpu: str) -> None:
+    """It begins during the lease, and is no child of this process: a user's notebook."""
+    pool = Pool(tmp_path / "leases", gpus(1), free_timeout=1.0)
+    with pool.lease(1, who="beside a notebook") as lease:
+        holder = start({"CUDA_VISIBLE_DEVICES": gpu}, prefix=("setsid", "--fork"))
+    try:
+        assert lease.leak == ()
     finally:
         holder.communicate("", timeout=120)

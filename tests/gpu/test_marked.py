@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -137,6 +141,40 @@ def test_well(process_group, device):
     assert hold(device).all()
 """
 
+#: Five tests that hold 2 GiB for a moment, and meet those of another session there.
+BESIDE = """
+import time
+import pytest
+
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.distcompat(world_size=1)
+def test_hold(process_group, device, number):
+    import torch
+    held = torch.ones(2 << 30, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    time.sleep(1)
+"""
+
+#: Two ranks of one GPU: the first takes more than its half.
+GREEDY = """
+import pytest
+
+@pytest.mark.distcompat(world_size=2)
+def test_greedy(process_group, device, rank):
+    import torch
+    from torch import distributed
+    total = torch.cuda.get_device_properties(device).total_memory
+    if rank == 0:
+        held = torch.empty(total * 6 // 10, dtype=torch.uint8, device=device)
+    distributed.barrier()
+
+@pytest.mark.distcompat(world_size=2)
+def test_modest(process_group, device):
+    import torch
+    total = torch.cuda.get_device_properties(device).total_memory
+    held = torch.empty(total * 4 // 10, dtype=torch.uint8, device=device)
+"""
+
 
 @pytest.mark.parametrize("launcher", ["warm", "torchrun"])
 def test_one_rank_talks_through_nccl(launcher: str, pytester: pytest.Pytester) -> None:
@@ -230,3 +268,30 @@ def test_concurrent_workers_do_not_share_the_gpu(pytester: pytest.Pytester, monk
     pytest.importorskip("xdist")
     result = pytester.runpytest_subprocess(*ONE_RANK, "-n", "3", *STRICT)
     result.assert_outcomes(passed=6)
+
+
+def test_two_sessions_on_one_gpu_give_no_leak(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their leases lie in different directories, as those of two users do, so that neither waits for the other."""
+    pytester.makepyfile(BESIDE)
+    sessions = []
+    for name in ("one", "other"):
+        # That of a socket below it may have no more than 107 characters.
+        directory = tempfile.mkdtemp(prefix=f"{name}-")
+        monkeypatch.setenv("TMPDIR", directory)
+        arguments = (sys.executable, "-m", "pytest", f"--basetemp={tmp_path / name}", *ONE_RANK, *STRICT)
+        sessions.append(pytester.popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    for session in sessions:
+        output, _ = session.communicate(timeout=120)
+        assert session.returncode == 0, output
+        assert "5 passed" in output
+        assert "stayed in use" not in output
+
+
+def test_a_rank_may_take_its_part_of_a_shared_gpu_and_no_more(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(GREEDY)
+    options = ("--distcompat-gpus=1", "--distcompat-ranks-per-gpu=2", *STRICT)
+    result = pytester.runpytest_subprocess(*options)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*rank 0 *OutOfMemoryError*"])
