@@ -13,6 +13,31 @@ CPU_WORLD_SIZE = 2
 
 
 @dataclass(frozen=True)
+class GpuFacts:
+    """What a process that may not open NVML is told of the visible GPUs: their number, and the capability of the first."""
+
+    count: int
+    capability: tuple[int, int] | None
+
+
+#: The process that may not open NVML, and what it was told instead. Processes that are forked from it ask NVML themselves.
+_told_process = 0
+_told: GpuFacts | None = None
+
+
+def tell(facts: GpuFacts) -> None:
+    """Have this process go by these facts, and not open NVML: that starts a thread, which does not survive a fork."""
+    global _told_process, _told  # noqa: PLW0603 - a fork server has its facts as long as it lives
+    _told_process = os.getpid()
+    _told = facts
+
+
+def told() -> GpuFacts | None:
+    """Return the facts that this process was told; None in all others."""
+    return _told if os.getpid() == _told_process else None
+
+
+@dataclass(frozen=True)
 class MigInstance:
     """Part of a GPU in MIG mode: the GPU's UUID, its own UUID, and its older name (``MIG-GPU-8932f937.../3/0``)."""
 
@@ -23,6 +48,9 @@ class MigInstance:
 
 def visible_gpus() -> int:
     """Return the number of GPUs that CUDA would show this process, by ``CUDA_VISIBLE_DEVICES``; 0 without a driver."""
+    facts = told()
+    if facts is not None:
+        return facts.count
     return len(visible_ids())
 
 
@@ -104,16 +132,11 @@ def _is_ours(pid: int) -> bool:
 
 def compute_capability() -> tuple[int, int] | None:
     """Return the compute capability of the first visible GPU, ``(9, 0)``; None if NVML does not know it."""
+    facts = told()
+    if facts is not None:
+        return facts.capability
     capabilities = _query(visible_ids()[:1], "nvmlDeviceGetCudaComputeCapability").values()
     return next(((int(major), int(minor)) for major, minor in capabilities), None)
-
-
-@dataclass(frozen=True)
-class GpuFacts:
-    """What a process that may not open NVML is told of the visible GPUs: their number, and the capability of the first."""
-
-    count: int
-    capability: tuple[int, int] | None
 
 
 def gpu_facts() -> GpuFacts:

@@ -99,9 +99,23 @@ def nccl_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], 
         source.write_text(f"int ncclGetVersion(int *version) {{ *version = {code}; return 0; }}\n", encoding="utf-8")
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
         monkeypatch.setenv("LD_PRELOAD", str(path))
-        nccl._asked.cache_clear()
+        nccl._answers.clear()
 
     return make
+
+
+@needs_gcc
+def test_a_library_that_is_known_is_not_loaded_again(
+    nccl_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl_of(23007)
+    known = nccl.library()
+    assert known is not None
+    answers = nccl.answers()
+    nccl._answers.clear()
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it was loaded again"))
+    nccl.tell(answers)
+    assert nccl.library() == known
 
 
 @needs_gcc
@@ -119,7 +133,7 @@ def test_the_library_is_asked_for_its_version(
 def test_what_is_no_library_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "libnccl.so.2").write_text("no library", encoding="utf-8")
     monkeypatch.setattr(nccl, "library_path", lambda: tmp_path / "libnccl.so.2")
-    nccl._asked.cache_clear()
+    nccl._answers.clear()
     assert nccl.library() is None
     assert nccl.environment_of_shared_ranks() == {}
 

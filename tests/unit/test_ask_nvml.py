@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat import clock
+from pytest_distcompat import clock, devices
 from pytest_distcompat.devices import GpuFacts
 from pytest_distcompat.launch import preload
 from pytest_distcompat.launch.launcher_process import LauncherProcess
@@ -75,6 +75,9 @@ def nvmlDeviceGetHandleByUUID(uuid): return uuid
 def nvmlDeviceGetUUID(handle): return handle
 def nvmlDeviceGetMigMode(handle): raise NVMLError
 def nvmlDeviceGetCudaComputeCapability(handle): return [9, 0]
+def nvmlDeviceGetComputeRunningProcesses(handle): return []
+class Memory: used = 0
+def nvmlDeviceGetMemoryInfo(handle): return Memory
 """
 
 
@@ -103,6 +106,42 @@ def test_libraries_open_no_nvml_in_a_launcher_process(tmp_path: Path, monkeypatc
     assert (tmp_path / "answer").exists(), log
     assert (tmp_path / "answer").read_text() == "(9, 0)"
     assert set(opened.read_text().split()) == {str(os.getpid())}
+
+
+@pytest.mark.spawn
+def test_no_fork_server_opens_nvml_for_the_tests_that_it_collects(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytest's own options ask for the number of GPUs, in the fork servers too, where the default world size needs it."""
+    opened = pytester.path / "opened"
+    monkeypatch.setenv("NVML_OPENED", str(opened))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PYTHONPATH", f"{pytester.path}:{os.environ.get('PYTHONPATH', '')}")
+    (pytester.path / "pynvml.py").write_text(ON_THE_PATH)
+    pytester.makepyfile(
+        test_marked="""
+        import os
+        import pytest
+
+        @pytest.mark.distcompat(world_size=1)
+        def test_parent():
+            raise AssertionError(f"rank of {os.getppid()}")
+        """
+    )
+    result = pytester.runpytest_subprocess("--distcompat-gpus=2", "--distcompat-ranks-per-gpu=1")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*rank of *"])
+    assert len(set(opened.read_text().split())) == 1
+
+
+def test_a_process_goes_by_what_it_was_told_and_those_forked_from_it_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_told", None)
+    monkeypatch.setattr(devices, "_told_process", 0)
+    monkeypatch.setattr(devices, "visible_ids", lambda: ["GPU-a"])
+    devices.tell(GpuFacts(2, (9, 0)))
+    assert (devices.visible_gpus(), devices.compute_capability()) == (2, (9, 0))
+    monkeypatch.setattr(devices, "_told_process", os.getpid() + 1)
+    assert devices.visible_gpus() == 1
 
 
 HOPPER = GpuFacts(2, (9, 0))
@@ -173,7 +212,9 @@ def test_a_fork_server_opens_no_nvml(
     monkeypatch.setattr(preload, "settle", lambda device: None)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     warmth: dict[str, Any] = {"path": list(sys.path), "modules": ["asks_at_import"], "device": device}
-    warmth["gpus"] = {"count": 2, "capability": [9, 0]}
+    warmth |= {"gpus": {"count": 2, "capability": [9, 0]}, "nccl": []}
+    monkeypatch.setattr(devices, "_told", None)
+    monkeypatch.setattr(devices, "_told_process", 0)
     try:
         preload.import_libraries(warmth, dump_at=clock.now() + 600)
         assert ("asks_at_import" in sys.modules) is bool(found)

@@ -17,7 +17,7 @@ import psutil
 
 from pytest_distcompat import clock, devices
 from pytest_distcompat.installed import GET_TORCH
-from pytest_distcompat.launch import environment
+from pytest_distcompat.launch import environment, nccl
 from pytest_distcompat.launch.at_import import Findings
 from pytest_distcompat.launch.ending import exit_name
 from pytest_distcompat.launch.environment import OF_THE_AGENT
@@ -43,6 +43,7 @@ class LauncherProcess:
         if device != "cpu":
             # NVML starts a thread in a process that opens it, and the fork servers must have none.
             fields["gpus"] = dataclasses.asdict(devices.gpu_facts())
+            fields["nccl"] = [{"path": str(known.path), "version": known.version} for known in nccl.answers()]
         warmth_file.write_text(json.dumps(fields), encoding="utf-8")
         self._channel, server_end = socket.socketpair()
         self._buffer = b""

@@ -5,11 +5,11 @@ NCCL refused two ranks on one GPU until 2.30. Since then it takes them where ``N
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,8 +80,28 @@ def library() -> Library | None:
     return None if path is None else _asked(path)
 
 
-@functools.cache
+#: What each library said, so that it is loaded once a session.
+_answers: dict[Path, Library | None] = {}
+
+
+def answers() -> list[Library]:
+    """Return the libraries that have told their version, for a process that is to know it too."""
+    return [library for library in _answers.values() if library is not None]
+
+
+def tell(libraries: Iterable[Library]) -> None:
+    """Have this process, and those forked from it, know these libraries without loading them."""
+    for known in libraries:
+        _answers[known.path] = known
+
+
 def _asked(path: Path) -> Library | None:
+    if path not in _answers:
+        _answers[path] = _ask_in_a_process(path)
+    return _answers[path]
+
+
+def _ask_in_a_process(path: Path) -> Library | None:
     command = [sys.executable, "-c", _ASK, str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False)

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat import clock
+from pytest_distcompat import clock, devices
 from pytest_distcompat.devices import GpuFacts
-from pytest_distcompat.launch import randomness, rank, unimported
+from pytest_distcompat.launch import nccl, randomness, rank, unimported
 from pytest_distcompat.launch.at_import import Watch
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.process import native_threads, run_exit_functions
@@ -70,6 +70,7 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
     """
     extend_import_path(warmth["path"])
     if warmth["device"] != "cpu":
+        _know_devices(warmth)
         answer_without_cuda(GpuFacts(**warmth["gpus"]))
         postpone_nvml()
     import_modules((*MODULES_OF_EVERY_RANK, *warmth["modules"]), dump_at)
@@ -77,6 +78,12 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
     threads = native_threads()
     settle(warmth["device"])
     return {"unfit": _unfit(threads)}
+
+
+def _know_devices(warmth: Mapping[str, Any]) -> None:
+    """Take over what pytest knows of the devices, so that our own questions open neither NVML nor NCCL here."""
+    devices.tell(GpuFacts(**warmth["gpus"]))
+    nccl.tell(nccl.Library(Path(known["path"]), tuple(known["version"])) for known in warmth["nccl"])
 
 
 def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
@@ -90,6 +97,8 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     _server = os.getpid()
     module, _, function = warmth["call"].partition(":")
     set_import_path(warmth["path"])
+    if warmth["device"] != "cpu":
+        _know_devices(warmth)
     # A fork ends those threads.
     _restart_threads_of_numpy()
     threads, before, at_exit = native_threads(), randomness.states(), atexit._ncallbacks()  # noqa: SLF001 - see process_state
