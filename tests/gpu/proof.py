@@ -43,7 +43,7 @@ LINES = 12
 CORES_FOR_ALL_DRIVERS = 8
 #: How many workers run ``test_suite.py`` then.
 SUITE_WORKERS = 4
-#: The stages of one driver each.
+#: The stages of the built-in suite.
 SUITES = ("smoke", "shared", "default")
 
 
@@ -61,8 +61,7 @@ SECONDS = {
     "gpu-marked": Expected(100, 5),
     "gpu-leases": Expected(30, 5),
     "gpu-suite": Expected(90, 5),
-    "together": Expected(70, 25),
-    "smoke": Expected(60, 25),
+    "smoke": Expected(70, 25),
     "shared": Expected(70, 25),
     "groups": Expected(90, 50),
     "default": Expected(90, 25),
@@ -241,21 +240,20 @@ def expected_seconds(name: str, *, cpu: bool) -> float:
 
 
 def suite_options(name: str, *, cpu: bool) -> list[str]:
-    """Return the options of one of ``SUITES``: one rank, two ranks that share the GPU, or these in the default profile."""
-    ranks = 1 if name == "smoke" else 2
-    options = [f"--distcompat-world-size={ranks}", "--distcompat-timeout=120"]
+    """Return the options of two ranks that share the GPU, in the smoke or in the default profile."""
+    options = ["--distcompat-world-size=2", "--distcompat-timeout=120"]
     if name != "default":
         options.append("--distcompat-profile=smoke")
     if cpu:
         # One check of few cells: everything else is what CI does.
         precision = "bf16_mixed" if name == "default" else "fp32"
-        cells = f"ddp-{precision}-w{ranks}: or zero0-{precision}-w{ranks}:"
+        cells = f"ddp-{precision}-w2: or zero0-{precision}-w2:"
         return [*options, "--distcompat-gpus=0", "-k", f"({cells}) and active"]
-    return [*options, "--distcompat-gpus=1", f"--distcompat-ranks-per-gpu={ranks}"]
+    return [*options, "--distcompat-gpus=1", "--distcompat-ranks-per-gpu=2"]
 
 
-def together_options(*, cpu: bool) -> list[str]:
-    """Return the options with which all drivers run in one session."""
+def smoke_options(*, cpu: bool) -> list[str]:
+    """Return the options of the smoke profile on one rank, by eight workers that share the GPU."""
     options = ["--distcompat-world-size=1", "--distcompat-profile=smoke", "--distcompat-timeout=120"]
     if cpu:
         return [*options, "--distcompat-gpus=0", "-n2", "-k", "(ddp-fp32-w1: or zero0-fp32-w1:) and active"]
@@ -318,13 +316,12 @@ def stages(output: Path, *, cpu: bool) -> list[Stage]:
 
     return [
         Stage("facts", facts, seconds("facts"), limit=180),
-        Stage("together", every_driver(*together_options(cpu=cpu)), seconds("together"), read=read_report),
         # These two measure the memory of the GPU, and so run alone.
         gpu_file("gpu-marked"),
         gpu_file("gpu-leases"),
         # Its sessions wait for each other's GPU, but start side by side.
-        gpu_file("gpu-suite", beside["smoke"], workers=SUITE_WORKERS if together else 0),
-        *suite_stages("smoke", beside["smoke"], earlier="smoke", cpu=cpu),
+        Stage("smoke", every_driver(*smoke_options(cpu=cpu)), seconds("smoke"), read=read_report),
+        gpu_file("gpu-suite", beside["shared"], workers=SUITE_WORKERS if together else 0),
         *suite_stages("shared", beside["shared"], earlier="shared", cpu=cpu),
         # Stopped at the limit, it keeps the figures that it has.
         Stage("groups", script("launch.py", *device, *rounds), seconds("groups"), limit=150),
