@@ -20,6 +20,7 @@ import pytest
 from tests.plugin.conftest import RunPytest
 
 from pytest_distcompat import clock
+from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def test_the_environment_is_that_of_torchrun(session: Run, environment: dict[str
         port = free.getsockname()[1]
     line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
     line += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", str(tmp_path / "script.py")]
-    cold = [subprocess.Popen(line, env={**environment, "DS_ACCELERATOR": "cpu"}) for _ in range(2)]
+    # Where there is an accelerator, ranks on the CPU are kept from it; elsewhere they get nothing that torchrun does not set.
+    cold = [subprocess.Popen(line, env=on_device(environment, "cpu")) for _ in range(2)]
     assert [process.wait(120) for process in cold] == [0, 0]
     seen = Path(environment["SEEN"])
     of_the_run = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}

@@ -45,6 +45,7 @@ import psutil
 from pytest_distcompat.excerpt import encodable
 from pytest_distcompat.launch.library_state import SETTINGS, SINGLETONS, Registered
 from pytest_distcompat.launch.process import children
+from pytest_distcompat.launch.unimported import loaded
 
 #: How much more a rank may use than at its beginning before it ends; memory in bytes. What a library opens once is no leak.
 _LIMITS = {"memory": 256 * 2**20, "native threads": 32, "open files": 128, "child processes": 0}
@@ -131,8 +132,14 @@ def state_now() -> dict[str, Any]:
     # torch sets its own hook with each process group, and leaves it.
     if not str(getattr(sys.excepthook, "__module__", "")).startswith("torch."):
         same["sys.excepthook"] = sys.excepthook
-    of_libraries = (*SETTINGS.items(), *SINGLETONS.items())
-    same |= {name: _read(read, sys.modules[module]) for name, (module, read) in of_libraries if module in sys.modules}
+    for name, (module_name, read) in SETTINGS.items():
+        # A library that is hidden from this rank has its first settings: a test that imports it may change them at once.
+        module = loaded(module_name)
+        if module is not None:
+            same[name] = _read(read, module)
+    for name, (module_name, read) in SINGLETONS.items():
+        if module_name in sys.modules:
+            same[name] = _read(read, sys.modules[module_name])
     # Last, because reading the context of decimal numbers makes one.
     same["context variables"] = contextvars.copy_context()
     return same

@@ -145,6 +145,11 @@ def hide_again() -> None:
     del _given_back[_given_back_before:]
 
 
+def loaded(name: str) -> ModuleType | None:
+    """Return the module of that name if this process has loaded it, also if it is hidden."""
+    return sys.modules.get(name) or _hidden.get(name)
+
+
 def _give_back(name: str) -> None:
     """Give back a module and what it had imported."""
     for other in _given_with.get(name) or tuple(_with_imported([name], _hidden)):
