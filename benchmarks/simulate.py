@@ -1,7 +1,7 @@
 """Time and memory of simulating models with their real sizes at many ranks.
 
 ``python benchmarks/simulate.py --ranks 1024 [CELL ...]`` simulates Llama 3 70B under FSDP2, HSDP and TP x FSDP, and prints a
-table. ``--driver Qwen235B --precision bf16_mixed`` does it with Qwen3-235B-A22B: torch's grouped product has no float32 without
+table. ``--driver Qwen235B --precision bf16_upcast`` does it with Qwen3-235B-A22B: torch's grouped product has no float32 without
 values.
 """
 

@@ -57,7 +57,7 @@ class FineTunerDriver(Driver):
     def dtype(self) -> Any:
         import torch
 
-        return torch.bfloat16 if self.cell.precision == "bf16_mixed" else torch.float32
+        return torch.bfloat16 if self.cell.precision == "bf16_upcast" else torch.float32
 
     def save(self, directory: Path) -> None:
         self.trainer.save(directory)

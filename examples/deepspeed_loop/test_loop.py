@@ -5,4 +5,4 @@ from pytest_distcompat import CompatSuite, Matrix
 
 class TestLoop(CompatSuite):
     driver = "loop_driver:LoopDriver"
-    matrix = Matrix(strategies=("zero1", "zero3"), precisions=("fp32", "bf16_mixed"))
+    matrix = Matrix(strategies=("zero1", "zero3"), precisions=("fp32", "bf16_upcast"))

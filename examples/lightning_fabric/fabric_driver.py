@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 #: Cell to Fabric.
-PRECISIONS = {"fp32": "32-true", "bf16_mixed": "bf16-mixed", "bf16_pure": "bf16-true"}
+PRECISIONS = {"fp32": "32-true", "bf16_upcast": "bf16-mixed", "bf16_pure": "bf16-true"}
 
 
 class FabricDriver(Driver):

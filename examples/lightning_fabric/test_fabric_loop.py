@@ -5,4 +5,4 @@ from pytest_distcompat import CompatSuite, Matrix
 
 class TestFabricLoop(CompatSuite):
     driver = "fabric_driver:FabricDriver"
-    matrix = Matrix(strategies=("ddp", "fsdp2"), precisions=("fp32", "bf16_mixed", "bf16_pure"))
+    matrix = Matrix(strategies=("ddp", "fsdp2"), precisions=("fp32", "bf16_upcast", "bf16_pure"))

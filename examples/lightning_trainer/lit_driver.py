@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.driver import OnAction, Plan
 
 #: Cell to Trainer.
-PRECISIONS: dict[str, Any] = {"fp32": "32-true", "bf16_mixed": "bf16-mixed", "bf16_pure": "bf16-true"}
+PRECISIONS: dict[str, Any] = {"fp32": "32-true", "bf16_upcast": "bf16-mixed", "bf16_pure": "bf16-true"}
 
 
 class LightningDriver(Driver):

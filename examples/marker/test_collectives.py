@@ -27,7 +27,7 @@ def test_ranks_share_a_directory(rank: int, shared_dir: Path, tmp_path: Path, si
     assert not list(tmp_path.iterdir()), "tmp_path is each rank's own"
 
 
-@pytest.mark.distcompat(strategies=["ddp", "fsdp2"], precisions=["fp32", "bf16_mixed"])
+@pytest.mark.distcompat(strategies=["ddp", "fsdp2"], precisions=["fp32", "bf16_upcast"])
 def test_runs_once_for_each_cell(cell: Cell) -> None:
     assert cell.world_size == 2
     assert cell.strategy in {"ddp", "fsdp2"}

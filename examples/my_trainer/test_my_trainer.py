@@ -5,5 +5,5 @@ from pytest_distcompat import CompatSuite, Matrix, refuses
 
 class TestMyTrainer(CompatSuite):
     driver = "my_driver:MyDriver"
-    matrix = Matrix(strategies=("ddp", "fsdp2", "fsdp1"), precisions=("fp32", "bf16_mixed"))
+    matrix = Matrix(strategies=("ddp", "fsdp2", "fsdp1"), precisions=("fp32", "bf16_upcast"))
     expect = (refuses(strategy="fsdp1", match="does not support strategy 'fsdp1'"),)

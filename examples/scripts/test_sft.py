@@ -52,7 +52,7 @@ def test_sft(distcompat: Any, made: Path, tmp_path: Path, strategy: str, theirs:
         *("--save_strategy", "no", "--report_to", "none"),
         launcher="accelerate",
         strategy=strategy,
-        precision="bf16_mixed",
+        precision="bf16_upcast",
         configuration=Path(TRL.submodule_search_locations[0], "accelerate_configs") if theirs else None,
         environment=OFFLINE | {"HF_HOME": str(made / "cache")},
         output=output,

@@ -26,7 +26,7 @@ class TitanDriver(Driver):
         from torchtitan.distributed.activation_checkpoint import FullAC
 
         config, cell = small_config(), self.cell
-        mixed = cell.precision == "bf16_mixed"
+        mixed = cell.precision == "bf16_upcast"
         config.training.mixed_precision_param = "bfloat16" if mixed else "float32"
         config.training.global_batch_size = config.training.local_batch_size * cell.dp_size * cell.option("grad_accum")
         config.parallelism.tensor_parallel_degree = cell.tp

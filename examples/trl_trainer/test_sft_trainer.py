@@ -5,4 +5,4 @@ from pytest_distcompat import CompatSuite, Matrix
 
 class TestSFTTrainer(CompatSuite):
     driver = "sft_driver:SFTDriver"
-    matrix = Matrix(strategies=("ddp", "fsdp2", "zero2"), precisions=("fp32", "bf16_mixed"))
+    matrix = Matrix(strategies=("ddp", "fsdp2", "zero2"), precisions=("fp32", "bf16_upcast"))

@@ -235,7 +235,7 @@ class Cell:
         precision, _, rest = rest.partition("-")
         world, *tokens = rest.split("-")
         if not (strategy and precision and world.startswith("w") and world[1:].isdecimal()):
-            raise UsageProblem(f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_mixed-w2-compile'")
+            raise UsageProblem(f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_upcast-w2-compile'")
         nodes = int(tokens.pop(0)[1:]) if tokens and re.fullmatch(r"n\d+", tokens[0]) else 1
         known = {option.token(value): (option.name, value) for option in OPTIONS.values() for value in option.values}
         for option in OPTIONS.values():
@@ -248,7 +248,7 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """Return the id: ``fsdp2-bf16_mixed-w2-compile``, over two nodes ``fsdp2-bf16_mixed-w2-n2-compile``."""
+        """Return the id: ``fsdp2-bf16_upcast-w2-compile``, over two nodes ``fsdp2-bf16_upcast-w2-n2-compile``."""
         tokens = [f"n{self.nodes}"] * (self.nodes > 1) + [OPTIONS[name].token(value) for name, value in self.options]
         return "-".join([self.strategy, self.precision, f"w{self.world_size}", *tokens])
 

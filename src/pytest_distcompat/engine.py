@@ -51,7 +51,7 @@ def check_driver(
 
     Args:
         driver: A built-in driver's name, ``"module:attribute"``, or a subclass of Driver that ranks can import.
-        cells: Cells or their ids, like ``"fsdp2-bf16_mixed-w2"``, or a Matrix.
+        cells: Cells or their ids, like ``"fsdp2-bf16_upcast-w2"``, or a Matrix.
         checks: Names of checks. By default all that apply to a cell.
         expect: What does not hold, as in ``CompatSuite.expect``. Known upstream issues are added.
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` for GPUs if there are enough for the largest cell.

@@ -199,7 +199,7 @@ STAGES = Scenario(
     "stages",
     (
         dataclasses.replace(TRAIN_RUN, name="fp8_alone", strategy="fsdp2", same_as=TRAIN_RUN.name),
-        dataclasses.replace(TRAIN_RUN, name="zero_alone", precision="bf16_mixed", same_as=TRAIN_RUN.name),
+        dataclasses.replace(TRAIN_RUN, name="zero_alone", precision="bf16_upcast", same_as=TRAIN_RUN.name),
         TRAIN_RUN,
     ),
 )

@@ -17,10 +17,10 @@ class CompatSuite:
 
         class TestMyTrainer(CompatSuite):
             driver = "my_trainer.testing:Driver"
-            matrix = Matrix(strategies=("ddp", "fsdp2"), precisions=("bf16_mixed",))
+            matrix = Matrix(strategies=("ddp", "fsdp2"), precisions=("bf16_upcast",))
             expect = (fails("names", strategy="fsdp2", reason="org/repo#1"),)
 
-    Items read ``TestMyTrainer::test[fsdp2-bf16_mixed-w2:names]``. Override nothing else, so that an upgrade brings
+    Items read ``TestMyTrainer::test[fsdp2-bf16_upcast-w2:names]``. Override nothing else, so that an upgrade brings
     new checks. To override ``test`` is an error at collection, and so is an expectation that covers no cell.
     """
 
@@ -42,12 +42,12 @@ class TestTorch(CompatSuite):
     driver = "torch"
     matrix = Matrix(
         ("ddp", "fsdp1", "fsdp2"),
-        ("fp32", "bf16_mixed"),
+        ("fp32", "bf16_upcast"),
         extra=(
             Matrix(("fsdp2",), ("bf16_pure", "fp16_mixed", "fp8")),
             # Each model under each strategy once, and once with each driver.
-            Matrix(("fsdp1",), ("bf16_mixed",), options=({"model": "mlp"},)),
-            Matrix(("fsdp2",), ("bf16_mixed",), options=({"model": "llama_tied"},)),
+            Matrix(("fsdp1",), ("bf16_upcast",), options=({"model": "mlp"},)),
+            Matrix(("fsdp2",), ("bf16_upcast",), options=({"model": "llama_tied"},)),
             Matrix(
                 ("fsdp2",),
                 ("fp32",),
@@ -84,16 +84,16 @@ class TestAccelerate(CompatSuite):
 
     driver = "accelerate"
     matrix = Matrix(
-        precisions=("fp32", "bf16_mixed"),
+        precisions=("fp32", "bf16_upcast"),
         extra=(
             *map(Cell.parse, SLICE["accelerate"]),
             Matrix(("fsdp2", "zero2"), ("bf16_pure", "fp16_mixed", "fp8")),
             Matrix(
                 ("fsdp2",),
-                ("bf16_mixed",),
+                ("bf16_upcast",),
                 options=({"model": "mlp"}, {"float32_norms": True}, {"reduce_dtype": "fp32", "model": "mlp"}),
             ),
-            Matrix(("fsdp1",), ("bf16_mixed",), options=({"model": "llama_tied"},)),
+            Matrix(("fsdp1",), ("bf16_upcast",), options=({"model": "llama_tied"},)),
             Matrix(
                 ("fsdp2",),
                 ("fp32",),
@@ -113,16 +113,18 @@ class TestAccelerate(CompatSuite):
                 ),
             ),
             Matrix(("fsdp1",), ("fp32",), options=({"activation_checkpointing": True}, {"use_orig_params": False})),
-            Matrix(("fsdp2",), ("bf16_mixed",), world_sizes=(4,), options=({"dp_replicate": 2, "model": "mlp"},)),
+            Matrix(("fsdp2",), ("bf16_upcast",), world_sizes=(4,), options=({"dp_replicate": 2, "model": "mlp"},)),
             Matrix(
                 ("ddp",),
                 ("fp32",),
                 options=({"grad_accum": 2}, {"compile": "aot_eager", "model": "mlp"}, {"model": "dropout"}),
             ),
             Matrix(("zero2",), ("fp32",), options=({"grad_accum": 2}, {"activation_checkpointing": True})),
-            Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True},)),
+            Matrix(("zero0",), ("bf16_upcast",), options=({"frozen": True},)),
             Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"cp": 2},)),
-            Matrix(("zero3",), ("bf16_mixed",), options=({"cpu_offload": True}, {"conflict": True}, {"grad_accum": 2})),
+            Matrix(
+                ("zero3",), ("bf16_upcast",), options=({"cpu_offload": True}, {"conflict": True}, {"grad_accum": 2})
+            ),
         ),
     )
 
@@ -133,7 +135,7 @@ class TestTrainer(CompatSuite):
     driver = "trainer"
     matrix = Matrix(
         ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
-        ("fp32", "bf16_mixed"),
+        ("fp32", "bf16_upcast"),
         extra=(
             *map(Cell.parse, SLICE["trainer"]),
             Matrix(("ddp",), ("fp32",), options=({"grad_accum": 2}, {"model": "dropout"}, {"packed": True})),
@@ -159,7 +161,7 @@ class TestTrainer(CompatSuite):
                 ),
             ),
             Matrix(("fsdp2",), ("fp16_mixed",)),
-            Matrix(("zero2",), ("bf16_mixed",), options=({"grad_accum": 2}, {"conflict": True})),
+            Matrix(("zero2",), ("bf16_upcast",), options=({"grad_accum": 2}, {"conflict": True})),
             Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"cp": 2},)),
         ),
     )
@@ -171,22 +173,22 @@ class TestDeepSpeed(CompatSuite):
     driver = "deepspeed"
     matrix = Matrix(
         ("zero0", "zero1", "zero2", "zero3"),
-        ("fp32", "bf16_mixed"),
+        ("fp32", "bf16_upcast"),
         extra=(
             *map(Cell.parse, SLICE["deepspeed"]),
             Matrix(("zero2",), ("bf16_pure", "fp16_mixed", "fp8")),
             # An overflow stays on one rank where the optimizer is partitioned and the gradients are not.
             Matrix(("zero1",), ("fp16_mixed",)),
             Matrix(
-                ("zero3",), ("bf16_mixed",), options=({"model": "mlp"}, {"model": "llama_tied"}, {"cpu_offload": True})
+                ("zero3",), ("bf16_upcast",), options=({"model": "mlp"}, {"model": "llama_tied"}, {"cpu_offload": True})
             ),
             Matrix(
                 ("zero2",),
                 ("fp32",),
                 options=({"compile": "aot_eager", "model": "mlp"}, {"lora": True}, {"grad_accum": 2, "model": "mlp"}),
             ),
-            Matrix(("zero1",), ("bf16_mixed",), options=({"grad_accum_dtype": "fp32"}, {"reduce_dtype": "fp32"})),
-            Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True}, {"grad_accum": 2})),
+            Matrix(("zero1",), ("bf16_upcast",), options=({"grad_accum_dtype": "fp32"}, {"reduce_dtype": "fp32"})),
+            Matrix(("zero0",), ("bf16_upcast",), options=({"frozen": True}, {"grad_accum": 2})),
             Matrix(("zero1",), ("fp32",), world_sizes=(4,), options=({"tp": 2},)),
             Matrix(("zero2",), ("fp32",), world_sizes=(4,), options=({"cp": 2},)),
             Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"model": "moe_deepspeed", "ep": 2},)),

@@ -129,7 +129,7 @@ def test_cells_to_which_it_does_not_apply() -> None:
 
 
 def test_the_other_run_is_that_of_the_cell_without_the_option() -> None:
-    cell = Cell.parse("fsdp2-bf16_mixed-w4-model_mlp-grad_accum_4-frozen")
+    cell = Cell.parse("fsdp2-bf16_upcast-w4-model_mlp-grad_accum_4-frozen")
     train, single = CHECKS.get("accumulation").runs(cell, Driver).runs
-    assert single.cell(cell).id == "fsdp2-bf16_mixed-w4-model_mlp-frozen"
+    assert single.cell(cell).id == "fsdp2-bf16_upcast-w4-model_mlp-frozen"
     assert (single.actions, single.same_as) == (train.actions, "train")

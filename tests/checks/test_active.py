@@ -28,7 +28,7 @@ OTHERS = [
     for rest in ("w1", "w4", *(f"w2-{option}" for option in options))
 ]
 #: Hybrid shards: ranks 0 and 1 hold a copy, and 2 and 3.
-HYBRID = ["fsdp1-fp32-w4-dp_replicate_2", "fsdp2-bf16_mixed-w4-dp_replicate_2", "fsdp2-fp32-w8-dp_replicate_2"]
+HYBRID = ["fsdp1-fp32-w4-dp_replicate_2", "fsdp2-bf16_upcast-w4-dp_replicate_2", "fsdp2-fp32-w8-dp_replicate_2"]
 #: Tensor parallelism: alone, with shards, and with replicas of these.
 TENSOR = ["fsdp2-fp32-w2-tp_2", "fsdp2-fp32-w4-tp_2", "fsdp2-fp32-w8-dp_replicate_2-tp_2"]
 

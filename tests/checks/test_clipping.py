@@ -65,7 +65,7 @@ def test_only_the_first_deviating_step_is_reported(sound: Sound) -> None:
 
 
 def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
-    story = sound("ddp-bf16_mixed-w2").stepped({"square": 1.1**2}, action="step", nth=3)
+    story = sound("ddp-bf16_upcast-w2").stepped({"square": 1.1**2}, action="step", nth=3)
     exact = story.trace.run("reference")
     snapshots = tuple(
         replace(
@@ -86,8 +86,8 @@ def test_the_precision_says_how_far_off_is_too_far(sound: Sound) -> None:
 
     assert found("ddp-fp32-w2", 1.0001) == []
     assert found("ddp-fp32-w2", 1.001) != []
-    assert found("ddp-bf16_mixed-w2", 1.001) == []
-    assert found("ddp-bf16_mixed-w2", 1.1) != []
+    assert found("ddp-bf16_upcast-w2", 1.001) == []
+    assert found("ddp-bf16_upcast-w2", 1.1) != []
 
 
 def test_several_optimizers_are_one_gradient(sound: Sound) -> None:

@@ -162,17 +162,17 @@ class OnlyBfloat16(TorchDriver):
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        return "no" if cell.precision != "bf16_mixed" else super().unsupported_reason(cell, device)
+        return "no" if cell.precision != "bf16_upcast" else super().unsupported_reason(cell, device)
 
 
 @pytest.mark.parametrize(
     ("cell", "driver", "reason"),
     [
-        ("ddp-bf16_mixed-w2", OnlyBfloat16, ""),
-        ("fsdp2-bf16_mixed-w2", OnlyBfloat16, "is tested in ddp-bf16_mixed"),
+        ("ddp-bf16_upcast-w2", OnlyBfloat16, ""),
+        ("fsdp2-bf16_upcast-w2", OnlyBfloat16, "is tested in ddp-bf16_upcast"),
         ("ddp-fp32-w2", Driver, "declares no loaders"),
         ("fsdp2-fp32-w2", TorchDriver, "is tested in ddp-fp32"),
-        ("ddp-bf16_mixed-w2", TorchDriver, "is tested in ddp-fp32"),
+        ("ddp-bf16_upcast-w2", TorchDriver, "is tested in ddp-fp32"),
         ("ddp-fp32-w2-model_mlp", TorchDriver, "is tested in ddp-fp32"),
         ("ddp-fp32-w2", TorchDriver, ""),
     ],

@@ -12,7 +12,7 @@ from pytest_distcompat.driver import Driver
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
 
-CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero3-fp32-w2")
+CELLS = ("ddp-fp32-w2", "fsdp2-bf16_upcast-w2", "zero3-fp32-w2")
 
 
 @pytest.mark.parametrize("cell", CELLS)

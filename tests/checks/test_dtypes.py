@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("cell", "found", "expected"),
     [
-        ("ddp-bf16_mixed-w2", "bfloat16", "float32"),
-        ("fsdp2-bf16_mixed-w2", "bfloat16", "float32"),
-        ("zero1-bf16_mixed-w2", "float32", "bfloat16"),
+        ("ddp-bf16_upcast-w2", "bfloat16", "float32"),
+        ("fsdp2-bf16_upcast-w2", "bfloat16", "float32"),
+        ("zero1-bf16_upcast-w2", "float32", "bfloat16"),
         ("zero3-bf16_pure-w2", "float32", "bfloat16"),
     ],
 )
@@ -44,11 +44,11 @@ def test_a_complex_parameter_has_the_dtype_of_its_parts(sound: Sound) -> None:
 def test_frozen_and_empty_parameters_may_have_another_storage_dtype(
     sound: Sound, only: str, changes: dict[str, Any]
 ) -> None:
-    story = sound("fsdp2-bf16_mixed-w2").parameters({"dtype": "bfloat16", **changes}, only=only, action="step")
+    story = sound("fsdp2-bf16_upcast-w2").parameters({"dtype": "bfloat16", **changes}, only=only, action="step")
     assert story.findings("dtypes") == []
 
 
-@pytest.mark.parametrize("cell", ["ddp-bf16_mixed-w2", "fsdp2-bf16_mixed-w2", "zero3-bf16_mixed-w2"])
+@pytest.mark.parametrize("cell", ["ddp-bf16_upcast-w2", "fsdp2-bf16_upcast-w2", "zero3-bf16_upcast-w2"])
 def test_a_frozen_parameter_that_is_wider_than_it_was_loaded(sound: Sound, cell: str) -> None:
     story = sound(cell)
     wrong = story.parameters({"dtype": "float32"}, only="frozen.weight", action="step", nth=2, rank=1)
@@ -59,7 +59,7 @@ def test_a_frozen_parameter_that_is_wider_than_it_was_loaded(sound: Sound, cell:
 
 
 def test_in_one_flat_parameter_all_have_the_dtype_of_what_is_trained(sound: Sound) -> None:
-    story = sound("fsdp1-bf16_mixed-w2").parameters({"dtype": "float32"}, only="frozen.weight", action="step", nth=2)
+    story = sound("fsdp1-bf16_upcast-w2").parameters({"dtype": "float32"}, only="frozen.weight", action="step", nth=2)
     assert story.model({"units": ("",)}, action="step", nth=2).findings("dtypes") == []
     # In a unit of its own it need not be.
     assert "frozen parameters are stored in float32" in story.findings("dtypes")[0]
@@ -68,8 +68,8 @@ def test_in_one_flat_parameter_all_have_the_dtype_of_what_is_trained(sound: Soun
 @pytest.mark.parametrize(
     ("cell", "found", "expected"),
     [
-        ("zero1-bf16_mixed-w2-grad_accum_dtype_fp32", "bfloat16", "float32"),
-        ("zero2-bf16_mixed-w2", "float32", "bfloat16"),
+        ("zero1-bf16_upcast-w2-grad_accum_dtype_fp32", "bfloat16", "float32"),
+        ("zero2-bf16_upcast-w2", "float32", "bfloat16"),
         ("zero3-fp32-w2", "bfloat16", "float32"),
     ],
 )
@@ -83,9 +83,9 @@ def test_accumulation_of_gradients(sound: Sound, cell: str, found: str, expected
 @pytest.mark.parametrize(
     ("cell", "found", "expected"),
     [
-        ("ddp-bf16_mixed-w2", "bfloat16", "float32"),
-        ("zero2-bf16_mixed-w2", "bfloat16", "float32"),
-        ("fsdp1-bf16_mixed-w2", "float32", "bfloat16"),
+        ("ddp-bf16_upcast-w2", "bfloat16", "float32"),
+        ("zero2-bf16_upcast-w2", "bfloat16", "float32"),
+        ("fsdp1-bf16_upcast-w2", "float32", "bfloat16"),
         ("fsdp2-fp32-w2", "float64", "float32"),
     ],
 )
@@ -98,8 +98,8 @@ def test_buffers(sound: Sound, cell: str, found: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("cell", "outputs", "text"),
     [
-        ("ddp-bf16_mixed-w2", ("float32",), "float32; expected bfloat16"),
-        ("fsdp2-bf16_mixed-w2", ("bfloat16", "float32"), "bfloat16 and float32; expected bfloat16"),
+        ("ddp-bf16_upcast-w2", ("float32",), "float32; expected bfloat16"),
+        ("fsdp2-bf16_upcast-w2", ("bfloat16", "float32"), "bfloat16 and float32; expected bfloat16"),
         ("zero3-fp32-w2", ("bfloat16",), "bfloat16; expected float32"),
         # Nothing seen is no proof.
         ("zero1-fp32-w2", (), "nothing; expected float32"),
@@ -113,14 +113,14 @@ def test_compute(sound: Sound, cell: str, outputs: tuple[str, ...], text: str) -
 @pytest.mark.parametrize(
     ("cell", "op", "found", "expected"),
     [
-        ("ddp-bf16_mixed-w2", "allreduce", "bfloat16", "float32"),
-        ("fsdp2-bf16_mixed-w2", "reduce_scatter_base", "float32", "bfloat16"),
-        ("fsdp1-bf16_mixed-w2", "allreduce", "float32", "bfloat16"),
-        ("zero1-bf16_mixed-w2", "allreduce", "float32", "bfloat16"),
-        ("zero3-bf16_mixed-w2", "reduce_scatter_tensor_coalesced", "float32", "bfloat16"),
-        ("fsdp2-bf16_mixed-w2-reduce_dtype_fp32", "reduce_scatter_base", "bfloat16", "float32"),
+        ("ddp-bf16_upcast-w2", "allreduce", "bfloat16", "float32"),
+        ("fsdp2-bf16_upcast-w2", "reduce_scatter_base", "float32", "bfloat16"),
+        ("fsdp1-bf16_upcast-w2", "allreduce", "float32", "bfloat16"),
+        ("zero1-bf16_upcast-w2", "allreduce", "float32", "bfloat16"),
+        ("zero3-bf16_upcast-w2", "reduce_scatter_tensor_coalesced", "float32", "bfloat16"),
+        ("fsdp2-bf16_upcast-w2-reduce_dtype_fp32", "reduce_scatter_base", "bfloat16", "float32"),
         ("fsdp1-fp16_mixed-w2-reduce_dtype_fp32", "reduce_scatter_base", "float16", "float32"),
-        ("zero2-bf16_mixed-w2-reduce_dtype_fp32", "allreduce", "bfloat16", "float32"),
+        ("zero2-bf16_upcast-w2-reduce_dtype_fp32", "allreduce", "bfloat16", "float32"),
     ],
 )
 def test_gradients_on_the_wire(sound: Sound, cell: str, op: str, found: str, expected: str) -> None:
@@ -132,7 +132,7 @@ def test_gradients_on_the_wire(sound: Sound, cell: str, op: str, found: str, exp
 @pytest.mark.parametrize(("found", "sound_then"), [("float32", True), ("float16", False), ("float8_e4m3fn", False)])
 def test_without_reduce_dtype_gradients_may_travel_in_a_wider_dtype(sound: Sound, found: str, sound_then: bool) -> None:
     """Lightning's Fabric puts autocast around FSDP2, whose parameters, and so gradients, are float32 then."""
-    story = sound("fsdp2-bf16_mixed-w2")
+    story = sound("fsdp2-bf16_upcast-w2")
     story = story.snapshot("step", {"collectives": (CollectiveInfo("reduce_scatter_base", found, 1, 16),)}, nth=2)
     assert story.findings("dtypes")
     story_ = story.alter(
@@ -145,7 +145,7 @@ def test_without_reduce_dtype_gradients_may_travel_in_a_wider_dtype(sound: Sound
     assert nothing[0] == "rank 0: gradients were reduced in nothing; expected bfloat16"
 
 
-@pytest.mark.parametrize("cell", ["ddp-bf16_mixed-w2", "zero1-bf16_mixed-w2"])
+@pytest.mark.parametrize("cell", ["ddp-bf16_upcast-w2", "zero1-bf16_upcast-w2"])
 @pytest.mark.parametrize("numel", [1, 3])
 def test_metrics_are_no_gradients(sound: Sound, cell: str, numel: int) -> None:
     # Half of the smallest trainable parameter has four elements.
@@ -182,7 +182,7 @@ def test_one_rank_alone_sends_nothing(sound: Sound) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "cell", ["ddp-bf16_mixed-w2", "fsdp2-bf16_mixed-w2", "zero1-bf16_mixed-w2", "zero3-bf16_mixed-w2"]
+    "cell", ["ddp-bf16_upcast-w2", "fsdp2-bf16_upcast-w2", "zero1-bf16_upcast-w2", "zero3-bf16_upcast-w2"]
 )
 def test_masters_and_state_of_the_optimizer(sound: Sound, cell: str, part: str, text: str) -> None:
     story = sound(cell).stepped({part: ("bfloat16",)}, action="step", nth=2, rank=1)
@@ -190,14 +190,14 @@ def test_masters_and_state_of_the_optimizer(sound: Sound, cell: str, part: str, 
 
 
 def test_two_dtypes_in_one_optimizer(sound: Sound) -> None:
-    story = sound("fsdp2-bf16_mixed-w2").stepped({"state": ("bfloat16", "float32")}, action="step", nth=2, rank=0)
+    story = sound("fsdp2-bf16_upcast-w2").stepped({"state": ("bfloat16", "float32")}, action="step", nth=2, rank=0)
     assert story.findings("dtypes") == ["rank 0: AdamW keeps state in bfloat16 and float32; expected float32"]
 
 
 def test_every_step_in_a_step_counts(sound: Sound) -> None:
     good = StepInfo("AdamW", ("float32",), ("float32",), ("float32",))
     other = StepInfo("SGD", ("bfloat16",), ("float32",), ("float32",))
-    story = sound("ddp-bf16_mixed-w2").snapshot("step", {"steps": (good, other)}, nth=2, rank=0)
+    story = sound("ddp-bf16_upcast-w2").snapshot("step", {"steps": (good, other)}, nth=2, rank=0)
     assert story.findings("dtypes") == ["rank 0: SGD updates bfloat16 masters; expected float32"]
 
 
@@ -228,7 +228,7 @@ def test_a_rank_is_silent(sound: Sound) -> None:
     assert story.findings("dtypes") == ["rank 0: no report after three steps"]
 
 
-@pytest.mark.parametrize("cell", ["fsdp2-fp32-w2-compile_aot_eager", "fsdp2-bf16_mixed-w2"])
+@pytest.mark.parametrize("cell", ["fsdp2-fp32-w2-compile_aot_eager", "fsdp2-bf16_upcast-w2"])
 def test_float32_is_not_multiplied_in_tf32_since_the_build(sound: Sound, cell: str) -> None:
     story = sound(cell).alter(lambda one: replace(one, products={"matmul": "tf32", "conv": "tf32"}))
     # The user's own setting, which was there before.

@@ -143,7 +143,7 @@ def test_most_parameters_are_frozen_in_the_reference(sound: Sound) -> None:
 
 
 def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
-    story = scaled(sound("fsdp2-bf16_mixed-w2"), {"outlet.weight": 1.1})
+    story = scaled(sound("fsdp2-bf16_upcast-w2"), {"outlet.weight": 1.1})
     exact = story.trace.run("reference")
     rounded = scaled(story, {"outlet.weight": 1.06}, nth=None, run="reference", action="reference").trace.run(
         "reference"

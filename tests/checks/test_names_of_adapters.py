@@ -54,7 +54,7 @@ def live_buffers(story: Story, change: Callable[[ParameterInfo], ParameterInfo])
 
 
 def test_buffers_keep_their_values_when_built(sound: Sound) -> None:
-    story = with_loose_buffer(sound("fsdp2-bf16_mixed-w2"))
+    story = with_loose_buffer(sound("fsdp2-bf16_upcast-w2"))
     other = live_buffers(story, lambda info: replace(info, digest="4:8"))
     assert other.findings("names") == [
         "rank 1: buffer 'scale' (persistent) has other values after build than in the unwrapped model",

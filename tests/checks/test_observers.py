@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
 
-CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero3-fp32-w2")
+CELLS = ("ddp-fp32-w2", "fsdp2-bf16_upcast-w2", "zero3-fp32-w2")
 WHERE = pytest.mark.parametrize(("action", "after"), [("save", "save"), ("export", "exported")])
 
 

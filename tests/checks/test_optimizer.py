@@ -13,7 +13,7 @@ from pytest_distcompat.trace import Snapshot, StateInfo
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
 
-CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-fp32-w2", "zero3-bf16_mixed-w2")
+CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-bf16_upcast-w2", "zero1-fp32-w2", "zero3-bf16_upcast-w2")
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer"])
@@ -174,7 +174,7 @@ def coarse(story: Story, only: str = "") -> Story:
     return story
 
 
-@pytest.mark.parametrize("cell", ["zero1-bf16_mixed-w2", "zero3-bf16_mixed-w2"])
+@pytest.mark.parametrize("cell", ["zero1-bf16_upcast-w2", "zero3-bf16_upcast-w2"])
 def test_a_copy_too_coarse_to_move(sound: Sound, cell: str) -> None:
     """A norm's weight near 1 in bfloat16 stays where it is for many steps at an ordinary learning rate; its master moves."""
     story = coarse(sound(cell), "outlet.weight")
@@ -185,7 +185,7 @@ def test_a_copy_too_coarse_to_move(sound: Sound, cell: str) -> None:
 
 
 def test_masters_that_move_and_copies_that_never_do(sound: Sound) -> None:
-    story = with_masters(coarse(sound("zero1-bf16_mixed-w2")))
+    story = with_masters(coarse(sound("zero1-bf16_upcast-w2")))
     found = [text for text in story.findings("optimizer") if "did not move" in text]
     assert len(found) == 2
 

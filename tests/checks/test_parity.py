@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.trace import Snapshot
 
-CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-fp16_mixed-w2", "zero3-bf16_pure-w4", "fsdp1-fp8-w2")
+CELLS = ("ddp-fp32-w2", "fsdp2-bf16_upcast-w2", "zero1-fp16_mixed-w2", "zero3-bf16_pure-w4", "fsdp1-fp8-w2")
 
 
 def scaled(story: Story, field: str, factor: float, **where: Any) -> Story:
@@ -145,7 +145,7 @@ def test_each_parameter_is_updated_with_the_numbers_of_the_reference(sound: Soun
     def one_group(snapshot: Snapshot) -> Snapshot:
         return replace(snapshot, steps=tuple(replace(step, param_groups=(decayed, decayed)) for step in snapshot.steps))
 
-    story = sound("fsdp2-bf16_mixed-w2").alter(grouped, action="step").alter(grouped, run="reference")
+    story = sound("fsdp2-bf16_upcast-w2").alter(grouped, action="step").alter(grouped, run="reference")
     assert story.findings("parity") == []
     assert story.alter(one_group, rank=1, action="step").findings("parity") == [
         "step 1: rank 1: weight_decay of inlet.weight is 0.01; 0 in the reference"
@@ -188,7 +188,7 @@ def rounding(story: Story, off: float, *, field: str = "loss", step: int = 11) -
     return replace(story, trace=replace(story.trace, runs=runs))
 
 
-@pytest.mark.parametrize("cell", ["ddp-bf16_mixed-w2", "fsdp2-fp16_mixed-w2"])
+@pytest.mark.parametrize("cell", ["ddp-bf16_upcast-w2", "fsdp2-fp16_mixed-w2"])
 @pytest.mark.parametrize(("field", "off"), [("loss", 4e-3), ("grad_norm", 4e-2)])
 @pytest.mark.parametrize("step", [1, 11, 19])
 def test_a_model_that_rounds_more_than_ours(sound: Sound, cell: str, field: str, off: float, step: int) -> None:
@@ -204,13 +204,13 @@ def test_a_model_that_rounds_more_than_ours(sound: Sound, cell: str, field: str,
 
 def test_a_training_that_rounding_leads_astray_is_judged_by_its_beginning(sound: Sound) -> None:
     for nth, allowed in ((2, "2.0e-03"), (8, "4.0e-01")):
-        found = rounding(scaled(sound("ddp-bf16_mixed-w2"), "loss", 3, nth=nth), 0.2, step=11).findings("parity")
+        found = rounding(scaled(sound("ddp-bf16_upcast-w2"), "loss", 3, nth=nth), 0.2, step=11).findings("parity")
         assert f"{allowed} allowed" in found[0]
 
 
 @pytest.mark.parametrize("off", [float("nan"), float("inf"), 0.0, 1e-5])
 def test_a_reference_that_cannot_be_computed_so_allows_no_more(sound: Sound, off: float) -> None:
-    story = scaled(sound("ddp-bf16_mixed-w2"), "loss", 1.01, nth=8)
+    story = scaled(sound("ddp-bf16_upcast-w2"), "loss", 1.01, nth=8)
     partly = rounding(story, off).snapshot("rounded", {"loss": None, "grad_norm": None}, run="rounded")
     assert partly.findings("parity") == rounding(story, off).findings("parity")
     assert "2.0e-03 allowed" in partly.findings("parity")[0]
@@ -251,8 +251,8 @@ def test_rounding_is_measured_for_models_that_are_not_ours(sound: Sound) -> None
         cell = sound(f"ddp-{precision}-w2").cell
         return [run.name for run in CHECKS.get("parity").runs(cell, driver).runs]
 
-    assert runs(Own, "bf16_mixed") == ["train", "reference", "rounded"]
-    assert runs(Own, "fp32") == runs(Ours, "bf16_mixed") == ["train", "reference"]
+    assert runs(Own, "bf16_upcast") == ["train", "reference", "rounded"]
+    assert runs(Own, "fp32") == runs(Ours, "bf16_upcast") == ["train", "reference"]
 
 
 def test_the_mean_over_the_ranks_is_what_counts(sound: Sound) -> None:
@@ -444,13 +444,13 @@ def test_a_finding_says_that_products_are_in_tf32(sound: Sound) -> None:
 @pytest.mark.parametrize(
     ("cell", "allowed", "on_gpu"),
     [
-        ("zero3-bf16_mixed-w2-model_mlp", "1.7e-03", "3.0e-03"),
+        ("zero3-bf16_upcast-w2-model_mlp", "1.7e-03", "3.0e-03"),
         # Measured within them on a GPU too.
-        ("zero3-bf16_mixed-w2", "1.0e-03", "1.0e-03"),
+        ("zero3-bf16_upcast-w2", "1.0e-03", "1.0e-03"),
         ("fsdp2-fp16_mixed-w2-model_mlp", "8.5e-04", "8.5e-04"),
         ("zero3-fp32-w2-model_mlp", "2.0e-05", "2.0e-05"),
         # More than that is allowed already.
-        ("zero3-bf16_mixed-w2-model_wide", "1.0e-02", "1.0e-02"),
+        ("zero3-bf16_upcast-w2-model_wide", "1.0e-02", "1.0e-02"),
     ],
 )
 def test_the_loss_of_a_small_model_in_bfloat16_may_be_off_more_on_a_gpu(

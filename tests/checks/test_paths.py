@@ -100,7 +100,7 @@ def test_flat_parameters_have_no_names(runs_of: RunsOf) -> None:
     [
         ("fsdp2-fp32-w2", True),
         ("fsdp2-fp32-w2-model_mlp-state_dict_full", True),
-        ("fsdp2-bf16_mixed-w2", False),
+        ("fsdp2-bf16_upcast-w2", False),
         ("fsdp2-fp32-w2-compile", False),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_loss_that_the_first_run_did_not_have(runs_of: RunsOf, nth: int) -> No
 
 
 def test_in_lower_precision_losses_are_the_strategies_own_matter(runs_of: RunsOf) -> None:
-    story = runs_of("fsdp2-bf16_mixed-w2", "portable").snapshot("step", {"loss": 0.26}, run="port", nth=0)
+    story = runs_of("fsdp2-bf16_upcast-w2", "portable").snapshot("step", {"loss": 0.26}, run="port", nth=0)
     assert story.findings("portable") == []
 
 
@@ -93,7 +93,7 @@ def test_steps_and_losses_of_a_flat_source_are_compared(runs_of: RunsOf) -> None
 
 
 def test_losses_of_a_flat_source_are_compared_in_lower_precision_too(runs_of: RunsOf) -> None:
-    story = runs_of("fsdp1-bf16_mixed-w2-no_use_orig_params", "portable")
+    story = runs_of("fsdp1-bf16_upcast-w2-no_use_orig_params", "portable")
     story = story.parameters({"kind": "FlatParameter", "digest": "9:9"}, action="save")
     assert story.findings("portable") == []
     late = story.snapshot("step", {"loss": 7.0}, run="port", nth=1)
@@ -101,7 +101,7 @@ def test_losses_of_a_flat_source_are_compared_in_lower_precision_too(runs_of: Ru
 
 
 def test_a_loss_that_is_no_number(runs_of: RunsOf) -> None:
-    story = runs_of("fsdp1-bf16_mixed-w2", "portable").snapshot("step", {"loss": math.nan}, run="port", nth=0, rank=1)
+    story = runs_of("fsdp1-bf16_upcast-w2", "portable").snapshot("step", {"loss": math.nan}, run="port", nth=0, rank=1)
     message = "rank 1: the loss of step 1 after the load under fsdp2 is nan; expected a finite number"
     assert story.findings("portable") == [message]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.trace import Snapshot, StateInfo
 
-CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-bf16_mixed-w2", "zero3-fp32-w2")
+CELLS = ("ddp-fp32-w2", "fsdp2-bf16_upcast-w2", "zero1-bf16_upcast-w2", "zero3-fp32-w2")
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -200,9 +200,9 @@ def test_more_than_two_bfloat16_numbers_may_add_up_otherwise(sound: Sound) -> No
     def story(cell: str, loss: float) -> list[str]:
         return sound(cell).snapshot("step", {"loss": loss}, run="resume", nth=0, rank=0).findings("resume")
 
-    assert story("ddp-bf16_mixed-w4", 0.2505) == []
-    assert story("ddp-bf16_mixed-w4", 0.252) != []
-    assert story("ddp-bf16_mixed-w2", 0.2505) != []
+    assert story("ddp-bf16_upcast-w4", 0.2505) == []
+    assert story("ddp-bf16_upcast-w4", 0.252) != []
+    assert story("ddp-bf16_upcast-w2", 0.2505) != []
     assert story("ddp-fp32-w4", 0.2505) != []
 
 
@@ -307,7 +307,7 @@ def test_the_optimizer_holds_other_tensors_after_the_load(sound: Sound, cell: st
     ]
 
 
-@pytest.mark.parametrize("cell", ["fsdp2-bf16_mixed-w2", "ddp-fp32-w2-save_only_model"])
+@pytest.mark.parametrize("cell", ["fsdp2-bf16_upcast-w2", "ddp-fp32-w2-save_only_model"])
 def test_the_load_freezes_one_parameter_and_unfreezes_another(sound: Sound, cell: str) -> None:
     where = {"run": "resume", "action": "load", "rank": 0}
     story = sound(cell).parameters({"trainable": False}, only="outlet.weight", **where)

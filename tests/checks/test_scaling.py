@@ -123,7 +123,7 @@ def test_a_silent_rank(sound: Sound) -> None:
 @pytest.mark.parametrize(
     ("cell", "driver", "reason"),
     [
-        ("ddp-bf16_mixed-w2", TorchDriver, "bf16_mixed needs no scaled loss"),
+        ("ddp-bf16_upcast-w2", TorchDriver, "bf16_upcast needs no scaled loss"),
         ("ddp-fp16_mixed-w2-compile", TorchDriver, "a hook that makes gradients overflow would break the graph"),
         ("ddp-fp16_mixed-w2", Driver, r"the driver has no overflow(): no gradients can be made to"),
         ("ddp-fp16_mixed-w2", TorchDriver, ""),

@@ -25,7 +25,7 @@ def live(story: Story, *modules: str) -> tuple[str, ...]:
     return tuple(story.live(module) if module else "" for module in modules)
 
 
-@pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-bf16_mixed-w2", "fsdp2-fp32-w2-compile"])
+@pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-bf16_upcast-w2", "fsdp2-fp32-w2-compile"])
 @pytest.mark.parametrize(
     ("modules", "message"),
     [

@@ -136,7 +136,7 @@ EXAMPLES: Mapping[str, Example] = {
     ),
     "dtypes": Example(
         "loads in bfloat16 and does not upcast",
-        "fsdp2-bf16_mixed-w2",
+        "fsdp2-bf16_upcast-w2",
         lambda cell: (
             sound(cell)
             .parameters({"dtype": "bfloat16"}, action="step", nth=2)

@@ -189,10 +189,10 @@ def precisions() -> str:
 
 
 def dtypes() -> str:
-    """Return the dtype table of bf16_mixed; strategies with equal rows share one."""
+    """Return the dtype table of bf16_upcast; strategies with equal rows share one."""
     alike: dict[Dtypes, list[str]] = {}
     for one in STRATEGIES.by_name.values():
-        alike.setdefault(one.dtypes(PRECISIONS.get("bf16_mixed")), []).append(one.name)
+        alike.setdefault(one.dtypes(PRECISIONS.get("bf16_upcast")), []).append(one.name)
     rows = (
         [code(names), *(getattr(row, column) or ("float32" if column == "buffer" else "") for column in COLUMNS)]
         for row, names in alike.items()

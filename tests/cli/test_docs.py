@@ -141,7 +141,7 @@ def test_items_on_the_page_fit_the_registries(monkeypatch: pytest.MonkeyPatch) -
     assert (row.storage, row.compute, row.master) == ("float32", "bfloat16", "float32")
     # No driver is to be touched for a strategy: torch's computes by autocast wherever the wrapper is DDP.
     monkeypatch.setitem(vars(STRATEGIES), "by_name", {**STRATEGIES.by_name, "ddp_compressed": space["COMPRESSED"]})
-    torchs = DRIVERS.get("torch")(Cell("ddp_compressed", "bf16_mixed"), World(0, 2, 0, "cpu"))
+    torchs = DRIVERS.get("torch")(Cell("ddp_compressed", "bf16_upcast"), World(0, 2, 0, "cpu"))
     assert type(getattr(torchs, "_autocast")()).__name__ == "autocast"  # noqa: B009 - it is this driver's own
     assert isinstance(space["finite"], Check)
     assert space["finite"].findings(Cell("ddp", "fp32"), Trace("toy", {"train": RunTrace("train", 2, ())})) == []

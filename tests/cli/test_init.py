@@ -294,7 +294,7 @@ def test_from_nothing_to_the_first_matrix(tmp_path: Path) -> None:
     assert "TestDistcompat (driver torch)" in done.stdout
     rows = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith("  ") and "-w2 " in line]
     assert ["ddp-fp32-w2", "ok"] in rows
-    assert ["fsdp2-bf16_mixed-w2", "ok"] in rows
+    assert ["fsdp2-bf16_upcast-w2", "ok"] in rows
 
 
 @pytest.mark.parametrize(

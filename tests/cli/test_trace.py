@@ -31,10 +31,10 @@ class Mine(TorchDriver):
 def test_a_cell_as_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ["--check", "names", "--check", "dtypes", "--check", "float8", "--check", "throughput"]
     arguments = [*options, "--device", "cpu", "--keep", str(tmp_path / "kept")]
-    assert main(["trace", "torch", "fsdp2-bf16_mixed-w2-model_mlp", *arguments]) == 0
+    assert main(["trace", "torch", "fsdp2-bf16_upcast-w2-model_mlp", *arguments]) == 0
     out = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert lines[0] == "fsdp2-bf16_mixed-w2-model_mlp (driver torch)"
+    assert lines[0] == "fsdp2-bf16_upcast-w2-model_mlp (driver torch)"
     assert "wrappers 3 x FSDP2; 2 ranks over gloo" in lines[1]
     assert lines[2].startswith("optimizer AdamW; 12 entries on rank 0, 0 foreign; keeps ")
     # 13 rows over two ranks: 7 and 6.
@@ -47,7 +47,7 @@ def test_a_cell_as_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     place = lines.index("check dtypes: known")
     assert "never upcasts" in lines[place + 1]
     # As in the suite: there is no such item.
-    assert lines[lines.index("check float8: not applicable") + 1] == "bf16_mixed has no 8-bit layers"
+    assert lines[lines.index("check float8: not applicable") + 1] == "bf16_upcast has no 8-bit layers"
     assert "check throughput: not applicable" in lines
     assert list((tmp_path / "kept").glob("*/run.json"))
 

@@ -246,7 +246,7 @@ def suite_options(name: str, *, cpu: bool) -> list[str]:
         options.append("--distcompat-profile=smoke")
     if cpu:
         # One check of few cells: everything else is what CI does.
-        precision = "bf16_mixed" if name == "default" else "fp32"
+        precision = "bf16_upcast" if name == "default" else "fp32"
         cells = f"ddp-{precision}-w2: or zero0-{precision}-w2:"
         return [*options, "--distcompat-gpus=0", "-k", f"({cells}) and active"]
     return [*options, "--distcompat-gpus=1", "--distcompat-ranks-per-gpu=2"]

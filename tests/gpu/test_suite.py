@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 
 #: From which compute capability on there are kernels.
-NEEDS = {"fp32": (0, 0), "fp16_mixed": (7, 0), "bf16_mixed": (8, 0), "bf16_pure": (8, 0), "fp8": (8, 9)}
+NEEDS = {"fp32": (0, 0), "fp16_mixed": (7, 0), "bf16_upcast": (8, 0), "bf16_pure": (8, 0), "fp8": (8, 9)}
 
 
 def require(package: str) -> None:
@@ -48,10 +48,10 @@ def test_fsdp2_on_one_gpu(driver: str, precision: str, run_suite: RunSuite, capa
 
 
 def test_zero_on_one_gpu(run_suite: RunSuite, capability: tuple[int, int]) -> None:
-    if capability < NEEDS["bf16_mixed"]:
-        pytest.skip(f"a GPU of compute capability {capability} has no kernels for bf16_mixed")
+    if capability < NEEDS["bf16_upcast"]:
+        pytest.skip(f"a GPU of compute capability {capability} has no kernels for bf16_upcast")
     require("deepspeed")
-    results = run_suite("zero2-bf16_mixed-w1:", "--distcompat-drivers=deepspeed")
+    results = run_suite("zero2-bf16_upcast-w1:", "--distcompat-drivers=deepspeed")
     assert not bad(results)
 
 

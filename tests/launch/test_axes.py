@@ -39,7 +39,7 @@ BOTH = {"tp": 2, "ep": 2}
 class TestExperts(CompatSuite):
     driver = "torch"
     matrix = Matrix(
-        ("fsdp2",), ("fp32", "bf16_mixed"), world_sizes=(4,), options=({"model": "moe_fused", **BOTH},),
+        ("fsdp2",), ("fp32", "bf16_upcast"), world_sizes=(4,), options=({"model": "moe_fused", **BOTH},),
         extra=(Matrix(("fsdp2",), ("fp32",), world_sizes=(8,), options=({"model": "moe_fused", **BOTH},)),),
     )
 
@@ -51,7 +51,7 @@ class TestLoadedInParts(CompatSuite):
 """
 CUT_AND_SPREAD = {
     "fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2",
-    "fsdp2-bf16_mixed-w4-model_moe_fused-tp_2-ep_2",
+    "fsdp2-bf16_upcast-w4-model_moe_fused-tp_2-ep_2",
     "fsdp2-fp32-w8-model_moe_fused-tp_2-ep_2",
     "fsdp2-fp32-w4-model_hf:granitemoe_swa-tp_2-ep_2-save_only_model",
 }
@@ -150,9 +150,9 @@ def test_tensor_and_pipeline_parallelism_beside_shards(pytester: pytest.Pytester
 def test_tensor_beside_expert_parallelism(pytester: pytest.Pytester) -> None:
     found = results(pytester, "-k", "ep_2", suite=EXPERTS)
     assert {one["cell"] for one in found} == CUT_AND_SPREAD
-    # Nothing upcasts a bfloat16 model here, which is known of all cells in bf16_mixed.
+    # Nothing upcasts a bfloat16 model here, which is known of all cells in bf16_upcast.
     unlike = {(one["facets"]["precision"], one["check"]) for one in found if one["status"] != "passed"}
-    assert unlike == {("bf16_mixed", "dtypes"), ("bf16_mixed", "parity")}
+    assert unlike == {("bf16_upcast", "dtypes"), ("bf16_upcast", "parity")}
     checks = {one["check"] for one in found if one["cell"] == "fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2"}
     assert checks >= {"active", "memory", "reshard", "portable", "export"}
 

@@ -75,7 +75,7 @@ def test_below_a_path_that_is_not_utf_8(pytester: pytest.Pytester, monkeypatch: 
 
 @pytest.mark.nightly
 def test_the_cold_torchrun_command_gives_the_same_verdicts(pytester: pytest.Pytester) -> None:
-    cells, checks = "(fsdp1-fp32-w2: or zero2-bf16_mixed-w2:)", "(active or names or optimizer or dtypes or resume)"
+    cells, checks = "(fsdp1-fp32-w2: or zero2-bf16_upcast-w2:)", "(active or names or optimizer or dtypes or resume)"
     some = ("-k", f"TestAccelerate and {cells} and {checks}")
     warm, cold = run(pytester, *some), run(pytester, *some, "--distcompat-launcher=torchrun")
     assert len(verdicts(warm)) == 10

@@ -62,7 +62,7 @@ def sizes(snapshot: Snapshot) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(
     "cell",
     [
-        "fsdp2-bf16_mixed-w4-tp_2",
+        "fsdp2-bf16_upcast-w4-tp_2",
         *(
             pytest.param(cell, marks=pytest.mark.nightly)
             for cell in (
@@ -70,7 +70,7 @@ def sizes(snapshot: Snapshot) -> list[tuple[str, int]]:
                 "fsdp2-fp32-w4-model_mlp",
                 "fsdp2-fp32-w8-model_mlp",
                 "fsdp2-fp32-w8-dp_replicate_2-tp_2",
-                "fsdp2-bf16_mixed-w8-dp_replicate_2",
+                "fsdp2-bf16_upcast-w8-dp_replicate_2",
             )
         ),
     ],
@@ -114,7 +114,7 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> str:
         ),
         pytest.param(
             "LowMasters",
-            "fsdp2-bf16_mixed-w64",
+            "fsdp2-bf16_upcast-w64",
             "dtypes",
             "trainable parameters are stored in bfloat16",
             marks=pytest.mark.nightly,

@@ -31,14 +31,14 @@ def gathered(run: RunTrace) -> int:
 def test_up_to_twice_over_few_ranks_and_less_over_many(tmp_path: Path) -> None:
     """https://huggingface.co/blog/deepspeed-to-fsdp-and-back: parameters, gradients and two moments, of 4 bytes or of 2."""
     cells = {
-        (name, ranks): Cell.parse(f"fsdp2-{name}-w{ranks}") for name in ("bf16_mixed", "bf16_pure") for ranks in RANKS
+        (name, ranks): Cell.parse(f"fsdp2-{name}-w{ranks}") for name in ("bf16_upcast", "bf16_pure") for ranks in RANKS
     }
     with local_runner(find_driver("accelerate"), [*cells.values()], device="cpu", store=tmp_path) as runner:
         runs = {key: runner.trace("accelerate", cell, SHORT).run() for key, cell in cells.items()}
     ratios = []
     for ranks in RANKS:
         peaks = []
-        for name, width in (("bf16_mixed", 16), ("bf16_pure", 8)):
+        for name, width in (("bf16_upcast", 16), ("bf16_pure", 8)):
             run = runs[name, ranks]
             assert run.end is None
             assert run.unwrapped is not None

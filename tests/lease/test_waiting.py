@@ -148,7 +148,7 @@ def test_a_request_waits_for_gpus_and_reports_it(arena: Field) -> None:
 
 def test_a_wait_is_one_short_line_said_once(arena: Field, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "NOTIFY_OF_WORKERS_AFTER_S", 0.1)
-    parameters = "-".join(["bf16_mixed"] * 20)
+    parameters = "-".join(["bf16_upcast"] * 20)
     other, second = arena.enter(f"tests/a/very/deep/test_file.py::test_long[{parameters}]", "tests/c.py::test")
     for holder, count in ((other, 3), (second, 1)):
         holder.send(f"lease {count}")
@@ -161,7 +161,7 @@ def test_a_wait_is_one_short_line_said_once(arena: Field, monkeypatch: pytest.Mo
             pass
     (notice,) = notices
     assert notice.startswith(f"waits for 1 of 4 GPUs of pid {other.process.pid} (...")
-    assert notice.endswith("bf16_mixed]) and 1 other")
+    assert notice.endswith("bf16_upcast]) and 1 other")
     assert len(f"distcompat: {notice}") <= 100
 
 

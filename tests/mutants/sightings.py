@@ -9,13 +9,13 @@ _MASTERS = "bfloat16 masters; expected float32"
 
 SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-1755-fsdp1-optim-args": (Sighting("accelerate", "fsdp1-fp32-w2", "resume", "unhashable type: 'dict'"),),
-    "acc-2674-fsdp1-upcast": (Sighting("accelerate", "fsdp1-bf16_mixed-w2", "dtypes", _MASTERS),),
+    "acc-2674-fsdp1-upcast": (Sighting("accelerate", "fsdp1-bf16_upcast-w2", "dtypes", _MASTERS),),
     "acc-3146-zero3-save-model": (Sighting("accelerate", "zero3-fp32-w2", "export", "has no attribute 'items'"),),
     "acc-3361-fp8-ds": (Sighting("accelerate", "zero2-fp8-w2-fp8_backend_te", "float8", "8 bits"),),
     "acc-3465-clip-norm": (Sighting("accelerate", "fsdp2-fp32-w2", "clipping", "has no attribute 'fsdp_version'"),),
     "acc-3528-no-dtype-attr": (
         Sighting(
-            "accelerate", "fsdp2-bf16_mixed-w2-model_mlp", "active", "has no attribute '(dtype|_no_split_modules)'"
+            "accelerate", "fsdp2-bf16_upcast-w2-model_mlp", "active", "has no attribute '(dtype|_no_split_modules)'"
         ),
     ),
     "acc-3528-size-wrap": (
@@ -33,7 +33,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         Sighting("accelerate", "fsdp2-fp32-w2-model_mlp-ignored_modules", "units", "left out of the sharding"),
     ),
     "acc-3904-dcp-optim": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", _LOAD_EMPTY),),
-    "acc-3905-upcast-noop": (Sighting("accelerate", "fsdp2-bf16_mixed-w2", "dtypes", _MASTERS),),
+    "acc-3905-upcast-noop": (Sighting("accelerate", "fsdp2-bf16_upcast-w2", "dtypes", _MASTERS),),
     "acc-3971-planner": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", "Missing key in checkpoint state_dict"),),
     "acc-3982-zip-load": (
         Sighting(
@@ -51,7 +51,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "ds-1801-tp-clip": (
         Sighting(
             "mutants.drivers:TensorParallel",
-            "zero1-bf16_mixed-w2-grad_accum_dtype_fp32",
+            "zero1-bf16_upcast-w2-grad_accum_dtype_fp32",
             "active",
             "parameters differ from rank 0's",
         ),
@@ -62,7 +62,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "ds-5170-bf16-allreduce": (
         Sighting(
             "deepspeed",
-            "zero1-bf16_mixed-w2-grad_accum_dtype_fp32",
+            "zero1-bf16_upcast-w2-grad_accum_dtype_fp32",
             "clipping",
             "the gradients that the optimizer gets",
         ),
@@ -71,7 +71,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         Sighting("mutants.drivers:Experts", "zero0-fp32-w2", "optimizer", "SIGABRT during 'step'|in a collective"),
     ),
     "ds-6772-module-id": (
-        Sighting("mutants.drivers:Numbered", "zero3-bf16_mixed-w2-model_mlp", "parity", "step 1: the loss is"),
+        Sighting("mutants.drivers:Numbered", "zero3-bf16_upcast-w2-model_mlp", "parity", "step 1: the loss is"),
     ),
     "ds-7473-ulysses-loss": (
         Sighting("deepspeed", "zero2-fp32-w4-cp_2", "parity", r"step 1: .*the loss is .* in the reference"),
@@ -84,10 +84,12 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
             "twins.twins_float8:Half", "zero1-fp16_mixed-w2", "scaling", "SIGABRT during 'overflow'|changed in a step"
         ),
     ),
-    "ds-7586-z0-load-path": (Sighting("deepspeed", "zero0-bf16_mixed-w2", "resume", "AttributeError"),),
-    "ds-7786-z0-bf16-ckpt": (Sighting("deepspeed", "zero0-bf16_mixed-w2", "resume", "optimizer"),),
-    "ds-7839-z0-zero-grad": (Sighting("deepspeed", "zero0-bf16_mixed-w2", "parity", "step [23]: .*the gradient norm"),),
-    "ds-8029-frozen-masters": (Sighting("deepspeed", "zero0-bf16_mixed-w2-frozen", "memory", "elements are trained"),),
+    "ds-7586-z0-load-path": (Sighting("deepspeed", "zero0-bf16_upcast-w2", "resume", "AttributeError"),),
+    "ds-7786-z0-bf16-ckpt": (Sighting("deepspeed", "zero0-bf16_upcast-w2", "resume", "optimizer"),),
+    "ds-7839-z0-zero-grad": (
+        Sighting("deepspeed", "zero0-bf16_upcast-w2", "parity", "step [23]: .*the gradient norm"),
+    ),
+    "ds-8029-frozen-masters": (Sighting("deepspeed", "zero0-bf16_upcast-w2-frozen", "memory", "elements are trained"),),
     "pt-115607-compiled-step": (
         Sighting("mutants.drivers:CompiledStep", "ddp-fp32-w2", "parity", r"step [34]: .*in the reference"),
     ),

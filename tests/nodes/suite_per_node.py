@@ -52,7 +52,7 @@ class TestDeepSpeed(CompatSuite):
         ("zero0", "zero1"),
         ("fp32",),
         options=(MLP,),
-        extra=(Matrix(("zero2", "zero3"), ("fp32", "bf16_mixed"), options=(MLP,)),),
+        extra=(Matrix(("zero2", "zero3"), ("fp32", "bf16_upcast"), options=(MLP,)),),
     )
 
 

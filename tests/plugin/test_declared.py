@@ -72,7 +72,7 @@ def declare_known(pytester: Pytester, text: str, ini: str = "") -> Pytester:
             KNOWN + "cells = { strategy = ['ddp', 'fspd2'] }",
             "*1 (org/repo#1): no strategy named 'fspd2'. Known: *fsdp2*",
         ),
-        (KNOWN + "cells = { precision = 'bf16' }", "*1 (org/repo#1): no precision named 'bf16'. Known: *bf16_mixed*"),
+        (KNOWN + "cells = { precision = 'bf16' }", "*1 (org/repo#1): no precision named 'bf16'. Known: *bf16_upcast*"),
         (
             KNOWN + "cells = { world_size = '2' }",
             "*world_size takes a number, a lower bound as '>=2', or a tuple of them, got '2'",

@@ -131,7 +131,7 @@ def test_cells_become_ids(pytester: pytest.Pytester) -> None:
         import pytest
         mark = pytest.mark.distcompat
 
-        @mark(world_size=4, strategies=["ddp", "fsdp2"], precisions=["fp32", "bf16_mixed"])
+        @mark(world_size=4, strategies=["ddp", "fsdp2"], precisions=["fp32", "bf16_upcast"])
         def test_a(cell): pass
 
         @mark(strategies=["fsdp1"], options=[{}, {"compile": True, "state_dict": "full"}])
@@ -148,9 +148,9 @@ def test_cells_become_ids(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_inprocess("--collect-only", "-q", "--strict-markers", "-p", "no:randomly")
     assert [line.partition("::")[2] for line in result.outlines if "::" in line] == [
         "test_a[ddp-fp32-w4]",
-        "test_a[ddp-bf16_mixed-w4]",
+        "test_a[ddp-bf16_upcast-w4]",
         "test_a[fsdp2-fp32-w4]",
-        "test_a[fsdp2-bf16_mixed-w4]",
+        "test_a[fsdp2-bf16_upcast-w4]",
         "test_b[fsdp1-fp32-w2-1]",
         "test_b[fsdp1-fp32-w2-state_dict_full-compile-1]",
         *(f"test_c[{strategy}-bf16_pure-w2]" for strategy in STRATEGIES.names()),
@@ -159,10 +159,10 @@ def test_cells_become_ids(pytester: pytest.Pytester) -> None:
 
 
 def test_options_narrow_the_cells_of_a_mark(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
-    pytester.makepyfile(MARKED.format("strategies=['ddp', 'fsdp2'], precisions=['fp32', 'bf16_mixed']"))
-    result = pytester.runpytest_inprocess("-v", "--distcompat-strategies=fsdp2", "--distcompat-precisions=bf16_mixed")
+    pytester.makepyfile(MARKED.format("strategies=['ddp', 'fsdp2'], precisions=['fp32', 'bf16_upcast']"))
+    result = pytester.runpytest_inprocess("-v", "--distcompat-strategies=fsdp2", "--distcompat-precisions=bf16_upcast")
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["*::test[[]fsdp2-bf16_mixed-w2[]] PASSED*"])
+    result.stdout.fnmatch_lines(["*::test[[]fsdp2-bf16_upcast-w2[]] PASSED*"])
     # Nothing is left: shown, not lost.
     result = pytester.runpytest_inprocess("-rs", "--distcompat-strategies=zero3")
     result.assert_outcomes(skipped=1)

@@ -32,7 +32,7 @@ RIGHT: dict[str, tuple[str, str, Any]] = {
     "distcompat_world_size": ("3", "4", 4),
     "distcompat_ranks_per_gpu": ("2", "4", 4),
     "distcompat_strategies": ("ddp", "fsdp2, zero3 fsdp2", ("fsdp2", "zero3")),
-    "distcompat_precisions": ("fp32", "bf16_mixed", ("bf16_mixed",)),
+    "distcompat_precisions": ("fp32", "bf16_upcast", ("bf16_upcast",)),
     "distcompat_drivers": ("accelerate", "torch", ("torch",)),
     "distcompat_profile": ("full", "smoke", "smoke"),
     "distcompat_simulate": ("8", "1024", 1024),
@@ -240,9 +240,9 @@ def test_walks_are_selected_by_strategy_alone(pytester: pytest.Pytester) -> None
     """They are in fp32 all, so that a precision says nothing of them."""
     pytester.makepyfile(
         "from pytest_distcompat import CompatSuite, Matrix\n"
-        "class TestIt(CompatSuite):\n    driver = 'torch'\n    matrix = Matrix(('ddp', 'fsdp2'), ('fp32', 'bf16_mixed'))\n"
+        "class TestIt(CompatSuite):\n    driver = 'torch'\n    matrix = Matrix(('ddp', 'fsdp2'), ('fp32', 'bf16_upcast'))\n"
     )
-    flags = ("--distcompat-profile=walk", "--distcompat-precisions=bf16_mixed", "--distcompat-strategies=fsdp2")
+    flags = ("--distcompat-profile=walk", "--distcompat-precisions=bf16_upcast", "--distcompat-strategies=fsdp2")
     found = pytester.runpytest("--co", "-q", "--distcompat-gpus=0", *flags)
     found.stdout.fnmatch_lines(["*fsdp2-fp32-w2-model_mlp:walk*"])
     found.stdout.no_fnmatch_line("*ddp*")

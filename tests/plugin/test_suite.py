@@ -25,7 +25,7 @@ from pytest_distcompat import CompatSuite, Matrix, fails, refuses
 
 class TestX(CompatSuite):
     driver = "torch"
-    matrix = Matrix(strategies=("ddp", "fsdp2"), precisions=("fp32", "bf16_mixed"))
+    matrix = Matrix(strategies=("ddp", "fsdp2"), precisions=("fp32", "bf16_upcast"))
 """
 
 
@@ -37,7 +37,7 @@ def collect(pytester: pytest.Pytester, *args: str) -> list[str]:
     return items(pytester.runpytest_inprocess("--collect-only", "-q", "-p", "no:randomly", *args))
 
 
-CELLS = [f"{strategy}-{precision}-w2" for strategy in ("ddp", "fsdp2") for precision in ("fp32", "bf16_mixed")]
+CELLS = [f"{strategy}-{precision}-w2" for strategy in ("ddp", "fsdp2") for precision in ("fp32", "bf16_upcast")]
 TORCH, ACCELERATE = DRIVERS.get("torch"), DRIVERS.get("accelerate")
 
 
@@ -82,7 +82,7 @@ def test_one_item_for_each_check_in_each_cell_that_it_is_about(pytester: pytest.
 
 
 def test_a_cell_that_cannot_be_run_is_one_item(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(SUITE.replace('"fsdp2"', '"zero1"').replace('"bf16_mixed"', '"bf16_pure"'))
+    pytester.makepyfile(SUITE.replace('"fsdp2"', '"zero1"').replace('"bf16_upcast"', '"bf16_pure"'))
     assert [name for name in collect(pytester) if "zero1" in name] == [
         f"TestX::test[zero1-{precision}-w2:{CHECKS.names()[0]}]" for precision in ("fp32", "bf16_pure")
     ]
@@ -90,7 +90,7 @@ def test_a_cell_that_cannot_be_run_is_one_item(pytester: pytest.Pytester) -> Non
 
 def test_facets_and_checks_select(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
-    assert collect(pytester, "-k", "fsdp2 and bf16_mixed and names") == ["TestX::test[fsdp2-bf16_mixed-w2:names]"]
+    assert collect(pytester, "-k", "fsdp2 and bf16_upcast and names") == ["TestX::test[fsdp2-bf16_upcast-w2:names]"]
     name = "test_facets_and_checks_select.py::TestX::test[ddp-fp32-w2:resume]"
     assert collect(pytester, name) == ["TestX::test[ddp-fp32-w2:resume]"]
 
@@ -278,7 +278,7 @@ def test_options_narrow_what_runs(pytester: pytest.Pytester, concerned: Concerne
     assert len(collect(pytester, "--distcompat-strategies=fsdp2")) == items_of(fsdp2, TORCH, ACCELERATE)
     found = collect(pytester, "--distcompat-precisions=fp32", "--distcompat-strategies=ddp,zero3")
     assert len(found) == items_of(ddp[:1], TORCH, ACCELERATE)
-    found = collect(pytester, "--distcompat-drivers=accelerate", "--distcompat-precisions=bf16_mixed")
+    found = collect(pytester, "--distcompat-drivers=accelerate", "--distcompat-precisions=bf16_upcast")
     assert len([name for name in found if name.startswith("TestY")]) == items_of([ddp[1], fsdp2[1]], ACCELERATE)
     # What is left of the other suite says that nothing is.
     assert [name for name in found if name.startswith("TestX")] == ["TestX::test[no-cell]"]
@@ -347,7 +347,7 @@ def test_the_exception_class_separates_findings_from_failed_runs(
 def test_a_smoke_run_has_costly_checks_once_with_a_reason(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
     found = collect(pytester, "--distcompat-profile=smoke")
-    assert [name for name in found if ":reshard]" in name] == ["TestX::test[fsdp2-bf16_mixed-w2:reshard]"]
+    assert [name for name in found if ":reshard]" in name] == ["TestX::test[fsdp2-bf16_upcast-w2:reshard]"]
     assert [name for name in found if ":paths]" in name] == ["TestX::test[ddp-fp32-w2:paths]"]
     assert len([name for name in found if ":resume]" in name]) == 2
 
@@ -402,8 +402,8 @@ def test_a_missing_package_is_a_reason(
 @pytest.mark.parametrize(
     ("driver", "cell", "reason"),
     [
-        ("torch", "fsdp2-bf16_mixed-w2-reduce_dtype_fp32", ""),
-        ("torch", "ddp-bf16_mixed-w2-reduce_dtype_fp32", "gradients travel in the dtype that they are stored in"),
+        ("torch", "fsdp2-bf16_upcast-w2-reduce_dtype_fp32", ""),
+        ("torch", "ddp-bf16_upcast-w2-reduce_dtype_fp32", "gradients travel in the dtype that they are stored in"),
         (
             "deepspeed",
             "zero2-fp32-w2-reduce_dtype_fp32",
@@ -411,10 +411,10 @@ def test_a_missing_package_is_a_reason(
         ),
         (
             "trainer",
-            "fsdp2-bf16_mixed-w2-reduce_dtype_fp32",
+            "fsdp2-bf16_upcast-w2-reduce_dtype_fp32",
             "TrainingArguments have no word for FSDP's policy of dtypes",
         ),
-        ("trainer", "zero2-bf16_mixed-w2-reduce_dtype_fp32", ""),
+        ("trainer", "zero2-bf16_upcast-w2-reduce_dtype_fp32", ""),
     ],
 )
 def test_cells_that_support_reduce_dtype(driver: str, cell: str, reason: str) -> None:
@@ -425,8 +425,8 @@ def test_the_reproduce_command_selects_the_cells_that_decide_where_a_check_runs(
     pytester: pytest.Pytester, ranks: FakeRanks
 ) -> None:
     pytester.makepyfile(SUITE)
-    narrowed = "--distcompat-precisions=bf16_mixed"
+    narrowed = "--distcompat-precisions=bf16_upcast"
     pytester.runpytest_inprocess(narrowed, "-k", "ddp and reshard", "--distcompat-report=report.json")
     (result,) = json.loads((pytester.path / "report.json").read_text())["results"]
-    assert result["cell"] == "ddp-bf16_mixed-w2"
+    assert result["cell"] == "ddp-bf16_upcast-w2"
     assert narrowed in result["reproduce"]

@@ -39,11 +39,11 @@ from pytest_distcompat import CompatSuite, Matrix, fails, refuses
 class TestMine(CompatSuite):
     driver = "my_driver:Mine"
     matrix = Matrix(
-        ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"), precisions=("fp32", "bf16_mixed", "bf16_pure")
+        ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"), precisions=("fp32", "bf16_upcast", "bf16_pure")
     )
     expect = (
-        fails("claim", strategy="fsdp1", precision="bf16_mixed", reason="org/repo#1", match="wrong"),
-        fails("claim", strategy="ddp", precision="bf16_mixed", reason="org/repo#2"),
+        fails("claim", strategy="fsdp1", precision="bf16_upcast", reason="org/repo#1", match="wrong"),
+        fails("claim", strategy="ddp", precision="bf16_upcast", reason="org/repo#2"),
         refuses("*", strategy=("zero1", "zero2"), precision="fp32", match="not supported"),
         fails("claim", strategy="zero3", reason="no excuse for a crash or a hang"),
     )
@@ -51,33 +51,33 @@ class TestMine(CompatSuite):
 #: Cell to what becomes of the check named claim.
 STATUS = {
     "ddp-fp32-w2": "passed",
-    "ddp-bf16_mixed-w2": "fixed?",
+    "ddp-bf16_upcast-w2": "fixed?",
     "fsdp1-fp32-w2": "failed",
-    "fsdp1-bf16_mixed-w2": "known",
+    "fsdp1-bf16_upcast-w2": "known",
     "fsdp2-fp32-w2": "failed",
-    "fsdp2-bf16_mixed-w2": "passed",
+    "fsdp2-bf16_upcast-w2": "passed",
     "zero1-fp32-w2": "refused",
-    "zero1-bf16_mixed-w2": "passed",
+    "zero1-bf16_upcast-w2": "passed",
     "zero2-fp32-w2": "late",
-    "zero2-bf16_mixed-w2": "passed",
+    "zero2-bf16_upcast-w2": "passed",
     "zero3-fp32-w2": "crashed",
-    "zero3-bf16_mixed-w2": "hung",
+    "zero3-bf16_upcast-w2": "hung",
     **{f"{strategy}-bf16_pure-w2": "skipped" for strategy in ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")},
 }
 MATRIX = """
 TestMine (driver my_driver:Mine)
                      claim
   ddp-fp32-w2        ok
-  ddp-bf16_mixed-w2  FIXED?
+  ddp-bf16_upcast-w2  FIXED?
   ddp-bf16_pure-w2   -
   fsdp1-fp32-w2      FAIL
-  fsdp1-bf16_mixed-w2  known
+  fsdp1-bf16_upcast-w2  known
   fsdp2-fp32-w2      FAIL
   zero1-fp32-w2      refused
   zero2-fp32-w2      LATE
   zero3-fp32-w2      CRASH
-  zero3-bf16_mixed-w2  HUNG
-  known: org/repo#1 [fsdp1-bf16_mixed-w2:claim]
+  zero3-bf16_upcast-w2  HUNG
+  known: org/repo#1 [fsdp1-bf16_upcast-w2:claim]
   not run: mine has no bf16_pure [ddp-bf16_pure-w2, fsdp1-bf16_pure-w2, fsdp2-bf16_pure-w2 and 3 more]
   refused: ValueError: not supported [zero1-fp32-w2:claim]
 18 verdicts from 12 runs
@@ -123,7 +123,7 @@ def live(request: Request, ranks: FakeRanks) -> Ending:
         return end("raised", message, "Traceback ...\nValueError: not supported", "step")
     if (cell.strategy, cell.precision) == ("zero3", "fp32"):
         return end("killed", "was killed by SIGKILL", "", "build")
-    if (cell.strategy, cell.precision) == ("zero3", "bf16_mixed"):
+    if (cell.strategy, cell.precision) == ("zero3", "bf16_upcast"):
         return end("stuck", "was still running at the time limit", "", "build", timed_out=True)
     ends = tuple(RankEnd(rank, "done") for rank in range(2))
     return Ending(ends, {rank: [*actions("build_model", "build", "step"), Done()] for rank in range(2)})
@@ -166,10 +166,10 @@ def test_the_text_of_a_failure(suite: pytest.Pytester) -> None:
     result = suite.runpytest_inprocess("-p", "no:randomly", "-rx", "--distcompat-timeout=3")
     result.stdout.fnmatch_lines(
         [
-            "*TestMine.test[[]ddp-bf16_mixed-w2:claim[]]*",
+            "*TestMine.test[[]ddp-bf16_upcast-w2:claim[]]*",
             "declared to fail, but it passes: fixed? Then remove fails('claim', *reason='org/repo#2'*",
-            "ddp-bf16_mixed-w2: claim: fixed?",
-            "reproduce: pytest 'test_mine.py::TestMine::test[[]ddp-bf16_mixed-w2:claim[]]' --distcompat-timeout=3",
+            "ddp-bf16_upcast-w2: claim: fixed?",
+            "reproduce: pytest 'test_mine.py::TestMine::test[[]ddp-bf16_upcast-w2:claim[]]' --distcompat-timeout=3",
             "*TestMine.test[[]fsdp1-fp32-w2:claim[]]*",
             "rank 0: something is wrong; expected something else",
             "fsdp1-fp32-w2: claim: failed",
@@ -185,8 +185,8 @@ def test_the_text_of_a_failure(suite: pytest.Pytester) -> None:
             "rank 0 was killed by SIGKILL",
             "zero3-fp32-w2: claim: crashed",
             "time limit of 3 s: rank 0 still running",
-            "zero3-bf16_mixed-w2: claim: hung",
-            "XFAIL test_mine.py::TestMine::test[[]fsdp1-bf16_mixed-w2:claim[]] - org/repo#1",
+            "zero3-bf16_upcast-w2: claim: hung",
+            "XFAIL test_mine.py::TestMine::test[[]fsdp1-bf16_upcast-w2:claim[]] - org/repo#1",
         ]
     )
     result.stdout.no_fnmatch_line("*cases.py*")
@@ -221,9 +221,9 @@ def test_the_json_report_has_every_verdict(suite: pytest.Pytester) -> None:
     assert run["settings"]["gpus"] == {"value": "0", "from": "option"}
     by_cell = {found["cell"]: found for found in data["results"]}
     assert by_cell["zero1-bf16_pure-w2"]["reason"] == "mine has no bf16_pure"
-    known = by_cell["fsdp1-bf16_mixed-w2"]
+    known = by_cell["fsdp1-bf16_upcast-w2"]
     assert (known["suite"], known["driver"], known["check"]) == ("TestMine", "my_driver:Mine", "claim")
-    assert known["nodeid"] == "test_mine.py::TestMine::test[fsdp1-bf16_mixed-w2:claim]"
+    assert known["nodeid"] == "test_mine.py::TestMine::test[fsdp1-bf16_upcast-w2:claim]"
     assert (known["reason"], known["message"][:7], known["seconds"] >= 0) == ("org/repo#1", "rank 0:", True)
 
 
@@ -234,7 +234,7 @@ def test_the_markdown_report_has_every_verdict(suite: pytest.Pytester) -> None:
         assert f"| {cell} | {Status(status).word} |" in text
         # What is red is among the causes, once.
         assert text.count(f"   - {cell} (my_driver:Mine): claim") == Status(status).red
-    assert "- known: org/repo#1 (fsdp1-bf16_mixed-w2:claim)\n" in text
+    assert "- known: org/repo#1 (fsdp1-bf16_upcast-w2:claim)\n" in text
     assert "- -: mine has no bf16_pure (ddp-bf16_pure-w2:claim, " in text
     assert "18 results, 12 runs, device cpu; python " in text
 

@@ -40,10 +40,10 @@ class Mine(Driver):
 
 class TestMine(CompatSuite):
     driver = "test_mine:Mine"
-    matrix = Matrix(("ddp", "fsdp1", "fsdp2"), ("fp32", "bf16_mixed", "bf16_pure"))
+    matrix = Matrix(("ddp", "fsdp1", "fsdp2"), ("fp32", "bf16_upcast", "bf16_pure"))
     expect = (
-        fails("claim", strategy="fsdp1", precision="bf16_mixed", reason="org/repo#1"),
-        may_fail("claim", strategy="fsdp2", precision="bf16_mixed", reason="org/repo#2", match="rank 7 is odd"),
+        fails("claim", strategy="fsdp1", precision="bf16_upcast", reason="org/repo#1"),
+        may_fail("claim", strategy="fsdp2", precision="bf16_upcast", reason="org/repo#2", match="rank 7 is odd"),
     )
 """
 LAUNCHER = '''

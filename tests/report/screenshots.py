@@ -22,8 +22,8 @@ SIZES = ((1280, 740), (390, 780))
 #: Which verdict is opened, and which heading is then at the top.
 SHOWN = {
     "matrix": ("", "#matrix"),
-    "hung": ("fsdp2-bf16_mixed-w2:names", ""),
-    "cell": ("fsdp1-bf16_mixed-w2:parity", "#detail h3:has-text('Dtypes, expected')"),
+    "hung": ("fsdp2-bf16_upcast-w2:names", ""),
+    "cell": ("fsdp1-bf16_upcast-w2:parity", "#detail h3:has-text('Dtypes, expected')"),
 }
 
 

@@ -15,7 +15,7 @@ from pytest_distcompat.status import Status, Verdict
 if TYPE_CHECKING:
     from .conftest import Session
 
-KNOWN = '"fsdp1-bf16_mixed-w2": "wrong"'
+KNOWN = '"fsdp1-bf16_upcast-w2": "wrong"'
 WRONG = f'{{{KNOWN}, "fsdp2-fp32-w2": "wrong"}}'
 RIGHT = f"{{{KNOWN}}}"
 

@@ -63,17 +63,17 @@ def test_filters_narrow_rows_and_columns(opened: Any, real: Report) -> None:
 
     form = page.page.locator("#filters")
     form.get_by_label("Strategy").select_option("fsdp2")
-    assert shown_cells(page) == ["fsdp2-fp32-w2", "fsdp2-bf16_mixed-w2", "fsdp2-fp16_mixed-w2"]
+    assert shown_cells(page) == ["fsdp2-fp32-w2", "fsdp2-bf16_upcast-w2", "fsdp2-fp16_mixed-w2"]
     form.get_by_label("Status").select_option("red")
-    assert shown_cells(page) == ["fsdp2-fp32-w2", "fsdp2-bf16_mixed-w2"]
+    assert shown_cells(page) == ["fsdp2-fp32-w2", "fsdp2-bf16_upcast-w2"]
     form.get_by_label("Check").select_option("optimizer")
-    assert shown_cells(page) == ["fsdp2-bf16_mixed-w2"]
+    assert shown_cells(page) == ["fsdp2-bf16_upcast-w2"]
     heads = page("[...document.querySelectorAll('.matrix thead th:not([hidden])')].map((th) => th.textContent)")
     assert heads == ["optimizer"]
     form.get_by_role("button", name="Show all").click()
     page.wait_for("document.getElementById('shown').textContent === '9 of 9 cells'")
     form.get_by_label("Cell contains").fill("fsdp1 bf16")
-    assert shown_cells(page) == ["fsdp1-bf16_mixed-w2"]
+    assert shown_cells(page) == ["fsdp1-bf16_upcast-w2"]
     form.get_by_label("Cell contains").fill("nothing at all")
     assert shown_cells(page) == []
     assert page.page.locator("#shown").text_content() == "0 of 9 cells"
@@ -192,8 +192,8 @@ def test_a_button_copies_the_command(opened: Any, real: Report, permitted: bool)
 
     assert pasted() == cause.locator("pre.command").text_content() != ""
     page.page.get_by_role("button", name="Show all").click()
-    result = next(one for one in real.results if one.check == "parity" and one.cell == "fsdp1-bf16_mixed-w2")
-    page.verdict("fsdp1-bf16_mixed-w2:parity").click()
+    result = next(one for one in real.results if one.check == "parity" and one.cell == "fsdp1-bf16_upcast-w2")
+    page.verdict("fsdp1-bf16_upcast-w2:parity").click()
     # By the keyboard, and inside the dialog.
     page.page.locator("#verdict .copy").press("Enter")
     # The browser writes to the clipboard after the key press returns.
@@ -204,11 +204,11 @@ def test_a_button_copies_the_command(opened: Any, real: Report, permitted: bool)
 
 def test_a_cell_shows_ranks_names_dtypes_curves_and_bars(opened: Any, real: Report) -> None:
     page = opened(real)
-    page.verdict("fsdp1-bf16_mixed-w2:parity").click()
+    page.verdict("fsdp1-bf16_upcast-w2:parity").click()
     detail = page.page.locator("#detail")
     assert detail.is_visible()
     text = detail.inner_text()
-    for expected in ("step 17: the loss is", "faulty_suite.py::TestFaulty::test[fsdp1-bf16_mixed-w2:parity]", "Runs"):
+    for expected in ("step 17: the loss is", "faulty_suite.py::TestFaulty::test[fsdp1-bf16_upcast-w2:parity]", "Runs"):
         assert expected in text
     dtypes = [row.inner_text().split("\t") for row in detail.locator("table").first.locator("tbody tr").all()]
     assert ["master", "float32", "bfloat16 (differs)"] in [[" ".join(one.split()) for one in row] for row in dtypes]
@@ -228,7 +228,7 @@ def test_a_cell_shows_ranks_names_dtypes_curves_and_bars(opened: Any, real: Repo
 
 def test_a_crashed_cell_shows_each_rank_and_the_other_verdicts(opened: Any, real: Report) -> None:
     page = opened(real)
-    page.verdict("fsdp2-bf16_mixed-w2:names").click()
+    page.verdict("fsdp2-bf16_upcast-w2:names").click()
     detail = page.page.locator("#detail")
     ranks = [one for one in detail.locator("details details summary").all_inner_texts() if one.startswith("rank")]
     assert {one.split(":")[0] for one in ranks} == {"rank 0", "rank 1"}
@@ -249,11 +249,11 @@ def test_keys_alone_open_and_close_a_cell(opened: Any, real: Report) -> None:
     # The first that is red.
     assert page(place).endswith("ddp-fp32-w2:memory")
     keyboard.press("ArrowDown")
-    assert page(place).endswith("ddp-bf16_mixed-w2:memory")
+    assert page(place).endswith("ddp-bf16_upcast-w2:memory")
     keyboard.press("ArrowRight")
-    assert page(place).endswith("ddp-bf16_mixed-w2:data")
+    assert page(place).endswith("ddp-bf16_upcast-w2:data")
     keyboard.press("Home")
-    assert page(place).endswith("ddp-bf16_mixed-w2:active")
+    assert page(place).endswith("ddp-bf16_upcast-w2:active")
     keyboard.press("ArrowLeft")
     keyboard.press("ArrowUp")
     assert page(place).endswith("ddp-fp32-w2:active")
@@ -286,7 +286,7 @@ def test_nothing_sticks_out_of_a_narrow_screen(opened: Any, real: Report, width:
     assert page("document.documentElement.scrollWidth") <= width
     labels = page("Math.min(...[...document.querySelectorAll('.matrix tbody th')].map((th) => th.clientWidth))")
     assert labels >= 100, "a cell's name must be readable"
-    page.verdict("fsdp1-bf16_mixed-w2:parity").click()
+    page.verdict("fsdp1-bf16_upcast-w2:parity").click()
     assert page("document.getElementById('detail').scrollWidth <= document.getElementById('detail').clientWidth")
     assert page("document.getElementById('detail').getBoundingClientRect().width") <= width
 
@@ -362,11 +362,11 @@ def test_the_timeline_has_a_row_for_each_device_and_leads_to_the_cells(opened: A
     widest = page(
         "[...document.querySelectorAll('rect.bad')].sort((a, b) => b.width.baseVal.value - a.width.baseVal.value)[0].querySelector('title').textContent"
     )
-    assert "fsdp2-bf16_mixed-w2" in widest
+    assert "fsdp2-bf16_upcast-w2" in widest
     page(
         "[...document.querySelectorAll('rect.bad')].sort((a, b) => b.width.baseVal.value - a.width.baseVal.value)[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))"
     )
-    assert "bf16_mixed-w2" in page.page.locator("#detail-title").inner_text()
+    assert "bf16_upcast-w2" in page.page.locator("#detail-title").inner_text()
 
 
 def test_an_empty_and_an_interrupted_report_are_pages_too(opened: Any) -> None:
@@ -382,7 +382,7 @@ POINTS = """([title, part]) => [...document.querySelectorAll('#detail figure')]
 
 def test_a_deviation_leaves_the_band_at_the_step_that_the_check_names(opened: Any, real: Report) -> None:
     page = opened(real)
-    page.verdict("fsdp1-bf16_mixed-w2:parity").click()
+    page.verdict("fsdp1-bf16_upcast-w2:parity").click()
     assert "step 17: the loss is" in page.page.locator("#verdict pre").first.inner_text()
     title = "Loss: relative difference to the reference"
     own = page.page.evaluate(POINTS, [title, ".curve.own"])

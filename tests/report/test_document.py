@@ -254,9 +254,9 @@ def test_counts_of_a_suite_that_goes_dark() -> None:
 
 
 def test_facets_of_a_cell() -> None:
-    assert facets("fsdp2-bf16_mixed-w4-compile") == {
+    assert facets("fsdp2-bf16_upcast-w4-compile") == {
         "strategy": "fsdp2",
-        "precision": "bf16_mixed",
+        "precision": "bf16_upcast",
         "world_size": 4,
         "compile": True,
     }

@@ -42,7 +42,7 @@ CELLS = (
     "ddp-fp32-w2",
     "fsdp2-fp32-w2",
     "fsdp2-fp32-w4",
-    "fsdp1-bf16_mixed-w2",
+    "fsdp1-bf16_upcast-w2",
     "fsdp2-fp32-w2-param_groups",
     "fsdp2-fp32-w2-cpu_offload",
     # Runs of one on a mesh that the other's ranks have no room for.
@@ -160,7 +160,7 @@ def run() -> RunTrace:
     return RunTrace("train", 2, tuple(snapshots))
 
 
-CELL = Cell.of("fsdp2", "bf16_mixed", compile=True)
+CELL = Cell.of("fsdp2", "bf16_upcast", compile=True)
 
 
 def training(cell: Cell, *runs: RunTrace) -> Row:
@@ -306,7 +306,7 @@ def test_curves_and_memory() -> None:
     resumed = RunTrace("resume", 2, (snapshot(0, "step", 3, loss=0.5, grad_norm=2.0, seconds=0.5),))
     shown = training(CELL, run(), reference, resumed)
     allowed = {name: shown.steps.pop(f"{name}_tolerance") for name in ("loss", "grad_norm")}
-    precision = PRECISIONS.get("bf16_mixed")
+    precision = PRECISIONS.get("bf16_upcast")
     assert min(one or 0 for one in allowed["loss"]) >= precision.loss_tolerance > 0
     assert allowed["grad_norm"] == [precision.norm_tolerance] * STEPS
     assert shown.steps == {

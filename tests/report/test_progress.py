@@ -57,7 +57,7 @@ def screen(text: str, columns: int = 120) -> list[str]:
 
 def on_a_terminal(directory: Path, *args: str) -> str:
     """All that a session wrote to a terminal."""
-    write_session(directory, '{"ddp-fp32-w2": "wait 2.5", "fsdp1-bf16_mixed-w2": "wrong"}')
+    write_session(directory, '{"ddp-fp32-w2": "wait 2.5", "fsdp1-bf16_upcast-w2": "wrong"}')
     ours, theirs = pty.openpty()
     environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm"}
     process = subprocess.Popen(

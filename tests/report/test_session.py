@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from .conftest import Session
 
 SCHEMA = json.loads(Path(report_room.__file__).with_name("schema.json").read_text(encoding="utf-8"))
-RUNS = '{"fsdp2-fp32-w2": "wrong", "ddp-bf16_mixed-w2": "killed", "fsdp1-bf16_mixed-w2": "wrong"}'
+RUNS = '{"fsdp2-fp32-w2": "wrong", "ddp-bf16_upcast-w2": "killed", "fsdp1-bf16_upcast-w2": "wrong"}'
 #: What is declared to fail does; nothing else.
-WELL = '{"fsdp1-bf16_mixed-w2": "wrong"}'
+WELL = '{"fsdp1-bf16_upcast-w2": "wrong"}'
 STATUS = {
     "ddp-fp32-w2": "passed",
-    "ddp-bf16_mixed-w2": "crashed",
+    "ddp-bf16_upcast-w2": "crashed",
     "fsdp1-fp32-w2": "passed",
-    "fsdp1-bf16_mixed-w2": "known",
+    "fsdp1-bf16_upcast-w2": "known",
     "fsdp2-fp32-w2": "failed",
-    "fsdp2-bf16_mixed-w2": "passed",
+    "fsdp2-bf16_upcast-w2": "passed",
     **{f"{strategy}-bf16_pure-w2": "skipped" for strategy in ("ddp", "fsdp1", "fsdp2")},
 }
 ORDER = [
     f"{strategy}-{precision}-w2"
     for strategy in ("ddp", "fsdp1", "fsdp2")
-    for precision in ("fp32", "bf16_mixed", "bf16_pure")
+    for precision in ("fp32", "bf16_upcast", "bf16_pure")
 ]
 
 
@@ -77,9 +77,9 @@ def test_the_json_of_a_crashed_cell(session: Session, tmp_path: Path) -> None:
     result = next(found for found in data["results"] if found["status"] == "crashed")
     assert (result["rank"], result["facets"]) == (
         1,
-        {"strategy": "ddp", "precision": "bf16_mixed", "world_size": 2},
+        {"strategy": "ddp", "precision": "bf16_upcast", "world_size": 2},
     )
-    assert result["reproduce"] == "pytest 'test_mine.py::TestMine::test[ddp-bf16_mixed-w2:claim]'"
+    assert result["reproduce"] == "pytest 'test_mine.py::TestMine::test[ddp-bf16_upcast-w2:claim]'"
     cell = next(found for found in data["cells"] if found["cell"] == result["cell"])
     (run,) = [run for run in data["runs"] if run["id"] in cell["runs"]]
     assert (run["name"], run["ending"], run["seconds"]) == ("train", "crashed", 1.5)
@@ -96,9 +96,9 @@ def test_the_json_of_a_crashed_cell(session: Session, tmp_path: Path) -> None:
 
 
 def test_the_blamed_rank_comes_from_the_ranks_not_from_the_message(session: Session, tmp_path: Path) -> None:
-    session("--distcompat-report=out.json", runs='{"fsdp2-bf16_mixed-w2": "raised"}')
+    session("--distcompat-report=out.json", runs='{"fsdp2-bf16_upcast-w2": "raised"}')
     results = {result["cell"]: result for result in load(tmp_path / "out.json")["results"]}
-    failed = results["fsdp2-bf16_mixed-w2"]
+    failed = results["fsdp2-bf16_upcast-w2"]
     assert failed["message"].splitlines()[0] == "rank 1 raised ValueError: no"
     assert "rank 7 is odd" in failed["message"].splitlines()[-1]
     assert (failed["status"], failed["rank"], failed["ended_run"]) == ("failed", 1, "train")
@@ -107,7 +107,7 @@ def test_the_blamed_rank_comes_from_the_ranks_not_from_the_message(session: Sess
 
 
 #: Two cells end in one way, a third in another; a test beside them fails too.
-THREE = '{"ddp-fp32-w2": "killed", "fsdp1-bf16_mixed-w2": "wrong", "fsdp2-fp32-w2": "wrong", "fsdp2-bf16_mixed-w2": "killed"}'
+THREE = '{"ddp-fp32-w2": "killed", "fsdp1-bf16_upcast-w2": "wrong", "fsdp2-fp32-w2": "wrong", "fsdp2-bf16_upcast-w2": "killed"}'
 
 
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
@@ -126,7 +126,7 @@ def test_a_cause_is_shown_once_with_its_verdicts_beneath(
             "rank 1 was killed by SIGKILL during 'step'",
             "*- this cause has 2 verdicts (-vv shows each) -*",
             "ddp-fp32-w2 (test_mine:Mine): claim",
-            "fsdp2-bf16_mixed-w2 (test_mine:Mine): claim",
+            "fsdp2-bf16_upcast-w2 (test_mine:Mine): claim",
         ]
     )
     assert failures.count("rank 1 was killed by SIGKILL during 'step'\n\n") == 1
@@ -137,7 +137,7 @@ def test_a_cause_is_shown_once_with_its_verdicts_beneath(
         *["rank 1 was killed by SIGKILL during 'step'"] * 2,
     ]
     found = {case.get("name", ""): case.find("failure") for case in ET.parse(tmp_path / "junit.xml").iter("testcase")}
-    for cell in ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2"):
+    for cell in ("ddp-fp32-w2", "fsdp2-bf16_upcast-w2"):
         failure = found[f"test[{cell}:claim]"]
         assert failure is not None
         assert failure.get("message") == "rank 1 was killed by SIGKILL during 'step'"
@@ -151,10 +151,10 @@ def test_junit_and_the_report_log_have_properties(session: Session, tmp_path: Pa
     found = {
         case.get("name", ""): {one.get("name"): one.get("value") for one in case.iter("property")} for case in cases
     }
-    crashed = found["test[ddp-bf16_mixed-w2:claim]"]
+    crashed = found["test[ddp-bf16_upcast-w2:claim]"]
     assert "torch " in str(crashed.pop("distcompat_versions"))
     assert crashed == {
-        "distcompat_cell": "ddp-bf16_mixed-w2",
+        "distcompat_cell": "ddp-bf16_upcast-w2",
         "distcompat_driver": "test_mine:Mine",
         "distcompat_check": "claim",
         "distcompat_status": "crashed",
@@ -282,11 +282,11 @@ def test_an_xfail_mark_excuses_no_crash_of_an_item(session: Session, tmp_path: P
         "    for item in items: item.add_marker(pytest.mark.xfail)\n",
         encoding="utf-8",
     )
-    runs = '{"fsdp2-fp32-w2": "wrong", "ddp-bf16_mixed-w2": "killed"}'
+    runs = '{"fsdp2-fp32-w2": "wrong", "ddp-bf16_upcast-w2": "killed"}'
     done = session("-p", "excusing", "-rfx", runs=runs, PYTHONPATH=str(tmp_path))
     expected = {line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "XFAIL "))}
     assert {line for line in expected if "FAILED" in line} == {
-        "FAILED test_mine.py::TestMine::test[ddp-bf16_mixed-w2:claim]"
+        "FAILED test_mine.py::TestMine::test[ddp-bf16_upcast-w2:claim]"
     }
     assert "XFAIL test_mine.py::TestMine::test[fsdp2-fp32-w2:claim]" in expected
     assert done.returncode == pytest.ExitCode.TESTS_FAILED

@@ -238,7 +238,7 @@ def test_a_chat_message_of_a_real_run_names_cause_cell_and_command(real: Report,
     text = (tmp_path / "chat.txt").read_text(encoding="utf-8")
     assert len(text) < 3000
     assert "CRASH x 12: rank 1 was killed by SIGKILL" in text
-    assert "pytest 'faulty_suite.py::TestFaulty::test[ddp-bf16_mixed-w2:active]'" in text
+    assert "pytest 'faulty_suite.py::TestFaulty::test[ddp-bf16_upcast-w2:active]'" in text
 
 
 def test_markdown_escapes_markup(tmp_path: Path) -> None:

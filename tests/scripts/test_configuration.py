@@ -65,14 +65,14 @@ def test_accelerate_reads_them_all(tmp_path: Path) -> None:
 
 
 def test_the_content_of_the_files(tmp_path: Path) -> None:
-    fsdp = write_configuration(Cell.of("fsdp2", "bf16_mixed", 2, state_dict="full"), tmp_path)
+    fsdp = write_configuration(Cell.of("fsdp2", "bf16_upcast", 2, state_dict="full"), tmp_path)
     found = settings(fsdp)
     assert found["mixed_precision"] == "bf16"
     assert (found["fsdp_config"]["fsdp_version"], found["fsdp_config"]["fsdp_state_dict_type"]) == (
         2,
         "FULL_STATE_DICT",
     )
-    zero = write_configuration(Cell("zero3", "bf16_mixed"), tmp_path)
+    zero = write_configuration(Cell("zero3", "bf16_upcast"), tmp_path)
     written = json.loads(zero.with_suffix(".deepspeed.json").read_text(encoding="utf-8"))
     assert (written["zero_optimization"]["stage"], written["bf16"]["enabled"]) == (3, True)
     assert written["train_micro_batch_size_per_gpu"] == "auto"
@@ -119,11 +119,11 @@ def test_a_launcher_is_no_rank_of_another_group() -> None:
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_reduce_dtype_of_fsdp_cannot_be_written(strategy: str, tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match="accelerate's file has no word for FSDP's policy of dtypes"):
-        write_configuration(Cell.of(strategy, "bf16_mixed", reduce_dtype="fp32"), tmp_path)
+        write_configuration(Cell.of(strategy, "bf16_upcast", reduce_dtype="fp32"), tmp_path)
 
 
 def test_reduce_dtype_of_zero_is_written(tmp_path: Path) -> None:
-    write_configuration(Cell.of("zero2", "bf16_mixed", reduce_dtype="fp32"), tmp_path)
+    write_configuration(Cell.of("zero2", "bf16_upcast", reduce_dtype="fp32"), tmp_path)
     (written,) = tmp_path.glob("*.json")
     assert json.loads(written.read_text(encoding="utf-8"))["communication_data_type"] == "fp32"
 

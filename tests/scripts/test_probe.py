@@ -33,7 +33,7 @@ def torch_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
 
 
 def accelerate_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
-    message: dict[str, Any] = {"launcher": "accelerate", "strategy": strategy, "precision": "bf16_mixed", **settings}
+    message: dict[str, Any] = {"launcher": "accelerate", "strategy": strategy, "precision": "bf16_upcast", **settings}
     return run(ACCELERATE, "--save-at", "3", "--output", "{output}", output="{output}/final", **message)
 
 

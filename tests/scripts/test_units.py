@@ -153,7 +153,7 @@ def test_layers_in_8_bits(run: Launch) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=nightly)])
 def test_no_layer_in_8_bits_is_a_finding(run: Launch, tmp_path: Path, strategy: str) -> None:
     """The file that the script is started by says bf16."""
-    file = write_configuration(Cell(strategy, "bf16_mixed", 2), tmp_path)
+    file = write_configuration(Cell(strategy, "bf16_upcast", 2), tmp_path)
     found = accelerated(run, strategy, precision="fp8", configuration=file)
     found.check("active", "optimizer", "dtypes")
     message = (

@@ -80,7 +80,7 @@ class NoCpuFlag(Accelerate):
 
 
 @twin("active", "zero2-fp32-w2-model_mlp", match=r"ZeRO stage 1 is running; expected 2")
-@twin("active", "zero3-bf16_mixed-w2-model_mlp", match=r"ZeRO stage 1 is running; expected 3(?s:.*)of kind ZeRO-3")
+@twin("active", "zero3-bf16_upcast-w2-model_mlp", match=r"ZeRO stage 1 is running; expected 3(?s:.*)of kind ZeRO-3")
 class LowerStage(Accelerate):
     """The stage of the DeepSpeed config is another one than the trainer was asked for."""
 

@@ -49,7 +49,7 @@ class AnotherStage(DeepSpeed):
 
 @twin(
     "dtypes",
-    "zero1-bf16_mixed-w2-model_mlp",
+    "zero1-bf16_upcast-w2-model_mlp",
     match=r"AdamW updates bfloat16 masters; expected float32(?s:.*)AdamW keeps state in bfloat16; expected float32",
     also={"parity": r"the loss is"},
 )
@@ -157,7 +157,7 @@ class UniversalWithoutMoments(DeepSpeedDriver):
 @twin(
     "active",
     "zero3-fp32-w4-model_mlp-set_ds_config.zero_optimization.zero_hpz_partition_size=2",
-    "zero3-bf16_mixed-w4-set_ds_config.zero_optimization.zero_hpz_partition_size=2",
+    "zero3-bf16_upcast-w4-set_ds_config.zero_optimization.zero_hpz_partition_size=2",
     match=r"^rank 0: the secondary partition of weights is nowhere; expected one among 2",
 )
 class NoSecondaryPartition(DeepSpeed):

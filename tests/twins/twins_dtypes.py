@@ -42,8 +42,8 @@ SOUND = "twins.twins_dtypes:Upcasts"
 # The case that the check grew from: a model loaded in bfloat16, and nobody upcasts.
 twin(
     "dtypes",
-    "fsdp1-bf16_mixed-w2",
-    "fsdp2-bf16_mixed-w2",
+    "fsdp1-bf16_upcast-w2",
+    "fsdp2-bf16_upcast-w2",
     match=r"trainable parameters are stored in bfloat16(?s:.*)AdamW updates bfloat16 masters; expected float32"
     r"(?s:.*)is given gradients in bfloat16(?s:.*)keeps state in bfloat16",
     also=PARITY,
@@ -51,14 +51,14 @@ twin(
 )(TorchDriver)
 twin(
     "dtypes",
-    "ddp-bf16_mixed-w2-model_mlp",
+    "ddp-bf16_upcast-w2-model_mlp",
     match=r"gradients were reduced in bfloat16; expected float32(?s:.*)AdamW updates bfloat16 masters; expected float32",
     also=PARITY,
     sound=SOUND,
 )(TorchDriver)
 twin(
     "dtypes",
-    "ddp-bf16_mixed-w2-model_mlp",
+    "ddp-bf16_upcast-w2-model_mlp",
     match=r"AdamW updates bfloat16 masters; expected float32",
     also=PARITY,
     sound=SOUND,
@@ -67,8 +67,8 @@ twin(
 
 @twin(
     "dtypes",
-    "fsdp1-bf16_mixed-w2-model_mlp",
-    "fsdp2-bf16_mixed-w2-model_mlp",
+    "fsdp1-bf16_upcast-w2-model_mlp",
+    "fsdp2-bf16_upcast-w2-model_mlp",
     match=r"matrix products ran in float32; expected bfloat16(?s:.*)gradients were reduced in float32; expected bfloat16",
     sound=SOUND,
 )
@@ -79,7 +79,7 @@ class NoPolicy(Upcasts):
         return super().wrap(model.float(), PRECISIONS.get("fp32"), cell, device)
 
 
-@twin("dtypes", "ddp-bf16_mixed-w2-model_mlp", match=r"matrix products ran in float32; expected bfloat16", sound=SOUND)
+@twin("dtypes", "ddp-bf16_upcast-w2-model_mlp", match=r"matrix products ran in float32; expected bfloat16", sound=SOUND)
 class NoAutocast(Upcasts):
     """DDP without autocast."""
 
@@ -92,7 +92,7 @@ class NoAutocast(Upcasts):
 
 @twin(
     "dtypes",
-    "fsdp2-bf16_mixed-w2",
+    "fsdp2-bf16_upcast-w2",
     match=r"matrix products ran in bfloat16 and float32; expected bfloat16",
     sound=SOUND,
 )
@@ -110,7 +110,7 @@ class LastLayerInFloat32(Upcasts):
 
 @twin(
     "dtypes",
-    "fsdp2-bf16_mixed-w2-model_mlp",
+    "fsdp2-bf16_upcast-w2-model_mlp",
     match=r"^rank 0: gradients were reduced in float32; expected bfloat16\nrank 1: gradients were reduced in float32; expected bfloat16$",
     sound=SOUND,
 )
@@ -212,8 +212,8 @@ class OtherConfig(Accelerate):
 
 @twin(
     "dtypes",
-    "zero2-bf16_mixed-w2-model_mlp",
-    "zero3-bf16_mixed-w2-model_mlp",
+    "zero2-bf16_upcast-w2-model_mlp",
+    "zero3-bf16_upcast-w2-model_mlp",
     match=r"AdamW updates bfloat16 masters; expected float32(?s:.*)AdamW keeps state in bfloat16; expected float32",
     also=PARITY,
 )
@@ -227,12 +227,12 @@ class MastersInBfloat16(OtherConfig):
 class MastersInFloat32(OtherConfig):
     """Asked for its low-precision mode, DeepSpeed runs the usual one."""
 
-    config_precision = "bf16_mixed"
+    config_precision = "bf16_upcast"
 
 
 @twin(
     "dtypes",
-    "zero1-bf16_mixed-w2-model_mlp",
+    "zero1-bf16_upcast-w2-model_mlp",
     match=r"stored in float32, first 'module\.inlet\.weight'; expected bfloat16(?s:.*)matrix products ran in float32"
     r"(?s:.*)reduced in float32; expected bfloat16",
 )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @twin(
     "dtypes",
-    "fsdp2-bf16_mixed-w2-model_mlp",
+    "fsdp2-bf16_upcast-w2-model_mlp",
     match=r"^rank 0: 2 of 2 frozen parameters are stored in float32, first '(module\.)?frozen\.weight'; loaded in bfloat16\n"
     r"rank 1: 2 of 2 frozen parameters are stored in float32, .*$",
     sound=SOUND,
@@ -51,9 +51,9 @@ class BuffersCast(Torch):
 
 @twin(
     "dtypes",
-    "zero1-bf16_mixed-w2-model_mlp-grad_accum_dtype_fp32",
-    "zero2-bf16_mixed-w2-model_mlp-grad_accum_dtype_fp32",
-    "zero3-bf16_mixed-w2-model_mlp-grad_accum_dtype_fp32",
+    "zero1-bf16_upcast-w2-model_mlp-grad_accum_dtype_fp32",
+    "zero2-bf16_upcast-w2-model_mlp-grad_accum_dtype_fp32",
+    "zero3-bf16_upcast-w2-model_mlp-grad_accum_dtype_fp32",
     match=r"^rank 0: gradients are added up in bfloat16; expected float32\n"
     r"rank 1: gradients are added up in bfloat16; expected float32$",
 )
@@ -70,8 +70,8 @@ TRAVELS = r"^rank 0: gradients were reduced in bfloat16; expected float32\nrank 
 
 @twin(
     "dtypes",
-    "fsdp1-bf16_mixed-w2-model_mlp-reduce_dtype_fp32",
-    "fsdp2-bf16_mixed-w2-model_mlp-reduce_dtype_fp32",
+    "fsdp1-bf16_upcast-w2-model_mlp-reduce_dtype_fp32",
+    "fsdp2-bf16_upcast-w2-model_mlp-reduce_dtype_fp32",
     match=TRAVELS,
 )
 class PolicyLost(Accelerate):
@@ -83,8 +83,8 @@ class PolicyLost(Accelerate):
 
 @twin(
     "dtypes",
-    "zero1-bf16_mixed-w2-model_mlp-reduce_dtype_fp32",
-    "zero3-bf16_mixed-w2-model_mlp-reduce_dtype_fp32",
+    "zero1-bf16_upcast-w2-model_mlp-reduce_dtype_fp32",
+    "zero3-bf16_upcast-w2-model_mlp-reduce_dtype_fp32",
     match=TRAVELS,
 )
 class CommunicationTypeMisspelt(DeepSpeed):

@@ -24,7 +24,7 @@ LATE = r"^rank 0: loss 1 after the load under fsdp2 is [\d.]+; [\d.]+ in the run
 # Flat parameters have no names to be compared by: in lower precision too only the losses show it.
 @twin(
     "portable",
-    "fsdp1-bf16_mixed-w2-no_use_orig_params",
+    "fsdp1-bf16_upcast-w2-no_use_orig_params",
     match=LATE + r"\(2e-03 allowed\)",
     sound=SOUND,
 )
@@ -37,7 +37,7 @@ class OtherDataElsewhere(Upcasts):
 
 @twin(
     "portable",
-    "ddp-bf16_mixed-w2-model_mlp",
+    "ddp-bf16_upcast-w2-model_mlp",
     match=r"^rank 0: the loss of step 1 after the load under fsdp2 is nan; expected a finite number\nrank 1: the loss",
     sound=SOUND,
 )

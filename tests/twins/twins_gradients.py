@@ -19,9 +19,9 @@ SUMMED = rf"^step 1: .*: the gradient of {BIAS} is (2|1\.9|2\.0)\d* times the re
 
 @twin(
     "gradients",
-    "zero1-bf16_mixed-w2-model_mlp",
-    "zero2-bf16_mixed-w2-model_mlp",
-    "zero3-bf16_mixed-w2-model_mlp",
+    "zero1-bf16_upcast-w2-model_mlp",
+    "zero2-bf16_upcast-w2-model_mlp",
+    "zero3-bf16_upcast-w2-model_mlp",
     match=SUMMED,
 )
 class SumsOneBiasZero(AccelerateDriver):
@@ -84,7 +84,7 @@ class DetachedBranch(Torch):
 
 @twin(
     "gradients",
-    "ddp-bf16_mixed-w2",
+    "ddp-bf16_upcast-w2",
     match=r"^step 1: rank 0: the gradient of 2\.bias is 2\.\d+ times the reference's: '2\.bias' has norm",
     also=PARITY | CLIPPING,
     sound="twins.twins_own_model:SmallNet",

@@ -152,7 +152,7 @@ class BufferNotSaved(Torch):
 @twin(
     "names",
     "zero1-fp32-w2-model_mlp",
-    "zero3-bf16_mixed-w2-model_mlp",
+    "zero3-bf16_upcast-w2-model_mlp",
     match=r"2 of 14 parameters are in no saved file, first 'frozen\.bias', 'frozen\.weight'",
 )
 class FrozenNotSaved(AccelerateDriver):

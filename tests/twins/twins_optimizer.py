@@ -134,7 +134,7 @@ NO_STATE = {"names": r"the optimizer of no rank keeps state for 'outlet\.bias'"}
 @twin(
     "optimizer",
     "zero1-fp32-w2-model_mlp",
-    "zero2-bf16_mixed-w2-model_mlp",
+    "zero2-bf16_upcast-w2-model_mlp",
     match=LAST_IS_OUT,
     also={**PARITY, **CLIPPING, **MEMORY, **NO_STATE, **GRADIENTS},
 )
@@ -186,7 +186,7 @@ class NoLearningRate(Torch):
         return with_a_group_that_rests(super().make_optimizer(model))
 
 
-@twin("optimizer", "fsdp1-bf16_mixed-w2-model_mlp", match=LAST_STOPS, also=PARITY)
+@twin("optimizer", "fsdp1-bf16_upcast-w2-model_mlp", match=LAST_STOPS, also=PARITY)
 @twin("optimizer", "zero2-fp32-w2-model_mlp", match=LAST_STOPS, also={**PARITY, **CLIPPING, **GRADIENTS})
 class NoLearningRateAccelerate(AccelerateDriver):
     """The twin above with flat masters, and with FSDP1 upcasting: a parameter whose dtype changes has not moved yet."""

@@ -33,7 +33,7 @@ class FrozenDrifts(Torch):
 
 @twin(
     "optimizer",
-    "zero1-bf16_mixed-w2-model_mlp",
+    "zero1-bf16_upcast-w2-model_mlp",
     match=r"frozen parameter 'module\.frozen\.weight' moved",
     also={
         **PARITY,

@@ -33,7 +33,7 @@ class OneWithoutGradient(AccelerateDriver):
 
 @twin(
     "optimizer",
-    "zero1-bf16_mixed-w2-model_mlp",
+    "zero1-bf16_upcast-w2-model_mlp",
     match=r"^trainable parameter 'module\.inlet\.weight' did not move in three steps, on any rank$",
     also={**PARITY, **CLIPPING},
 )

@@ -95,7 +95,7 @@ class SmallNet(Driver):
 SOUND = f"{SmallNet.__module__}:{SmallNet.__name__}"
 
 
-@twin("parity", "ddp-bf16_mixed-w2", "fsdp2-bf16_mixed-w2", match=OFF, also=CLIPPING, sound=SOUND)
+@twin("parity", "ddp-bf16_upcast-w2", "fsdp2-bf16_upcast-w2", match=OFF, also=CLIPPING, sound=SOUND)
 class SmallDecay(SmallNet):
     """Weights decay three hundred times as fast as asked, and the optimizer's groups do not say so."""
 
@@ -111,8 +111,8 @@ class SmallDecay(SmallNet):
 
 @twin(
     "parity",
-    "ddp-bf16_mixed-w2",
-    "fsdp2-bf16_mixed-w2",
+    "ddp-bf16_upcast-w2",
+    "fsdp2-bf16_upcast-w2",
     match=r"^step 1: rank 0: the gradient norm is .* \(1\.0e\+00 off, [2-9]\.\de-02 allowed\)",
     also=CLIPPING | GRADIENTS,
     sound=SOUND,

@@ -81,10 +81,10 @@ class SchedulePerRank(AccelerateDriver):
 DECAYS = r"^step 1: all ranks: weight_decay of (\S+ )+is 0\.01; 0 in the reference$"
 
 
-@twin("parity", "fsdp1-bf16_mixed-w2-param_groups", match=DECAYS)
+@twin("parity", "fsdp1-bf16_upcast-w2-param_groups", match=DECAYS)
 @twin("parity", "fsdp2-fp32-w2-param_groups", match=DECAYS)
-@twin("parity", "zero1-bf16_mixed-w2-param_groups", match=DECAYS)
-@twin("parity", "zero3-bf16_mixed-w2-param_groups", match=DECAYS)
+@twin("parity", "zero1-bf16_upcast-w2-param_groups", match=DECAYS)
+@twin("parity", "zero3-bf16_upcast-w2-param_groups", match=DECAYS)
 class DecaysNorms(Accelerate):
     """All parameters are in groups that decay: a loss in 16 bits never shows it, one in float32 after a dozen steps."""
 
@@ -96,8 +96,8 @@ class DecaysNorms(Accelerate):
 
 # The case that the check grew from: over 20 steps the loss shows the optimizer's precision.
 OWN_MASTERS = {"dtypes": r"AdamW updates bfloat16 masters; expected float32"}
-twin("parity", "fsdp2-bf16_mixed-w2-model_mlp", match=LATER, also=OWN_MASTERS, sound="accelerate")(TorchDriver)
-twin("parity", "zero2-bf16_mixed-w2-model_mlp", match=LATER, also=OWN_MASTERS)(MastersInBfloat16)
+twin("parity", "fsdp2-bf16_upcast-w2-model_mlp", match=LATER, also=OWN_MASTERS, sound="accelerate")(TorchDriver)
+twin("parity", "zero2-bf16_upcast-w2-model_mlp", match=LATER, also=OWN_MASTERS)(MastersInBfloat16)
 
 
 @twin(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @twin(
     "resume",
     "zero1-fp32-w2-model_mlp",
-    "zero3-bf16_mixed-w2-model_mlp",
+    "zero3-bf16_upcast-w2-model_mlp",
     match=r"rank 1: the optimizer's state is empty after the load; 4 tensors were saved(?s:.*)loss 2 after the load",
 )
 class OptimizerNotLoadedZero(AccelerateDriver):
@@ -43,7 +43,7 @@ class SchedulerNotLoadedZero(AccelerateDriver):
 
 @twin(
     "resume",
-    "zero2-bf16_mixed-w2-model_mlp",
+    "zero2-bf16_upcast-w2-model_mlp",
     match=r"^rank 0: loss 1 after the load is [\d.]+; [\d.]+ in the run",
     also=OTHER_DATA,
 )
@@ -79,7 +79,7 @@ def masters(engine: Module) -> list[torch.nn.Parameter]:
 
 @twin(
     "resume",
-    "zero2-bf16_mixed-w2-model_mlp",
+    "zero2-bf16_upcast-w2-model_mlp",
     match=r"^rank 0: optimizer state 'master of partition 0': other values after the load",
 )
 class MastersRounded(AccelerateDriver):

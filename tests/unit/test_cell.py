@@ -16,7 +16,7 @@ NAMES = ", ".join(map(repr, OPTIONS["model"].values))
     ("cell", "cell_id"),
     [
         (Cell("ddp", "fp32"), "ddp-fp32-w2"),
-        (Cell.of("fsdp2", "bf16_mixed", compile=True), "fsdp2-bf16_mixed-w2-compile"),
+        (Cell.of("fsdp2", "bf16_upcast", compile=True), "fsdp2-bf16_upcast-w2-compile"),
         (Cell.of("zero3", "fp32", 4, model="mlp"), "zero3-fp32-w4-model_mlp"),
         (Cell("fsdp2", "fp32", 4, (("compile", True),), nodes=2), "fsdp2-fp32-w4-n2-compile"),
         # In the order of OPTIONS, whatever the order given.
@@ -59,7 +59,7 @@ def test_facets_are_strategy_precision_world_size_and_options() -> None:
 @pytest.mark.parametrize(
     ("cell_id", "message"),
     [
-        ("fsdp2", "'fsdp2' is no cell id; one reads like 'fsdp2-bf16_mixed-w2-compile'"),
+        ("fsdp2", "'fsdp2' is no cell id; one reads like 'fsdp2-bf16_upcast-w2-compile'"),
         ("fsdp2-fp32", "'fsdp2-fp32' is no cell id"),
         ("fsdp2-fp32-2", "'fsdp2-fp32-2' is no cell id"),
         ("fsdp2-fp32-wx", "'fsdp2-fp32-wx' is no cell id"),
@@ -220,10 +220,10 @@ def test_ranks_that_nodes_do_not_divide() -> None:
 
 
 def test_a_matrix_beside_the_product_takes_the_runs_world_size_too() -> None:
-    beside = Matrix(("fsdp2",), ("bf16_mixed",), options=({"model": "mlp"},))
+    beside = Matrix(("fsdp2",), ("bf16_upcast",), options=({"model": "mlp"},))
     matrix = Matrix(("ddp",), ("fp32",), extra=(beside, Cell("ddp", "fp32", 4), Cell("zero1", "fp32", 2)))
     found = [cell.id for cell in matrix.cells((), (), 4)]
-    assert found == ["ddp-fp32-w4", "fsdp2-bf16_mixed-w4-model_mlp", "zero1-fp32-w2"]
+    assert found == ["ddp-fp32-w4", "fsdp2-bf16_upcast-w4-model_mlp", "zero1-fp32-w2"]
 
 
 @pytest.mark.parametrize("world_size", [2.0, "2", True, 0, None, 10**9])

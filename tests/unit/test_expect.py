@@ -11,7 +11,7 @@ from pytest_distcompat.cell import FACETS, OPTIONS, Cell
 from pytest_distcompat.expect import Expectation, fails, refuses
 from pytest_distcompat.failures import UsageProblem
 
-CELL = Cell.of("fsdp2", "bf16_mixed", 2, compile=True)
+CELL = Cell.of("fsdp2", "bf16_upcast", 2, compile=True)
 
 
 NAMES = ", ".join(map(repr, OPTIONS["model"].values))

@@ -75,7 +75,7 @@ def test_several_checks_are_several_expectations(write: Write) -> None:
 
 @pytest.mark.parametrize("option", ["grad_accum_2", "frozen", "activation_checkpointing"])
 def test_without_zero_a_step_under_autotp_is_wrong_from_the_first_on(option: str) -> None:
-    cell = Cell.parse(f"zero0-bf16_mixed-w4-{option}-tp_2")
+    cell = Cell.parse(f"zero0-bf16_upcast-w4-{option}-tp_2")
     for check in ("parity", "clipping"):
         found = [
             one for one in applying(shipped(), ("deepspeed", "driver:deepspeed"), "cpu") if one.covers(cell, check)
@@ -271,7 +271,7 @@ def test_a_walk_of_trainer_that_resumes_on_the_cpu_is_known_in_old_releases(
         ),
         (
             "deepspeed",
-            "zero3-bf16_mixed-w2",
+            "zero3-bf16_upcast-w2",
             "reshard",
             "RuntimeError: Expected all, but got state_steps is on cpu, dif",
         ),

@@ -57,7 +57,7 @@ def test_without_transformers_the_default_model_is_mlp(strategy: str) -> None:
 def test_without_transformers_known_issues_of_mlp_apply_to_a_cell_without_options() -> None:
     reasons = run("""
         from pytest_distcompat.known.read import applying, concerned, shipped
-        cell = Cell("zero1", "bf16_mixed")
+        cell = Cell("zero1", "bf16_upcast")
         for one in applying(shipped(), concerned(DRIVERS.get("deepspeed")), "cpu"):
             if one.covers(cell, "export"):
                 print(one.reason)
@@ -140,18 +140,18 @@ def test_a_module_may_have_the_name_of_a_wrapper(strategy: str, live: str, name:
 @pytest.mark.parametrize(
     ("driver", "cell", "reason"),
     [
-        ("trainer", "fsdp2-bf16_mixed-w4-model_wide-optimizer_adam8bit", None),
-        ("torch", "fsdp2-bf16_mixed-w2-model_wide-optimizer_adam8bit", "cannot step on DTensors of bfloat16"),
+        ("trainer", "fsdp2-bf16_upcast-w4-model_wide-optimizer_adam8bit", None),
+        ("torch", "fsdp2-bf16_upcast-w2-model_wide-optimizer_adam8bit", "cannot step on DTensors of bfloat16"),
         ("torch", "fsdp2-fp32-w8-model_wide-optimizer_adam8bit", "no part of model wide has so many"),
         ("torch", "ddp-fp32-w2-optimizer_adam8bit", "no part of model llama has so many"),
         ("torch", "ddp-fp32-w2-model_wide-compile_aot_eager-optimizer_adam8bit", "nothing is compiled there"),
         ("accelerate", "zero1-fp32-w2-model_wide-optimizer_adam8bit", "silently keeps state in float32"),
         ("torch", "ddp-fp32-w2-model_wide", "the model wide is for optimizer=adam8bit"),
-        ("torch", "ddp-bf16_mixed-w2-lora_int8", None),
+        ("torch", "ddp-bf16_upcast-w2-lora_int8", None),
         ("torch", "fsdp2-fp32-w2-lora_int8", "by aten.split"),
         ("accelerate", "ddp-fp32-w2-lora_int8", "by aten.view"),
         ("deepspeed", "zero1-fp32-w2-lora_int8", "Couldn't swap"),
-        ("torch", "ddp-bf16_pure-w2-lora_int8", "in fp32 and bf16_mixed alone"),
+        ("torch", "ddp-bf16_pure-w2-lora_int8", "in fp32 and bf16_upcast alone"),
     ],
 )
 def test_where_optimizer_state_or_a_model_is_quantized(driver: str, cell: str, reason: str | None) -> None:
@@ -162,8 +162,8 @@ def test_where_optimizer_state_or_a_model_is_quantized(driver: str, cell: str, r
     ("driver", "cell", "reason"),
     [
         ("trainer", "ddp-fp32-w2-optimizer_sgd", None),
-        ("trainer", "fsdp2-bf16_mixed-w2-optimizer_sgd", None),
-        ("trainer", "ddp-bf16_mixed-w2-optimizer_sgd", "smaller than bfloat16 resolves"),
+        ("trainer", "fsdp2-bf16_upcast-w2-optimizer_sgd", None),
+        ("trainer", "ddp-bf16_upcast-w2-optimizer_sgd", "smaller than bfloat16 resolves"),
         ("torch", "fsdp2-bf16_pure-w2-optimizer_sgd", "smaller than bfloat16 resolves"),
         ("deepspeed", "zero3-bf16_pure-w2-optimizer_sgd", "smaller than bfloat16 resolves"),
         ("trainer", "fsdp1-fp32-w2-optimizer_adafactor", "fsdp1's shards have one dimension, and adafactor updates"),
@@ -173,7 +173,7 @@ def test_where_optimizer_state_or_a_model_is_quantized(driver: str, cell: str, r
         ("deepspeed", "zero1-fp32-w2-optimizer_adafactor", "zero1's shards have one dimension, and adafactor updates"),
         ("deepspeed", "zero0-fp32-w2-model_wide-optimizer_adam8bit", "a function for map_location"),
         ("deepspeed", "zero1-fp32-w2-compile_aot_eager-optimizer_muon", "not tried with option 'compile' yet"),
-        ("deepspeed", "zero2-bf16_mixed-w2-optimizer_muon", "keeps momentum in the gradients' dtype"),
+        ("deepspeed", "zero2-bf16_upcast-w2-optimizer_muon", "keeps momentum in the gradients' dtype"),
     ],
 )
 def test_where_another_optimizer_can_update_what_a_rank_holds(driver: str, cell: str, reason: str | None) -> None:
@@ -184,7 +184,7 @@ def test_where_another_optimizer_can_update_what_a_rank_holds(driver: str, cell:
     ("driver", "cell", "reason"),
     [
         ("torch", "fsdp2-fp32-w4-model_moe_fused-tp_2", None),
-        ("torch", "fsdp2-bf16_mixed-w8-model_moe_fused-grad_accum_2-tp_2-ep_2", None),
+        ("torch", "fsdp2-bf16_upcast-w8-model_moe_fused-grad_accum_2-tp_2-ep_2", None),
         ("torch", "fsdp2-fp32-w4-model_moe_fused-compile_regional-tp_2-ep_2", "with option 'compile' yet"),
         ("torch", "fsdp2-fp32-w2-model_moe_fused-activation_checkpointing-ep_2", None),
         (

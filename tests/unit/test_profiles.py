@@ -73,7 +73,7 @@ def test_smoke_runs_a_costly_check_in_one_cell_with_a_reason_in_the_others() -> 
 
 
 def test_default_runs_a_check_once_in_cells_alike_in_all_that_it_depends_on() -> None:
-    plain, lower = Cell("fsdp2", "fp32"), Cell("fsdp2", "bf16_mixed")
+    plain, lower = Cell("fsdp2", "fp32"), Cell("fsdp2", "bf16_upcast")
     recomputed, full = (
         Cell.of("fsdp2", "fp32", activation_checkpointing=True),
         Cell.of("fsdp2", "fp32", state_dict="full"),
@@ -127,7 +127,7 @@ def composed(cell: Cell) -> bool:
     [
         ("fsdp2-fp32-w8-dp_replicate_2-tp_2", True),
         ("fsdp2-fp32-w4-tp_2-pp_2", True),
-        ("fsdp2-bf16_mixed-w4-tp_2-cp_2", True),
+        ("fsdp2-bf16_upcast-w4-tp_2-cp_2", True),
         ("fsdp2-fp32-w4-model_moe_fused-tp_2-ep_2", True),
         ("fsdp2-fp32-w4-activation_checkpointing-tp_2-sp", True),
         ("ddp-fp32-w4-grad_accum_2-pp_2", True),
@@ -162,9 +162,9 @@ def test_pairwise_covers_every_pair_that_can_be_run(driver: type[Driver]) -> Non
 
 def test_pairwise_has_the_suites_own_cells_too() -> None:
     # No pair: one of a strategy, a precision and an option together.
-    matrix = Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True, "grad_accum": 4},))
+    matrix = Matrix(("zero0",), ("bf16_upcast",), options=({"frozen": True, "grad_accum": 4},))
     found = of("pairwise", DRIVERS.get("deepspeed"), matrix)
-    assert found[0].id == "zero0-bf16_mixed-w2-grad_accum_4-frozen"
+    assert found[0].id == "zero0-bf16_upcast-w2-grad_accum_4-frozen"
 
 
 def test_pairwise_without_its_library_says_how_to_get_it() -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 REGISTRIES: dict[str, tuple[Registry[Any], tuple[str, ...]]] = {
     "strategy": (STRATEGIES, ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")),
-    "precision": (PRECISIONS, ("fp32", "bf16_mixed", "bf16_pure")),
+    "precision": (PRECISIONS, ("fp32", "bf16_upcast", "bf16_pure")),
     "driver": (DRIVERS, ("torch", "accelerate")),
     "check": (CHECKS, ("active", "names", "optimizer", "dtypes", "resume")),
     "model": (MODELS, ("llama", "llama_tied", "mlp")),

@@ -96,8 +96,8 @@ FIRST = [
     (TrainerDriver, "fsdp2-fp32-w4-dp_replicate_2", "transformers", "4.55.4 4.56.0"),
     (TrainerDriver, "fsdp2-fp32-w2", "transformers", "4.50.3 4.51.0"),
     (DeepSpeedDriver, "zero2-bf16_pure-w2", "deepspeed", "0.18.2 0.18.3"),
-    (DeepSpeedDriver, "zero0-bf16_mixed-w2", "deepspeed", "0.17.5 0.17.6"),
-    (AccelerateDriver, "zero0-bf16_mixed-w2", "deepspeed", "0.17.5 0.17.6"),
+    (DeepSpeedDriver, "zero0-bf16_upcast-w2", "deepspeed", "0.17.5 0.17.6"),
+    (AccelerateDriver, "zero0-bf16_upcast-w2", "deepspeed", "0.17.5 0.17.6"),
 ]
 
 
@@ -126,10 +126,10 @@ def test_a_release_without_the_option_does_not_load_its_checkpoint(installed: Ca
 def test_cells_that_an_old_release_supports_are_run(installed: Callable[..., None]) -> None:
     installed({"accelerate": "1.6.0", "transformers": "4.50.3", "deepspeed": "0.16.0"})
     for driver, cell in [
-        (AccelerateDriver, "fsdp2-bf16_mixed-w2"),
+        (AccelerateDriver, "fsdp2-bf16_upcast-w2"),
         (AccelerateDriver, "fsdp1-fp32-w2-no_use_orig_params"),
         (TrainerDriver, "fsdp1-fp32-w2"),
-        (DeepSpeedDriver, "zero2-bf16_mixed-w2"),
+        (DeepSpeedDriver, "zero2-bf16_upcast-w2"),
     ]:
         assert driver.unsupported_reason(Cell.parse(cell)) is None
 

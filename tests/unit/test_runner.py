@@ -121,7 +121,7 @@ def test_one_reference_for_all_strategies(runner: Runner, ranks: Ranks) -> None:
 
 
 def test_a_reference_of_its_own_for_other_data_another_model_or_another_driver(runner: Runner, ranks: Ranks) -> None:
-    for cell in cells("ddp-fp32-w2", "ddp-fp32-w4", "ddp-bf16_mixed-w2", "ddp-fp32-w2-model_mlp"):
+    for cell in cells("ddp-fp32-w2", "ddp-fp32-w4", "ddp-bf16_upcast-w2", "ddp-fp32-w2-model_mlp"):
         runner.trace("d", cell, PARITY)
     runner.trace("other", Cell.parse("ddp-fp32-w2"), PARITY)
     references = [request for request in ranks.requests if request.payload["run"]["name"] == "reference"]

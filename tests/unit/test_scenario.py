@@ -56,8 +56,8 @@ def test_the_last_snapshot_of_a_check_is_in_its_scenario(name: str) -> None:
 
 
 def test_the_reference_runs_in_one_process_and_keeps_what_changes_the_training() -> None:
-    cell = Cell.of("fsdp2", "bf16_mixed", 4, model="mlp", grad_accum=2, compile=True, state_dict="full")
-    assert REFERENCE_RUN.cell(cell).id == "ddp-bf16_mixed-w1-model_mlp-grad_accum_2"
+    cell = Cell.of("fsdp2", "bf16_upcast", 4, model="mlp", grad_accum=2, compile=True, state_dict="full")
+    assert REFERENCE_RUN.cell(cell).id == "ddp-bf16_upcast-w1-model_mlp-grad_accum_2"
 
 
 def test_a_run_runs_in_the_cell_of_its_check_where_it_says_nothing_else() -> None:

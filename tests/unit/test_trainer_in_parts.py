@@ -36,7 +36,7 @@ def test_a_model_in_parts_is_trained(cell: str) -> None:
         (f"fsdp2-fp32-w2-model_hf:qwen3_moe-ep_2-{ALONE}", "hf:qwen3_moe is not it"),
         (f"fsdp2-fp32-w4-model_hf:gpt_oss-tp_2-ep_2-{ALONE}", "has no plan for tensor parallelism"),
         (f"fsdp2-fp16_mixed-w2-tp_2-{ALONE}", "not trained in fp16_mixed yet"),
-        (f"fsdp2-bf16_mixed-w2-model_hf:gpt_oss-ep_2-{ALONE}", "turns on rounding"),
+        (f"fsdp2-bf16_upcast-w2-model_hf:gpt_oss-ep_2-{ALONE}", "turns on rounding"),
         (f"fsdp2-fp32-w2-frozen-tp_2-{ALONE}", "not trained with option 'frozen' yet"),
     ],
 )

@@ -248,6 +248,6 @@ def saved_as_elsewhere(cell: Cell) -> str | None:
     # Runs at other world sizes are the most expensive ones.
     if other := next((name for name, _ in cell.options if name not in CHECKPOINT_OPTIONS), None):
         return f"{other} changes how the model is trained, not what is saved, and what is saved is tested without it"
-    if cell.precision not in {"fp32", "bf16_mixed"}:
-        return f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_mixed, where it is tested"
+    if cell.precision not in {"fp32", "bf16_upcast"}:
+        return f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast, where it is tested"
     return None

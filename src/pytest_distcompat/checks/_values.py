@@ -381,7 +381,7 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[st
 def rounding_of(cell: Cell, run: RunTrace) -> Precision:
     """Return the precision whose tolerances hold for a training: Muon computes its update in bfloat16 in float32 too."""
     if cell.option("optimizer") == "muon" and PRECISIONS.get(cell.precision).compute == "float32":
-        return PRECISIONS.get("bf16_mixed")
+        return PRECISIONS.get("bf16_upcast")
     return precision_of_products(cell, run)
 
 

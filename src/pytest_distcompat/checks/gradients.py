@@ -18,7 +18,7 @@ from pytest_distcompat.trace import GradientInfo, RunTrace, Snapshot, Trace, sha
 #: How many steps are compared: later gradients depend on how earlier ones were rounded.
 COMPARED = 3
 #: Rounding is measured against this part of the norm of all gradients, if a parameter's is smaller: the gradient of the bias of
-#: attention's keys is zero but for rounding. Of sound runs 1.4e-2 in bf16_mixed, 3.6e-4 in fp16_mixed, 2.3e-2 in fp8 measured.
+#: attention's keys is zero but for rounding. Of sound runs 1.4e-2 in bf16_upcast, 3.6e-4 in fp16_mixed, 2.3e-2 in fp8 measured.
 SMALLEST = 0.01
 #: Parameters whose ratios differ by less have one cause.
 SAME_RATIO = 0.05

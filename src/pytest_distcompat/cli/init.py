@@ -94,7 +94,7 @@ def _files(found: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
         driver = f"{_driver_module(found)}:Driver"
         yield driver_file, _filled("driver.txt", module=found.trainer.module, name=found.trainer.name)
     strategies = STRATEGIES.get(library, ("ddp", "fsdp2", *(("zero2",) if "deepspeed" in found.imports else ())))
-    precisions: tuple[str, ...] = ("fp32", "bf16_mixed")
+    precisions: tuple[str, ...] = ("fp32", "bf16_upcast")
     loop = _loop(found, chosen)
     if loop is not None:
         driver, strategies, precisions = f"{_driver_module(found)}:LoopDriver", (loop.name,), ("fp32",)

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         description="Train one cell, show what its ranks saw. Exit code 0: it trained and no check that was named fails; else 1.",
     )
     trace.add_argument("driver", metavar="DRIVER", help="torch, accelerate, trainer, deepspeed, or module:attribute")
-    trace.add_argument("cell", metavar="CELL", help="as the matrix names it: fsdp2-bf16_mixed-w2-compile")
+    trace.add_argument("cell", metavar="CELL", help="as the matrix names it: fsdp2-bf16_upcast-w2-compile")
     trace.add_argument("--check", action="append", default=[], metavar="NAME", help="ask this check too")
     trace.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs, if there are enough"

@@ -485,8 +485,8 @@ def _no_quantized_base(cell: Cell, driver: str) -> str | None:
         )
     if cell.strategy != "ddp":
         return "DeepSpeed casts the model, and torchao's Int8Tensor does not allow it: 'Couldn't swap Linear.weight'"
-    if cell.precision not in {"fp32", "bf16_mixed"} or cell.option("compile"):
-        return "an adapter on a quantized model is tried in fp32 and bf16_mixed alone, uncompiled"
+    if cell.precision not in {"fp32", "bf16_upcast"} or cell.option("compile"):
+        return "an adapter on a quantized model is tried in fp32 and bf16_upcast alone, uncompiled"
     return None
 
 

@@ -173,7 +173,7 @@ class AccelerateCalls(Calls):
 
 
 #: Precisions, each without further options, in which ``prepare`` is tried on layers that are cut.
-TRIED_TP = {("fp32",), ("bf16_mixed",), ("bf16_pure",)}
+TRIED_TP = {("fp32",), ("bf16_upcast",), ("bf16_pure",)}
 
 
 class AccelerateDriver(TinyDriver):

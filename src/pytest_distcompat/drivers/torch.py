@@ -199,10 +199,10 @@ class TorchDriver(TinyDriver):
     sources: ClassVar[tuple[Source, ...]] = (
         Source("DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel", ("ddp",)),
         Source("FullyShardedDataParallel", "torch.distributed.fsdp.FullyShardedDataParallel", ("fsdp1",)),
-        Source("MixedPrecision", "torch.distributed.fsdp.MixedPrecision", ("fsdp1",), precision="bf16_mixed"),
+        Source("MixedPrecision", "torch.distributed.fsdp.MixedPrecision", ("fsdp1",), precision="bf16_upcast"),
         Source("fully_shard", "torch.distributed.fsdp.fully_shard", ("fsdp2",)),
         Source(
-            "MixedPrecisionPolicy", "torch.distributed.fsdp.MixedPrecisionPolicy", ("fsdp2",), precision="bf16_mixed"
+            "MixedPrecisionPolicy", "torch.distributed.fsdp.MixedPrecisionPolicy", ("fsdp2",), precision="bf16_upcast"
         ),
         Source("prefetch", "pytest_distcompat.strategies.fsdp2.Prefetch", ("fsdp2",)),
         Source("CPUOffloadPolicy", "torch.distributed.fsdp.CPUOffloadPolicy", ("fsdp2",)),

@@ -507,7 +507,7 @@ def _not_loaded_in_parts(cell: Cell) -> str | None:
         return f"which experts {model} chooses turns on rounding, and {cell.precision} rounds"
     if cell.ep > 1 and cell.option("activation_checkpointing"):
         return "transformers recomputes whole layers, and experts are blocks of their own"
-    if cell.precision not in {"fp32", "bf16_mixed", "bf16_pure"}:
+    if cell.precision not in {"fp32", "bf16_upcast", "bf16_pure"}:
         return f"a model that is cut while it is loaded is not trained in {cell.precision} yet"
     if not cell.option("save_only_model"):
         return "Trainer saves the model alone: 'Resuming is not supported for models sharded at load time'"

@@ -31,9 +31,9 @@ def _classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -
         "unit_size": 200,
         "in_8_bits": False,
         "preload": ("pytest_distcompat.models._modules", "safetensors.torch"),
-        # 1.3e-3 measured in bf16_mixed (autocast over float32 masters under DDP), 2.7e-3 with bfloat16 masters.
+        # 1.3e-3 measured in bf16_upcast (autocast over float32 masters under DDP), 2.7e-3 with bfloat16 masters.
         "spread": 1.7,
-        # 2.2e-3 measured on an H100 in bf16_mixed (accelerate, DeepSpeed), where products are added up in another order.
+        # 2.2e-3 measured on an H100 in bf16_upcast (accelerate, DeepSpeed), where products are added up in another order.
         "gpu_spread": 3.0,
     }
     return TinyModel(name, **{**common, **fields})
@@ -129,7 +129,7 @@ SYNCBATCHNORM = _classifier(
     not_on_cpu="torch's SyncBatchNorm refuses CPU tensors: 'SyncBatchNorm expected input tensor to be on GPU or XPU'",
     order=9,
 )
-#: Mixture of experts: each row goes to one of them, and an expert may get none on a rank. 1.7e-3 measured in bf16_mixed
+#: Mixture of experts: each row goes to one of them, and an expert may get none on a rank. 1.7e-3 measured in bf16_upcast
 #: (torch).
 MOE = _classifier("moe", "MixtureOfExperts", spread=2.5, order=10)
 #: Mixture of experts whose weights are one tensor, which expert parallelism can cut. As torchtitan has it: the router stays
@@ -148,5 +148,5 @@ MOE_DEEPSPEED = _classifier(
     "moe_deepspeed", "DeepSpeedMixture", frozen_modules=(), experts="moe", driver="deepspeed", spread=2.5, order=12
 )
 #: MLP whose layers are wide enough for quantized optimizer state, on each of four ranks that shard it. 2.1e-3 measured in
-#: bf16_mixed, with optimizer state in 8 bits up to 6.8e-3.
+#: bf16_upcast, with optimizer state in 8 bits up to 6.8e-3.
 WIDE = _classifier("wide", "MLP", 128, ignored_module="frozen", largest=128**2, spread=10.0, order=13)

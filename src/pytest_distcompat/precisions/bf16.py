@@ -1,4 +1,4 @@
-"""bfloat16 with float32 masters, and bfloat16 alone.
+"""bfloat16 with masters upcast to float32, and bfloat16 alone.
 
 Both load in bfloat16, as https://huggingface.co/blog/deepspeed-to-fsdp-and-back does: FSDP without
 upcasting and DeepSpeed differ there, which a float32 load would hide.
@@ -6,8 +6,8 @@ upcasting and DeepSpeed differ there, which a float32 load would hide.
 
 from pytest_distcompat.precisions._base import Precision
 
-BF16_MIXED = Precision(
-    "bf16_mixed",
+BF16_UPCAST = Precision(
+    "bf16_upcast",
     load="bfloat16",
     compute="bfloat16",
     master="float32",

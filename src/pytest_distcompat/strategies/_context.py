@@ -50,7 +50,7 @@ def unsupported_reason(cell: Cell) -> str | None:
     if cell.option("model") not in LLAMAS:
         return f"the model {cell.option('model')} has no sequence to cut"
     # Ulysses reduces gradients in float32, whatever they are in.
-    if cell.precision not in ({"fp32", "bf16_mixed"} if cell.strategy == "fsdp2" else {"fp32"}):
+    if cell.precision not in ({"fp32", "bf16_upcast"} if cell.strategy == "fsdp2" else {"fp32"}):
         return f"context parallelism is not driven in {cell.precision} yet"
     beside = BESIDE if cell.strategy == "fsdp2" else BESIDE_ULYSSES
     others = [name for name, _ in cell.options if name not in beside]

@@ -33,7 +33,7 @@ def unsupported_reason(cell: Cell, tiny: TinyModel, experts: str) -> str | None:
     own = "deepspeed" if cell.strategy != "fsdp2" else ""
     if not experts or tiny.driver != own:
         return f"the model {tiny.name} has no experts {'of a DeepSpeed layer' if own else 'in one tensor'}"
-    if cell.precision not in {"fp32", "bf16_mixed"}:
+    if cell.precision not in {"fp32", "bf16_upcast"}:
         return f"{kind} is not driven in {cell.precision} yet"
     beside = BESIDE_DEEPSPEED if own else BESIDE_TP if cell.tp > 1 else BESIDE
     others = [name for name, _ in cell.options if name not in beside]

@@ -40,7 +40,7 @@ def unsupported_reason(cell: Cell, stages: Stages | None) -> str | None:
         return "pipeline parallelism is driven under DDP and FSDP2 alone"
     if stages is None:
         return f"the model {cell.option('model')} has no stages to be cut into"
-    if cell.precision not in {"fp32", "bf16_mixed"}:
+    if cell.precision not in {"fp32", "bf16_upcast"}:
         return f"pipeline parallelism is not driven in {cell.precision} yet"
     schedule = cell.option("pp_schedule")
     if cell.pp > 2 and schedule == "1F1B":

@@ -49,7 +49,7 @@ def _no_autotp(cell: Cell) -> str | None:
         return "DeepSpeed's own tensor parallelism (AutoTP) cuts no sequence"
     if cell.option("model") == "llama_tied":
         return "AutoTP cuts the logits of tied embeddings, so that no rank has whole ones to compare"
-    if cell.precision not in {"fp32", "bf16_mixed"}:
+    if cell.precision not in {"fp32", "bf16_upcast"}:
         return f"AutoTP is not driven in {cell.precision} yet"
     others = [name for name, _ in cell.options if name not in BESIDE_AUTOTP]
     return f"AutoTP is not driven with option {others[0]!r} yet" if others else None

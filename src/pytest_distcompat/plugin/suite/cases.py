@@ -74,7 +74,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The id of the item, like ``fsdp2-bf16_mixed-w2:names``."""
+        """The id of the item, like ``fsdp2-bf16_upcast-w2:names``."""
         return f"{self.cell.id}:{self.check.name}"
 
 
