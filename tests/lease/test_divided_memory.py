@@ -27,12 +27,14 @@ def open_cuda() -> None:
         function()
 
 
-@pytest.mark.parametrize(("shared", "expected"), [(True, [(1 / 3, 1)]), (False, [])])
+@pytest.mark.parametrize(
+    ("shared", "ranks_each", "expected"), [(True, 3, [(1 / 3, 1)]), (False, 3, [(1 / 3, 1)]), (False, 1, [])]
+)
 def test_memory_is_divided_once_cuda_is_opened(
-    shared: bool, expected: list[tuple[float, int]], fractions: list[tuple[float, int]]
+    shared: bool, ranks_each: int, expected: list[tuple[float, int]], fractions: list[tuple[float, int]]
 ) -> None:
     """To divide it at once would open CUDA in ranks that may never use it, or that fork before they do."""
-    world = World(3, 5, 1, "cuda:1", shared, True, 3)
+    world = World(3, 5, 1, "cuda:1", shared, True, ranks_each)
     world.divide_memory_once_used(torch)
     world.divide_memory_once_used(torch)
     assert not fractions
