@@ -57,7 +57,7 @@ from pytest_distcompat.world import World
 read = World.from_environment
 
 def shared(device):
-    return dataclasses.replace(read(device), shared=True, ranks_each=2)
+    return dataclasses.replace(read(device), shared={shared}, ranks_each=2)
 
 World.from_environment = shared
 """
@@ -79,9 +79,10 @@ def test_second(): assert len(waiting()) == 1
 
 
 @pytest.mark.spawn
-def test_a_marked_test_divides_memory_without_our_process_group(pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["with its peer", "with other runs"])
+def test_a_marked_test_divides_memory_without_our_process_group(shared: bool, pytester: pytest.Pytester) -> None:
     """Its trainer makes the group; a rank could take the whole GPU then."""
-    pytester.makeconftest(CONFTEST)
+    pytester.makeconftest(CONFTEST.format(shared=shared))
     pytester.makepyfile(test_it=WITHOUT_FIXTURE)
     result = pytester.runpytest_subprocess("-p", "no:randomly", "--distcompat-gpus=0", "--basetemp=base")
     result.assert_outcomes(passed=2)
