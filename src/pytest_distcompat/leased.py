@@ -1,4 +1,4 @@
-"""Launcher that leases devices for each run, so that no two process groups share one."""
+"""Launcher that leases devices for each run: no two process groups share one, unless the user lets them."""
 
 from __future__ import annotations
 

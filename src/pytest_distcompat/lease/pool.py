@@ -1,4 +1,4 @@
-"""Pool of devices, leased to one process group at a time, among all processes of one user on a machine.
+"""Pool of devices and places, leased to one process group at a time, among all processes of one user on a machine.
 
 A device is leased while a process holds the lock on the device's file and the claim on its name, so the operating system ends
 the lease of a process that dies, however it dies. The claim holds even if a cleaner removes the file. Beside each lock is a
