@@ -253,7 +253,8 @@ def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     if problem := session.too_large(count):
         pytest.skip(problem)
     request.node.stash[_LEAKED] = ""
-    with session.pool.lease(count, who=request.node.nodeid) as lease:
+    # Whole GPUs: what the test starts need not keep to a part of one.
+    with session.pool.lease(count, who=request.node.nodeid, whole=True) as lease:
         for leak in lease.leak:
             session.notice(inherited_leak_message(leak))
         for name, value in rank_environment(lease, count).items():

@@ -117,6 +117,20 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
     return found
 
 
+def own_memory(ids: Sequence[str]) -> dict[str, int]:
+    """Return the bytes that this process and those below it use on each of these GPUs, for a GPU that other runs share.
+
+    Memory that no process owns may be a neighbour's, whose process ends just now or is not listed. Where NVML lists no
+    processes, as in most containers, nothing is known to be this process's.
+    """
+    found = {}
+    for uuid, processes in _query(ids, "nvmlDeviceGetComputeRunningProcesses").items():
+        own = [process.usedGpuMemory for process in processes if _is_ours(process.pid)]
+        if None not in own:
+            found[uuid] = sum(own)
+    return found
+
+
 def _is_ours(pid: int) -> bool:
     """Tell whether that is this process or one below it; the launcher process adopts what ranks leave behind."""
     # A session without GPUs must not pay for the import.

@@ -1,4 +1,4 @@
-"""Launcher that leases devices for each run, so that no two process groups share one."""
+"""Launcher that leases devices for each run: no two process groups share one, unless the user lets them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Leak, Lease, Pool
+from pytest_distcompat.world import RANKS_PER_GPU
 
 
 def leak_message(leak: Leak) -> str:
@@ -26,8 +27,13 @@ def inherited_leak_message(leak: Leak) -> str:
 
 
 def rank_environment(lease: Lease, ranks: int) -> dict[str, str]:
-    """Return the variables for so many ranks on a lease: the devices they see and, if they share GPUs, NCCL's consent."""
+    """Return the variables for so many ranks on a lease: the devices they see and, if they share GPUs, NCCL's consent.
+
+    Ranks that may share a GPU with other runs are told of how many, since they divide its memory.
+    """
     environment = dict(lease.environment)
+    if lease.places > 1:
+        environment[RANKS_PER_GPU] = str(lease.places)
     if environment and ranks > len(lease.ids):
         environment |= nccl.environment_of_shared_ranks()
     return environment

@@ -9,6 +9,9 @@ from typing import Any
 
 #: The variable with which NCCL takes several ranks on one GPU (``launch.nccl``).
 SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+#: The variable with the number of ranks, of all runs, that may use a GPU at the same time. Only ranks of a session whose runs
+#: share GPUs have it.
+RANKS_PER_GPU = "DISTCOMPAT_RANKS_PER_GPU"
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class World:
     Attributes:
         shared: Whether there are fewer GPUs than ranks.
         nccl: Whether NCCL takes the ranks that share a GPU.
-        ranks_each: The largest number of ranks on one GPU.
+        ranks_each: The largest number of ranks on one GPU, those of other runs included.
     """
 
     rank: int
@@ -37,23 +40,31 @@ class World:
             return cls(rank, size, local_rank, device)
         visible = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        # A rank of a small run has the same part of the memory as that of a large one: its verdict depends on no neighbour.
+        of_all_runs = int(os.environ.get(RANKS_PER_GPU, "1"))
         if "CUDA_VISIBLE_DEVICES" not in os.environ or visible >= local_size:
-            return cls(rank, size, local_rank, f"cuda:{local_rank}")
+            return cls(rank, size, local_rank, f"cuda:{local_rank}", ranks_each=of_all_runs)
         local_rank %= visible
         os.environ["LOCAL_RANK"] = str(local_rank)
         nccl = os.environ.get(SHARES_GPUS) == "1"
-        return cls(rank, size, local_rank, f"cuda:{local_rank}", True, nccl, -(-local_size // visible))
+        ranks_each = max(of_all_runs, -(-local_size // visible))
+        return cls(rank, size, local_rank, f"cuda:{local_rank}", True, nccl, ranks_each)
+
+    @property
+    def divides_memory(self) -> bool:
+        """Whether other ranks may use this rank's GPU."""
+        return self.ranks_each > 1
 
     def divide_memory(self) -> None:
         """Let this rank use no more than its part of a GPU's memory, so that it cannot take that of another rank."""
-        if self.shared:
+        if self.divides_memory:
             import torch
 
             torch.cuda.set_per_process_memory_fraction(1 / self.ranks_each, self.local_rank)
 
     def divide_memory_once_used(self, torch: Any) -> None:
         """Divide the memory as soon as this process opens CUDA: some ranks never do, and some fork before they do."""
-        if self.shared:
+        if self.divides_memory:
             _divide_once_used(self, torch)
 
     def first(self, *, per_node: bool) -> bool:

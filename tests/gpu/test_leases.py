@@ -59,9 +59,10 @@ def test_memory_still_in_use_is_a_leak(tmp_path: Path, gpu: str) -> None:
         holder.communicate("", timeout=120)
 
 
-def test_memory_of_a_neighbour_is_no_leak(tmp_path: Path, gpu: str) -> None:
+@pytest.mark.parametrize("runs_share", [False, True], ids=["a notebook", "another run"])
+def test_memory_of_a_neighbour_is_no_leak(runs_share: bool, tmp_path: Path, gpu: str) -> None:
     """It begins during the lease, and is no child of this process: a user's notebook."""
-    pool = Pool(tmp_path / "leases", gpus(1), free_timeout=1.0)
+    pool = Pool(tmp_path / "leases", gpus(1, 2, runs_share=runs_share), free_timeout=1.0)
     with pool.lease(1, who="beside a notebook") as lease:
         holder = start({"CUDA_VISIBLE_DEVICES": gpu}, prefix=("setsid", "--fork"))
     try:

@@ -26,10 +26,10 @@ IDS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 class Contender:
     """A process that leases devices by commands on its standard input (contender.py)."""
 
-    def __init__(self, directory: Path, timeline: Path, who: str, ids: Sequence[str]) -> None:
+    def __init__(self, directory: Path, timeline: Path, who: str, ids: Sequence[str], places: int = 1) -> None:
         self.who = who
         self.process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("contender.py"), directory, timeline, who, *ids],
+            [sys.executable, Path(__file__).with_name("contender.py"), directory, timeline, who, str(places), *ids],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -60,9 +60,9 @@ class Field:
     timeline: Path
     contenders: list[Contender] = field(default_factory=list)
 
-    def enter(self, *who: str, ids: Sequence[str] = IDS) -> list[Contender]:
-        """Start processes and wait until they are ready."""
-        new = [Contender(self.directory, self.timeline, name, ids) for name in who]
+    def enter(self, *who: str, ids: Sequence[str] = IDS, places: int = 1) -> list[Contender]:
+        """Start processes and wait until they are ready. With ``places`` so many ranks of their runs share a GPU."""
+        new = [Contender(self.directory, self.timeline, name, ids, places) for name in who]
         self.contenders += new
         for contender in new:
             assert contender.receive() == ["ready"]

@@ -72,6 +72,7 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
 
 devices.gpu_uuids = lambda: list(GPUS)
 devices.used_memory = used_memory
+devices.own_memory = used_memory
 # What is made up comes back at once or never.
 assert pool.Pool.__init__.__kwdefaults__ is not None
 pool.Pool.__init__.__kwdefaults__["free_timeout"] = 0.0

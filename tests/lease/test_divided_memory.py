@@ -27,12 +27,14 @@ def open_cuda() -> None:
         function()
 
 
-@pytest.mark.parametrize(("shared", "expected"), [(True, [(1 / 3, 1)]), (False, [])])
+@pytest.mark.parametrize(
+    ("shared", "ranks_each", "expected"), [(True, 3, [(1 / 3, 1)]), (False, 3, [(1 / 3, 1)]), (False, 1, [])]
+)
 def test_memory_is_divided_once_cuda_is_opened(
-    shared: bool, expected: list[tuple[float, int]], fractions: list[tuple[float, int]]
+    shared: bool, ranks_each: int, expected: list[tuple[float, int]], fractions: list[tuple[float, int]]
 ) -> None:
     """To divide it at once would open CUDA in ranks that may never use it, or that fork before they do."""
-    world = World(3, 5, 1, "cuda:1", shared, True, 3)
+    world = World(3, 5, 1, "cuda:1", shared, True, ranks_each)
     world.divide_memory_once_used(torch)
     world.divide_memory_once_used(torch)
     assert not fractions
@@ -55,7 +57,7 @@ from pytest_distcompat.world import World
 read = World.from_environment
 
 def shared(device):
-    return dataclasses.replace(read(device), shared=True, ranks_each=2)
+    return dataclasses.replace(read(device), shared={shared}, ranks_each=2)
 
 World.from_environment = shared
 """
@@ -77,9 +79,10 @@ def test_second(): assert len(waiting()) == 1
 
 
 @pytest.mark.spawn
-def test_a_marked_test_divides_memory_without_our_process_group(pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["with its peer", "with other runs"])
+def test_a_marked_test_divides_memory_without_our_process_group(shared: bool, pytester: pytest.Pytester) -> None:
     """Its trainer makes the group; a rank could take the whole GPU then."""
-    pytester.makeconftest(CONFTEST)
+    pytester.makeconftest(CONFTEST.format(shared=shared))
     pytester.makepyfile(test_it=WITHOUT_FIXTURE)
     result = pytester.runpytest_subprocess("-p", "no:randomly", "--distcompat-gpus=0", "--basetemp=base")
     result.assert_outcomes(passed=2)

@@ -23,6 +23,7 @@ from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Inventory, Pool, read_timeline
+from pytest_distcompat.lease.places import device_of
 from pytest_distcompat.leased import LeasedLauncher
 from pytest_distcompat.plugin.suite import cases
 from pytest_distcompat.plugin.suite.shared_gpu import why_not_through_gloo
@@ -195,7 +196,10 @@ def test_with_oversubscribe_too_many_ranks_run_and_the_header_says_so(
         ]
     )
     spans = read_timeline(pytester.path / "base" / "distcompat")
-    assert [(span.who[-3:], len(span.ids)) for span in spans] == [("[1]", 1), ("[2]", 2), ("[5]", 2), ("[6]", 2)]
+    gpus = [(span.who[-3:], len({device_of(name) for name in span.ids})) for span in spans]
+    assert gpus == [("[1]", 1), ("[2]", 2), ("[5]", 2), ("[6]", 2)]
+    # Places of both GPUs: three of each for five ranks.
+    assert [len(span.ids) for span in spans] == [1, 2, 6, 6]
 
 
 @needs_gcc

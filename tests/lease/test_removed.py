@@ -61,20 +61,22 @@ def test_a_waiter_is_served_before_later_requests(arena: Field) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "remade"),
+    ("ids", "remade", "shared"),
     [
-        pytest.param(IDS[:1], False, id="one"),
-        pytest.param(IDS, False, id="four"),
-        pytest.param(IDS[:1], True, id="one and made again"),
+        pytest.param(IDS[:1], False, 0, id="one"),
+        pytest.param(IDS, False, 0, id="four"),
+        pytest.param(IDS[:1], True, 0, id="one and made again"),
+        pytest.param(IDS[:1], False, 3, id="one that runs of three share"),
     ],
 )
 def test_processes_that_fight_while_it_is_removed_never_have_the_same_device(
-    arena: Field, tmp_path: Path, ids: tuple[str, ...], remade: bool
+    arena: Field, tmp_path: Path, ids: tuple[str, ...], remade: bool, shared: int
 ) -> None:
     """The cleaner may also make it again, open to others."""
     ground = tmp_path / "ground"
     ground.mkdir()
-    fighters = arena.enter(*(f"fighter {number}" for number in range(4)), ids=ids)
+    fighters = arena.enter(*(f"fighter {number}" for number in range(4 - shared)), ids=ids)
+    fighters += arena.enter(*(f"sharer {number}" for number in range(shared)), ids=ids, places=2)
     for number, fighter in enumerate(fighters):
         fighter.send(f"fight 80 {number} {ground}")
     removed, over = 0, threading.Event()

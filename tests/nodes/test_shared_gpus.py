@@ -41,7 +41,16 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     before, directory = dict(os.environ), Path.cwd()
     warmth = dataclasses.asdict(Warmth())
     root = str(tmp_path)
-    welcome = {"cwd": root, "root": root, "warmth": warmth, "device": "cuda", "gpus": 2, "ranks_each": 2}
+    welcome = {
+        "cwd": root,
+        "root": root,
+        "warmth": warmth,
+        "device": "cuda",
+        "gpus": 2,
+        "ranks_each": 2,
+        "runs_share": False,
+        "timeline": "",
+    }
     made: Any = agent._Agent(SimpleNamespace(send=lambda message: None), welcome)  # type: ignore[arg-type]
     made._launcher = Ranks()
     yield made
@@ -60,3 +69,16 @@ def test_ranks_of_a_node_that_share_gpus_may(world_size: int, variable: str | No
     (sent,) = made._launcher.requests
     assert sent.set["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert sent.set.get("NCCL_MULTI_RANK_GPU_ENABLE") == variable
+
+
+@pytest.mark.parametrize(
+    ("runs_share", "given", "places"),
+    [(True, (), 2), (False, (), 1), (True, ("GPU-a",), 1)],
+    ids=["shared", "whole", "given by a scheduler"],
+)
+def test_runs_of_a_node_share_gpus_that_its_agents_lease(
+    runs_share: bool, given: tuple[str, ...], places: int, made: Any
+) -> None:
+    """Those that a scheduler gave a run are the run's alone."""
+    made._welcome["runs_share"] = runs_share
+    assert made._pool(given).inventory.places == places

@@ -246,6 +246,36 @@ def test_a_neighbour_is_no_leak(
     assert len(lease.leak) == leaks
 
 
+@pytest.mark.parametrize(
+    ("neighbour", "used"),
+    [
+        pytest.param([90 << 20], 90 << 20, id="a neighbour"),
+        pytest.param([], 90 << 20, id="one that NVML does not list"),
+        pytest.param([None], 90 << 20, id="one of whose memory NVML is silent"),
+        pytest.param([90 << 20], 0, id="one that ends between two questions"),
+    ],
+)
+@pytest.mark.parametrize("left", [0, 70 << 20])
+def test_a_run_that_shares_a_gpu_leaks_what_its_own_processes_keep(
+    *,
+    left: int,
+    neighbour: list[int | None],
+    used: int,
+    nvml: MadeUpNvml,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neighbours come and go all the time, so that the memory of the whole GPU says nothing."""
+    inventory = Inventory("gpu", (GPU_A,), 2, runs_share=True)
+    nvml.processes[GPU_A] = []
+    with Pool(tmp_path / "leases", inventory, free_timeout=0).lease(1, who="test") as lease:
+        nvml.processes[GPU_A] = [uses(os.getppid(), size) for size in neighbour]
+        if left:
+            nvml.processes[GPU_A].append(uses(os.getpid(), left))
+        monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", lambda _: types.SimpleNamespace(used=100 + used + left))
+    assert [leak.bytes for leak in lease.leak] == [left] * bool(left)
+
+
 @pytest.mark.parametrize(("visible", "found"), [(None, (9, 0)), ("0", (9, 0)), ("1", None), ("", None)])
 def test_the_compute_capability_is_that_of_the_first_visible_gpu(
     visible: str | None, found: tuple[int, int] | None, nvml: MadeUpNvml, monkeypatch: pytest.MonkeyPatch

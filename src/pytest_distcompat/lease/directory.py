@@ -17,7 +17,10 @@ from pathlib import Path
 import psutil
 
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.lease.places import device_of, place_of
 
+#: The sockets of this network namespace (``man 5 proc_net``).
+SOCKETS = Path("/proc/net/unix")
 #: The subdirectory of the tickets (``tickets.Queue``).
 QUEUE = "queue"
 
@@ -88,13 +91,14 @@ class LeaseDirectory:
                     with contextlib.suppress(FileNotFoundError):
                         yield path.read_text(encoding="utf-8")
 
-    def lock(self, name: str) -> FileLock:
-        """Lock a file without waiting. Raises TakenError."""
+    def lock(self, name: str, *, shared: bool = False) -> FileLock:
+        """Lock a file without waiting; a shared lock excludes only the others. Raises TakenError."""
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         path, flags = self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         while True:
             file = self._there(lambda: os.open(path, flags, 0o600))
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(file)
                 raise TakenError(name) from None
@@ -119,6 +123,17 @@ class LeaseDirectory:
             # A kernel without such addresses: the file is the lock.
         return claimed
 
+    def claimed(self, device: str) -> list[str]:
+        """Return the names of a device and of its places that processes claim, as far as the kernel tells."""
+        prefix = self._claimed(device).replace("\0", "@")
+        names = []
+        with contextlib.suppress(OSError):
+            for line in SOCKETS.read_text(encoding="utf-8", errors="replace").splitlines():
+                address = line.rpartition(" ")[2]
+                if address.startswith(prefix):
+                    names.append(device + address.removeprefix(prefix))
+        return names
+
     def claimant(self, name: str) -> int:
         """Return the number of the process that claims a device, 0 if it cannot be known."""
         address = self._claimed(name).replace("\0", "@")
@@ -129,8 +144,8 @@ class LeaseDirectory:
 
     def _claimed(self, name: str) -> str:
         # An address has 107 bytes at most; a path may have more.
-        digest = hashlib.sha256(os.fsencode(f"{self._address}/{name}")).hexdigest()
-        return f"\0distcompat-{os.getuid()}-{digest[:32]}"
+        digest = hashlib.sha256(os.fsencode(f"{self._address}/{device_of(name)}")).hexdigest()
+        return f"\0distcompat-{os.getuid()}-{digest[:32]}{place_of(name)}"
 
 
 def own_directory(path: Path) -> Path:

@@ -26,11 +26,13 @@ class Inventory:
         kind: ``gpu`` or ``cpu``.
         ids: The same for every process of the machine, so that several pytest sessions agree on them.
         ranks_each: How many ranks may share a GPU if there are fewer GPUs than ranks.
+        runs_share: Whether ranks of several runs may share a GPU. If not, a run takes whole GPUs.
     """
 
     kind: Literal["gpu", "cpu"]
     ids: tuple[str, ...]
     ranks_each: int = 1
+    runs_share: bool = False
 
     def __post_init__(self) -> None:
         """Raise UsageProblem for an inventory that is empty or names a device twice."""
@@ -41,6 +43,11 @@ class Inventory:
     def words(self) -> str:
         """Return the name of its devices in messages."""
         return {"gpu": "GPUs", "cpu": "CPU slots"}[self.kind]
+
+    @property
+    def places(self) -> int:
+        """The number of runs of one rank that may use a device at the same time."""
+        return self.ranks_each if self.runs_share else 1
 
     def needed(self, ranks: int) -> int:
         """Return how many devices to lease for so many ranks.
@@ -70,12 +77,14 @@ class Inventory:
         return {**dict.fromkeys(VISIBLE, ",".join(map(str, numbers))), **NVML_ORDER}
 
 
-def gpus(most: int | None = None, ranks_each: int = 1, wanted: Sequence[str] = ()) -> Inventory:
+def gpus(
+    most: int | None = None, ranks_each: int = 1, wanted: Sequence[str] = (), *, runs_share: bool = False
+) -> Inventory:
     """Return the first ``most`` GPUs that are visible to this process, or all of them.
 
     ``wanted`` are entries of CUDA_VISIBLE_DEVICES to go by instead of its own. Raises UsageProblem if there are none.
     """
-    return Inventory("gpu", tuple(visible_ids(",".join(wanted) or None)[:most]), ranks_each)
+    return Inventory("gpu", tuple(visible_ids(",".join(wanted) or None)[:most]), ranks_each, runs_share)
 
 
 #: Slots for each core. Ranks spend much of their time waiting for each other, so two groups keep the cores busy: in the

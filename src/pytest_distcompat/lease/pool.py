@@ -1,24 +1,28 @@
-"""Pool of devices, leased to one process group at a time, among all processes of one user on a machine.
+"""Pool of devices and places, leased to one process group at a time, among all processes of one user on a machine.
 
 A device is leased while a process holds the lock on the device's file and the claim on its name, so the operating system ends
 the lease of a process that dies, however it dies. The claim holds even if a cleaner removes the file. Beside each lock is a
 record of the holder, for messages, and of the memory in use before the lease. A record without a lock belongs to a holder
 that died.
+
+Where runs share a GPU, a run of one rank leases one of its places (``lease.places``): it shares the lock on the GPU's file, and
+has a lock and a claim of its own on the place. So it excludes a lease of the whole GPU, and of a GPU divided otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import psutil
 
@@ -27,6 +31,7 @@ from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.directory import LeaseDirectory, TakenError
 from pytest_distcompat.lease.inventory import Inventory
+from pytest_distcompat.lease.places import may_be_held_beside, place_names
 from pytest_distcompat.lease.tickets import Queue, ahead
 from pytest_distcompat.lease.timeline import Leak, Span, append
 from pytest_distcompat.lease.watch import Blocker, GivenUpError, Holder, Watch
@@ -58,22 +63,24 @@ class Lease:
     Attributes:
         ids: The devices; fewer than requested if the request went on without CPU slots that a suspended process holds.
         environment: Variables that make only these devices visible.
+        places: How many runs of one rank may use each of these devices: a rank may use that part of its memory.
         leak: Memory that a dead holder left before this lease and, after the end of the lease, memory that it left itself.
         own_leak: The second of these alone.
     """
 
     ids: tuple[str, ...]
     environment: Mapping[str, str]
+    places: int = 1
     leak: tuple[Leak, ...] = ()
     own_leak: tuple[Leak, ...] = ()
 
 
-#: The paths of the locks that this thread holds, of all pools.
+#: For each device that this thread holds, of all pools: the path of its lock, and how many ranks at once the lease has it for.
 _this_thread = threading.local()
 
 
-def _held() -> frozenset[Path]:
-    held: frozenset[Path] = getattr(_this_thread, "held", frozenset())
+def _held() -> Mapping[Path, int]:
+    held: Mapping[Path, int] = getattr(_this_thread, "held", {})
     return held
 
 
@@ -84,7 +91,8 @@ class Pool:
     Args:
         directory: The directory of the locks; None for the default one.
         inventory: The devices.
-        memory: Measures the memory of the devices; by default NVML does.
+        memory: Measures the memory of the devices; by default NVML does: all that is in use, or this process's own where runs
+            share GPUs.
         free_timeout: How long memory may take to become free after a lease, in seconds.
         timeline: The directory for the record of leases (``lease.timeline``), None for no record.
         worker: The name of this process in that record.
@@ -108,7 +116,8 @@ class Pool:
     def __post_init__(self) -> None:
         self._directory = LeaseDirectory(self.directory or default_directory())
         self._queue = Queue(self._directory)
-        self._memory = self.memory or devices.used_memory
+        self._used_memory = self.memory or devices.used_memory
+        self._own_memory = self.memory or devices.own_memory
         self._run = self.session or str(self.timeline or "")
         self._watch: Watch | None = None
         #: Holders that a request has given up on, so that the next one need not wait for them again.
@@ -116,7 +125,7 @@ class Pool:
         self._notified: set[str] = set()
 
     @contextlib.contextmanager
-    def lease(self, ranks: int, *, who: str, timeout: float = TIMEOUT) -> Iterator[Lease]:
+    def lease(self, ranks: int, *, who: str, timeout: float = TIMEOUT, whole: bool = False) -> Iterator[Lease]:
         """Lease devices for so many ranks inside the block, all at once.
 
         A thread that holds devices already gets those: a test that was lent GPUs starts its scripts on them. If it could wait
@@ -126,49 +135,67 @@ class Pool:
             ranks: The number of ranks.
             who: Names the request in messages to others who wait.
             timeout: How long to wait for the devices, in seconds.
+            whole: Whether to lease whole GPUs where other runs could share them.
 
         Raises:
             UsageProblem: If there are too few devices, or this thread holds some of them, but too few.
             LeaseTimeout: After ``timeout``.
         """
         count = self.inventory.needed(ranks)
+        shares = self.inventory.places > 1 and not whole
+        #: The number of places on each device; 0 for whole devices.
+        places = -(-ranks // count) if shares else 0
         mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _held())
         if mine:
-            if self.inventory.kind == "gpu" and count > len(mine):
-                raise UsageProblem(f"{who}: {count} GPUs are needed, and the test that starts it was lent {len(mine)}")
-            yield Lease(mine[:count], self.inventory.environment(mine[:count]))
+            yield self._lend_again(mine, count, places, who)
             return
         requested = clock.now()
         with contextlib.ExitStack() as held:
-            ids, waited_for = self._take(count, who, requested + timeout, held)
+            taken, waited_for = self._take(count, places, who, requested + timeout, held)
+            ids = tuple(taken)
+            names = tuple(itertools.chain(*taken.values()))
             # A record without a lock is of a dead holder.
-            dead = {name: record for name in ids if (record := self._read_record(name)) is not None}
+            dead = {name: record for name in names if (record := self._read_record(name)) is not None}
             memory = {name: holder.before for name, holder in dead.items() if holder.before is not None}
-            left = self._await_free(memory, {name: holder.who for name, holder in dead.items()})
+            left = self._await_free(memory, {name: holder.who for name, holder in dead.items()}, self._used_memory)
             granted, since = clock.now(), clock.wall()
-            before = self._memory(ids) if self.inventory.kind == "gpu" else {}
-            for name in ids:
-                holder = Holder(name, who, os.getpid(), since, before.get(name), self._run)
+            # The memory of a place cannot be told from its neighbours', only from other processes'.
+            measure = self._own_memory if shares else self._used_memory
+            before = measure(ids) if self.inventory.kind == "gpu" else {}
+            for name in names:
+                known = None if shares else before.get(name)
+                holder = Holder(name, who, os.getpid(), since, known, self._run)
                 self._directory.write(self._path(name, "json").name, json.dumps(asdict(holder)))
-            lease = Lease(ids, self.inventory.environment(ids), left)
+            lease = Lease(ids, self.inventory.environment(ids), self.inventory.places, left)
             owner = os.getpid()
-            own = {self._path(name, "lock") for name in ids}
-            _this_thread.held = _held() | own
+            own = {self._path(name, "lock"): places or self.inventory.ranks_each for name in ids}
+            _this_thread.held = {**_held(), **own}
             try:
                 yield lease
             finally:
-                _this_thread.held = _held() - own
+                _this_thread.held = {path: ranks for path, ranks in _held().items() if path not in own}
                 # A forked child that leaves the block must not end the lease of its parent.
                 if os.getpid() == owner:
-                    lease.own_leak = self._await_free(before, dict.fromkeys(ids, who))
+                    lease.own_leak = self._await_free(before, dict.fromkeys(ids, who), measure)
                     lease.leak += lease.own_leak
-                    for name in ids:
+                    for name in names:
                         self._path(name, "json").unlink(missing_ok=True)
                     if self.timeline is not None:
                         # The record is for reports only.
                         with contextlib.suppress(OSError):
                             times = (requested, granted, clock.now())
-                            append(self.timeline, Span(ids, who, owner, *times, lease.leak, self.worker, waited_for))
+                            append(self.timeline, Span(names, who, owner, *times, lease.leak, self.worker, waited_for))
+
+    def _lend_again(self, mine: tuple[str, ...], count: int, places: int, who: str) -> Lease:
+        """Return a lease of devices that this thread holds. Raises UsageProblem if it holds too few."""
+        if self.inventory.kind == "gpu" and count > len(mine):
+            raise UsageProblem(f"{who}: {count} GPUs are needed, and the test that starts it was lent {len(mine)}")
+        ids = mine[:count]
+        ranks = min(_held()[self._path(name, "lock")] for name in ids)
+        if places > ranks:
+            problem = f"{places} ranks need a GPU, and what starts them has it for {ranks}"
+            raise UsageProblem(f"{who}: {problem}")
+        return Lease(ids, self.inventory.environment(ids), self.inventory.places)
 
     @property
     def waits(self) -> str:
@@ -177,12 +204,18 @@ class Pool:
 
     def holders(self) -> list[Holder]:
         """Return the current holders of the devices of the inventory."""
-        return [holder for name in self.inventory.ids if (holder := self._holder(name)) is not None]
+        return [holder for device in self.inventory.ids for holder in self._holders(device)]
 
-    def _holder(self, name: str) -> Holder | None:
-        with contextlib.ExitStack() as lock:
-            if self._lock(name, lock):
-                return None
+    def _holders(self, device: str) -> list[Holder]:
+        """Return the holder of a device, or those of its places; none if it is free."""
+        with contextlib.ExitStack() as locks:
+            if self._lock_whole(device, locks):
+                return []
+        held_places = [name for name in self._names(device) if name != device and self._is_held(name)]
+        return [self._holder(name) for name in held_places or [device]]
+
+    def _holder(self, name: str) -> Holder:
+        """Return the holder of a device or place that is held."""
         record = self._read_record(name)
         if record is not None and psutil.pid_exists(record.pid):
             return record
@@ -191,17 +224,18 @@ class Pool:
         return Holder(name, unknown, self._directory.claimant(name), clock.wall())
 
     def _take(
-        self, count: int, who: str, deadline: float, held: contextlib.ExitStack
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Lock ``count`` devices; return their ids, and whom the request has waited for.
+        self, count: int, places: int, who: str, deadline: float, held: contextlib.ExitStack
+    ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+        """Lock ``count`` devices, or so many places on each; return the names that are held by device, and whom it waited for.
 
         Devices stay locked while the request waits for more, so that a later request cannot take them.
         """
-        taken: set[str] = set()
+        taken: dict[str, tuple[str, ...]] = {}
 
         def blockers() -> Iterator[Blocker]:
-            names = (name for name in self.inventory.ids if name not in taken)
-            yield from filter(None, map(self._holder, names))
+            for device in self.inventory.ids:
+                if device not in taken:
+                    yield from self._holders(device)
             yield from ahead(ticket, self._queue.waiting())
 
         given_up, notified = self._given_up, self._notified
@@ -214,9 +248,7 @@ class Pool:
                         held.close()
                         taken.clear()
                     else:
-                        for name in self.inventory.ids:
-                            if len(taken) < count and name not in taken and self._lock(name, held):
-                                taken.add(name)
+                        self._lock_free(count, places, taken, held)
                     if len(taken) == count or clock.now() >= deadline:
                         break
                     watch()
@@ -227,10 +259,55 @@ class Pool:
             self._watch = None
         if len(taken) < count:
             raise LeaseTimeout(self._timeout_message(count, who, taken))
-        return tuple(name for name in self.inventory.ids if name in taken), tuple(watch.waited_for)
+        in_order = {device: taken[device] for device in self.inventory.ids if device in taken}
+        return in_order, tuple(watch.waited_for)
+
+    def _lock_free(
+        self, count: int, places: int, taken: dict[str, tuple[str, ...]], held: contextlib.ExitStack
+    ) -> None:
+        """Lock devices that are free, or places on them, until ``count`` are taken. Devices with the fewest runs are first."""
+        order: Sequence[str] = self.inventory.ids
+        if places:
+            order = sorted(order, key=lambda device: len(self._directory.claimed(device)))
+        for device in order:
+            if len(taken) < count and device not in taken:
+                names = self._lock_places(device, places, held) if places else self._lock_whole(device, held)
+                if names:
+                    taken[device] = names
+
+    def _lock_whole(self, device: str, held: contextlib.ExitStack) -> tuple[str, ...]:
+        """Lock a device until ``held`` is closed; return its name, or nothing if it was not free."""
+        with contextlib.ExitStack() as own:
+            if not self._lock(device, own):
+                return ()
+            # Their holders have locked the device's file, but a cleaner may have removed it. CPU slots have no places.
+            if self.inventory.kind == "gpu" and self._directory.claimed(device) not in ([], [device]):
+                return ()
+            held.push(own.pop_all())
+        return (device,)
+
+    def _lock_places(self, device: str, count: int, held: contextlib.ExitStack) -> tuple[str, ...]:
+        """Lock so many places of a device until ``held`` is closed; return their names, or nothing if fewer were free."""
+        names: list[str] = []
+        with contextlib.ExitStack() as own:
+            try:
+                own.callback(self._directory.lock(self._path(device, "lock").name, shared=True).close)
+            except TakenError:
+                return ()
+            for name in place_names(device, self.inventory.places):
+                if len(names) < count and self._lock(name, own):
+                    names.append(name)
+            if len(names) < count:
+                return ()
+            # After its own locks, so that of two requests that exclude each other one sees the other.
+            excluded = [name for name in self._names(device) if not may_be_held_beside(name, names[0])]
+            if any(name not in names and self._is_held(name) for name in excluded):
+                return ()
+            held.push(own.pop_all())
+        return tuple(names)
 
     def _lock(self, name: str, held: contextlib.ExitStack) -> bool:
-        """Lock a device until ``held`` is closed; return whether it was free."""
+        """Lock a device or place until ``held`` is closed; return whether it was free."""
         with contextlib.ExitStack() as both:
             try:
                 both.callback(self._directory.lock(self._path(name, "lock").name).close)
@@ -240,23 +317,34 @@ class Pool:
             held.push(both.pop_all())
         return True
 
-    def _await_free(self, before: Mapping[str, int], who: Mapping[str, str]) -> tuple[Leak, ...]:
+    def _names(self, device: str) -> list[str]:
+        """Return the names of a device and of its places that may be held: all that are claimed or have a file."""
+        if self.inventory.kind == "cpu":
+            return [device]
+        files = self._directory.path.glob(self._path(device, "place-*.lock").name)
+        names = {*self._directory.claimed(device), *(unquote(path.stem) for path in files)}
+        return sorted(names, key=lambda name: (len(name), name))
+
+    def _is_held(self, name: str) -> bool:
+        with contextlib.ExitStack() as lock:
+            return not self._lock(name, lock)
+
+    def _await_free(self, before: Mapping[str, int], who: Mapping[str, str], measure: Memory) -> tuple[Leak, ...]:
         """Wait until these devices use no more memory than ``before``, and return what stays in use as leaks of its holders."""
         deadline = clock.now() + self.free_timeout
         while True:
-            used = self._memory(list(before)) if before else {}
+            used = measure(list(before)) if before else {}
             leaks = [Leak(name, used[name] - before[name], who[name]) for name in used]
             leaks = [leak for leak in leaks if leak.bytes > TOLERANCE]
             if not leaks or clock.now() >= deadline:
                 return tuple(leaks)
             clock.sleep(_POLL_MEMORY)
 
-    def _timeout_message(self, count: int, who: str, taken: set[str]) -> str:
+    def _timeout_message(self, count: int, who: str, taken: Container[str]) -> str:
         lines = [f"{who}: no {count} of {len(self.inventory.ids)} {self.inventory.words} to be had in time"]
-        for holder in (self._holder(name) for name in self.inventory.ids if name not in taken):
-            if holder is not None:
-                since = time.strftime("%H:%M:%S", time.localtime(holder.since))
-                lines.append(f"  {holder.id} is held by {holder.who} (pid {holder.pid or 'unknown'}) since {since}")
+        for holder in itertools.chain(*(self._holders(device) for device in self.inventory.ids if device not in taken)):
+            since = time.strftime("%H:%M:%S", time.localtime(holder.since))
+            lines.append(f"  {holder.id} is held by {holder.who} (pid {holder.pid or 'unknown'}) since {since}")
         before = [ticket for ticket in self._queue.waiting() if set(ticket.ids) & set(self.inventory.ids)]
         lines.extend(f"  {ticket.who} (pid {ticket.pid}) waits for {ticket.count}" for ticket in before)
         return "\n".join(lines)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.decode import decode
+from pytest_distcompat.lease.places import device_of, places_in
 
 FILE = "leases.jsonl"
 
@@ -28,6 +29,7 @@ class Leak:
 class Span:
     """One lease, from its request to its end, in seconds of CLOCK_MONOTONIC, which orders the events of a machine.
 
+    ``ids`` are the names of devices or, where runs share them, of their places (``lease.places``).
     ``worker`` is the name of the xdist worker that held it, if any; ``waited_for`` names the holders and requests that it
     waited for, as far as it waited long enough to look.
     """
@@ -74,23 +76,33 @@ def read_timeline(directory: Path) -> list[Span]:
 
 
 def entries(directory: Path, since: float) -> list[dict[str, Any]]:
-    """Return the timeline for a report: a dict for each device of each lease, in the order in which the leases began.
+    """Return the timeline for a report: a dict for each device or place of each lease, in the order in which the leases began.
 
-    ``begin`` and ``end`` are in seconds after ``since`` (of CLOCK_MONOTONIC), ``leak`` in bytes.
+    ``begin`` and ``end`` are in seconds after ``since`` (of CLOCK_MONOTONIC), ``part`` is the part of the device, ``leak`` is in
+    bytes.
     """
     return [
         {
-            "device": device,
+            "device": name,
+            "part": round(1 / places_in(name), 6),
             "who": span.who,
             "worker": span.worker,
             "begin": round(span.got - since, 3),
             "end": round(span.released - since, 3),
-            # Leaks of an earlier holder do not count for this lease.
-            "leak": sum(leak.bytes for leak in span.leak if leak.id == device and leak.who == span.who),
+            "leak": _leaked(span, name),
         }
         for span in read_timeline(directory)
-        for device in span.ids
+        for name in span.ids
     ]
+
+
+def _leaked(span: Span, name: str) -> int:
+    """Return the bytes that a lease leaked on a device; of several places of it, the first has them all."""
+    device = device_of(name)
+    if next(other for other in span.ids if device_of(other) == device) != name:
+        return 0
+    # Leaks of an earlier holder do not count for this lease.
+    return sum(leak.bytes for leak in span.leak if leak.id == device and leak.who == span.who)
 
 
 #: Gaps of a device, and waits of a request, that are shorter are left out, in seconds.

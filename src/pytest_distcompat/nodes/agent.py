@@ -132,7 +132,10 @@ class _Agent:
         """Return the pool of this node's devices, or of those given: agents of other workers and sessions lease from it too."""
         welcome = self._welcome
         cuda = welcome["device"] == "cuda"
-        inventory = gpus(welcome["gpus"], welcome["ranks_each"], given) if cuda else cpu_slots()
+        # GPUs that a scheduler gave the run are the run's alone.
+        runs_share = welcome["runs_share"] and not given
+        each = welcome["ranks_each"]
+        inventory = gpus(welcome["gpus"], each, given, runs_share=runs_share) if cuda else cpu_slots()
         return Pool(None, inventory, timeline=self._spans, session=welcome["timeline"], notify=self._say)
 
     def _say(self, text: str) -> None:

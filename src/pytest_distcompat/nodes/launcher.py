@@ -141,6 +141,7 @@ class Settings:
     worker: str = ""
     gpus: int = 0
     ranks_each: int = 1
+    runs_share: bool = False
     say: Callable[[str], None] = print
 
 
@@ -206,7 +207,8 @@ class NodesLauncher(Launcher):
                 return
             warmth = dataclasses.asdict(self._warmth)
             settings = self._settings
-            fields = {name: getattr(settings, name) for name in ("device", "root", "gpus", "ranks_each", "timeline")}
+            names = ("device", "root", "gpus", "ranks_each", "runs_share", "timeline")
+            fields = {name: getattr(settings, name) for name in names}
             channel.send({"warmth": warmth, "cwd": str(Path.cwd()), **fields})
             while (message := channel.receive())["is"] != "facts":
                 pass

@@ -224,7 +224,7 @@ _ALL = (
         "N|auto",
         "auto",
         _count(least=1, keywords=("auto",)),
-        "Let up to N ranks share a GPU if there are fewer GPUs than ranks. auto: 2 on one GPU with NCCL 2.30 or newer, else 1.",
+        "Let up to N ranks share a GPU, above 1 those of several runs too. auto: 2 of a run on one GPU if NCCL can, else 1.",
         alias="oversubscribe",
     ),
     Option(

@@ -170,6 +170,14 @@ class DistcompatSession:
             return int(each)
         return devices.CPU_WORLD_SIZE if self.gpus == 1 and self.nccl_takes_shared_ranks else 1
 
+    @property
+    def runs_share(self) -> bool:
+        """Whether ranks of several runs may use a GPU at the same time.
+
+        Only where the user says how many: some tests need a whole GPU. Not where time is measured.
+        """
+        return self.setting("ranks_per_gpu").value != "auto" and not self.limits
+
     @functools.cached_property
     def uses_mig(self) -> bool:
         """Whether a MIG instance, a part of a GPU, is among the devices to use."""
@@ -311,6 +319,7 @@ class DistcompatSession:
             settings,
             gpus=self.gpus,
             ranks_each=self.ranks_each,
+            runs_share=self.runs_share,
             say=self.say,
             timeline=str(self.store),
             worker=self.worker,
@@ -376,7 +385,7 @@ class DistcompatSession:
         """The devices that can be leased."""
         from pytest_distcompat.lease import cpu_slots, gpus
 
-        return gpus(self.gpus, self.ranks_each) if self.gpus else cpu_slots()
+        return gpus(self.gpus, self.ranks_each, runs_share=self.runs_share) if self.gpus else cpu_slots()
 
     @property
     def limits(self) -> dict[str, float]:

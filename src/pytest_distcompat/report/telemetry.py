@@ -24,7 +24,7 @@ def with_device_seconds(results: Sequence[Verdict], timeline: Iterable[Mapping[s
     """Return the verdicts with the seconds of all devices that their items leased, by ``report.session["timeline"]``."""
     seconds: Counter[str] = Counter()
     for entry in timeline:
-        seconds[entry["who"]] += entry["end"] - entry["begin"]
+        seconds[entry["who"]] += (entry["end"] - entry["begin"]) * entry.get("part", 1)
     return [dataclasses.replace(one, device_seconds=round(seconds[one.nodeid], 3)) for one in results]
 
 
@@ -95,8 +95,11 @@ def _spans(report: Report) -> list[Any]:
         }
         during, error = (one.began, one.began + one.seconds), one.headline if one.red else ""
         items[one.nodeid] = record(f"verdict {one.check}", during, whole, {**facts, "status": one.status.value}, error)
-    leases = grouped(((one["who"], one["begin"], one["end"]), one["device"]) for one in session["timeline"])
-    for (who, begin, end), devices in leases.items():
-        facts = {"nodeid": who, "devices": devices, "device_seconds": round((end - begin) * len(devices), 3)}
+    leases = grouped(((entry["who"], entry["begin"], entry["end"]), entry) for entry in session["timeline"])
+    for (who, begin, end), entries in leases.items():
+        devices = [entry["device"] for entry in entries]
+        # A place is a part of a GPU that runs share.
+        parts = sum(entry.get("part", 1) for entry in entries)
+        facts = {"nodeid": who, "devices": devices, "device_seconds": round((end - begin) * parts, 3)}
         record("run", (begin, end), items.get(who, whole), facts)
     return list(ended.get_finished_spans())

@@ -133,7 +133,9 @@ def runs_text(
     if length >= 1:
         used: dict[str, float] = {}
         for span in spans:
-            used[span["device"]] = used.get(span["device"], 0.0) + span["end"] - span["begin"]
+            # Of a GPU that runs share, a place is a part.
+            device = span["device"].partition(".place-")[0]
+            used[device] = used.get(device, 0.0) + (span["end"] - span["begin"]) * span.get("part", 1)
         named = (f"{device} {seconds / length:.0%}" for device, seconds in sorted(used.items()))
         yield ((f"devices in use, of {length:.0f} s: {', '.join(named)}", ""),)
     idle: dict[str, float] = {}

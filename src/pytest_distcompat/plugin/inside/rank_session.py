@@ -323,7 +323,7 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     directory = Path(asked.directory)
     config = item.config
     world = config.stash[WORLD] = World.from_environment(asked.device)
-    if world.shared:
+    if world.divides_memory:
         from pytest_distcompat.scripts.import_hooks import on_import
 
         # Also for a test without the fixture process_group, whose trainer makes its group itself.

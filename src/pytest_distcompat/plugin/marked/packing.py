@@ -92,8 +92,11 @@ def plan(session: DistcompatSession, collection: Sequence[str], workers: int) ->
     )
     seconds = _cached_seconds(session.config)
     to_pack = [Demand(name, demands.world_sizes[name], seconds.get(name), len(unit)) for name, unit in units.items()]
-    devices = len(session.inventory.ids) * max(1, session.worker_nodes) if to_pack else 0
-    return [units[demand.id] for demand in pack(to_pack, devices, workers)] if to_pack else []
+    if not to_pack:
+        return []
+    # A place of a GPU that runs share counts as a device: a rank needs one.
+    devices = len(session.inventory.ids) * session.inventory.places * max(1, session.worker_nodes)
+    return [units[demand.id] for demand in pack(to_pack, devices, workers)]
 
 
 def _cached_seconds(config: pytest.Config) -> dict[str, float]:

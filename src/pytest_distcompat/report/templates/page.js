@@ -484,7 +484,13 @@
     const spans = report.session.timeline || [];
     if (!spans.length) return;
     document.getElementById("timeline-section").hidden = false;
-    const devices = [...new Set(spans.map((span) => span.device))].sort();
+    const devices = [...new Set(spans.map((span) => span.device))].sort((one, other) => one.localeCompare(other, "en", { numeric: true }));
+    // Rows of one GPU that runs share differ at the end of their names: GPU-8932f937….place-2-of-4
+    const label = (device) => {
+      const at = device.indexOf(".place-"), place = at < 0 ? "" : device.slice(at), most = 24 - place.length;
+      const name = at < 0 ? device : device.slice(0, at);
+      return `${name.length > most ? `${name.slice(0, most - 1)}…` : name}${place}`;
+    };
     const known = [...spans, ...(report.session.gaps || [])];
     const begin = Math.min(...known.map((span) => span.begin)), end = Math.max(...known.map((span) => span.end));
     // An older report does not say what its gaps were.
@@ -498,10 +504,10 @@
       }
       return free;
     });
-    const left = 20 + 7 * Math.max(...devices.map((device) => Math.min(device.length, 24))), width = 1200, line = 24;
+    const left = 20 + 7 * Math.max(...devices.map((device) => label(device).length)), width = 1200, line = 24;
     const x = (at) => left + (end > begin ? (at - begin) / (end - begin) : 0) * (width - left - 10);
     const svg = put(document.getElementById("timeline-chart"), "svg", null, { viewBox: `0 0 ${width} ${devices.length * line + 26}`, role: "img", "aria-label": `Who had which of ${devices.length} devices, over ${number(end - begin)} seconds` });
-    devices.forEach((device, at) => put(svg, "text", device.length > 24 ? `${device.slice(0, 23)}…` : device, { x: 6, y: at * line + 17 }));
+    devices.forEach((device, at) => put(svg, "text", label(device), { x: 6, y: at * line + 17 }));
     for (const gap of gaps) {
       const [row, wide] = [devices.indexOf(gap.device), x(gap.end) - x(gap.begin)];
       if (wide < 3) continue;
