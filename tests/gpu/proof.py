@@ -249,7 +249,8 @@ def suite_options(name: str, *, cpu: bool) -> list[str]:
         precision = "bf16_upcast" if name == "default" else "fp32"
         cells = f"ddp-{precision}-w2: or zero0-{precision}-w2:"
         return [*options, "--distcompat-gpus=0", "-k", f"({cells}) and active"]
-    return [*options, "--distcompat-gpus=1", "--distcompat-ranks-per-gpu=2"]
+    # Two runs of two ranks at a time.
+    return [*options, "--distcompat-gpus=1", "--distcompat-ranks-per-gpu=4", "-n2"]
 
 
 def smoke_options(*, cpu: bool) -> list[str]:

@@ -267,8 +267,8 @@ def test_verdicts_come_before_figures_and_a_call_has_room_for_them(
     ("name", "expected"),
     [
         ("smoke", {"--distcompat-world-size=1", "--distcompat-ranks-per-gpu=8", "--distcompat-profile=smoke"}),
-        ("shared-trainer", {"--distcompat-world-size=2", "--distcompat-ranks-per-gpu=2", "--distcompat-profile=smoke"}),
-        ("default-deepspeed", {"--distcompat-world-size=2", "--distcompat-ranks-per-gpu=2"}),
+        ("shared-trainer", {"--distcompat-world-size=2", "--distcompat-ranks-per-gpu=4", "--distcompat-profile=smoke"}),
+        ("default-deepspeed", {"--distcompat-world-size=2", "--distcompat-ranks-per-gpu=4"}),
     ],
 )
 def test_all_drivers_have_one_rank_then_each_two_that_share_the_gpu(
