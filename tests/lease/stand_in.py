@@ -1,7 +1,8 @@
 """A pytest plugin for runs on made-up GPUs: ``-p stand_in``. There are 8, and no process is started for ranks.
 
 ``script.json`` in the current directory says of a test, by its name after the last ``::``, for how many seconds its ranks
-live (``seconds``) and how many MiB stay in use on their first GPU (``leaks``); without a word it is nothing.
+live (``seconds``), how many runs have to be there at the same time (``meets``), and how many MiB stay in use on their first GPU
+(``leaks``); without a word it is nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +35,16 @@ def first_visible(environment: Mapping[str, str]) -> str:
     return GPUS[int(environment["CUDA_VISIBLE_DEVICES"].partition(",")[0])]
 
 
+def meet(runs: float) -> None:
+    """Wait until runs of so many processes are here."""
+    if runs:
+        Path(f"here-{os.getpid()}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(Path().glob("here-*"))) < runs:
+        assert time.monotonic() < deadline, "nobody came"
+        time.sleep(0.01)
+
+
 class Ranks:
     """Stands for a launcher: every run ends well, after its time."""
 
@@ -55,6 +66,7 @@ class Ranks:
         item = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
         state = script().get(item.rpartition("::")[2], {})
         time.sleep(state.get("seconds", 0.0))
+        meet(state.get("meets", 0))
         used[first_visible(request.set)] += int(state.get("leaks", 0)) << 20
         phases = [Phase(when, "passed") for when in ("setup", "call", "teardown")]
         ranks = range(request.world_size)
