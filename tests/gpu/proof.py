@@ -133,7 +133,8 @@ def gpu_tests(file: str, workers: int = 0) -> Command:
     """Make the command for a file of ``tests/gpu``, run by so many workers of xdist; 0: by pytest itself."""
 
     def command(_work: Path, result: Path) -> list[str]:
-        options = ["-p", "no:cacheprovider", "-rA", f"--junitxml={result}", f"--rootdir={ROOT}"]
+        # pytest-benchmark warns beside xdist, and warnings of pytest are errors here.
+        options = ["-p", "no:benchmark", "-p", "no:cacheprovider", "-rA", f"--junitxml={result}", f"--rootdir={ROOT}"]
         if workers:
             options += ["-n", str(workers)]
         return [sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "gpu" / file)]
