@@ -60,7 +60,7 @@ _OPTIONS_ON_RANKS: dict[str, Any] = {
     **dict.fromkeys(("collectonly", "usepdb", "trace", "looponfail", "distload", "json_report", "cacheclear"), False),
     **dict.fromkeys(("deselect", "basetemp", "durations", "numprocesses", "maxprocesses"), None),
     **dict.fromkeys(("distcompat_report", "distcompat_baseline", "distcompat_shard"), None),
-    "maxfail": 0,
+    "maxfail": None,
     "dist": "no",
     "tx": [],
     "no_cov": True,
