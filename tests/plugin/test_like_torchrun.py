@@ -64,6 +64,13 @@ def test_not_imported(name):
 
 
 @pytest.mark.distcompat(world_size=2)
+def test_a_module_of_python_is_not_imported():
+    import ctypes
+
+    assert not hasattr(ctypes, "wintypes")
+
+
+@pytest.mark.distcompat(world_size=2)
 def test_imported(process_group):
     from torch.distributed.fsdp import fully_shard
 
@@ -91,6 +98,17 @@ import signal
 
 import pytest
 
+try:
+    os.setsid()
+    CAN_LEAVE_ITS_SESSION = True
+except PermissionError:
+    CAN_LEAVE_ITS_SESSION = False
+
+
+@pytest.mark.distcompat(world_size=2)
+def test_led_its_session_at_import():
+    assert not CAN_LEAVE_ITS_SESSION
+
 
 @pytest.mark.distcompat(world_size=2)
 def test_leads_its_session():
@@ -109,16 +127,17 @@ def test_signals_its_group():
 def test_is_nobodys_child():
     assert multiprocessing.parent_process() is None
     assert multiprocessing.current_process().name == "MainProcess"
+    assert multiprocessing.Process().name == "Process-1"
 """
 
 
 def test_a_rank_is_a_process_of_its_own(run_pytest: RunPytest, tmp_path: Path) -> None:
     """A signal to the rank's own group killed the launcher, and what fails under torchrun passed."""
     (tmp_path / "test_it.py").write_text(ALONE, encoding="utf-8")
-    names = ("test_leads_its_session", "test_signals_its_group", "test_is_nobodys_child")
     for launcher in ("warm", "torchrun"):
         result = run_pytest(tmp_path, "--distcompat-launcher", launcher)
-        assert result.outcomes == dict.fromkeys(names, "passed"), result.out
+        assert len(result.outcomes) == 4, result.out
+        assert set(result.outcomes.values()) == {"passed"}, result.out
 
 
 @pytest.mark.parametrize("imported", ["at the top", "in the test"])
