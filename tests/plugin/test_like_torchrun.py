@@ -374,16 +374,14 @@ def test_the_command_line_and_the_interpreters_flags_reach_ranks(
 
 @pytest.mark.nightly
 def test_verify_fails_a_test_that_differs_under_torchrun(run_pytest: RunPytest, tmp_path: Path) -> None:
-    """A difference that no watch can see: the fork server names its process unlike the interpreter."""
-    (tmp_path / "test_it.py").write_text(
-        f"import pytest{TEST}    import multiprocessing\n    forked = multiprocessing.parent_process() is not None\n"
-        f"    assert forked\n{TEST.replace('test_it', 'test_sound')}    assert rank in (0, 1)\n",
-        encoding="utf-8",
-    )
+    """A difference that no watch can see: a variable that warm ranks have, and that torchrun does not give to its own."""
+    variable = "    import os\n    given = 'PYTEST_DEBUG_TEMPROOT' in os.environ\n    assert given\n"
+    sound = f"{TEST.replace('test_it(', 'test_sound(tmp_path, ')}    assert tmp_path.is_dir()\n"
+    (tmp_path / "test_it.py").write_text(f"import pytest{TEST}{variable}{sound}", encoding="utf-8")
     result = run_pytest(tmp_path, "--distcompat-verify=100")
     assert result.outcomes == {"test_it": "failed", "test_sound": "passed"}, result.out
     assert "warm ranks and torchrun's disagree: passed on warm ranks, failed under torchrun" in result.out
-    assert "assert forked" in result.out
+    assert "assert given" in result.out
     assert run_pytest(tmp_path).code == pytest.ExitCode.OK
 
 
