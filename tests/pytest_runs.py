@@ -54,6 +54,8 @@ class Run:
         """By the whole name of each test how its call ended, and each other phase and subtest that did not pass."""
         found: dict[str, list[str]] = {}
         for report in self._outcome_reports:
+            if report["subtest"] and report["outcome"] == "passed":
+                continue
             found.setdefault(report["nodeid"], []).append(_end(report))
         return found
 
