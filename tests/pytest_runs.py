@@ -24,6 +24,12 @@ def reports(directory: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(found)
 
 
+def _end(report: Mapping[str, Any]) -> str:
+    if report["xfail"] is not None:
+        return "xfailed" if report["outcome"] == "skipped" else "xpassed"
+    return str(report["outcome"])
+
+
 @dataclass(frozen=True)
 class Run:
     """Result of one pytest process."""
@@ -41,10 +47,17 @@ class Run:
         return min(found, key=lambda report: (report["outcome"] != "failed", report["subtest"]))
 
     def outcome(self, name: str) -> str:
-        report = self.of(name)
-        if report["xfail"] is not None:
-            return "xfailed" if report["outcome"] == "skipped" else "xpassed"
-        return str(report["outcome"])
+        return _end(self.of(name))
+
+    @property
+    def ends(self) -> dict[str, list[str]]:
+        """By the whole name of each test how its call ended, and each other phase and subtest that did not pass."""
+        found: dict[str, list[str]] = {}
+        for report in self._outcome_reports:
+            if report["subtest"] and report["outcome"] == "passed":
+                continue
+            found.setdefault(report["nodeid"], []).append(_end(report))
+        return found
 
     @property
     def outcomes(self) -> dict[str, str]:

@@ -102,6 +102,17 @@ def own(value):
 {effect}
 '''
 
+
+def of_all_ranks(ends: Sequence[str]) -> str:
+    """Return the outcome of a test whose ranks ended so: the worst one; ranks that disagree about a skip have failed."""
+    for end in ("failed", "xfailed"):
+        if end in ends:
+            return end
+    if "skipped" in ends:
+        return "skipped" if set(ends) == {"skipped"} else "failed"
+    return ends[0]
+
+
 Kinds = tuple[str, str]
 PASS: Kinds = ("pass", "pass")
 
@@ -171,12 +182,8 @@ class Case:
         if self.mark in EXPECTING and "strict" in self.mark and set(before) == {"passed"}:
             return "failed"  # whatever becomes of the teardown
         ends = [end for rank in (0, 1) for end in self._alone(rank)]
-        for end in ("failed", "xfailed"):
-            if end in ends:
-                return end
-        if "skipped" in ends:
-            return "skipped" if set(ends) == {"skipped"} else "failed"
-        return "xpassed" if self.mark in EXPECTING else "passed"
+        found = of_all_ranks(ends)
+        return "xpassed" if self.mark in EXPECTING and found == "passed" else found
 
     @property
     def differs_inside(self) -> bool:
@@ -189,6 +196,16 @@ class Case:
         ends = [[self._phase(kinds[rank]) for kinds in phases] for rank in (0, 1)]
         skips = any("skipped" in one[: other.index("xfailed")] for one in ends for other in ends if "xfailed" in other)
         return skips or (self.mark in EXPECTING and self.teardown != PASS)
+
+    @property
+    def differs_plain(self) -> bool:
+        """Return whether its ranks would differ under plain torchrun, where each must raise what it is strictly expected to.
+
+        One outcome from all ranks asks that of any rank.
+        """
+        phases = (self.setup, self.call)
+        raised = [any(self._phase(kinds[rank]) == "xfailed" for kinds in phases) for rank in (0, 1)]
+        return self.mark in EXPECTING and "strict" in self.mark and raised[0] != raised[1]
 
     def _phase(self, kind: str) -> str:
         if kind in DEATHS or (kind in FAULTS and not self._expected(kind)):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from tests.fuzz.modules import Case, Module, modules, simpler
+from tests.fuzz.modules import Case, Module, modules, of_all_ranks, simpler
+from tests.fuzz.questions import Asking, asking_modules
+from tests.plugin.test_fingerprint import documented
 from tests.pytest_runs import RECORDED, Run, reports
 
 pytestmark = pytest.mark.spawn
@@ -22,22 +25,24 @@ MODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "xdist": ((), ("-n", "2")),
     "inside": (("torch.distributed.run", "--nproc-per-node", "2", "-m"), ()),
     "cold": ((), ("--distcompat-launcher=torchrun",)),
+    "plain": (("torch.distributed.run", "--nproc-per-node", "2", "-m"), ("-p", "no:distcompat")),
 }
 #: Of how many modules of a batch the tests run by a torchrun each, seconds a test.
 COLD = 2
+CONFTEST_OF_PLAIN = Path(__file__).with_name("conftest_of_plain.py")
 #: So many sessions a difference is made smaller in.
 SHRINKING = 12
 
 Table = Mapping[str, str]
 #: Runs these modules in that mode.
-Fuzz = Callable[[Sequence[Module], str], Table]
+Fuzz = Callable[[Sequence[Module | Asking], str], Table]
 
 
 @pytest.fixture
 def fuzz(environment: dict[str, str], tmp_path: Path) -> Fuzz:
     ran: list[Path] = []
 
-    def run(written: Sequence[Module], mode: str) -> Table:
+    def run(written: Sequence[Module | Asking], mode: str) -> Table:
         directory = tmp_path / f"{len(ran)}_{mode}"
         ran.append(directory)
         directory.mkdir()
@@ -45,7 +50,14 @@ def fuzz(environment: dict[str, str], tmp_path: Path) -> Fuzz:
         for module in written:
             (directory / f"{module.name}.py").write_text(module.source(), encoding="utf-8")
         launch, options = MODES[mode]
-        line = [sys.executable, "-m", *launch, "pytest", *RECORDED, "-q", "--distcompat-timeout=60", *options]
+        if mode == "plain":
+            shutil.copy(CONFTEST_OF_PLAIN, directory / "conftest.py")
+        else:
+            options = ("--distcompat-timeout=60", *options)
+        # The command line of ranks has no option of ours, as a question may ask.
+        (directory / "pytest.ini").write_text(f"[pytest]\naddopts = {' '.join(options)}\n", encoding="utf-8")
+        # pytest-rerunfailures starts a thread in the process that runs pytest.
+        line = [sys.executable, "-m", *launch, "pytest", *RECORDED, "-p", "no:rerunfailures", "-q"]
         done = subprocess.run(
             line,
             cwd=directory,
@@ -55,27 +67,35 @@ def fuzz(environment: dict[str, str], tmp_path: Path) -> Fuzz:
             timeout=1500,
             check=False,
         )
-        found = reports(directory)
-        ended = Run(done.returncode, done.stdout + done.stderr, directory, found)
-        names = {report["nodeid"] for report in found if "when" in report}
-        assert names, ended.out
+        out = done.stdout + done.stderr
+        if mode == "plain":
+            return _of_plain_ranks(directory, out)
+        ended = Run(done.returncode, out, directory, reports(directory))
+        names = {report["nodeid"] for report in ended.reports if "when" in report}
+        assert names, out
         by_name = {name.partition("::")[2]: name for name in names}
         return {by_name[name]: end for name, end in ended.outcomes.items()}
 
     return run
 
 
+def _of_plain_ranks(directory: Path, out: str) -> dict[str, str]:
+    """Return of each test what its ranks come to, each of which recorded the outcomes of its own pytest."""
+    ranks = [Run(0, out, directory, reports(directory / f"rank-{rank}")).ends for rank in (0, 1)]
+    assert ranks[0], out
+    assert ranks[0].keys() == ranks[1].keys(), out
+    return {name: of_all_ranks([*ends, *ranks[1][name]]) for name, ends in ranks[0].items()}
+
+
 def differing(written: Sequence[Module], mode: str, fuzz: Fuzz) -> dict[str, str]:
     """Return the tests whose verdict in that mode differs from the rules', with both verdicts."""
+    # There a rank that dies takes all tests after it along.
+    if mode in {"inside", "plain"}:
+        written = without(written, lambda case: case.dies)
     if mode == "inside":
-        # There a rank that dies takes all tests after it along.
-        written = [
-            dataclasses.replace(
-                module, cases=tuple(case for case in module.cases if not (case.dies or case.differs_inside))
-            )
-            for module in written
-        ]
-        written = [module for module in written if module.cases]
+        written = without(written, lambda case: case.differs_inside)
+    if mode == "plain":
+        written = without(written, lambda case: case.differs_plain)
     if not written:
         return {}
     expected: dict[str, str] = {}
@@ -87,6 +107,16 @@ def differing(written: Sequence[Module], mode: str, fuzz: Fuzz) -> dict[str, str
         for name, end in expected.items()
         if found.get(name) != end
     }
+
+
+def without(written: Sequence[Module], left_out: Callable[[Case], bool]) -> list[Module]:
+    """Return the modules without such cases, and no module that has none left."""
+    found = []
+    for module in written:
+        kept = tuple(case for case in module.cases if not left_out(case))
+        if kept:
+            found.append(dataclasses.replace(module, cases=kept))
+    return found
 
 
 def smallest(module: Module, case: Case, mode: str, fuzz: Fuzz) -> tuple[Module, bool]:
@@ -125,7 +155,7 @@ def describe(written: Sequence[Module], mode: str, wrong: Mapping[str, str], fuz
 
 
 @pytest.mark.parametrize(
-    "mode", ["warm", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("reused", "inside"))]
+    "mode", ["warm", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("reused", "inside", "plain"))]
 )
 def test_a_few(mode: str, fuzz: Fuzz) -> None:
     written = modules(0, 4)
@@ -143,3 +173,29 @@ def test_many(seed: int, mode: str, fuzz: Fuzz) -> None:
         written = written[:COLD]
     wrong = differing(written, mode, fuzz)
     assert not wrong, describe(written, mode, wrong, fuzz)
+
+
+def unlike_plain(written: Sequence[Asking], mode: str, plain: Table, fuzz: Fuzz) -> list[str]:
+    """Return a line for each question with another answer in that mode, unless the docs say that what it asks for differs."""
+    found = fuzz(written, mode)
+    differ = documented()
+    lines = []
+    for module in written:
+        for question in module.questions:
+            name = f"{module.name}.py::test_{question.name}"
+            tolerated = mode in differ.get(question.about, ())
+            if found.get(name) != plain.get(name) and not tolerated:
+                lines.append(
+                    f"{question.about}: {question.source} (asked in: {question.when}): "
+                    f"{found.get(name, 'nothing')} in mode {mode}, {plain.get(name, 'nothing')} in mode plain"
+                )
+    return lines
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_questions_have_the_answers_of_plain_torchrun(seed: int, fuzz: Fuzz) -> None:
+    """Ten times fifty modules; ``FUZZ_SEED`` gives others."""
+    written = asking_modules(seed + 1000 * int(os.environ.get("FUZZ_SEED", "0")), 50)
+    wrong = unlike_plain(written, "warm", fuzz(written, "plain"), fuzz)
+    assert not wrong, "\n".join(wrong)

@@ -432,10 +432,12 @@ def test_the_rendezvous_and_the_exit_barrier_of_several_nodes() -> None:
 
 
 def test_the_parent_of_a_process_of_multiprocessing() -> None:
-    """``rank.forget_parent`` sets the name that ``multiprocessing.parent_process`` reads."""
+    """``rank.forget_parent`` sets the names that ``multiprocessing.parent_process`` and ``Process`` read."""
     names = multiprocessing.process.parent_process.__code__.co_names
     assert "_parent_process" in names
     assert hasattr(multiprocessing.process, "_parent_process")
+    assert multiprocessing.current_process()._identity == ()
+    assert "_identity" in multiprocessing.process.BaseProcess.__init__.__code__.co_names
 
 
 def test_what_waits_until_cuda_is_opened() -> None:

@@ -110,3 +110,7 @@ def test_only_an_accelerator_that_is_there_is_hidden(
     hiding = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if file else {}
     assert process.on_device({"NAME": "value"}, "cpu") == {"NAME": "value", **hiding}
     assert process.on_device({}, "cuda") == {}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if file else {}
+    assert process.user_environment({"NAME": "value"}, "cpu") == {"NAME": "value", **hidden}
+    own = {"DS_ACCELERATOR": "xpu"}
+    assert process.user_environment(own, "cpu") == {**own, **hidden}

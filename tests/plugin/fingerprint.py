@@ -80,7 +80,7 @@ def main_module() -> dict[str, object]:
     }
 
 
-def fingerprint() -> dict[str, object]:
+def fingerprint(config: pytest.Config) -> dict[str, object]:
     """Return all as plain data. What is a list is compared as a set with counts."""
     here = str(Path(__file__).parent)
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
@@ -138,11 +138,15 @@ def fingerprint() -> dict[str, object]:
         "level": logging.getLogger().level,
         "handlers": [type(one).__name__ for one in logging.getLogger().handlers],
     }
+    found["imported psutil"] = "psutil" in sys.modules
+    parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    found["parent"] = "torch.distributed.run" in parent
     found["meta path"] = [str(getattr(one, "__name__", type(one).__name__)) for one in sys.meta_path]
+    found["terminal reporter"] = config.pluginmanager.hasplugin("terminalreporter")
     return found
 
 
 @pytest.mark.distcompat(world_size=2)
-def test_fingerprint() -> None:
+def test_fingerprint(pytestconfig: pytest.Config) -> None:
     written = Path(__file__).with_name(f"rank-{os.environ['RANK']}.json")
-    written.write_text(json.dumps(fingerprint()))
+    written.write_text(json.dumps(fingerprint(pytestconfig)))

@@ -64,6 +64,13 @@ def test_not_imported(name):
 
 
 @pytest.mark.distcompat(world_size=2)
+def test_a_module_of_python_is_not_imported():
+    import ctypes
+
+    assert not hasattr(ctypes, "wintypes")
+
+
+@pytest.mark.distcompat(world_size=2)
 def test_imported(process_group):
     from torch.distributed.fsdp import fully_shard
 
@@ -91,6 +98,17 @@ import signal
 
 import pytest
 
+try:
+    os.setsid()
+    CAN_LEAVE_ITS_SESSION = True
+except PermissionError:
+    CAN_LEAVE_ITS_SESSION = False
+
+
+@pytest.mark.distcompat(world_size=2)
+def test_led_its_session_at_import():
+    assert not CAN_LEAVE_ITS_SESSION
+
 
 @pytest.mark.distcompat(world_size=2)
 def test_leads_its_session():
@@ -109,16 +127,17 @@ def test_signals_its_group():
 def test_is_nobodys_child():
     assert multiprocessing.parent_process() is None
     assert multiprocessing.current_process().name == "MainProcess"
+    assert multiprocessing.Process().name == "Process-1"
 """
 
 
 def test_a_rank_is_a_process_of_its_own(run_pytest: RunPytest, tmp_path: Path) -> None:
     """A signal to the rank's own group killed the launcher, and what fails under torchrun passed."""
     (tmp_path / "test_it.py").write_text(ALONE, encoding="utf-8")
-    names = ("test_leads_its_session", "test_signals_its_group", "test_is_nobodys_child")
     for launcher in ("warm", "torchrun"):
         result = run_pytest(tmp_path, "--distcompat-launcher", launcher)
-        assert result.outcomes == dict.fromkeys(names, "passed"), result.out
+        assert len(result.outcomes) == 4, result.out
+        assert set(result.outcomes.values()) == {"passed"}, result.out
 
 
 @pytest.mark.parametrize("imported", ["at the top", "in the test"])
@@ -355,16 +374,14 @@ def test_the_command_line_and_the_interpreters_flags_reach_ranks(
 
 @pytest.mark.nightly
 def test_verify_fails_a_test_that_differs_under_torchrun(run_pytest: RunPytest, tmp_path: Path) -> None:
-    """A difference that no watch can see: the fork server names its process unlike the interpreter."""
-    (tmp_path / "test_it.py").write_text(
-        f"import pytest{TEST}    import multiprocessing\n    forked = multiprocessing.parent_process() is not None\n"
-        f"    assert forked\n{TEST.replace('test_it', 'test_sound')}    assert rank in (0, 1)\n",
-        encoding="utf-8",
-    )
+    """A difference that no watch can see: a variable that warm ranks have, and that torchrun does not give to its own."""
+    variable = "    import os\n    given = 'PYTEST_DEBUG_TEMPROOT' in os.environ\n    assert given\n"
+    sound = f"{TEST.replace('test_it(', 'test_sound(tmp_path, ')}    assert tmp_path.is_dir()\n"
+    (tmp_path / "test_it.py").write_text(f"import pytest{TEST}{variable}{sound}", encoding="utf-8")
     result = run_pytest(tmp_path, "--distcompat-verify=100")
     assert result.outcomes == {"test_it": "failed", "test_sound": "passed"}, result.out
     assert "warm ranks and torchrun's disagree: passed on warm ranks, failed under torchrun" in result.out
-    assert "assert forked" in result.out
+    assert "assert given" in result.out
     assert run_pytest(tmp_path).code == pytest.ExitCode.OK
 
 

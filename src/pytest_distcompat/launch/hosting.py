@@ -25,7 +25,16 @@ from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.ending import Ending, exit_name
 from pytest_distcompat.launch.files import CRASH, read_end
 from pytest_distcompat.launch.launcher import Launcher
-from pytest_distcompat.launch.process import alive, await_end, await_exit, descendants, kill, kill_and_wait, on_device
+from pytest_distcompat.launch.process import (
+    alive,
+    await_end,
+    await_exit,
+    descendants,
+    kill,
+    kill_and_wait,
+    on_device,
+    user_environment,
+)
 from pytest_distcompat.launch.request import Request, Warmth, unbuffered
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.launch.warm import WarmLauncher
@@ -204,8 +213,10 @@ class Hosted:
 class TorchrunLauncher(Launcher):
     """A launcher that starts ``python -m torch.distributed.run`` for each run."""
 
-    def __init__(self, warmth: Warmth, *, device: str = "cpu") -> None:  # noqa: ARG002 - the launchers' protocol
+    def __init__(self, warmth: Warmth, *, device: str = "cpu", plain: bool = False) -> None:  # noqa: ARG002 - the launchers' protocol
         self._device = device
+        #: Whether ranks get the user's own environment, but for what keeps those on the CPU off its GPUs.
+        self._plain = plain
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
         """Start the ranks, and wait until they ended or were ended; never raises for what the ranks do."""
@@ -222,7 +233,9 @@ class TorchrunLauncher(Launcher):
         return Hosted(
             name="torchrun",
             line=command,
-            environment=on_device(os.environ, self._device),
+            environment=user_environment(os.environ, self._device)
+            if self._plain
+            else on_device(os.environ, self._device),
             world_size=request.world_size,
             directory=Path(request.directory),
             timeout=request.timeout,

@@ -59,6 +59,17 @@ def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
     return found
 
 
+def user_environment(environment: Mapping[str, str], device: str) -> dict[str, str]:
+    """Return a copy of the environment as the user's own torchrun would pass it on; only GPUs stay hidden from ranks on the CPU.
+
+    ``DS_ACCELERATOR`` is the user's own or none: DeepSpeed takes the CPU by itself where it sees no GPU.
+    """
+    found = on_device(environment, device)
+    if "DS_ACCELERATOR" not in environment:
+        found.pop("DS_ACCELERATOR", None)
+    return found
+
+
 def has_accelerator(devices: Path = Path("/dev")) -> bool:
     """Tell whether there is a device file of a GPU or of another accelerator; no library is asked.
 

@@ -110,6 +110,8 @@ def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: 
         read, write = os.pipe()
         if os.fork() == 0:
             die_with_parent()
+            # Modules are imported here that may ask for it, or signal their group, as they could on a rank.
+            rank.lead_session()
             os.close(read)
             ends[LIBRARIES].close()
             collected = preload.collect(warmth_fields, dump_at)

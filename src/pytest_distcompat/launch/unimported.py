@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 #: Modules of these packages stay: pytest's hook would execute those again that it rewrites, and ours it does.
-_STAY = ("pytest_distcompat", "pytest", "_pytest", "pluggy", *sys.stdlib_module_names)
+_STAY = ("pytest_distcompat", "pytest", "_pytest", "pluggy")
 
 #: By the name of each module that was loaded while imports were recorded: the names of modules that it imported.
 _imported: dict[str, set[str]] = {}
@@ -106,13 +106,18 @@ def _with_imported(names: Iterable[str], known: Container[str]) -> set[str]:
     return found
 
 
+def _stays(name: str) -> bool:
+    """Tell whether a recorded module stays; of the standard library, packages do, but not what is in them."""
+    return name.partition(".")[0] in _STAY or name in sys.stdlib_module_names
+
+
 def hide() -> None:
     """Hide the modules that were recorded, but for those that a module which stays has imported."""
     for name, names in _imported.items():
         # A package is imported with each of its modules; and not all that is taken from a module is one.
         names.add(name.rpartition(".")[0])
         names.intersection_update(_imported)
-    roots = [name for name in sys.modules if name not in _imported or name.partition(".")[0] in _STAY]
+    roots = [name for name in sys.modules if name not in _imported or _stays(name)]
     stay = _with_imported(roots, sys.modules)
     _hide([name for name in sys.modules if name in _imported and name not in stay])
     for name in _given_with:

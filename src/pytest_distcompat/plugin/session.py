@@ -338,7 +338,9 @@ class DistcompatSession:
         from pytest_distcompat.launch.request import Warmth
         from pytest_distcompat.leased import LeasedLauncher
 
-        return LeasedLauncher(TorchrunLauncher(Warmth(), device=self.device), lambda: self.pool, self.notice)
+        return LeasedLauncher(
+            TorchrunLauncher(Warmth(), device=self.device, plain=True), lambda: self.pool, self.notice
+        )
 
     @functools.cached_property
     def verified(self) -> float:

@@ -60,7 +60,7 @@ _OPTIONS_ON_RANKS: dict[str, Any] = {
     **dict.fromkeys(("collectonly", "usepdb", "trace", "looponfail", "distload", "json_report", "cacheclear"), False),
     **dict.fromkeys(("deselect", "basetemp", "durations", "numprocesses", "maxprocesses"), None),
     **dict.fromkeys(("distcompat_report", "distcompat_baseline", "distcompat_shard"), None),
-    "maxfail": 0,
+    "maxfail": None,
     "dist": "no",
     "tx": [],
     "no_cov": True,
@@ -292,6 +292,7 @@ class ItemPayload:
         device: ``cpu`` or ``cuda``.
         session: A file with the return value of ``describe``.
         shared: On several nodes the directory that has what they share; empty where ``directory`` has it.
+        plain: Whether the item must not see the variable with this rank's temporary directory.
     """
 
     nodeid: str
@@ -301,6 +302,7 @@ class ItemPayload:
     world_size: int
     session: str
     shared: str = ""
+    plain: bool = False
 
 
 decode.prepare(ItemPayload)
@@ -336,7 +338,9 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     # pytest makes its base temporary directory once in a process. Kept ranks use the directory of their group, not of this
     # request, for that and for captured output, as the agent does for its logs.
     directory_of_process = request_loop.reused.directory if request_loop.reused is not None else directory
-    with _own_temporary_directory(directory_of_process, log.rank), capturing(config, directory_of_process, log.rank):
+    root = directory_of_process / f"tmp-{log.rank}"
+    own_directory = _made_in(root, config) if asked.plain else _own_temporary_directory(root)
+    with own_directory, capturing(config, directory_of_process, log.rank):
         config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
         # An error of a plugin in it fails the test.
         if request_loop.reused is None:
@@ -377,12 +381,11 @@ def _find(items: Mapping[str, pytest.Item], nodeid: str) -> pytest.Item:
 
 
 @contextlib.contextmanager
-def _own_temporary_directory(directory: Path, rank: int) -> Iterator[None]:
+def _own_temporary_directory(root: Path) -> Iterator[None]:
     """Have pytest make this rank's ``tmp_path`` in the run's directory: ranks must not remove each other's.
 
     https://docs.pytest.org/en/stable/reference/reference.html#envvar-PYTEST_DEBUG_TEMPROOT
     """
-    root = directory / f"tmp-{rank}"
     root.mkdir(exist_ok=True)
     original = os.environ.get(_ROOT)
     os.environ[_ROOT] = str(root)
@@ -390,6 +393,20 @@ def _own_temporary_directory(directory: Path, rank: int) -> Iterator[None]:
     os.environ.pop(_ROOT, None)  # the test may have removed it
     if original is not None:
         os.environ[_ROOT] = original
+
+
+@contextlib.contextmanager
+def _made_in(root: Path, config: pytest.Config) -> Iterator[None]:
+    """Have pytest make its base directory there now, and show the test the variable as it was.
+
+    ``tests/plugin/test_private_names.py`` fails when the factory's private name goes away.
+    """
+    with _own_temporary_directory(root):
+        # Without pytest's plugin tmpdir there is none.
+        factory = getattr(config, "_tmp_path_factory", None)
+        if factory is not None:
+            factory.getbasetemp()
+    yield
 
 
 class _Reporter:

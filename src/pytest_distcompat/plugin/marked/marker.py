@@ -296,7 +296,7 @@ def _verify(outcome: Outcome, request: Request, session: DistcompatSession, item
         # Ranks that are kept hold the devices.
         session.launcher.retire()
     directory = str(session.new_directory(f"cold-{item.originalname}"))
-    payload = {**request.payload, "directory": directory}
+    payload = {**request.payload, "directory": directory, "plain": True}
     cold = merge(session.cold_launcher.run(dataclasses.replace(request, directory=directory, payload=payload)))
     if (cold.kind, bool(cold.text)) == (outcome.kind, bool(outcome.text)):
         return outcome
