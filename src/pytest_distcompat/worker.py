@@ -462,14 +462,12 @@ OBSERVED_STEP = 3
 
 
 def _end_process_group(driver: Driver) -> None:
-    """End the process group of a rank that is done; otherwise NCCL warns."""
+    """Destroy the process group of a rank that is done; otherwise NCCL warns."""
     # The driver outlives the group: DDP's reducer holds the last reference to a gloo group, whose destructor may join a
     # thread that waits for the GIL.
     from torch import distributed
 
-    from pytest_distcompat.launch.process_group_end import leave_process_group
-
     _alive.append(driver)
     if distributed.is_initialized():
         with contextlib.suppress(RuntimeError):
-            leave_process_group()
+            distributed.destroy_process_group()

@@ -445,11 +445,3 @@ def test_what_waits_until_cuda_is_opened() -> None:
     import torch
 
     assert callable(getattr(torch.cuda, "_lazy_call", None)), "gone from torch: torch.cuda._lazy_call, see world.py"
-
-
-def test_torch_has_a_name_for_the_store_of_the_default_process_group() -> None:
-    """By it ranks wait for each other before they leave their group to the end of the process."""
-    from torch.distributed import distributed_c10d
-
-    store = getattr(distributed_c10d, "_get_default_store", None)
-    assert callable(store), "gone from torch: _get_default_store, see launch/process_group_end.py"

@@ -39,8 +39,6 @@ GRACE = 0.3
 #: The option of ``python -m pytest_distcompat.launch.rank`` with the rank in which the user wants a debugger.
 DEBUG_OPTION = "--pdb"
 _THREADS = "OMP_NUM_THREADS"
-#: Whether this process ends by ``os._exit`` when its request is done: whether it was forked from a fork server.
-ends_at_once = False
 #: The start method of multiprocessing that modules set in the fork server that imported them.
 start_method: str | None = None
 
@@ -79,8 +77,6 @@ def forked(path: str) -> None:
 
     Such a rank ends by ``os._exit``, so the exit functions of its interpreter are called before.
     """
-    global ends_at_once  # noqa: PLW0603 - a process is forked once
-    ends_at_once = True
     # Not after ``main``: torch's agent waits for this function to return, and an exit function may end the process.
     multiprocessing.util.Finalize(None, run_exit_functions, exitpriority=-1)
     # By this name code distinguishes a process of a user from one of multiprocessing's workers.

@@ -79,7 +79,7 @@ def shared_dir(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def process_group(world: World) -> Iterator[Any]:
-    """Initialize the default process group for the test; after the test it ends.
+    """Initialize the default process group for the test, and destroy it after the test.
 
     A test whose trainer initializes the group does not use this fixture. A rank that fails does not destroy the group, where
     it would wait for its peers.
@@ -88,7 +88,6 @@ def process_group(world: World) -> Iterator[Any]:
     from torch import distributed
 
     from pytest_distcompat.launch import request_loop
-    from pytest_distcompat.launch.process_group_end import leave_process_group
 
     if world.device != "cpu":
         torch.cuda.set_device(world.device)
@@ -103,7 +102,7 @@ def process_group(world: World) -> Iterator[Any]:
         distributed.barrier()
     yield distributed.group.WORLD
     if distributed.is_initialized():
-        leave_process_group()
+        distributed.destroy_process_group()
 
 
 @pytest.fixture
