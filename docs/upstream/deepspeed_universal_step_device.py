@@ -4,7 +4,8 @@
 converter wrote it, which reads all onto the CPU. Expected: the parameter's device, where torch's own ``load_state_dict`` puts
 the step of a fused optimizer. Seen: the CPU. On a GPU AdamW with ``fused=True`` then refuses its next step: ``Expected all
 tensors to be on the same device, but got state_steps is on cpu``. Needs no GPU: the
-masters that are loaded into have device ``meta``.
+masters that are loaded into have device ``meta``. ZeRO-1 and 2 set it in ``load_hp_checkpoint_state_from_checkpoint_dir``
+(runtime/base_optimizer.py) as it was read, too: seen with ZeRO-1 at two to four ranks on one H100.
 """
 
 import contextlib
