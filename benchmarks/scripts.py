@@ -6,7 +6,7 @@ run that failed. Every script runs every way in turn:
 - *today*: what accelerate's own tests call, ``execute_subprocess_async`` of ``accelerate launch``, which asserts that the exit
   code is not above 0. On the CPU each process is then alone, so it is run a second time, *for the CPU*
   (``ACCELERATE_USE_CPU``). Both get ``timeout=LIMIT``; what still runs ``GRACE`` seconds later is killed by this benchmark.
-- *ours*: ``pytest_distcompat.scripts.launch`` with ``strategy="ddp"`` and ``timeout=LIMIT``.
+- *ours*: ``pytest_distcompat.ext.scripts.launch`` with ``strategy="ddp"`` and ``timeout=LIMIT``.
 
 ``test_checkpointing.py`` wants a model and data of the hub, and two more packages: it gets the stand-ins that our tests have.
 """
@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 from machine import PACKAGES, expect, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
-from pytest_distcompat.scripts import ScriptRun, launch
+from pytest_distcompat.ext.scripts import ScriptRun, launch
 
 OFFLINE = Path(__file__).parents[1] / "tests" / "scripts" / "programs" / "offline"
 HOME = "accelerate.test_utils.scripts."

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from machine import PACKAGES, expect, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
-from pytest_distcompat.scripts import ScriptRun, launch
+from pytest_distcompat.ext.scripts import ScriptRun, launch
 
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 WATCHED, STEPS = 10, 30

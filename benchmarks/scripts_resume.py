@@ -14,8 +14,8 @@ from typing import Any
 
 from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
+from pytest_distcompat.ext.scripts import resume_roundtrip
 from pytest_distcompat.failures import Incompatible, RunFailedError
-from pytest_distcompat.scripts import resume_roundtrip
 
 PROGRAM = Path(__file__).parents[1] / "tests" / "scripts" / "programs" / "trainer_script.py"
 CELLS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cli import main
-from pytest_distcompat.cli.bisect import bisect, releases_of
+from pytest_distcompat.ext.upstream.bisect import bisect, releases_of
 from pytest_distcompat.failures import UsageProblem
 
 Wheel = Callable[..., None]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cli import main
-from pytest_distcompat.cli.repository import Class, inspect_repository
+from pytest_distcompat.ext.scaffold.repository import Class, inspect_repository
 
 Write = Callable[..., None]
 

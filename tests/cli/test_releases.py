@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cli import main, side_by_side
-from pytest_distcompat.cli.releases import Run, table
+from pytest_distcompat.ext.upstream.releases import Run, table
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import Status, Verdict

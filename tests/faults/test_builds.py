@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.ext.scripts import launch
 from pytest_distcompat.failures import RunFailedError
-from pytest_distcompat.scripts import launch
 
 if TYPE_CHECKING:
     from tests.faults.conftest import RunFaults

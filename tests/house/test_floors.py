@@ -20,7 +20,7 @@ BY_NAME = {
     "launch.server",
     "launch.supervisor",
     "cli.torch_facts",
-    "scripts.site.sitecustomize",
+    "ext.scripts.site.sitecustomize",
 }
 #: The only modules that need torch to be defined at all.
 NEED_TORCH = {"simulate", "models._modules", "launch.agent", "drivers._joined"} | {
@@ -201,12 +201,13 @@ def test_the_list_of_public_names_is_frozen() -> None:
 
 
 def test_the_fixtures_and_the_mark_are_frozen() -> None:
-    from pytest_distcompat.plugin import fixtures, scripted
+    from pytest_distcompat.ext.scripts import plugin
+    from pytest_distcompat.plugin import fixtures
     from pytest_distcompat.plugin.marked import marker
 
     names = [
         node.name
-        for module in (fixtures, scripted)
+        for module in (fixtures, plugin)
         for node in ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(d) for d in node.decorator_list)
     ]

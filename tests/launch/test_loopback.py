@@ -111,7 +111,7 @@ def test_without_a_loopback_name_a_test_fails_at_once_with_the_reason(launcher: 
 def test_without_a_loopback_name_a_script_is_not_started(tmp_path: Path) -> None:
     """torchrun tries for minutes, and says nothing of the cause."""
     (tmp_path / "train.py").write_text("open('started', 'w')", encoding="utf-8")
-    script = "from pytest_distcompat.scripts import launch\nlaunch('train.py', world_size=2)"
+    script = "from pytest_distcompat.ext.scripts import launch\nlaunch('train.py', world_size=2)"
     done = subprocess.run(
         [*network_of_its_own(), sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_distcompat.ext.scripts.events import Saved
+from pytest_distcompat.ext.scripts.recorder import STRIDE
 from pytest_distcompat.launch.ending import Ending, RankEnd
 from pytest_distcompat.launch.hosting import Hosted
-from pytest_distcompat.scripts.events import Saved
-from pytest_distcompat.scripts.recorder import STRIDE
 
 Pytester = pytest.Pytester
 

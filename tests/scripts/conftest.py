@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.events import Start, of_kind
+from pytest_distcompat.ext.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip
+from pytest_distcompat.ext.scripts.launching import Host
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.lease import Pool, cpu_slots
-from pytest_distcompat.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip
-from pytest_distcompat.scripts.launching import Host
 
 PROGRAMS = Path(__file__).parent / "programs"
 

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.ext.scripts import launching, write_configuration
+from pytest_distcompat.ext.scripts.configuration import find_configuration
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scripts import launching, write_configuration
-from pytest_distcompat.scripts.configuration import find_configuration
 from pytest_distcompat.strategies import STRATEGIES
 
 
@@ -132,7 +132,7 @@ def test_the_process_that_writes_a_file_imports_no_trainer(tmp_path: Path) -> No
     """pytest's own: hybrid shards are an object of accelerate's to Trainer, and two numbers in a file."""
     code = (
         "import sys, pathlib; from pytest_distcompat.cell import Cell\n"
-        "from pytest_distcompat.scripts import write_configuration\n"
+        "from pytest_distcompat.ext.scripts import write_configuration\n"
         f"path = write_configuration(Cell.of('fsdp2', 'fp32', 4, dp_replicate=2), pathlib.Path({str(tmp_path)!r}))\n"
         "assert '\"parallelism_config_dp_replicate_size\": 2' in path.read_text()\n"
         "print(sorted({'torch', 'accelerate', 'transformers'} & set(sys.modules)))"

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pytest_distcompat.ext.scripts import ScriptRun, launch
+from pytest_distcompat.ext.scripts.launching import Host
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem
 from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.launch.process import alive
-from pytest_distcompat.scripts import ScriptRun, launch
-from pytest_distcompat.scripts.launching import Host
 
 from .conftest import PROGRAMS, Launch, pids
 
@@ -157,7 +157,7 @@ def test_ranks_die_with_the_process_that_launched_them(tmp_path: Path) -> None:
     """Pytest itself may be killed: a pipe to it is all that the supervisor has to go by."""
     line = ["2", str(PROGRAMS / "ends.py"), "hang", "--session", f"--{tmp_path.name}"]
     script = (
-        "from pytest_distcompat.scripts import launch, launching; import sys\n"
+        "from pytest_distcompat.ext.scripts import launch, launching; import sys\n"
         f"launch(sys.executable, {str(PROGRAMS / 'start_ranks.py')!r}, *{line!r}, launcher='cli', timeout=100)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
@@ -173,7 +173,7 @@ def test_ranks_die_with_the_process_that_launched_them(tmp_path: Path) -> None:
 def test_the_temporary_directory_of_a_failed_run_is_kept(how: str, kept: int, tmp_path: Path) -> None:
     line = ["2", str(PROGRAMS / "ends.py"), how]
     script = (
-        "from pytest_distcompat.scripts import launch; import sys\n"
+        "from pytest_distcompat.ext.scripts import launch; import sys\n"
         f"run = launch(sys.executable, {str(PROGRAMS / 'start_ranks.py')!r}, *{line!r}, launcher='cli', allow_failure=True)\n"
         "assert (run.directory / 'launcher.log').exists()\n"
     )
@@ -184,7 +184,7 @@ def test_the_temporary_directory_of_a_failed_run_is_kept(how: str, kept: int, tm
 def test_the_temporary_directory_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
     line = ["2", str(PROGRAMS / "ends.py"), "hang", f"--{tmp_path.name}"]
     script = (
-        "from pytest_distcompat.scripts import launch; import sys\n"
+        "from pytest_distcompat.ext.scripts import launch; import sys\n"
         f"launch(sys.executable, {str(PROGRAMS / 'start_ranks.py')!r}, *{line!r}, launcher='cli', timeout=100)\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -11,8 +11,8 @@ import pytest
 from tests.checks import more_runs
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.scripts.final_model import check_final_model
-from pytest_distcompat.scripts.recorder import END, STRIDE
+from pytest_distcompat.ext.scripts.final_model import check_final_model
+from pytest_distcompat.ext.scripts.recorder import END, STRIDE
 from pytest_distcompat.trace import FileInfo, RunTrace
 
 CELL = Cell.of("ddp", "fp32")

@@ -60,19 +60,19 @@ def test_a_usage_error_shows_the_line_of_the_test(pytester: pytest.Pytester, cal
 
 def test_an_error_of_ours_shows_our_frames(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(f"""
-        from pytest_distcompat.scripts import launching
+        from pytest_distcompat.ext.scripts import launching
 
         def test_it(distcompat, monkeypatch):
             monkeypatch.setattr(launching, "command_line", None)
             distcompat.launch({str(PROGRAMS / "ends.py")!r})
     """)
     done = pytester.runpytest_inprocess("--distcompat-gpus", "0")
-    done.stdout.fnmatch_lines(["*pytest_distcompat/scripts/launching.py:*: TypeError"])
+    done.stdout.fnmatch_lines(["*pytest_distcompat/ext/scripts/launching.py:*: TypeError"])
 
 
 def test_what_an_idle_session_imports(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
-        "import sys\ndef test(): assert not [m for m in sys.modules if m.startswith('pytest_distcompat.scripts')]"
+        "import sys\ndef test(): assert not [m for m in sys.modules if m.startswith('pytest_distcompat.ext.scripts')]"
     )
     pytester.runpytest_subprocess().assert_outcomes(passed=1)
     assert sys.executable

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from pytest_distcompat.ext.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip
+from pytest_distcompat.ext.scripts.launching import Host
 from pytest_distcompat.launch.process import alive
-from pytest_distcompat.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip
-from pytest_distcompat.scripts.launching import Host
 
 from .conftest import PROGRAMS, pids
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.ext.scripts import ScriptRun
+from pytest_distcompat.ext.scripts.environment import ProbeConfig, with_probe
 from pytest_distcompat.launch.ending import RankProcess, conclude
 from pytest_distcompat.launch.rank_log import LogReader
-from pytest_distcompat.scripts import ScriptRun
-from pytest_distcompat.scripts.environment import ProbeConfig, with_probe
 from pytest_distcompat.status import Verdict
 
 from .conftest import PROGRAMS, Launch
@@ -225,7 +225,7 @@ def test_a_probe_that_fails_in_a_process_that_is_no_rank(run: Launch, tmp_path: 
     """The launcher imports torch too."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
-        "from pytest_distcompat.scripts import guard, instrumentation\n"
+        "from pytest_distcompat.ext.scripts import guard, instrumentation\n"
         "def broken(torch): raise RuntimeError('no such thing any more')\n"
         "if 'RANK' not in os.environ: instrumentation.on_import('torch', broken)\n",
         encoding="utf-8",
@@ -269,7 +269,7 @@ def test_a_rank_needs_no_package_but_those_of_its_script(tmp_path: Path) -> None
     program = (
         "import sys, pathlib\n"
         "sys.modules['psutil'] = sys.modules['pytest'] = sys.modules['filelock'] = None\n"
-        "from pytest_distcompat.scripts import instrumentation, hosted_rank, recorder\n"
+        "from pytest_distcompat.ext.scripts import instrumentation, hosted_rank, recorder\n"
         "rank = hosted_rank.HostedRank(pathlib.Path(sys.argv[1]), 0)\n"
         "rank.begin()\n"
         "rank.fail(ValueError('mine'))\n"

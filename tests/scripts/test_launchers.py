@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pytest_distcompat.ext.scripts import launch
+from pytest_distcompat.ext.scripts.launching import Host
 from pytest_distcompat.failures import RunFailedError
-from pytest_distcompat.scripts import launch
-from pytest_distcompat.scripts.launching import Host
 
 from .conftest import PROGRAMS
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from pytest_distcompat.ext.scripts import RoundTrip, launch
+from pytest_distcompat.ext.scripts.launching import Host
 from pytest_distcompat.failures import Incompatible
-from pytest_distcompat.scripts import RoundTrip, launch
-from pytest_distcompat.scripts.launching import Host
 
 from .conftest import PROGRAMS, trip
 

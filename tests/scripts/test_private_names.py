@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_distcompat.scripts import instrumentation
+from pytest_distcompat.ext.scripts import instrumentation
 
 
 def test_trainer_still_writes_its_checkpoints_in_one_method() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.ext.scripts import ScriptRun
+from pytest_distcompat.ext.scripts.recorder import STRIDE
 from pytest_distcompat.failures import Incompatible, UsageProblem
-from pytest_distcompat.scripts import ScriptRun
-from pytest_distcompat.scripts.recorder import STRIDE
 
 from .conftest import Launch
 
@@ -206,7 +206,7 @@ def test_a_failed_probe_passes_no_check(run: Launch, tmp_path: Path) -> None:
     """Something of torch's that the probe needs is gone: the script never notices."""
     broken = tmp_path / "sitecustomize.py"
     broken.write_text(
-        "from pytest_distcompat.scripts.tracked_objects import TrackedObjects\n"
+        "from pytest_distcompat.ext.scripts.tracked_objects import TrackedObjects\n"
         "def read_unwrapped(self, model): raise RuntimeError('no such thing any more')\n"
         "TrackedObjects.read_unwrapped = read_unwrapped\n",
         encoding="utf-8",

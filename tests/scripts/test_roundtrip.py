@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from pytest_distcompat.ext.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip, roundtrip
+from pytest_distcompat.ext.scripts.launching import Host
 from pytest_distcompat.failures import Incompatible, UsageProblem
-from pytest_distcompat.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip, roundtrip
-from pytest_distcompat.scripts.launching import Host
 
 from .conftest import PROGRAMS, trip
 

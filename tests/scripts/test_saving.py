@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pytest_distcompat.ext.scripts import ScriptRun
 from pytest_distcompat.failures import Incompatible, UsageProblem
-from pytest_distcompat.scripts import ScriptRun
 
 from .conftest import Launch
 

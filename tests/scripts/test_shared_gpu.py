@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pytest_distcompat.ext.scripts import launch
+from pytest_distcompat.ext.scripts.launching import Host
 from pytest_distcompat.launch import nccl
 from pytest_distcompat.lease import Inventory, Pool
-from pytest_distcompat.scripts import launch
-from pytest_distcompat.scripts.launching import Host
 
 from .conftest import PROGRAMS
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pytest_distcompat.ext.scripts import RoundTrip
+from pytest_distcompat.ext.scripts.launching import Host
 from pytest_distcompat.failures import Incompatible
-from pytest_distcompat.scripts import RoundTrip
-from pytest_distcompat.scripts.launching import Host
 
 from .conftest import Launch, trip
 

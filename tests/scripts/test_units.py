@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.ext.scripts import ScriptRun, write_configuration
 from pytest_distcompat.failures import Incompatible, UsageProblem
-from pytest_distcompat.scripts import ScriptRun, write_configuration
 
 from .conftest import Launch
 

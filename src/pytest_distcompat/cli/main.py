@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pytest_distcompat import __version__
-from pytest_distcompat.cli import doctor, init, nodes, releases, reports, settings, trace, walk
+from pytest_distcompat.cli import doctor, nodes, reports, settings, trace, walk
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.process import do_nothing
+from pytest_distcompat.registry import installed_entry_points
 
+#: The entry points by which extensions add commands: functions of the parser's subparsers.
+COMMANDS = "pytest_distcompat.commands"
 #: The exit codes: nothing is wrong; news or problems; wrong arguments, as in pytest and argparse; a shell's after Ctrl-C.
 OK, NEWS, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -26,8 +29,11 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="store_true", help="print the version")
     root.set_defaults(call=None, finds_drivers=False)
     commands = root.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (doctor, init, nodes, trace, reports, releases, settings, walk):
+    for module in (doctor, nodes, trace, reports, settings, walk):
         module.add(commands)
+    for entry in installed_entry_points().select(group=COMMANDS):
+        add_command = entry.load()
+        add_command(commands)
     return root
 
 

@@ -18,7 +18,7 @@ from pytest_distcompat.missing_module import hint_of
 from pytest_distcompat.plugin import options
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.inside import launched
-from pytest_distcompat.plugin.inside.launched import ON_RANK
+from pytest_distcompat.plugin.inside.launched import ON_RANK, STARTS_RANKS
 
 _MARK = "distcompat"
 # Defined here and not in rank_session: a session without distributed tests does not import that module.
@@ -44,7 +44,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # report files are opened by the hooks of others
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and the fixtures, and check the options, so that a wrong value fails before tests run."""
-    from pytest_distcompat.plugin import fixtures, scripted
+    from pytest_distcompat.plugin import fixtures
 
     config.addinivalue_line(
         "markers",
@@ -53,7 +53,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "precisions or options once for each cell.",
     )
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
-    config.pluginmanager.register(scripted, "distcompat-scripts")
     if launched.is_rank() and ON_RANK not in config.stash:
         from pytest_distcompat.plugin.inside import external_launch
 
@@ -326,10 +325,10 @@ def pytest_runtest_makereport(
         from pytest_distcompat.plugin.suite import cases
 
         cases.finish_report(item, call, report)
-    elif call.when == "call" and call.excinfo is not None and "distcompat" in getattr(item, "fixturenames", ()):
-        from pytest_distcompat.plugin import scripted
+    elif call.when == "call" and call.excinfo is not None and item.stash.get(STARTS_RANKS, False):
+        from pytest_distcompat.plugin import declared
 
-        scripted.finish_report(report, call.excinfo.value)
+        declared.take_xfail_from_hard(report, call.excinfo.value)
     if call.when == "call" and item.config.stash.get(_APPLIES_KNOWN, False):
         from pytest_distcompat.plugin import declared
 

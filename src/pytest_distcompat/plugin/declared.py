@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.failures import DistcompatError
+from pytest_distcompat.plugin.inside.launched import STARTS_RANKS
 from pytest_distcompat.plugin.marked.marker import MARK, OUTCOME, cell_of
-from pytest_distcompat.plugin.marked.outcome import RankFailure
+from pytest_distcompat.plugin.marked.outcome import RankFailure, unexcused
 from pytest_distcompat.plugin.selection import is_partial, strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.status import Status
@@ -46,11 +47,17 @@ def apply_known_issues(
     ``hard``: it ended by more than an exception, which is never excused. By default a marked test has its own ranks' outcome.
     """
     marked = item.get_closest_marker(MARK) is not None
-    if marked or "distcompat" in getattr(item, "fixturenames", ()):
+    if marked or item.stash.get(STARTS_RANKS, False):
         outcome = outcome or item.stash.get(OUTCOME, None)
         declared_of(item.config.stash[SESSION]).apply_to_report(item, report, cell_of(item), outcome, hard=hard)
     if APPLIED in item.stash:
         setattr(report, ATTRIBUTE, asdict(item.stash[APPLIED]))
+
+
+def take_xfail_from_hard(report: pytest.TestReport, error: BaseException) -> None:
+    """Undo the xfail of a test that ended by more than an exception: a crash, a hang, a leak."""
+    if hasattr(report, "wasxfail") and is_hard(error):
+        unexcused(report)
 
 
 def is_hard(error: BaseException) -> bool:

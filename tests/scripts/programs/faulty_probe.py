@@ -26,8 +26,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_distcompat import launch, probe
-from pytest_distcompat.scripts import guard, recorder
-from pytest_distcompat.scripts.environment import RUN
+from pytest_distcompat.ext.scripts import guard, recorder
+from pytest_distcompat.ext.scripts.environment import RUN
 
 HERE = Path(sys.argv[1])
 OURS = str(Path(guard.__file__).parents[1])

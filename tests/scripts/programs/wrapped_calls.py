@@ -4,7 +4,7 @@ import gc
 import importlib
 import types
 
-from pytest_distcompat.scripts import wrappers
+from pytest_distcompat.ext.scripts import wrappers
 
 #: What imports each module that the probe waits for.
 for name in (

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 #: Set in the configuration of a session on a rank.
 ON_RANK: pytest.StashKey[bool] = pytest.StashKey()
+#: Whether an item, an ordinary test, starts ranks itself: how those ended then decides over an xfail.
+STARTS_RANKS: pytest.StashKey[bool] = pytest.StashKey()
 WORLD: pytest.StashKey[World] = pytest.StashKey()
 SHARED: pytest.StashKey[Path] = pytest.StashKey()
 #: Variables that torchrun, accelerate, deepspeed and composer's launcher all set for a rank.

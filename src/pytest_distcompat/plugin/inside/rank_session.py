@@ -326,10 +326,10 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     config = item.config
     world = config.stash[WORLD] = World.from_environment(asked.device)
     if world.divides_memory:
-        from pytest_distcompat.scripts.import_hooks import on_import
+        import torch
 
         # Also for a test without the fixture process_group, whose trainer makes its group itself.
-        on_import("torch", world.divide_memory_once_used)
+        world.divide_memory_once_used(torch)
     # A run by hand repeats an earlier one, whose files may still be in the directory.
     shared = f"shared-{os.environ['TORCHELASTIC_RUN_ID']}" if log.by_hand else "shared"
     config.stash[SHARED] = Path(asked.shared or directory, shared)

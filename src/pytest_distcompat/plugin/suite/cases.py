@@ -28,9 +28,8 @@ from pytest_distcompat.known import concerned
 from pytest_distcompat.launch.ending import name_ranks
 from pytest_distcompat.launch.files import written
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.plugin import scripted
 from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
-from pytest_distcompat.plugin.declared import declared_of
+from pytest_distcompat.plugin.declared import declared_of, take_xfail_from_hard
 from pytest_distcompat.plugin.marked.outcome import SECTION_CHARACTERS, disagreement
 from pytest_distcompat.plugin.reporting.representation import represent
 from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
@@ -406,7 +405,7 @@ def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest
     report.sections.extend(output or ())
     if call.excinfo is not None and isinstance(call.excinfo.value, DistcompatError):
         represent(report, str(call.excinfo.value))
-        scripted.finish_report(report, call.excinfo.value)
+        take_xfail_from_hard(report, call.excinfo.value)
 
 
 def sections(runs: Mapping[Path, str]) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from pytest_distcompat.scripts.import_hooks import on_import
+from pytest_distcompat.ext.scripts.import_hooks import on_import
 
 FAULT = os.environ.get("FAULT", "")
 

@@ -11,10 +11,10 @@ import os
 from types import ModuleType
 from typing import Any
 
+from pytest_distcompat.ext.scripts import guard
+from pytest_distcompat.ext.scripts.hosted_rank import current_rank
+from pytest_distcompat.ext.scripts.import_hooks import on_import
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
-from pytest_distcompat.scripts import guard
-from pytest_distcompat.scripts.hosted_rank import current_rank
-from pytest_distcompat.scripts.import_hooks import on_import
 
 
 def install() -> None:
@@ -27,7 +27,7 @@ def install() -> None:
 def _log_change(description: str) -> None:
     rank = current_rank()
     if rank is not None:
-        from pytest_distcompat.scripts.events import Bridged
+        from pytest_distcompat.ext.scripts.events import Bridged
 
         guard.attempt("the CPU bridge", rank.log.write, Bridged(description), always=True)
 

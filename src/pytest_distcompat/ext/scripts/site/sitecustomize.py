@@ -46,7 +46,7 @@ def _start_probe() -> None:
     """Start the probe; write a failure to a file that the parent reads, and never raise it in the script."""
     sys.meta_path.append(_OurPackage())
     try:
-        importlib.import_module("pytest_distcompat.scripts.instrumentation").enter()
+        importlib.import_module("pytest_distcompat.ext.scripts.instrumentation").enter()
     except Exception:
         file = Path(os.environ.get(_RUN, ""), f"probe-{os.getpid()}.failed")
         with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from packaging.version import InvalidVersion, Version
 
-from pytest_distcompat.cli.side_by_side import pip
+from pytest_distcompat.ext.upstream.side_by_side import pip
 from pytest_distcompat.failures import UsageProblem
 
 _RANGE = re.compile(

@@ -13,10 +13,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.scripts import guard
-from pytest_distcompat.scripts.environment import RUN, ProbeConfig
-from pytest_distcompat.scripts.hosted_rank import claim, current_rank
-from pytest_distcompat.scripts.recorder import Recorder
+from pytest_distcompat.ext.scripts import guard
+from pytest_distcompat.ext.scripts.environment import RUN, ProbeConfig
+from pytest_distcompat.ext.scripts.hosted_rank import claim, current_rank
+from pytest_distcompat.ext.scripts.recorder import Recorder
 
 Arguments = tuple[Any, ...]
 Keywords = Mapping[str, Any]

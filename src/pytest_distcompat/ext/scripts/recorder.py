@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_distcompat import clock
 from pytest_distcompat.decode import encode
-from pytest_distcompat.scripts import guard
-from pytest_distcompat.scripts.environment import ProbeConfig
-from pytest_distcompat.scripts.hosted_rank import HostedRank
-from pytest_distcompat.scripts.tracked_objects import TrackedObjects
+from pytest_distcompat.ext.scripts import guard
+from pytest_distcompat.ext.scripts.environment import ProbeConfig
+from pytest_distcompat.ext.scripts.hosted_rank import HostedRank
+from pytest_distcompat.ext.scripts.tracked_objects import TrackedObjects
 from pytest_distcompat.trace import Snapshot
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Recorder:
         model = engine if engine is not None else self.tracked.model_of(optimizer)
         self._optimizer = engine.optimizer if engine is not None else self.tracked.optimizers_with(optimizer, model)
         if model is None:
-            from pytest_distcompat.scripts.events import UnseenModel
+            from pytest_distcompat.ext.scripts.events import UnseenModel
 
             self.rank.log.write(UnseenModel(type(optimizer).__name__))
             return
@@ -240,7 +240,7 @@ class Recorder:
 
     def after_save(self, path: Any, everyone: bool, model: bool) -> None:
         """Record a checkpoint that ``everyone`` has written, or a file of one rank; ``model``: it should hold the model."""
-        from pytest_distcompat.scripts.events import Saved
+        from pytest_distcompat.ext.scripts.events import Saved
 
         index = self._index(SAVE + 2 * self._saves)
         self.rank.log.write(Saved(str(Path(path).resolve()), index, everyone, model))
@@ -327,14 +327,14 @@ CHECKPOINT_TIMEOUT_S = 60.0
 
 def anyone_wrote(hosted_rank: HostedRank, wrote: bool) -> bool:
     """Tell whether any rank wrote a file, when the logs of all ranks say whether they did."""
-    from pytest_distcompat.scripts.events import TrainsOn
+    from pytest_distcompat.ext.scripts.events import TrainsOn
 
     return any(event.saved for event in _from_all_ranks(hosted_rank, TrainsOn(wrote)))
 
 
 def exit_together(hosted_rank: HostedRank) -> None:
     """End this process when the log files of all ranks say that they have called this."""
-    from pytest_distcompat.scripts.events import Stopped
+    from pytest_distcompat.ext.scripts.events import Stopped
 
     _from_all_ranks(hosted_rank, Stopped())
     hosted_rank.exit_like_preempted()

@@ -11,10 +11,10 @@ from typing import Any
 
 from pytest_distcompat.checks._base import pairs
 from pytest_distcompat.checks._values import differences, other_dtypes, settings, values
+from pytest_distcompat.ext.scripts.launching import RANKS, Host, check_arguments, launch, leave_directory
+from pytest_distcompat.ext.scripts.recorder import STRIDE
+from pytest_distcompat.ext.scripts.result import ScriptRun
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
-from pytest_distcompat.scripts.launching import RANKS, Host, check_arguments, launch, leave_directory
-from pytest_distcompat.scripts.recorder import STRIDE
-from pytest_distcompat.scripts.result import ScriptRun
 from pytest_distcompat.trace import Snapshot
 
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html

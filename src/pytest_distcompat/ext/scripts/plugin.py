@@ -10,10 +10,11 @@ import pytest
 
 from pytest_distcompat.failures import hides_frames
 from pytest_distcompat.plugin.current import session_of
+from pytest_distcompat.plugin.inside.launched import STARTS_RANKS
 
 if TYPE_CHECKING:
+    from pytest_distcompat.ext.scripts import RoundTrip, ScriptRun
     from pytest_distcompat.plugin.session import DistcompatSession
-    from pytest_distcompat.scripts import RoundTrip, ScriptRun
 
 
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
@@ -21,7 +22,7 @@ __tracebackhide__ = hides_frames
 
 
 class Distcompat:
-    """``pytest_distcompat.scripts`` with this session's devices, time limit and directories."""
+    """``pytest_distcompat.ext.scripts`` with this session's devices, time limit and directories."""
 
     def __init__(self, session: DistcompatSession, item: pytest.Item) -> None:
         self._session = session
@@ -32,7 +33,7 @@ class Distcompat:
 
         A value that is no number is left for ``launch`` to report.
         """
-        from pytest_distcompat.scripts.launching import Host
+        from pytest_distcompat.ext.scripts.launching import Host
 
         session = self._session
         sizes = [size for size in world_sizes if isinstance(size, int)]
@@ -42,8 +43,8 @@ class Distcompat:
         return Host(session.device, session.world_size, session.pool, session.timeout, session.store / "scripts")
 
     def launch(self, script: str | Path, *args: str | Path, **settings: Any) -> ScriptRun:
-        """Call ``pytest_distcompat.scripts.launch``, and note in the test's report what was bridged on the CPU."""
-        from pytest_distcompat.scripts import launch
+        """Call ``pytest_distcompat.ext.scripts.launch``, and note in the test's report what was bridged on the CPU."""
+        from pytest_distcompat.ext.scripts import launch
 
         host = self._host(settings.get("world_size"))
         run = launch(script, *args, **{"host": host, **settings, "allow_failure": True})
@@ -53,8 +54,8 @@ class Distcompat:
         return run
 
     def resume_roundtrip(self, script: str | Path, args: Sequence[str], **settings: Any) -> RoundTrip:
-        """Call ``pytest_distcompat.scripts.resume_roundtrip``."""
-        from pytest_distcompat.scripts import resume_roundtrip
+        """Call ``pytest_distcompat.ext.scripts.resume_roundtrip``."""
+        from pytest_distcompat.ext.scripts import resume_roundtrip
 
         host = self._host(settings.get("world_size"), settings.get("reshard_to"))
         trip = resume_roundtrip(script, args, **{"host": host, **settings})
@@ -67,16 +68,8 @@ class Distcompat:
                 self._item.user_properties.append(("distcompat_bridge", label))
 
 
-def finish_report(report: pytest.TestReport, error: BaseException) -> None:
-    """Undo the xfail of a test that ended by more than an exception: a crash, a hang, a leak."""
-    from pytest_distcompat.plugin.declared import is_hard
-    from pytest_distcompat.plugin.marked.outcome import unexcused
-
-    if hasattr(report, "wasxfail") and is_hard(error):
-        unexcused(report)
-
-
 @pytest.fixture
 def distcompat(request: pytest.FixtureRequest) -> Distcompat:
     """Run unmodified scripts and command lines on ranks: ``distcompat.launch("train.py", strategy="fsdp2")``."""
+    request.node.stash[STARTS_RANKS] = True
     return Distcompat(session_of(request.config), request.node)

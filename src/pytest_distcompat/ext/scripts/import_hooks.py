@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from pytest_distcompat.scripts import guard
+from pytest_distcompat.ext.scripts import guard
 
 OnImport = Callable[[ModuleType], None]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from pytest_distcompat import __version__
 from pytest_distcompat.cli.output import named_in_errors
-from pytest_distcompat.cli.pytest_settings import relative
-from pytest_distcompat.cli.repository import DRIVERS, Class, Repository, inspect_repository
+from pytest_distcompat.ext.scaffold.pytest_settings import relative
+from pytest_distcompat.ext.scaffold.repository import DRIVERS, Class, Repository, inspect_repository
 from pytest_distcompat.failures import UsageProblem
 
 #: A link, since the installed package has no docs/.

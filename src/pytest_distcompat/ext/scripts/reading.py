@@ -1,6 +1,6 @@
 """Reader of saved files in a process of its own, because pytest's process does not import torch.
 
-``python -m pytest_distcompat.scripts.reading REQUEST ANSWER`` is that process.
+``python -m pytest_distcompat.ext.scripts.reading REQUEST ANSWER`` is that process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read_in_a_process(start: Start | None, directory: Path, request: Mapping[str
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
     python = (start and start.python) or sys.executable
     done = subprocess.run(
-        [python, "-m", "pytest_distcompat.scripts.reading", str(request_file), str(answer)],
+        [python, "-m", "pytest_distcompat.ext.scripts.reading", str(request_file), str(answer)],
         env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         cwd=(start and start.cwd) or None,
         capture_output=True,

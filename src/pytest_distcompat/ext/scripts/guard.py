@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.scripts.environment import RUN
+from pytest_distcompat.ext.scripts.environment import RUN
 
 _failed = False
 #: (description of the call, traceback) -> whether it was written to the log of a rank.

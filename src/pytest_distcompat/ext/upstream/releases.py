@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.cli.bisect import bisect, releases_of
 from pytest_distcompat.cli.output import named_in_errors, write
-from pytest_distcompat.cli.side_by_side import environment, file_name, install, requirements
+from pytest_distcompat.ext.upstream.bisect import bisect, releases_of
+from pytest_distcompat.ext.upstream.side_by_side import environment, file_name, install, requirements
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.causes import Cause, causes
 from pytest_distcompat.report.document import Report, counts

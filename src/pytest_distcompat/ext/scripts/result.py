@@ -14,14 +14,14 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.decode import decode
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.events import Event, Start, of_kind
+from pytest_distcompat.ext.scripts.environment import ProbeConfig
+from pytest_distcompat.ext.scripts.events import Bridged, Output, ProbeFailed, Saved, UnseenModel
+from pytest_distcompat.ext.scripts.final_model import check_final_model
+from pytest_distcompat.ext.scripts.reading import read_in_a_process
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
 from pytest_distcompat.judge import judge, skipped
 from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.runner import run_trace
-from pytest_distcompat.scripts.environment import ProbeConfig
-from pytest_distcompat.scripts.events import Bridged, Output, ProbeFailed, Saved, UnseenModel
-from pytest_distcompat.scripts.final_model import check_final_model
-from pytest_distcompat.scripts.reading import read_in_a_process
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace
 

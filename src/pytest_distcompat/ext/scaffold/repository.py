@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_distcompat.cli.pytest_settings import Settings, relative, settings_of
+from pytest_distcompat.ext.scaffold.pytest_settings import Settings, relative, settings_of
 
 #: Library to the built-in driver; a library comes before those that it uses.
 DRIVERS = {"transformers": "trainer", "accelerate": "accelerate", "deepspeed": "deepspeed", "torch": "torch"}

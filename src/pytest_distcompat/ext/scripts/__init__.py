@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from pytest_distcompat.lazy import lazily
 
 if TYPE_CHECKING:
-    from pytest_distcompat.scripts.configuration import write_configuration
-    from pytest_distcompat.scripts.launching import launch
-    from pytest_distcompat.scripts.result import ScriptRun
-    from pytest_distcompat.scripts.roundtrip import RoundTrip, resume_roundtrip
+    from pytest_distcompat.ext.scripts.configuration import write_configuration
+    from pytest_distcompat.ext.scripts.launching import launch
+    from pytest_distcompat.ext.scripts.result import ScriptRun
+    from pytest_distcompat.ext.scripts.roundtrip import RoundTrip, resume_roundtrip
 
 __all__ = ["RoundTrip", "ScriptRun", "launch", "resume_roundtrip", "write_configuration"]
 

@@ -14,6 +14,9 @@ from pathlib import Path
 
 from pytest_distcompat.cell import Cell, OptionValue
 from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
+from pytest_distcompat.ext.scripts.configuration import find_configuration
+from pytest_distcompat.ext.scripts.environment import ON_CPU, ProbeConfig, with_probe
+from pytest_distcompat.ext.scripts.result import ScriptRun
 from pytest_distcompat.failures import UsageProblem, hides_frames
 from pytest_distcompat.launch.environment import OF_THE_AGENT
 from pytest_distcompat.launch.hosting import Hosted
@@ -23,9 +26,6 @@ from pytest_distcompat.launch.temporary import OwnedDirectory
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
 from pytest_distcompat.leased import leak_message, rank_environment
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scripts.configuration import find_configuration
-from pytest_distcompat.scripts.environment import ON_CPU, ProbeConfig, with_probe
-from pytest_distcompat.scripts.result import ScriptRun
 from pytest_distcompat.strategies import STRATEGIES
 
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.scripts import guard
-from pytest_distcompat.scripts.environment import RANK_PID, RUN
+from pytest_distcompat.ext.scripts import guard
+from pytest_distcompat.ext.scripts.environment import RANK_PID, RUN
 
 if TYPE_CHECKING:
     from pytest_distcompat.launch.rank_log import RankLog
@@ -69,7 +69,7 @@ class HostedRank:
     def _probe_failed(self, where: str, text: str) -> bool:
         if not self.is_this_process():
             return False
-        from pytest_distcompat.scripts.events import ProbeFailed
+        from pytest_distcompat.ext.scripts.events import ProbeFailed
 
         self.log.write(ProbeFailed(where, text))
         return True

@@ -12,7 +12,7 @@ from pytest_distcompat.checks._base import and_others
 from pytest_distcompat.checks._values import adapter_name
 from pytest_distcompat.checks.export import names_in, same_values
 from pytest_distcompat.decode import decode
-from pytest_distcompat.scripts.recorder import END, STRIDE
+from pytest_distcompat.ext.scripts.recorder import END, STRIDE
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, UnwrappedInfo
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pytest_distcompat.scripts import bridge, guard, wrappers
-from pytest_distcompat.scripts.environment import ON_CPU, RUN
-from pytest_distcompat.scripts.hosted_rank import claim, current_rank
-from pytest_distcompat.scripts.import_hooks import on_import
-from pytest_distcompat.scripts.recorder import Recorder
-from pytest_distcompat.scripts.tracked_objects import TrackedObjects
-from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps, Wrapper
+from pytest_distcompat.ext.scripts import bridge, guard, wrappers
+from pytest_distcompat.ext.scripts.environment import ON_CPU, RUN
+from pytest_distcompat.ext.scripts.hosted_rank import claim, current_rank
+from pytest_distcompat.ext.scripts.import_hooks import on_import
+from pytest_distcompat.ext.scripts.recorder import Recorder
+from pytest_distcompat.ext.scripts.tracked_objects import TrackedObjects
+from pytest_distcompat.ext.scripts.wrappers import Arguments, Keywords, Steps, Wrapper
 from pytest_distcompat.world import World
 
 #: The method that writes ``checkpoint-N``. It is private, but the hook ``on_save`` comes too late: when it is called, the
@@ -180,7 +180,7 @@ def _constructs_trainer(recorder: Recorder, args: Arguments, kwargs: Keywords) -
     """Wrap ``Trainer.__init__``: note the output directory, and add a callback."""
     yield
     trainer = args[0]
-    from pytest_distcompat.scripts.events import Output
+    from pytest_distcompat.ext.scripts.events import Output
 
     recorder.rank.log.write(Output(str(Path(trainer.args.output_dir).resolve())))
     trainer.add_callback(_callback(recorder))

@@ -1,0 +1,286 @@
+"""Marks and base classes of other test harnesses, so that their tests run here unchanged.
+
+``pytest_plugins = ["pytest_distcompat.aliases"]`` in the top ``conftest.py`` turns this on:
+
+- ``@pytest.mark.world_size(2)`` (composer, llm-foundry) and a class attribute ``world_size = 2``: the test runs on that many
+  ranks;
+- ``DistributedTest`` and ``DistributedFixture`` (DeepSpeed's ``tests/unit/common.py``), to inherit from;
+- ``@pytest.mark.require_distributed(2)`` (LLaMA-Factory) and ``@gpu_test(gpu_count=2)`` (torchtune): the test starts its ranks
+  itself; that many devices are lent to it, or it is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import socket
+import sys
+import unittest
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_distcompat import clock
+from pytest_distcompat.failures import RunFailedError
+from pytest_distcompat.lease import Lease
+from pytest_distcompat.leased import inherited_leak_message, leak_message, rank_environment
+from pytest_distcompat.plugin.current import session_of
+from pytest_distcompat.plugin.marked.marker import MARK
+from pytest_distcompat.plugin.marked.outcome import unexcused
+from pytest_distcompat.plugin.reporting.representation import represent
+
+_SIZE, _DEVICES = "world_size", "require_distributed"
+_LENT, _SIZES = "distcompat_lent", "distcompat_size"
+#: Memory that a test leaked on the devices lent to it.
+_LEAKED: pytest.StashKey[str] = pytest.StashKey()
+
+
+def gpu_test(gpu_count: int = 1) -> pytest.MarkDecorator:
+    """Return torchtune's mark for a test that needs that many GPUs; it is skipped where there are fewer."""
+    return pytest.mark.require_distributed(gpu_count, gpus=True)
+
+
+class DistributedTest:
+    """Base class of tests that run on ``world_size`` ranks, once for each if it is a list, in a process group.
+
+    A mark ``world_size`` on a test takes precedence over the class. ``tmp_path``, ``tmpdir`` and ``class_tmpdir`` are one
+    directory for all ranks of a test. https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
+    """
+
+    world_size: int | Sequence[int] = 2
+    #: Whether the test begins with a process group.
+    init_distributed: bool = True
+
+    @pytest.fixture(autouse=True)
+    def _initialised(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if self.init_distributed:
+            request.getfixturevalue("process_group")
+            if "deepspeed" in sys.modules:
+                sys.modules["deepspeed"].init_distributed()
+
+    @pytest.fixture
+    def tmp_path(self, shared_dir: Path) -> Path:
+        """Return the directory that the parent made for all ranks."""
+        return shared_dir
+
+    @pytest.fixture
+    def class_tmpdir(self, tmpdir: Any) -> Any:
+        """Return the test's own directory: each test has ranks and directories of its own."""
+        return tmpdir
+
+
+class _FixtureClass(type):
+    """Metaclass that makes a fixture of each class with a world size; one without is a base class."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        created = super().__new__(cls, name, bases, namespace)
+        size = getattr(created, _SIZE)
+        if size is None:
+            return created
+        if type(size) is not int or size < 1:
+            raise TypeError(f"{name}.{_SIZE} is {size!r}: expected a whole number above 0")
+        _CLASSES[created.__module__, name] = created
+        return _fixture_of(created)
+
+
+#: The fixture classes, by module and name; in its module, the fixture replaces the class.
+_CLASSES: dict[tuple[str, str], Any] = {}
+
+
+class DistributedFixture(metaclass=_FixtureClass):
+    """Base class of fixtures whose method ``run`` runs on ``world_size`` ranks of its own before the test.
+
+    The arguments of ``run`` are fixtures, and go to the ranks by pickle. Rank 0 of the test starts these ranks, on the
+    devices that it has, and the test's other ranks wait. https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
+    """
+
+    world_size: int | None = None
+    #: Whether ``run`` begins with a process group.
+    init_distributed: bool = True
+
+
+def _fixture_of(cls: Any) -> Any:
+    """Return the fixture of a class, with the arguments of its ``run``."""
+
+    def fixture(request: pytest.FixtureRequest, **values: Any) -> None:
+        import torch
+
+        multiprocessing: Any = torch.multiprocessing
+        shared = request.getfixturevalue("shared_dir") if "RANK" in os.environ else None
+        done = shared.with_name(f"{shared.name}-{cls.__name__}") if shared is not None else None
+        if os.environ.get("RANK", "0") == "0":
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = str(free.getsockname()[1])
+            arguments = cls.__module__, cls.__name__, port, values
+            try:
+                multiprocessing.spawn(_run_fixture, args=arguments, nprocs=cls.world_size)
+            except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+                text = str(error).strip()
+                headline = f"rank {error.error_index} of the fixture {cls.__name__}: {text.splitlines()[-1]}"
+                raise RunFailedError(f"{headline}\n\n{text}") from None
+            if done is not None:
+                done.touch()
+        elif done is not None:
+            # No time limit of its own: the test has one, and a rank that fails ends this one too.
+            clock.wait_until(done.exists, float("inf"), every=0.05)
+
+    parameters = [one for one in inspect.signature(cls.run).parameters.values() if one.name != "self"]
+    request_parameter = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters if one.name != "request"]
+    fixture.__signature__ = inspect.Signature([request_parameter, *named])  # type: ignore[attr-defined]  # pytest reads it
+    return pytest.fixture(name=cls.__name__)(fixture)
+
+
+def _run_fixture(rank: int, module: str, name: str, port: str, values: Mapping[str, Any]) -> None:
+    """Run the method ``run`` of a fixture class on one rank."""
+    importlib.import_module(module)
+    cls = _CLASSES[module, name]
+    size = str(cls.world_size)
+    for variable in [one for one in os.environ if one.startswith("TORCHELASTIC_")]:
+        del os.environ[variable]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size}
+    import torch
+
+    if cls.init_distributed:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(rank)
+        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        if "deepspeed" in sys.modules:
+            sys.modules["deepspeed"].init_distributed()
+    cls().run(**values)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
+    """Keep tests that a ``conftest.py`` (composer's) deselects for another size than ``WORLD_SIZE``."""
+    found = list(items)
+    yield
+    selected, deselected = {*items}, dict[int, list[pytest.Item]]()
+    for item in found:
+        mark = item.get_closest_marker(MARK)
+        size = mark.kwargs.get(_SIZE, 0) if mark is not None else 0
+        if item not in selected and size > 1:
+            deselected.setdefault(size, []).append(item)
+    if not deselected or "WORLD_SIZE" in os.environ:
+        return
+    others = config.pluginmanager.subset_hook_caller("pytest_collection_modifyitems", [sys.modules[__name__]])
+    for size, candidates in deselected.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WORLD_SIZE", str(size))
+            others(session=session, config=config, items=candidates)
+    restored = {item for candidates in deselected.values() for item in candidates}
+    if [item for item in found if item in selected] == items:
+        items[:] = [item for item in found if item in selected | restored]
+    else:
+        items += [item for item in found if item in restored]
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and "deselected" in reporter.stats:
+        # The conftest reported each item once or twice.
+        once = dict.fromkeys(reporter.stats["deselected"])
+        reporter.stats["deselected"] = [item for item in once if item not in restored]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marks, for ``--strict-markers``."""
+    config.addinivalue_line("markers", f"{_SIZE}(n): run the test on n ranks of a process group; n may be a list.")
+    config.addinivalue_line("markers", f"{_DEVICES}(n): the test starts ranks itself; lend it n devices, or skip it.")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make an item for each world size of a test."""
+    sizes = _sizes(metafunc.definition)
+    if len(sizes) > 1:
+        metafunc.fixturenames.append(_SIZES)
+        values = [pytest.param(size, marks=pytest.mark.distcompat(world_size=size), id=f"w{size}") for size in sizes]
+        metafunc.parametrize(_SIZES, values, indirect=True)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Add the mark of this package to a test with a mark or base class of another one."""
+    if not isinstance(item, pytest.Function):
+        return
+    sizes = _sizes(item)
+    if len(sizes) == 1:
+        item.add_marker(pytest.mark.distcompat(world_size=sizes[0]))
+    if item.get_closest_marker(_DEVICES) is not None:
+        item.fixturenames.insert(0, _LENT)
+
+
+def _sizes(item: Any) -> list[int]:
+    """Return the world sizes of a test; none for a test with this package's mark, or on one process."""
+    test_class = getattr(item, "cls", None)
+    if item.get_closest_marker(MARK) is not None or (test_class and issubclass(test_class, unittest.TestCase)):
+        return []
+    mark, where = item.get_closest_marker(_SIZE), f"{item.nodeid}: @pytest.mark.{_SIZE}"
+    if mark is not None and len(mark.args) != 1:
+        raise pytest.Collector.CollectError(f"{where} takes a number of ranks, or a list of them")
+    declared: Any = mark.args[0] if mark is not None else getattr(test_class, _SIZE, None)
+    sizes: list[Any] = list(declared) if isinstance(declared, (list, tuple)) else [declared]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        if mark is None:
+            # An unrelated attribute of that name.
+            return []
+        raise pytest.Collector.CollectError(f"{where}({declared!r}): expected whole numbers above 0")
+    alone = sizes == [1] and not (test_class and issubclass(test_class, DistributedTest))
+    return [] if alone else sizes
+
+
+@pytest.fixture
+def distcompat_size(request: pytest.FixtureRequest) -> int:
+    """Return the world size in which the test runs."""
+    return int(request.param)
+
+
+@pytest.fixture
+def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lease]:
+    """Lease devices for a test that starts ranks itself; its processes see no others."""
+    mark = request.node.get_closest_marker(_DEVICES)
+    session = session_of(request.config)
+    count = int(mark.args[0])
+    if mark.kwargs.get("gpus") and not session.gpus:
+        pytest.skip(f"the test needs {count} GPUs, there are none to use")
+    if problem := session.too_large(count):
+        pytest.skip(problem)
+    request.node.stash[_LEAKED] = ""
+    # Whole GPUs: what the test starts need not keep to a part of one.
+    with session.pool.lease(count, who=request.node.nodeid, whole=True) as lease:
+        for leak in lease.leak:
+            session.notice(inherited_leak_message(leak))
+        for name, value in rank_environment(lease, count).items():
+            monkeypatch.setenv(name, value)
+        yield lease
+    leaks = [leak_message(leak) for leak in lease.own_leak]
+    torch: Any = sys.modules.get("torch")
+    # A process that uses a GPU itself has its memory until it ends.
+    if leaks and torch is not None and torch.cuda.is_initialized():
+        cause = "which may be pytest's own process: it uses a GPU too"
+        session.notice(f"{request.node.nodeid}: {'; '.join(leaks)}, {cause}")
+    elif leaks:
+        request.node.stash[_LEAKED] = "\n".join((*leaks, f"reproduce: {session.reproduce(request.node)}"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test that leaked memory, after its fixtures are torn down, even if it is marked xfail."""
+    report = yield
+    leaked = item.stash.get(_LEAKED, "")
+    if call.when == "teardown" and leaked:
+        text = "\n\n".join(filter(None, (report.longreprtext, leaked)))
+        crash = getattr(report.longrepr, "reprcrash", None)
+        place = (crash.path, crash.lineno, "") if crash else None
+        represent(report, text, place, short=crash.message if crash else "")
+        unexcused(report)
+    return report

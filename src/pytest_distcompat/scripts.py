@@ -1,0 +1,17 @@
+"""Launches of unmodified scripts and command lines on ranks: the names of ``ext.scripts`` that users import."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytest_distcompat.ext.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip, write_configuration
+
+__all__ = ["RoundTrip", "ScriptRun", "launch", "resume_roundtrip", "write_configuration"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name of the extension, whose modules are loaded on first use."""
+    from pytest_distcompat.ext import scripts
+
+    return getattr(scripts, name)

@@ -1,0 +1,171 @@
+"""Extensions can be deleted: without the folder of one, or of all, everything else works."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import pytest_distcompat
+
+SOURCE = Path(pytest_distcompat.__file__).parent
+EXTENSIONS = sorted(path.name for path in (SOURCE / "ext").iterdir() if (path / "__init__.py").exists())
+#: Modules beside the folder that belong to an extension: the names by which users import it.
+FACES = {"aliases": "aliases.py", "scripts": "scripts.py"}
+
+MARKED = """
+import pytest
+
+@pytest.mark.distcompat(world_size=2)
+def test_sum(process_group, rank):
+    import torch
+    from torch import distributed
+    total = torch.tensor([rank + 1])
+    distributed.all_reduce(total)
+    assert total.item() == 3
+
+@pytest.mark.distcompat(world_size=2)
+def test_fails(rank):
+    assert rank == 0
+"""
+
+#: A trainer of a user's, its driver and the suite.
+EXAMPLE = SOURCE.parents[1] / "examples" / "my_trainer"
+SUITE = """
+from pytest_distcompat import CompatSuite, Matrix
+
+
+class TestMine(CompatSuite):
+    driver = "my_driver:MyDriver"
+    matrix = Matrix(strategies=("ddp",), precisions=("fp32",))
+"""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of the package without some extensions, installed in an environment of its own."""
+
+    python: Path
+    directory: Path
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run ``python -m pytest`` there."""
+        environment = {**os.environ, "PYTHONPATH": str(self.directory)}
+        environment.pop("PYTEST_ADDOPTS", None)
+        command = [str(self.python), "-m", "pytest", "-p", "no:randomly", *arguments]
+        return subprocess.run(
+            command, cwd=self.directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+
+
+def install_without(extensions: list[str], directory: Path) -> Copy:
+    """Make an environment with all packages of this one, and of ours a copy without these extensions."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory / "venv")], check=True)
+    site = next((directory / "venv").glob("lib/python*/site-packages"))
+    for place in {Path(sysconfig.get_path("purelib")), *map(Path, filter(is_site, sys.path))}:
+        for entry in place.iterdir():
+            target = site / entry.name
+            if "pytest_distcompat" not in entry.name and not target.exists():
+                target.symlink_to(entry)
+    package = site / "pytest_distcompat"
+    shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for extension in extensions:
+        shutil.rmtree(package / "ext" / extension)
+        if extension in FACES:
+            (package / FACES[extension]).unlink()
+    write_metadata(site, extensions)
+    tests = directory / "tests"
+    tests.mkdir()
+    (tests / "test_marked.py").write_text(MARKED, encoding="utf-8")
+    for name in ("my_trainer.py", "my_driver.py"):
+        shutil.copy(EXAMPLE / name, tests)
+    (tests / "test_mine.py").write_text(SUITE, encoding="utf-8")
+    return Copy(directory / "venv" / "bin" / "python", tests)
+
+
+def is_site(entry: str) -> bool:
+    """Tell whether that entry of ``sys.path`` is a directory of installed packages."""
+    return entry.endswith("site-packages") and Path(entry).is_dir()
+
+
+def write_metadata(site: Path, without: list[str]) -> None:
+    """Write the metadata of our distribution, with the entry points of the extensions that stay."""
+    ours = metadata.distribution("pytest-distcompat")
+    directory = site / f"pytest_distcompat-{ours.version}.dist-info"
+    directory.mkdir()
+    (directory / "METADATA").write_text(ours.read_text("METADATA") or "", encoding="utf-8")
+    lines = []
+    removed = tuple(f"pytest_distcompat.ext.{extension}." for extension in without)
+    for group in sorted(ours.entry_points.groups):
+        lines.append(f"[{group}]")
+        for entry in ours.entry_points.select(group=group):
+            line = f"{entry.name} = {entry.value}"
+            if not entry.value.startswith(removed):
+                lines.append(line)
+    (directory / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def modules_of(name: str) -> list[Path]:
+    """Return the modules of an extension."""
+    return sorted((SOURCE / "ext" / name).rglob("*.py"))
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return every module of ours that a file imports, for types too."""
+    imports = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            imports.add(node.module)
+        elif isinstance(node, ast.Import):
+            imports.update(alias.name for alias in node.names)
+    return {name for name in imports if name.startswith("pytest_distcompat")}
+
+
+def test_the_core_imports_nothing_of_an_extension() -> None:
+    faces = {SOURCE / name for name in FACES.values()}
+    for path in SOURCE.rglob("*.py"):
+        if path.is_relative_to(SOURCE / "ext") or path in faces:
+            continue
+        imported = {name for name in imports_of(path) if name.startswith("pytest_distcompat.ext")}
+        assert not imported, f"{path.relative_to(SOURCE)} imports {imported}"
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_an_extension_imports_no_other_one(extension: str) -> None:
+    for path in modules_of(extension):
+        for name in imports_of(path):
+            other = name.startswith("pytest_distcompat.ext.") and name.split(".")[2] != extension
+            assert not other, f"{path.relative_to(SOURCE)} imports {name}"
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(
+    "extensions",
+    [
+        pytest.param(EXTENSIONS, id="all"),
+        *(pytest.param([name], id=name, marks=pytest.mark.nightly) for name in EXTENSIONS),
+    ],
+)
+def test_without_extensions_the_rest_works(extensions: list[str], tmp_path: Path) -> None:
+    copy = install_without(extensions, tmp_path)
+    shown = copy.run("--version", "--version")
+    assert "pytest_distcompat" in shown.stdout + shown.stderr
+    report = copy.directory / "report.json"
+    done = copy.run(
+        "-n", "2", "-k", "sum or fails or active or resume", f"--distcompat-report={report}", "--distcompat-gpus=0"
+    )
+    assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+    assert report.exists()
+    again = copy.run("--lf", "-x", "--distcompat-gpus=0")
+    assert "1 failed" in again.stdout
+    assert "rank 1 failed" in again.stdout
+    chosen = copy.run("-k", "sum", "--distcompat-gpus=0")
+    assert "1 passed" in chosen.stdout
