@@ -1,11 +1,16 @@
-"""Does a trainer do what one process does, whatever its user calls in whatever order?"""
+"""Does a trainer do what one process does, whatever its user calls in whatever order?
+
+A walk is a sequence of calls of a live trainer. Its runs are called ``walk-3-0``, ``walk-3-1``, ... (a new process group after
+each load of a checkpoint), and ``walk-3-reference`` is the same sequence in one process, on the unwrapped model.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pytest_distcompat.calls import REFERENCE_CALL, RESUME, Call
@@ -15,24 +20,30 @@ from pytest_distcompat.checks._values import Names
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
-from pytest_distcompat.trace import RunTrace, Snapshot, Sums, Trace
+from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Sums, Trace
 
-#: How far sums of parameters may be from the reference's, relative to the largest possible; the second for rounded products.
-TOLERANCE, ROUNDED_TOLERANCE = 1e-5, 5e-2
+#: How far sums of parameters may be from the reference's, relative to the largest possible.
+TOLERANCE = 1e-5
+#: The same where products are computed in fewer bits than float32.
+ROUNDED_TOLERANCE = 5e-2
 #: The calls that change no bit of what is trained, though they are no observers.
 _QUIET = frozenset({"skip", "new_epoch"})
-#: A call, the name of its run, its index in that run, and its index in the reference.
-Place = tuple[Call, str, int, int]
+#: Fields of a snapshot that such a call leaves as they are, besides parameters, buffers and gradients.
+_UNCHANGED_FIELDS = ("optimizer", "scheduler", "rng", "scaler")
+#: The longest text of a difference that a finding shows.
+_LONGEST_DIFFERENCE = 160
 
 
-def _has_calls(cell: Cell, driver: type[Driver]) -> str | None:
+def _why_not_walked(cell: Cell, driver: type[Driver]) -> str | None:
     if driver.walk_calls is None:
         return "the driver declares no calls"
-    return None if cell.option("model") == "mlp" else "walks freeze and add layers of the model mlp"
+    if cell.option("model") != "mlp":
+        return "walks freeze and add layers of the model mlp"
+    return None
 
 
 # No check of the registry: its runs are drawn, see ``engine.run_check``. The scenario says how many ranks they have.
-@check(scenario=TRAIN, until=(), order=95, not_applicable=_has_calls)
+@check(scenario=TRAIN, until=(), order=95, not_applicable=_why_not_walked)
 def walk(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a live trainer does what one process does, in whatever order its user calls it.
 
@@ -42,192 +53,360 @@ def walk(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: repeat the walk alone (``distcompat walk --calls``), or run the script that it prints.
     """
     for name, run in trace.runs.items():
-        if name.endswith("-reference"):
-            sound, wrong = findings(cell, trace, name)
-            calls = ", ".join(str(place[0]) for place in _places(run)[: sound + 1])
-            yield from (f"{calls}: {text}" for text in wrong)
+        if not name.endswith("-reference"):
+            continue
+        passed, problems = findings(cell, trace, name)
+        walked = _recorded_calls(run)[: passed + 1]
+        calls = ", ".join(str(recorded.call) for recorded in walked)
+        for problem in problems:
+            yield f"{calls}: {problem}"
 
 
 def findings(cell: Cell, trace: Trace, reference: str) -> tuple[int, list[str]]:
-    """Return after how many calls of a walk all was well, and what is wrong after the next one; nothing if all is well."""
-    number, places = 0, _places(trace.runs[reference])
-    for number, place in enumerate(places):
-        if wrong := list(dict.fromkeys(_after(cell, trace, reference, place))):
-            return number, wrong
-    end = trace.runs[reference].end
-    return len(places), [f"the reference: {end.message}"] if end else []
+    """Compare a walk with its reference, call by call, up to the first call after which they differ.
+
+    Args:
+        cell: The cell of the walk.
+        trace: A trace that has the runs of the walk.
+        reference: The name of the reference's run.
+
+    Returns:
+        The number of calls after which the walk was equal to its reference, and the findings after the next call: none if the
+        whole walk was.
+    """
+    reference_run = trace.runs[reference]
+    calls = _recorded_calls(reference_run)
+    for passed, recorded in enumerate(calls):
+        problems = list(dict.fromkeys(_after_call(cell, trace, reference, recorded)))
+        if problems:
+            return passed, problems
+    if reference_run.end is not None:
+        return len(calls), [f"the reference: {reference_run.end.message}"]
+    return len(calls), []
 
 
-def _places(reference: RunTrace) -> list[Place]:
-    """Return where each call of a walk is; the reference of a run that failed may lack the last ones."""
-    found: list[Place] = []
-    number, index = 0, 1
+@dataclass(frozen=True)
+class _RecordedCall:
+    """Place of a call's snapshots in a trace.
+
+    ``index`` is the call's index in the run ``run`` of the walk, ``reference_index`` that in the run of the reference.
+    """
+
+    call: Call
+    run: str
+    index: int
+    reference_index: int
+
+
+def _recorded_calls(reference: RunTrace) -> list[_RecordedCall]:
+    """Return the calls that the reference made, in order; it may lack the last ones of a run that failed."""
     actions = {snapshot.index: snapshot.action for snapshot in reference.snapshots}
-    for place, text in sorted(actions.items()):
-        if text.startswith(REFERENCE_CALL):
-            call = Call.parse(text.removeprefix(REFERENCE_CALL))
+    calls: list[_RecordedCall] = []
+    process_group = 0
+    index = 1
+    for reference_index, action in sorted(actions.items()):
+        if not action.startswith(REFERENCE_CALL):
+            continue
+        call = Call.parse(action.removeprefix(REFERENCE_CALL))
+        if call.name == RESUME:
             # The first action of the next process group that is compared is its load.
-            number, index = (number + 1, 2) if call.name == RESUME else (number, index + 1)
-            found.append((call, reference.name.replace("reference", str(number)), index, place))
-    return found
+            process_group += 1
+            index = 2
+        else:
+            index += 1
+        run = reference.name.replace("reference", str(process_group))
+        calls.append(_RecordedCall(call, run, index, reference_index))
+    return calls
 
 
-def _after(cell: Cell, trace: Trace, reference: str, place: Place) -> Iterator[str]:
-    """Yield what is wrong after one call."""
-    call, name, index, number = place
-    run = trace.runs[name]
-    here, there = run.at_index(index), trace.runs[reference].at_index(number)
-    if run.end is not None and len(here) < run.world_size:
+def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCall) -> Iterator[str]:
+    """Yield how the trainer differs from the reference after a call, beginning with the call."""
+    call = recorded.call
+    run = trace.runs[recorded.run]
+    snapshots = run.at_index(recorded.index)
+    reference_snapshots = trace.runs[reference].at_index(recorded.reference_index)
+    if run.end is not None and len(snapshots) < run.world_size:
         # Without the rank: it is chance which one raises first.
-        yield f"{call}: {run.end.kind}: {run.end.message.partition(' raised ')[2] or run.end.message}"
+        exception = run.end.message.partition(" raised ")[2]
+        yield f"{call}: {run.end.kind}: {exception or run.end.message}"
         return
-    before = {snapshot.rank: snapshot for snapshot in run.at_index(index - 1)}
-    # A trainer that loads may wrap the model only then.
-    first = trace.runs[reference.replace("reference", "0")]
     assert run.unwrapped is not None
-    built, names = {snapshot.rank: snapshot for snapshot in first.at("build")}, Names(run, run.unwrapped)
-    found: dict[str, list[int]] = defaultdict(list)
-    for snapshot in here:
-        quiet = call.name in _QUIET or (snapshot.call and snapshot.call.observes)
-        for text in (
-            *(_changed(before[snapshot.rank], snapshot) if quiet else ()),
-            *_structure(built[snapshot.rank], snapshot),
-            *_unlike(names, snapshot, there[0]),
-            *_numbers(cell, call, snapshot, there[0]),
-        ):
-            found[text].append(snapshot.rank)
-    yield from (f"{call}: {named_ranks(ranks, run.world_size)}: {text}" for text, ranks in found.items())
-    others = (*_loss(cell, call, here, there[0]), *_values(cell, names, here, there[0]))
-    yield from (f"{call}: {text}" for text in others)
+    names = Names(run, run.unwrapped)
+    # A trainer that loads may wrap the model only then, so a later run is compared with the build of the first.
+    first_run = trace.runs[reference.replace("reference", "0")]
+    built = _by_rank(first_run.at("build"))
+    before = _by_rank(run.at_index(recorded.index - 1))
+    ranks_by_finding: dict[str, list[int]] = defaultdict(list)
+    for snapshot in snapshots:
+        texts: list[str] = []
+        if _must_change_nothing(call, snapshot):
+            texts += _changes(before[snapshot.rank], snapshot)
+        texts += _structure_changes(built[snapshot.rank], snapshot)
+        texts += _differences(names, snapshot, reference_snapshots[0])
+        texts += _inexact_numbers(cell, call, snapshot, reference_snapshots[0])
+        for text in texts:
+            ranks_by_finding[text].append(snapshot.rank)
+    for text, ranks in ranks_by_finding.items():
+        yield f"{call}: {named_ranks(ranks, run.world_size)}: {text}"
+    for text in _inexact_loss(cell, call, snapshots, reference_snapshots[0]):
+        yield f"{call}: {text}"
+    for text in _inexact_values(cell, names, snapshots, reference_snapshots[0]):
+        yield f"{call}: {text}"
 
 
-def _changed(before: Snapshot, after: Snapshot) -> Iterator[str]:
+def _by_rank(snapshots: Iterable[Snapshot]) -> dict[int, Snapshot]:
+    return {snapshot.rank: snapshot for snapshot in snapshots}
+
+
+def _must_change_nothing(call: Call, snapshot: Snapshot) -> bool:
+    """Tell whether the call leaves the trainer as it is, bit by bit."""
+    if call.name in _QUIET:
+        return True
+    return snapshot.call is not None and snapshot.call.observes
+
+
+def _changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
     """Yield what a call changed that was to change nothing, bit by bit."""
-    if before.optimizer and after.optimizer:
-        # Which parameters had no gradient is known of steps only. A fresh optimizer may get its state: its next step is compared.
-        states = after.optimizer.states if before.optimizer.states else ()
-        optimizer = dataclasses.replace(after.optimizer, without_gradient=(), states=states)
-        after = dataclasses.replace(after, optimizer=optimizer)
-        before = dataclasses.replace(before, optimizer=dataclasses.replace(before.optimizer, without_gradient=()))
-    for what in ("optimizer", "scheduler", "rng", "scaler"):
-        if getattr(before, what) != getattr(after, what):
-            yield f"the {what} changed{_first(getattr(before, what), getattr(after, what))}"
-    for what in ("parameters", "buffers"):
-        was, now = ({info.name: info for info in getattr(one, what)} for one in (before, after))
-        yield from _one(f"{what} changed", was, now)
+    before, after = _without_step_records(before, after)
+    for name in _UNCHANGED_FIELDS:
+        old = getattr(before, name)
+        new = getattr(after, name)
+        if old != new:
+            yield f"the {name} changed{_first_difference(old, new)}"
+    yield from _differing("parameters changed", _by_name(before.parameters), _by_name(after.parameters))
+    yield from _differing("buffers changed", _by_name(before.buffers), _by_name(after.buffers))
     if before.call and after.call:
-        old, new = before.call, after.call
-        yield from _one("gradients changed", old.gradients, {name: new.gradients.get(name) for name in old.gradients})
-        if old.evaluating != new.evaluating:
-            yield f"{len(new.evaluating)} modules are in evaluation mode; {len(old.evaluating)} were"
+        gradients = before.call.gradients
+        gradients_after = {name: after.call.gradients.get(name) for name in gradients}
+        yield from _differing("gradients changed", gradients, gradients_after)
+        if before.call.evaluating != after.call.evaluating:
+            evaluating = f"{len(after.call.evaluating)} modules are in evaluation mode"
+            yield f"{evaluating}; {len(before.call.evaluating)} were"
 
 
-def _structure(built: Snapshot, after: Snapshot) -> Iterator[str]:
+def _without_step_records(before: Snapshot, after: Snapshot) -> tuple[Snapshot, Snapshot]:
+    """Return both snapshots without the fields of the optimizer that only steps define."""
+    if before.optimizer is None or after.optimizer is None:
+        return before, after
+    # Which parameters had no gradient is known of steps only.
+    old = dataclasses.replace(before.optimizer, without_gradient=())
+    new = dataclasses.replace(after.optimizer, without_gradient=())
+    if not old.states:
+        # A fresh optimizer may get its state: its next step is compared.
+        new = dataclasses.replace(new, states=())
+    return dataclasses.replace(before, optimizer=old), dataclasses.replace(after, optimizer=new)
+
+
+def _by_name(infos: Iterable[ParameterInfo]) -> dict[str, ParameterInfo]:
+    return {info.name: info for info in infos}
+
+
+def _structure_changes(built: Snapshot, after: Snapshot) -> Iterator[str]:
     """Yield what is not as it was built: names, kinds, shapes, dtypes and shards of parameters."""
-    was, now = (
-        {info.name: (info.kind, info.shape, info.dtype, info.layout, info.local_numel) for info in one.parameters}
-        for one in (built, after)
-    )
-    yield from _one("parameters are not as built", was, now)
+    yield from _differing("parameters are not as built", _structure(built), _structure(after))
 
 
-def _unlike(names: Names, here: Snapshot, there: Snapshot) -> Iterator[str]:
-    """Yield what is not as in the reference, exactly: what is trainable, in the optimizer, its numbers, buffers, modes."""
-    expected = {info.name: info for info in there.parameters}
-    found = {names(info.name): info for info in here.parameters if info.kind != "FlatParameter"}
-    was = {name: expected[name].trainable if name in expected else None for name in found}
-    yield from _one("not trainable as in the reference", was, {name: info.trainable for name, info in found.items()})
-    held = {name: info.held for name, info in found.items() if info.held is not None and name in expected}
-    yield from _one("not in the optimizer as in the reference", {name: expected[name].held for name in held}, held)
-    if here.optimizer and there.optimizer:
-        rates = [sorted({f"{group.get('lr', 0):.6g}" for group in one.param_groups}) for one in (here, there)]
-        if rates[0] != rates[1]:
-            yield f"the learning rates are {', '.join(rates[0])}; {', '.join(rates[1])} in the reference"
-    old, new = ({names(info.name): info.digest for info in one.buffers} for one in (there, here))
-    yield from _one("buffers are not the reference's", {name: old.get(name) for name in new}, new)
-    if here.call and there.call and bool(here.call.evaluating) != bool(there.call.evaluating):
-        yield f"{len(here.call.evaluating)} modules are in evaluation mode; {len(there.call.evaluating)} in the reference"
+def _structure(snapshot: Snapshot) -> dict[str, Any]:
+    """Return, by live name, what a call must never change of a parameter."""
+    return {
+        info.name: (info.kind, info.shape, info.dtype, info.layout, info.local_numel) for info in snapshot.parameters
+    }
 
 
-def _loss(cell: Cell, call: Call, here: Sequence[Snapshot], there: Snapshot) -> Iterator[str]:
-    losses = [one.loss for one in here if one.loss is not None]
-    if losses and there.loss is not None and call.name in {"step", "micro"}:
-        loss = sum(losses) / len(losses)
-        if not abs(loss - there.loss) <= 2 * PRECISIONS.get(cell.precision).loss_tolerance * abs(there.loss):
-            yield f"the loss is {loss:.6g}; {there.loss:.6g} in the reference"
+def _differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Iterator[str]:
+    """Yield what is not exactly as in the reference: what is trainable, in the optimizer, its numbers, buffers, modes."""
+    yield from _parameter_differences(names, snapshot, reference)
+    if snapshot.optimizer and reference.optimizer:
+        rates = _learning_rates(snapshot)
+        expected_rates = _learning_rates(reference)
+        if rates != expected_rates:
+            yield f"the learning rates are {', '.join(rates)}; {', '.join(expected_rates)} in the reference"
+    buffers = {names(info.name): info.digest for info in snapshot.buffers}
+    reference_buffers = {names(info.name): info.digest for info in reference.buffers}
+    expected_buffers = {name: reference_buffers.get(name) for name in buffers}
+    yield from _differing("buffers are not the reference's", expected_buffers, buffers)
+    if snapshot.call and reference.call:
+        evaluating = len(snapshot.call.evaluating)
+        expected_evaluating = len(reference.call.evaluating)
+        if bool(evaluating) != bool(expected_evaluating):
+            yield f"{evaluating} modules are in evaluation mode; {expected_evaluating} in the reference"
 
 
-def _numbers(cell: Cell, call: Call, here: Snapshot, there: Snapshot) -> Iterator[str]:
-    """Yield how gradient norm and outputs are off."""
+def _parameter_differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Iterator[str]:
+    """Yield the parameters that are trainable, or in the optimizer, otherwise than in the reference."""
+    expected = _by_name(reference.parameters)
+    live: dict[str, ParameterInfo] = {}
+    for info in snapshot.parameters:
+        if info.kind != "FlatParameter":
+            live[names(info.name)] = info
+    trainable = {name: info.trainable for name, info in live.items()}
+    expected_trainable: dict[str, bool | None] = dict.fromkeys(live)
+    entries: dict[str, int] = {}
+    expected_entries: dict[str, int | None] = {}
+    for name, info in live.items():
+        if name not in expected:
+            continue
+        expected_trainable[name] = expected[name].trainable
+        # ZeRO's optimizers hold flat copies instead (None).
+        if info.held is not None:
+            entries[name] = info.held
+            expected_entries[name] = expected[name].held
+    yield from _differing("not trainable as in the reference", expected_trainable, trainable)
+    yield from _differing("not in the optimizer as in the reference", expected_entries, entries)
+
+
+def _learning_rates(snapshot: Snapshot) -> list[str]:
+    """Return the different learning rates of the optimizer's groups, as findings show them."""
+    rates = {f"{group.get('lr', 0):.6g}" for group in snapshot.param_groups}
+    return sorted(rates)
+
+
+def _inexact_loss(cell: Cell, call: Call, snapshots: Sequence[Snapshot], reference: Snapshot) -> Iterator[str]:
+    """Yield a finding if the mean of the ranks' losses is not the reference's loss, within twice the precision's tolerance."""
+    losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
+    if not losses or reference.loss is None or call.name not in {"step", "micro"}:
+        return
+    loss = sum(losses) / len(losses)
+    allowed = 2 * PRECISIONS.get(cell.precision).loss_tolerance * abs(reference.loss)
+    # Not ``>``, which is false for NaN; so everywhere below.
+    if not abs(loss - reference.loss) <= allowed:
+        yield f"the loss is {loss:.6g}; {reference.loss:.6g} in the reference"
+
+
+def _inexact_numbers(cell: Cell, call: Call, snapshot: Snapshot, reference: Snapshot) -> Iterator[str]:
+    """Yield a finding each if the gradient norm or the outputs are further from the reference's than the precision allows."""
     precision = PRECISIONS.get(cell.precision)
     clips = call.name == "step" and "clip" not in dict(call.arguments)
-    if clips and here.grad_norm is not None and there.grad_norm:
-        off = abs(here.grad_norm - there.grad_norm)
-        if not off <= 2 * precision.norm_tolerance * there.grad_norm:
-            yield f"the gradient norm is {here.grad_norm:.6g}; {there.grad_norm:.6g} in the reference"
-    largest = max(map(abs, there.outputs), default=0.0)
-    off = max((abs(a - b) for a, b in zip(here.outputs, there.outputs, strict=False)), default=0.0)
-    if not off <= 10 * precision.loss_tolerance * largest:
-        yield f"outputs are up to {off:.2g} off the reference's, which are up to {largest:.2g}"
+    if clips and snapshot.grad_norm is not None and reference.grad_norm:
+        distance = abs(snapshot.grad_norm - reference.grad_norm)
+        if not distance <= 2 * precision.norm_tolerance * reference.grad_norm:
+            yield f"the gradient norm is {snapshot.grad_norm:.6g}; {reference.grad_norm:.6g} in the reference"
+    largest = max(map(abs, reference.outputs), default=0.0)
+    outputs = zip(snapshot.outputs, reference.outputs, strict=False)
+    distances = [abs(output - expected) for output, expected in outputs]
+    furthest = max(distances, default=0.0)
+    if not furthest <= 10 * precision.loss_tolerance * largest:
+        yield f"outputs are up to {furthest:.2g} off the reference's, which are up to {largest:.2g}"
 
 
-def _values(cell: Cell, names: Names, here: Sequence[Snapshot], there: Snapshot) -> Iterator[str]:
+def _inexact_values(cell: Cell, names: Names, snapshots: Sequence[Snapshot], reference: Snapshot) -> Iterator[str]:
     """Yield the parameters and buffers, live or returned, that are not the reference's, and those that were not returned."""
-    expected = there.call.sums if there.call else {}
-    tolerance = TOLERANCE if PRECISIONS.get(cell.precision).compute == "float32" else ROUNDED_TOLERANCE
-    calls = [snapshot.call for snapshot in here if snapshot.call]
-    live = [{names(name): sums for name, sums in one.sums.items()} for one in calls]
-    yield from _off(names, live, expected, tolerance, "parameters are not the reference's")
-    # Of gradients and moments the reference returns its own. Only some ranks return anything, such as one that writes a file.
-    if there.call and there.call.returned is not None:
-        expected, tolerance = there.call.returned, 2 * PRECISIONS.get(cell.precision).norm_tolerance
-    returned = [{names(name): sums for name, sums in one.returned.items()} for one in calls if one.returned]
-    known = [{name: sums for name, sums in one.items() if name in expected} for one in returned]
-    yield from _off(names, known, expected, tolerance, "what it returned is not the reference's")
-    trained = [info.name for info in there.parameters if info.trainable and info.name in expected]
-    if returned and (lacking := [repr(name) for name in trained if not any(name in one for one in known)]):
+    precision = PRECISIONS.get(cell.precision)
+    tolerance = ROUNDED_TOLERANCE
+    if precision.compute == "float32":
+        tolerance = TOLERANCE
+    expected: Mapping[str, Sums] = {}
+    if reference.call:
+        expected = reference.call.sums
+    live_by_rank: list[dict[str, Sums]] = []
+    returned_by_rank: list[dict[str, Sums]] = []
+    for snapshot in snapshots:
+        if snapshot.call is None:
+            continue
+        live_by_rank.append({names(name): sums for name, sums in snapshot.call.sums.items()})
+        # Only some ranks return anything, such as one that writes a file.
+        if snapshot.call.returned:
+            returned_by_rank.append({names(name): sums for name, sums in snapshot.call.returned.items()})
+    yield from _inexact_sums("parameters are not the reference's", names, live_by_rank, expected, tolerance)
+    # Of gradients and moments the reference returns its own.
+    if reference.call and reference.call.returned is not None:
+        expected = reference.call.returned
+        tolerance = 2 * precision.norm_tolerance
+    known_by_rank: list[dict[str, Sums]] = []
+    known_names: set[str] = set()
+    for returned in returned_by_rank:
+        known = {name: sums for name, sums in returned.items() if name in expected}
+        known_by_rank.append(known)
+        known_names.update(known)
+    yield from _inexact_sums("what it returned is not the reference's", names, known_by_rank, expected, tolerance)
+    if not returned_by_rank:
+        return
+    trained = [info.name for info in reference.parameters if info.trainable and info.name in expected]
+    lacking = [repr(name) for name in trained if name not in known_names]
+    if lacking:
         yield f"what it returned lacks {', '.join(lacking)}"
 
 
-def _off(
-    names: Names, held: Sequence[Mapping[str, Sums]], expected: Mapping[str, Sums], tolerance: float, what: str
+def _inexact_sums(
+    title: str,
+    names: Names,
+    sums_by_rank: Sequence[Mapping[str, Sums]],
+    expected: Mapping[str, Sums],
+    tolerance: float,
 ) -> Iterator[str]:
-    """Yield what is off of tensors that the ranks hold whole or, together, in parts."""
-    wrong = {}
-    for name in dict.fromkeys(name for one in held for name in one):
-        parts = [one[name] for one in held if name in one]
-        whole = (sum(one[0] for one in parts), sum(one[1] for one in parts), sum(one[2] for one in parts))
-        for sums in [whole] if whole[0] == names.sizes.get(name) else parts:
+    """Yield a finding for the tensors whose sums are not the expected ones.
+
+    Args:
+        title: How the finding begins.
+        names: The unwrapped model's names, with the number of elements of each.
+        sums_by_rank: The sums of what each rank has, by unwrapped name: of whole tensors, or of parts that are whole together.
+        expected: The sums of the whole tensors.
+        tolerance: How far they may be apart, relative to the largest possible sum.
+    """
+    parts_by_name: dict[str, list[Sums]] = defaultdict(list)
+    for rank_sums in sums_by_rank:
+        for name, sums in rank_sums.items():
+            parts_by_name[name].append(sums)
+    inexact: dict[str, Sums] = {}
+    for name, parts in parts_by_name.items():
+        candidates = parts
+        total = _total(parts)
+        if total[0] == names.sizes.get(name):
+            candidates = [total]
+        for sums in candidates:
             if name not in expected or not _close(sums, expected[name], tolerance):
-                wrong[name] = sums
-    yield from _one(what, expected, wrong, [*wrong])
+                inexact[name] = sums
+    yield from _difference_of(title, expected, inexact, list(inexact))
 
 
-def _close(found: Sums, expected: Sums, tolerance: float) -> bool:
+def _total(parts: Sequence[Sums]) -> Sums:
+    """Return the sums of a tensor from those of its parts."""
+    numel = sum(part[0] for part in parts)
+    elements = sum(part[1] for part in parts)
+    squares = sum(part[2] for part in parts)
+    return numel, elements, squares
+
+
+def _close(actual: Sums, expected: Sums, tolerance: float) -> bool:
     """Tell whether sums are as close as the tolerance says, relative to the largest sum that such elements can have."""
-    scale = math.sqrt(expected[0] * expected[2])
-    return (
-        found[0] == expected[0]
-        and abs(found[1] - expected[1]) <= tolerance * max(scale, 1e-3)
-        and abs(found[2] - expected[2]) <= 2 * tolerance * max(expected[2], 1e-3)
-    )
+    numel, elements, squares = actual
+    expected_numel, expected_elements, expected_squares = expected
+    if numel != expected_numel:
+        return False
+    # By the Cauchy-Schwarz inequality no sum of that many elements with these squares is larger.
+    largest_sum = math.sqrt(expected_numel * expected_squares)
+    if not abs(elements - expected_elements) <= tolerance * max(largest_sum, 1e-3):
+        return False
+    return abs(squares - expected_squares) <= 2 * tolerance * max(expected_squares, 1e-3)
 
 
-def _one(
-    what: str, was: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str] | None = None
+def _differing(title: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a finding for the names whose values differ, or that only one of both has."""
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    yield from _difference_of(title, before, after, names)
+
+
+def _difference_of(
+    title: str, before: Mapping[str, Any], after: Mapping[str, Any], names: Sequence[str]
 ) -> Iterator[str]:
-    """Yield one finding for all the names, by default those whose values differ."""
-    if names is None:
-        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    if names:
-        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        yield f"{what}: {names[0]!r}{others}{_first(was.get(names[0]), now.get(names[0]))}"
+    """Yield one finding for all the names, with how the values of the first differ; none without names."""
+    if not names:
+        return
+    first = names[0]
+    others = ""
+    if len(names) > 1:
+        others = f" and {len(names) - 1} others"
+    yield f"{title}: {first!r}{others}{_first_difference(before.get(first), after.get(first))}"
 
 
-def _first(was: Any, now: Any) -> str:
+def _first_difference(before: Any, after: Any) -> str:
     """Return the first field in which two records differ, in words; nothing for long ones."""
-    for name in getattr(was, "__dataclass_fields__", ()):
-        if getattr(was, name, None) != getattr(now, name, None):
-            return f": {name}" + _first(getattr(was, name), getattr(now, name, None))
-    text = f": {now!r}; expected {was!r}"
-    return text if len(text) < 160 else ""
+    for name in getattr(before, "__dataclass_fields__", ()):
+        old = getattr(before, name, None)
+        new = getattr(after, name, None)
+        if old != new:
+            return f": {name}{_first_difference(old, new)}"
+    text = f": {after!r}; expected {before!r}"
+    if len(text) >= _LONGEST_DIFFERENCE:
+        return ""
+    return text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, requested
@@ -11,8 +13,17 @@ from pytest_distcompat.checks._values import TF32_SINCE_BUILD, stages_of
 from pytest_distcompat.cost import BYTES, is_quantized
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
-from pytest_distcompat.strategies import STRATEGIES, Dtypes, Strategy
-from pytest_distcompat.trace import ModelInfo, ParameterInfo, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.strategies import STRATEGIES, Dtypes
+from pytest_distcompat.trace import (
+    ModelInfo,
+    ParameterInfo,
+    RunTrace,
+    Snapshot,
+    StateInfo,
+    StepInfo,
+    Trace,
+    UnwrappedInfo,
+)
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=3)
@@ -27,59 +38,88 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: masters in bfloat16 make the same learning rate train another model
     (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Load in float32, or upcast before sharding.
     """
-    strategy = STRATEGIES.get(cell.strategy)
-    row = strategy.dtypes(PRECISIONS.get(cell.precision))
-    unwrapped, trained = trace.run().unwrapped, trace.run().trained
+    run = trace.run()
+    row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
+    trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
-    smallest = _smallest_gradient(cell, unwrapped)
-    pipelined = bool(stages_of(trace.run())) and any(one.compute for one in trained)
-    # No hook sees inside a compiled graph, and hooks are lost with a layer that is replaced.
-    observed = not cell.option("compile") and cell.option("fp8_backend") != "te"
     for snapshot in trained:
-        found = [*_stored(row, snapshot)]
-        if unwrapped and snapshot.model:
-            found += _not_trained(strategy, cell, unwrapped, snapshot.model)
-            found += _buffers(strategy, row, cell, unwrapped, snapshot.model)
-        # A model without layers that multiply matrices has no products, nor has a stage of embeddings alone.
-        without = pipelined and not snapshot.compute
-        multiplies = not (without or (unwrapped and unwrapped.products == 0))
-        if observed and multiplies and set(snapshot.compute) != {row.compute}:
-            found.append(f"matrix products ran in {_list(snapshot.compute)}; expected {row.compute}")
+        yield from _of_rank(snapshot, _stored(row, snapshot))
+        if run.unwrapped and snapshot.model:
+            yield from _of_rank(snapshot, _frozen(cell, run.unwrapped, snapshot.model))
+            yield from _of_rank(snapshot, _buffers(row, cell, run.unwrapped, snapshot.model))
+        if _has_products(cell, run, snapshot) and set(snapshot.compute) != {row.compute}:
+            products = f"matrix products ran in {_list(snapshot.compute)}"
+            yield f"rank {snapshot.rank}: {products}; expected {row.compute}"
         if cell.world_size > cell.tp * cell.pp:
-            found += _reduced(row, cell, snapshot, smallest, exact=requested(cell, unwrapped, "reduce_dtype"))
-        found += _accumulated(row, cell, snapshot)
-        if row.compute == "float32" and trace.run().tf32_since_build:
-            found.append(TF32_SINCE_BUILD)
-        yield from (f"rank {snapshot.rank}: {text}" for text in found)
+            yield from _of_rank(snapshot, _reduced(row, cell, run.unwrapped, snapshot))
+        yield from _of_rank(snapshot, _accumulated(row, cell, snapshot))
+        if row.compute == "float32" and run.tf32_since_build:
+            yield f"rank {snapshot.rank}: {TF32_SINCE_BUILD}"
     for snapshot in trained:
-        found = [*_stepped(row, cell, snapshot)]
+        yield from _of_rank(snapshot, _stepped(row, cell, snapshot))
         if cell.option("optimizer") == "adam8bit":
-            found += _quantized(row, snapshot)
-        yield from (f"rank {snapshot.rank}: {text}" for text in found)
+            yield from _of_rank(snapshot, _quantized(row, snapshot))
+
+
+def _of_rank(snapshot: Snapshot, texts: Iterable[str]) -> Iterator[str]:
+    """Yield each text as a finding of the snapshot's rank."""
+    for text in texts:
+        yield f"rank {snapshot.rank}: {text}"
+
+
+def _has_products(cell: Cell, run: RunTrace, snapshot: Snapshot) -> bool:
+    """Tell whether the dtypes of the rank's matrix products must have been recorded."""
+    # No hook sees inside a compiled graph, and hooks are lost with a layer that is replaced.
+    if cell.option("compile") or cell.option("fp8_backend") == "te":
+        return False
+    # A model may have no layers that multiply matrices.
+    if run.unwrapped and run.unwrapped.products == 0:
+        return False
+    # Nor has a stage of embeddings alone, if other stages have some.
+    if stages_of(run) and not snapshot.compute:
+        return not any(other.compute for other in run.trained)
+    return True
 
 
 def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
-    infos = [info for info in snapshot.parameters if info.trainable and info.local_numel]
-    wrong = [info for info in infos if _real(info.dtype) != row.storage]
-    if wrong:
-        finding = (
-            f"{len(wrong)} of {len(infos)} trainable parameters are stored in {_list(info.dtype for info in wrong)}"
-        )
-        yield f"{finding}, first {wrong[0].name!r}; expected {row.storage}"
+    """Yield a finding if trainable parameters are stored in another dtype."""
+    trainable = [info for info in snapshot.parameters if info.trainable and info.local_numel]
+    others = [info for info in trainable if _real(info.dtype) != row.storage]
+    if not others:
+        return
+    dtypes = _list(info.dtype for info in others)
+    stored = f"{len(others)} of {len(trainable)} trainable parameters are stored in {dtypes}"
+    yield f"{stored}, first {others[0].name!r}; expected {row.storage}"
 
 
-def _not_trained(strategy: Strategy, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+@dataclass(frozen=True)
+class _OtherDtype:
+    """A live parameter or buffer that is in another dtype than expected."""
+
+    info: ParameterInfo
+    expected: str
+
+
+def _frozen(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     """Yield a finding for frozen parameters wider than loaded: float32 copies of a frozen model only waste memory."""
-    loaded = {info.name: info.dtype for info in unwrapped.parameters}
-    shared = {_unit(model, info) for info in model.parameters if info.trainable}
+    strategy = STRATEGIES.get(cell.strategy)
+    loaded_dtypes = {info.name: info.dtype for info in unwrapped.parameters}
     frozen = [info for info in model.parameters if not info.trainable and info.local_numel]
-    pairs = [(info, loaded.get(strategy.canonical(info.name, cell, loaded))) for info in frozen]
-    # FSDP1 keeps all of a unit in one flat parameter, which has one dtype.
-    alone = ((info, dtype) for info, dtype in pairs if "FSDP1" not in info.kind or _unit(model, info) not in shared)
-    if wider := [(info, dtype) for info, dtype in alone if dtype and _wider(info.dtype, dtype)]:
-        info, dtype = wider[0]
-        finding = f"{len(wider)} of {len(frozen)} frozen parameters are stored in {info.dtype}, first {info.name!r}"
-        yield f"{finding}; loaded in {dtype}"
+    trained_units = {_unit(model, info) for info in model.parameters if info.trainable}
+    wider: list[_OtherDtype] = []
+    for info in frozen:
+        # FSDP1 keeps all of a unit in one flat parameter, which has one dtype.
+        if "FSDP1" in info.kind and _unit(model, info) in trained_units:
+            continue
+        name = strategy.canonical(info.name, cell, loaded_dtypes)
+        loaded = loaded_dtypes.get(name)
+        if loaded and _wider(info.dtype, loaded):
+            wider.append(_OtherDtype(info, loaded))
+    if not wider:
+        return
+    first = wider[0]
+    stored = f"{len(wider)} of {len(frozen)} frozen parameters are stored in {first.info.dtype}"
+    yield f"{stored}, first {first.info.name!r}; loaded in {first.expected}"
 
 
 def _wider(dtype: str, than: str) -> bool:
@@ -88,75 +128,124 @@ def _wider(dtype: str, than: str) -> bool:
 
 
 def _unit(model: ModelInfo, info: ParameterInfo) -> str:
-    """Return the innermost FSDP unit that holds the parameter."""
-    return max((unit for unit in model.units if not unit or info.name.startswith(f"{unit}.")), key=len, default="")
+    """Return the innermost FSDP unit that holds the parameter; the root's name is empty."""
+    innermost = ""
+    for unit in model.units:
+        if info.name.startswith(f"{unit}.") and len(unit) > len(innermost):
+            innermost = unit
+    return innermost
 
 
-def _buffers(strategy: Strategy, row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+def _buffers(row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     """Yield a finding if a buffer has another dtype than its own counterpart; buffers may differ in dtype."""
-    expected = {
-        info.name: row.buffer if row.buffer and "float" in info.dtype else info.dtype for info in unwrapped.buffers
-    }
-    pairs = [(info, expected.get(strategy.canonical(info.name, cell, expected), info.dtype)) for info in model.buffers]
-    # Missing and new buffers are findings of the check ``names``.
-    if wrong := [(info, dtype) for info, dtype in pairs if info.dtype != dtype]:
-        info, dtype = wrong[0]
-        yield f"{len(wrong)} buffers are in {info.dtype}, first {info.name!r}; expected {dtype}"
+    strategy = STRATEGIES.get(cell.strategy)
+    expected_dtypes: dict[str, str] = {}
+    for info in unwrapped.buffers:
+        expected_dtypes[info.name] = info.dtype
+        if row.buffer and "float" in info.dtype:
+            expected_dtypes[info.name] = row.buffer
+    others: list[_OtherDtype] = []
+    for info in model.buffers:
+        name = strategy.canonical(info.name, cell, expected_dtypes)
+        # Missing and new buffers are findings of the check ``names``.
+        expected = expected_dtypes.get(name, info.dtype)
+        if info.dtype != expected:
+            others.append(_OtherDtype(info, expected))
+    if others:
+        first = others[0]
+        buffers = f"{len(others)} buffers are in {first.info.dtype}, first {first.info.name!r}"
+        yield f"{buffers}; expected {first.expected}"
 
 
 def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:
-    """Return the size from which on a reduction is one of gradients, not of a norm, a metric or a flag."""
+    """Return the size, in elements, from which on a reduction is one of gradients, not of a norm, a metric or a flag."""
+    sizes: list[int] = []
+    if unwrapped:
+        sizes = [math.prod(info.shape) for info in unwrapped.parameters if info.trainable]
     # ZeRO reduces a parameter that spans two partitions in slices, hence the division.
-    sizes = (math.prod(info.shape) for info in (unwrapped.parameters if unwrapped else ()) if info.trainable)
     return max(2, min(sizes, default=0) // cell.world_size)
 
 
-def _reduced(row: Dtypes, cell: Cell, snapshot: Snapshot, smallest: int, *, exact: bool) -> Iterator[str]:
+def _reduced(row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding if gradients are reduced in a wrong dtype."""
-    # A wider one is wrong only if the dtype was requested: torch's autocast around FSDP2 reduces so.
-    expected = "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce
-    found = {_real(info.dtype) for info in gradient_reductions(cell, snapshot) if info.numel >= smallest}
-    if not found or any(dtype != expected and (exact or not _wider(dtype, expected)) for dtype in found):
-        yield f"gradients were reduced in {_list(found)}; expected {expected}"
+    expected = row.reduce
+    if cell.option("reduce_dtype") == "fp32":
+        expected = "float32"
+    smallest = _smallest_gradient(cell, unwrapped)
+    dtypes: set[str] = set()
+    for info in gradient_reductions(cell, snapshot):
+        if info.numel >= smallest:
+            dtypes.add(_real(info.dtype))
+    wrong = dtypes - {expected}
+    if not requested(cell, unwrapped, "reduce_dtype"):
+        # Then a wider one is allowed: torch's autocast around FSDP2 reduces so.
+        wrong = {dtype for dtype in wrong if not _wider(dtype, expected)}
+    if wrong or not dtypes:
+        yield f"gradients were reduced in {_list(dtypes)}; expected {expected}"
 
 
 def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding if ZeRO sums micro-batches in a wrong dtype; others sum in the optimizer's gradients."""
-    found = snapshot.optimizer.accumulates if snapshot.optimizer else ""
-    expected = "float32" if cell.option("grad_accum_dtype") == "fp32" else row.storage
-    if found not in {"", expected}:
-        yield f"gradients are added up in {found}; expected {expected}"
+    if snapshot.optimizer is None:
+        return
+    expected = row.storage
+    if cell.option("grad_accum_dtype") == "fp32":
+        expected = "float32"
+    dtype = snapshot.optimizer.accumulates
+    if dtype not in {"", expected}:
+        yield f"gradients are added up in {dtype}; expected {expected}"
 
 
 def _quantized(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding for each kind of state that is not quantized where it is large enough, and only there."""
-    moments = [state for state in snapshot.states if state.key not in {"step", "master"} and state.numel]
-    large = set(filter(is_quantized, moments))
-    if not large:
+    moments = [state for state in snapshot.states if _is_moment(state) and state.numel]
+    if not any(is_quantized(state) for state in moments):
         yield "no state is large enough to be quantized"
+    large_dtypes: dict[str, set[str]] = defaultdict(set)
+    small_dtypes: dict[str, set[str]] = defaultdict(set)
+    for state in moments:
+        if is_quantized(state):
+            large_dtypes[state.key].add(state.dtype)
+        else:
+            small_dtypes[state.key].add(state.dtype)
     for key in dict.fromkeys(state.key for state in moments):
-        for some, size, expected in ((large, "", "uint8"), ({*moments} - large, "small ", row.state)):
-            found = {state.dtype for state in some if state.key == key}
-            if found - {expected}:
-                yield f"{size}{key} is kept in {_list(found)}; expected {expected}"
+        if large_dtypes[key] - {"uint8"}:
+            yield f"{key} is kept in {_list(large_dtypes[key])}; expected uint8"
+        if small_dtypes[key] - {row.state}:
+            yield f"small {key} is kept in {_list(small_dtypes[key])}; expected {row.state}"
+
+
+def _is_moment(state: StateInfo) -> bool:
+    """Tell whether it is state of the optimizer that has the dtype of moments: no step count, and no master weight."""
+    return state.key not in {"step", "master"}
 
 
 def _stepped(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding for each wrong dtype that the optimizer had in its steps: of masters, gradients and state."""
     if not snapshot.steps:
         yield "no optimizer stepped"
     # Of a small model the last of many ranks may hold no trainable element.
-    holds = any(info.trainable and info.local_numel for info in snapshot.parameters)
+    if not any(info.trainable and info.local_numel for info in snapshot.parameters):
+        return
     # SGD without momentum keeps no state.
-    stateless = all(state.key in {"step", "master"} for state in snapshot.states)
-    for step in snapshot.steps if holds else ():
-        expectations = [("updates", step.master, row.master), ("is given gradients in", step.gradient, row.gradient)]
+    stateless = not any(_is_moment(state) for state in snapshot.states)
+    for step in snapshot.steps:
+        yield from _masters(row, step)
+        if _real_dtypes(step.gradient) != {row.gradient}:
+            yield f"{step.optimizer} is given gradients in {_list(step.gradient)}; expected {row.gradient}"
         # What is quantized has two dtypes: ``_quantized``.
-        if cell.option("optimizer") != "adam8bit" and (step.state or not stateless):
-            expectations.append(("keeps state in", step.state, row.state))
-        for verb, found, expected in expectations:
-            if set(map(_real, found)) != {expected}:
-                masters = " masters" if found and verb == "updates" else ""
-                yield f"{step.optimizer} {verb} {_list(found)}{masters}; expected {expected}"
+        if cell.option("optimizer") == "adam8bit" or (stateless and not step.state):
+            continue
+        if _real_dtypes(step.state) != {row.state}:
+            yield f"{step.optimizer} keeps state in {_list(step.state)}; expected {row.state}"
+
+
+def _masters(row: Dtypes, step: StepInfo) -> Iterator[str]:
+    """Yield a finding if a step updated weights in another dtype."""
+    if not step.master:
+        yield f"{step.optimizer} updates nothing; expected {row.master}"
+    elif _real_dtypes(step.master) != {row.master}:
+        yield f"{step.optimizer} updates {_list(step.master)} masters; expected {row.master}"
 
 
 #: Complex dtypes by the real dtype of their parts: an optimizer treats one as two real numbers (``torch.view_as_real``).
@@ -168,5 +257,11 @@ def _real(dtype: str) -> str:
     return _REAL.get(dtype, dtype)
 
 
+def _real_dtypes(dtypes: Iterable[str]) -> set[str]:
+    """Return the real dtypes that tensors are computed in."""
+    return {_real(dtype) for dtype in dtypes}
+
+
 def _list(dtypes: Iterable[str]) -> str:
+    """Return the words for some dtypes in a finding."""
     return " and ".join(sorted(set(dtypes))) or "nothing"

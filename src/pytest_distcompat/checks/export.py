@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import EXPORTED, and_others, check, every_rank, first_three
 from pytest_distcompat.checks._renamed import renamed
 from pytest_distcompat.checks._values import (
+    Values,
     adapter_name,
     compare,
     exported_weights,
@@ -23,19 +26,22 @@ from pytest_distcompat.scenario import EXPORT, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
 
+#: Where an export stands among the files of a run, relative to the checkpoint.
 PREFIX = "export/"
 
 
-def _no_export(cell: Cell, driver: type[Driver]) -> str | None:
-    missing = [action for action in ("export", "reload", "evaluate") if not driver.can(action)]
-    return f"the driver has no {missing[0]}()" if missing else None
+def _why_not_exported(cell: Cell, driver: type[Driver]) -> str | None:
+    for action in ("export", "reload", "evaluate"):
+        if not driver.can(action):
+            return f"the driver has no {action}()"
+    return None
 
 
 @check(
     scenario=EXPORT,
     until=(("train", "files", 1), ("reload", "evaluate", 0)),
     order=13,
-    not_applicable=_no_export,
+    not_applicable=_why_not_exported,
     depends_on=EXPORTED,
 )
 def export(cell: Cell, trace: Trace) -> Iterator[str]:
@@ -48,25 +54,76 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: ``module.`` or ``_orig_mod.`` come from the wrapped model's own ``state_dict()``. ``from_pretrained``
     takes such names for missing weights, which it initializes at random.
     """
-    train, reload = trace.run("train"), trace.run("reload")
+    train = trace.run("train")
+    reload = trace.run("reload")
     if train.unwrapped is None or reload.unwrapped is None:
         yield "the unwrapped model was not recorded"
         return
     yield from every_rank(train.at("export"), cell.world_size, "export")
-    files = [file for snapshot in train.at("files", 1) for file in snapshot.files if file.path.startswith(PREFIX)]
-    yield from names_in(cell, train.unwrapped, files)
+    exported: list[FileInfo] = []
+    for snapshot in train.at("files", 1):
+        exported += [file for file in snapshot.files if file.path.startswith(PREFIX)]
+    yield from names_in(cell, train.unwrapped, exported)
     yield from same_values(train, reload)
-    yield from every_rank(train.at("evaluate"), cell.world_size, "evaluate")
+    evaluated = train.at("evaluate")
+    yield from every_rank(evaluated, cell.world_size, "evaluate")
     # A rank with statistics of its own (BatchNorm), which are not those in the file, computes something else.
-    exported = {info.name: info.digest for info in reload.unwrapped.buffers}
-    own = {
-        snapshot.rank
-        for snapshot in train.at("export")
-        for name, digests in values(train, (snapshot,)).of("buffer").items()
-        if name in exported and {*digests} - {exported[name]}
-    }
-    alike = tuple(one for one in train.at("evaluate") if one.rank not in own or len(own) == cell.world_size)
-    yield from _outputs(cell, train, alike, reload.at("evaluate"))
+    with_own_buffers = _ranks_with_own_buffers(train, reload.unwrapped)
+    if len(with_own_buffers) < cell.world_size:
+        evaluated = tuple(snapshot for snapshot in evaluated if snapshot.rank not in with_own_buffers)
+    yield from _outputs(cell, train, evaluated, reload.at("evaluate"))
+
+
+def _ranks_with_own_buffers(train: RunTrace, reloaded: UnwrappedInfo) -> set[int]:
+    """Return the ranks that had, at the export, another value of a buffer than the exported one."""
+    exported = {info.name: info.digest for info in reloaded.buffers}
+    ranks: set[int] = set()
+    for snapshot in train.at("export"):
+        buffers = values(train, (snapshot,)).of("buffer")
+        for name, digests in buffers.items():
+            if name in exported and set(digests) - {exported[name]}:
+                ranks.add(snapshot.rank)
+    return ranks
+
+
+@dataclass(frozen=True)
+class _ExpectedKeys:
+    """Keys that exported files should have, and the shapes under them.
+
+    Attributes:
+        cell: The cell.
+        names: The model's own names; of a model with an adapter those that PEFT gives the adapter's parameters.
+        shapes: The shape under each name, as far as it is known.
+        known: All names of the unwrapped model, with those of the adapter.
+        written: The names that the model's library writes in place of the model's own.
+        tied: For each name of a tied parameter all of its names.
+    """
+
+    cell: Cell
+    names: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
+    known: frozenset[str]
+    written: frozenset[str]
+    tied: Mapping[str, frozenset[str]]
+
+    @classmethod
+    def of(cls, cell: Cell, unwrapped: UnwrappedInfo) -> _ExpectedKeys:
+        """Return what the files of a model should have."""
+        model_names = frozenset(unwrapped.state_dict)
+        if cell.option("lora"):
+            shapes = {adapter_name(info.name): tuple(info.shape) for info in unwrapped.parameters if info.trainable}
+            names = frozenset(shapes)
+        else:
+            shapes = {info.name: tuple(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
+            names = model_names
+        tied: dict[str, frozenset[str]] = {}
+        for group in unwrapped.tied:
+            tied.update(dict.fromkeys(group, frozenset(group)))
+        return cls(cell, names, shapes, names | model_names, frozenset(unwrapped.written_names), tied)
+
+    def written_by_library(self, keys: Collection[str]) -> bool:
+        """Tell whether some keys are names that the library alone gives to parameters."""
+        return not self.written.isdisjoint(set(keys) - self.names)
 
 
 def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Iterator[str]:
@@ -74,77 +131,143 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
     for file in files:
         if file.holds not in {"model", "index"}:
             yield f"file {file.path!r} holds {len(file.keys)} keys of an {file.holds}; expected the model alone"
-    shapes = {info.name: tuple(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
-    wanted = set(unwrapped.state_dict)
-    if cell.option("lora"):
-        shapes = {adapter_name(info.name): tuple(info.shape) for info in unwrapped.parameters if info.trainable}
-        wanted = set(shapes)
-    strategy, known = STRATEGIES.get(cell.strategy), wanted | set(unwrapped.state_dict)
-    written = set(unwrapped.written_names)
+    expected = _ExpectedKeys.of(cell, unwrapped)
     models = [file for file in files if file.holds == "model"]
     for file in models:
-        # A name that the library writes may be the model's own of another tensor.
-        for key in () if written & set(file.keys) - wanted else file.keys:
-            if key in file.shapes and key in shapes and tuple(file.shapes[key]) != shapes[key]:
-                yield f"file {file.path!r}: {key!r} has shape {tuple(file.shapes[key])}; {shapes[key]} in the unwrapped model"
-        if unknown := set(file.keys) - wanted - written:
-            closest = strategy.canonical(key := min(unknown), cell, known)
-            hint = f"; expected {closest!r}" if closest in wanted and closest != key else ""
-            are = "is" if len(unknown) == 1 else "are"
-            groups = renamed(unknown, wanted | written)
-            cause = "".join(f"{group}: " for group in groups)
-            way_out = groups[0].way_out if groups else ""
-            yield f"file {file.path!r}: {cause}key {and_others(unknown)} {are} none of the model's own{hint}{way_out}"
-    for index in files:
-        if index.holds == "index":
-            yield from _in_files(index, models)
-    found = {key for file in models for key in file.keys}
-    tied = {name: set(group) for group in unwrapped.tied for name in group}
-    wanted = written if written & found - wanted else wanted
-    if missing := sorted(name for name in wanted - found if not tied.get(name, set()) & found):
-        yield f"{len(missing)} of {len(wanted)} names are in no exported file, first {first_three(missing)}"
+        yield from _other_shapes(expected, file)
+        yield from _unknown_keys(expected, file)
+    for file in files:
+        if file.holds == "index":
+            yield from _index(file, models)
+    yield from _missing_names(expected, models)
 
 
-def _in_files(index: FileInfo, models: list[FileInfo]) -> Iterator[str]:
+def _other_shapes(expected: _ExpectedKeys, file: FileInfo) -> Iterator[str]:
+    """Yield a finding for each tensor of a file that has another shape than in the unwrapped model."""
+    if expected.written_by_library(file.keys):
+        return  # a name that the library writes may be the model's own of another tensor
+    for key in file.keys:
+        if key not in file.shapes or key not in expected.shapes:
+            continue
+        shape = tuple(file.shapes[key])
+        if shape != expected.shapes[key]:
+            yield f"file {file.path!r}: {key!r} has shape {shape}; {expected.shapes[key]} in the unwrapped model"
+
+
+def _unknown_keys(expected: _ExpectedKeys, file: FileInfo) -> Iterator[str]:
+    """Yield a finding for the keys of a file that are no names of the model, with what they have in common."""
+    unknown = set(file.keys) - expected.names - expected.written
+    if not unknown:
+        return
+    first = min(unknown)
+    closest = STRATEGIES.get(expected.cell.strategy).canonical(first, expected.cell, expected.known)
+    hint = ""
+    if closest in expected.names and closest != first:
+        hint = f"; expected {closest!r}"
+    groups = renamed(unknown, expected.names | expected.written)
+    way_out = ""
+    if groups:
+        way_out = groups[0].way_out
+    cause = "".join(f"{group}: " for group in groups)
+    verb = "is" if len(unknown) == 1 else "are"
+    yield f"file {file.path!r}: {cause}key {and_others(unknown)} {verb} none of the model's own{hint}{way_out}"
+
+
+def _missing_names(expected: _ExpectedKeys, models: list[FileInfo]) -> Iterator[str]:
+    """Yield a finding for the names that no file has; of tied ones one is enough."""
+    keys: set[str] = set()
+    for file in models:
+        keys.update(file.keys)
+    names = expected.names
+    if expected.written_by_library(keys):
+        names = expected.written
+    missing: list[str] = []
+    for name in sorted(names - keys):
+        tied = expected.tied.get(name, frozenset())
+        if tied.isdisjoint(keys):
+            missing.append(name)
+    if missing:
+        yield f"{len(missing)} of {len(names)} names are in no exported file, first {first_three(missing)}"
+
+
+def _directory(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _file_name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _index(index: FileInfo, models: list[FileInfo]) -> Iterator[str]:
     """Yield findings for an index that names other files for its keys than they are in, or another size."""
-    place = index.path.rpartition("/")[0]
-    beside = {file.path.rpartition("/")[2]: file for file in models if file.path.rpartition("/")[0] == place}
-    stored, named = {(key, name): None for name, file in beside.items() for key in file.keys}, index.files.items()
-    lost = [(key, file) for key, file in index.files.items() if (key, file) not in stored]
-    others = [(key, file) for key, file in stored if (key, file) not in named]
-    # Readers take the one that the index names, and what is in the other file is lost, or outdated.
-    twice = [(key, file) for key, file in others if (key, index.files.get(key)) in stored]
-    for what, found in (
-        ("it names {} keys that are not in their files", lost),
-        ("{} keys are in a second file too", twice),
-        ("{} keys beside it are not in it", [one for one in others if one not in twice]),
+    directory = _directory(index.path)
+    file_by_name = {_file_name(file.path): file for file in models if _directory(file.path) == directory}
+    # Pairs of a key and the name of a file that has it; a dict, because their order is that of the findings.
+    stored: dict[tuple[str, str], None] = {}
+    for file_name, file in file_by_name.items():
+        stored.update(dict.fromkeys((key, file_name) for key in file.keys))
+    lost = [pair for pair in index.files.items() if pair not in stored]
+    in_second_file: list[tuple[str, str]] = []
+    not_in_index: list[tuple[str, str]] = []
+    for key, file_name in stored:
+        named_file = index.files.get(key)
+        if named_file == file_name:
+            continue
+        # Readers take the one that the index names, and what is in the other file is lost, or outdated.
+        if named_file is not None and (key, named_file) in stored:
+            in_second_file.append((key, file_name))
+        else:
+            not_in_index.append((key, file_name))
+    for problem, pairs in (
+        (f"it names {len(lost)} keys that are not in their files", lost),
+        (f"{len(in_second_file)} keys are in a second file too", in_second_file),
+        (f"{len(not_in_index)} keys beside it are not in it", not_in_index),
     ):
-        if found:
-            key, file = found[0]
-            yield f"file {index.path!r}: {what.format(len(found))}, first {key!r} in {file!r}"
-    # Of the tensors, without the headers of their files; in torch's files tied ones share memory.
-    tensors = [(beside[name].shapes.get(key), beside[name].dtypes.get(key)) for key, name in named if name in beside]
-    sizes = [math.prod(shape) * BYTES[dtype] for shape, dtype in tensors if shape is not None and dtype in BYTES]
-    safe = all(file.format == "safetensors" for file in beside.values())
-    if safe and len(sizes) == len(named) and index.total_size not in {None, sum(sizes)}:
-        yield f"file {index.path!r}: total_size is {index.total_size}; the tensors that it names have {sum(sizes)} bytes"
+        if pairs:
+            key, file_name = pairs[0]
+            yield f"file {index.path!r}: {problem}, first {key!r} in {file_name!r}"
+    yield from _total_size(index, file_by_name)
+
+
+def _total_size(index: FileInfo, file_by_name: Mapping[str, FileInfo]) -> Iterator[str]:
+    """Yield a finding if the size in an index is not that of the tensors that it names, without the headers of their files."""
+    # In torch's files tied tensors share memory.
+    if not all(file.format == "safetensors" for file in file_by_name.values()):
+        return
+    total_size = 0
+    for key, file_name in index.files.items():
+        file = file_by_name.get(file_name)
+        if file is None:
+            return
+        shape = file.shapes.get(key)
+        dtype = file.dtypes.get(key)
+        if shape is None or dtype not in BYTES:
+            return
+        total_size += math.prod(shape) * BYTES[dtype]
+    if index.total_size not in {None, total_size}:
+        named = f"the tensors that it names have {total_size} bytes"
+        yield f"file {index.path!r}: total_size is {index.total_size}; {named}"
 
 
 def same_values(train: RunTrace, reload: RunTrace, *, only: Collection[str] | None = None) -> Iterator[str]:
     """Yield findings for the reloaded parameters and buffers that are not the trained ones; ``only`` of these names, if given."""
     loaded = reload.unwrapped
-    if loaded is None or flat_parameters(train.at("export")):
+    exported = train.at("export")
+    if loaded is None or flat_parameters(exported):
         return  # a flat parameter has no names to compare by; the outputs are compared instead
-    for kind, trained, infos in (
-        ("parameter", exported_weights(train, reload), loaded.parameters),
-        (
-            "buffer",
-            values(train, train.at("export")).of("buffer"),
-            [info for info in loaded.buffers if info.persistent],
-        ),
-    ):
-        chosen = {name: value for name, value in trained.items() if only is None or name in only}
-        yield from compare(kind, chosen, {info.name: (info.digest,) for info in infos}, "after the reload")
+    parameters = exported_weights(train, reload)
+    buffers = values(train, exported).of("buffer")
+    loaded_parameters = {info.name: (info.digest,) for info in loaded.parameters}
+    loaded_buffers = {info.name: (info.digest,) for info in loaded.buffers if info.persistent}
+    yield from compare("parameter", _only(only, parameters), loaded_parameters, "after the reload")
+    yield from compare("buffer", _only(only, buffers), loaded_buffers, "after the reload")
+
+
+def _only(names: Collection[str] | None, digests: Mapping[str, tuple[str, ...]]) -> Mapping[str, tuple[str, ...]]:
+    """Return the digests under these names; all if there are no ``names`` to choose by."""
+    if names is None:
+        return digests
+    return {name: digest for name, digest in digests.items() if name in names}
 
 
 def _outputs(
@@ -155,27 +278,33 @@ def _outputs(
         yield "the reloaded model computed nothing"
         return
     expected = reloaded[0].outputs
-    if infinite := sum(not math.isfinite(value) for value in expected):
+    finite = [value for value in expected if math.isfinite(value)]
+    infinite = len(expected) - len(finite)
+    if infinite:
         yield f"{infinite} of {len(expected)} outputs of the reloaded model are infinite; expected finite numbers"
         return
     largest = max(map(abs, expected))
     allowed = largest * precision_of_products(cell, train).norm_tolerance
     for snapshot in trained:
-        if (got := len(snapshot.outputs)) != len(expected):
-            yield f"rank {snapshot.rank}: {got} outputs of the trained model; {len(expected)} of the reloaded one"
+        where = f"rank {snapshot.rank}"
+        if len(snapshot.outputs) != len(expected):
+            yield f"{where}: {len(snapshot.outputs)} outputs of the trained model; {len(expected)} of the reloaded one"
             continue
-        apart = [abs(one - other) for one, other in zip(snapshot.outputs, expected, strict=True)]
-        # Not ``any(off > allowed)``, which is false for NaN.
-        if not all(off <= allowed for off in apart):
-            distance = f"up to {max(apart):.3g} apart ({allowed:.1e} allowed, of {largest:.3g})"
-            yield f"rank {snapshot.rank}: outputs of the trained and of the reloaded model are {distance}{in_tf32(train)}"
+        outputs = zip(snapshot.outputs, expected, strict=True)
+        distances = [abs(trained_output - output) for trained_output, output in outputs]
+        # Not ``any(distance > allowed)``, which is false for NaN.
+        if not all(distance <= allowed for distance in distances):
+            apart = f"up to {max(distances):.3g} apart ({allowed:.1e} allowed, of {largest:.3g})"
+            yield f"{where}: outputs of the trained and of the reloaded model are {apart}{in_tf32(train)}"
 
 
-def _saves_optimizer(cell: Cell, driver: type[Driver]) -> str | None:
-    return None if cell.option("save_only_model") else "the cell saves the optimizer too"
+def _why_optimizer_is_saved(cell: Cell, driver: type[Driver]) -> str | None:
+    if cell.option("save_only_model"):
+        return None
+    return "the cell saves the optimizer too"
 
 
-@check(scenario=TRAIN, until=(("train", "files", 0),), order=15, not_applicable=_saves_optimizer)
+@check(scenario=TRAIN, until=(("train", "files", 0),), order=15, not_applicable=_why_optimizer_is_saved)
 def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint saved with save_only_model holds all weights, and no optimizer or scheduler state.
 
@@ -186,38 +315,70 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: weights were not gathered, or were filtered by a name that wrapping had changed.
     """
     run = trace.run()
-    unwrapped, at_save = run.unwrapped, run.at("save")
+    at_save = run.at("save")
     yield from every_rank(at_save, cell.world_size, "save")
-    files = [file for snapshot in run.at("files") for file in snapshot.saved]
-    if unwrapped is None or not run.at("files"):
+    if run.unwrapped is None or not run.at("files"):
         yield "the saved files were not read"
         return
+    files: list[FileInfo] = []
+    for snapshot in run.at("files"):
+        files += snapshot.saved
     for owner, holds in (("an optimizer", "optimizer"), ("a scheduler", "scheduler")):
         paths = [repr(file.path) for file in files if file.holds == holds]
         if paths:
             yield f"state of {owner} is in {', '.join(paths[:3])}; the checkpoint is of the model alone"
-    names = [info.name for info in (*unwrapped.parameters, *(one for one in unwrapped.buffers if one.persistent))]
-    if cell.option("lora"):
-        names = [info.name for info in unwrapped.parameters if info.trainable]
-    saved: dict[str, set[str]] = {}
-    for key, digest in (pair for file in files for pair in file.digests.items()):
-        saved.setdefault(key, set()).add(digest)
-    weights = {name: saved[key] for key, name in _keys(unwrapped, names) if key in saved}
-    if missing := [name for name in names if name not in weights]:
+    names = _weights(cell, run.unwrapped)
+    weights = _saved_weights(run.unwrapped, names, files)
+    missing = [name for name in names if name not in weights]
+    if missing:
         yield f"{len(missing)} of {len(names)} weights are not saved, first {first_three(missing)}"
     if flat_parameters(at_save):
         return  # flat parameters have no unwrapped names to compare by
     trained = values(run, at_save)
     yield from trained.wrong
-    held = [trained.of(kind) for kind in ("parameter", "buffer", "master")]
-    copies = {name: {digest for found in held for digest in found.get(name, ())} for name in names}
-    if wrong := [name for name, digests in weights.items() if not copies[name].issuperset(digests)]:
-        finding = f"{len(wrong)} of {len(names)} weights have other values in the checkpoint than at the save"
-        yield f"{finding}, first {first_three(wrong)}"
+    wrong = [name for name, digests in weights.items() if not digests <= _trained_digests(trained, name)]
+    if wrong:
+        others = f"{len(wrong)} of {len(names)} weights have other values in the checkpoint than at the save"
+        yield f"{others}, first {first_three(wrong)}"
+
+
+def _trained_digests(trained: Values, name: str) -> set[str]:
+    """Return the digests that a file may have of a weight: of its master, of a copy in a lower dtype, of any rank's buffer."""
+    digests: set[str] = set()
+    for kind in ("parameter", "buffer", "master"):
+        digests.update(trained.of(kind).get(name, ()))
+    return digests
+
+
+def _weights(cell: Cell, unwrapped: UnwrappedInfo) -> list[str]:
+    """Return the names of what a checkpoint of the model must hold; of a model with an adapter only the adapter's."""
+    if cell.option("lora"):
+        return [info.name for info in unwrapped.parameters if info.trainable]
+    parameters = [info.name for info in unwrapped.parameters]
+    buffers = [info.name for info in unwrapped.buffers if info.persistent]
+    return parameters + buffers
+
+
+def _saved_weights(unwrapped: UnwrappedInfo, names: list[str], files: list[FileInfo]) -> dict[str, set[str]]:
+    """Return the digests in files by the weight's name, under whichever of its keys; without the weights that no file has."""
+    digests_by_key: dict[str, set[str]] = defaultdict(set)
+    for file in files:
+        for key, digest in file.digests.items():
+            digests_by_key[key].add(digest)
+    weights: dict[str, set[str]] = {}
+    for key, name in _keys(unwrapped, names):
+        if key in digests_by_key:
+            weights[name] = digests_by_key[key]
+    return weights
 
 
 def _keys(unwrapped: UnwrappedInfo, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield each key that a weight may have in a file, with the weight's name: PEFT's, a tied one, its own."""
-    yield from ((adapter_name(name), name) for name in names)
-    yield from ((name, group[0]) for group in unwrapped.tied for name in group if group[0] in names)
-    yield from ((name, name) for name in names)
+    for name in names:
+        yield adapter_name(name), name
+    for group in unwrapped.tied:
+        for name in group:
+            if group[0] in names:
+                yield name, group[0]
+    for name in names:
+        yield name, name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import and_others, check, every_rank, first_three, named_ranks
@@ -23,7 +23,7 @@ from pytest_distcompat.cost import BYTES
 from pytest_distcompat.digests import EMPTY
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.trace import FileInfo, ParameterInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
 
 
 @check(scenario=TRAIN, until=(("train", "files", 0),), order=1)
@@ -43,53 +43,84 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     if run.unwrapped is None:
         yield "the unwrapped model was not recorded"
         return
-    expected = _Expected(cell, run.unwrapped, unused(run))
-    yield from _unlike_from_the_start(cell, run)
+    expected = _ExpectedNames(cell, run.unwrapped, unused(run))
+    yield from _unlike_initial_models(cell, run)
     for snapshot in run.at("build"):
-        yield from expected.buffers(snapshot)
-    for snapshot in (trained := run.trained):
-        yield from expected.live(snapshot)
-    yield from expected.everywhere(run)
+        yield from _changed_buffers(expected, snapshot)
+    trained = run.trained
+    for snapshot in trained:
+        yield from _live_parameters(expected, snapshot)
+    yield from _without_live_counterpart(expected, run)
     yield from every_rank(trained, cell.world_size, "three steps")
-    yield from expected.optimizer(trained)
-    indices = run.indices("files")
-    written = [tuple(file for snapshot in run.at_index(index) for file in snapshot.files) for index in indices]
-    if written or (trace.saves and not run.simulated):
-        yield from expected.files(written[0] if written else (), run)
-    for files in written[1:]:
-        yield from expected.keys(files)
+    yield from _optimizer_state(expected, trained)
+    yield from _saved_files(expected, trace)
 
 
-def _unlike_from_the_start(cell: Cell, run: RunTrace) -> Iterator[str]:
+def _saved_files(expected: _ExpectedNames, trace: Trace) -> Iterator[str]:
+    """Yield findings for the files of the checkpoint, and for the keys of those that were written later."""
+    run = trace.run()
+    written: list[list[FileInfo]] = []
+    for index in run.indices("files"):
+        files: list[FileInfo] = []
+        for snapshot in run.at_index(index):
+            files += snapshot.files
+        written.append(files)
+    if written:
+        yield from _checkpoint(expected, written[0], run)
+    elif trace.saves and not run.simulated:
+        yield from _checkpoint(expected, [], run)
+    for later_files in written[1:]:
+        yield from _keys(expected, later_files)
+
+
+def _unlike_initial_models(cell: Cell, run: RunTrace) -> Iterator[str]:
     """Yield a finding if ranks were given unlike models and what they hold together is not the model of rank 0.
 
     DDP sends rank 0's to all; of FSDP2 each shard is of another model then, and no rank can see it.
     """
-    digests: dict[str, dict[int, str]] = defaultdict(dict)
-    for snapshot in run.at("build_model"):
-        for info in snapshot.unwrapped.parameters if snapshot.unwrapped else ():
-            # On the meta device it has no values, and one that was cut while it was loaded has a part of them.
-            if info.digest not in {"", EMPTY} and info.local_numel == math.prod(info.shape):
-                digests[info.name][snapshot.rank] = info.digest
-    unlike = {name for name, of_ranks in digests.items() if 0 in of_ranks and len({*of_ranks.values()}) > 1}
+    digests_by_name = _initial_digests(run)
+    unlike: set[str] = set()
+    for name, digest_by_rank in digests_by_name.items():
+        if 0 in digest_by_rank and len(set(digest_by_rank.values())) > 1:
+            unlike.add(name)
     # Experts of DeepSpeed are each rank's own.
     if not unlike or cell.option("ep") != 1:
         return
+    initial_dtypes: dict[str, str] = {}
+    if run.unwrapped:
+        initial_dtypes = {info.name: info.dtype for info in run.unwrapped.parameters}
     built = values(run, run.at("build"))
-    held, dtypes = built.of("parameter"), built.dtypes.get("parameter", {})
-    given = {info.name: info.dtype for info in (run.unwrapped.parameters if run.unwrapped else ())}
-    wrong = {
-        name
-        for name in unlike & held.keys()
-        # Rounded values say nothing.
-        if all(BYTES.get(dtype, 0) >= BYTES.get(given[name], 4) for dtype in dtypes[name])
-        and held[name] != (digests[name][0],)
-    }
+    built_digests = built.of("parameter")
+    wrong: list[str] = []
+    for name in unlike & built_digests.keys():
+        if _narrower(built.dtypes["parameter"][name], initial_dtypes[name]):
+            continue  # rounded values say nothing
+        if built_digests[name] != (digests_by_name[name][0],):
+            wrong.append(name)
     if wrong:
-        found = (
+        problem = (
             f"build_model() gives each rank other values of {and_others(wrong)}, and build() not those of rank 0 to all"
         )
-        yield f"{found}: ranks hold parts of unlike models; seed all alike, or broadcast"
+        yield f"{problem}: ranks hold parts of unlike models; seed all alike, or broadcast"
+
+
+def _initial_digests(run: RunTrace) -> Mapping[str, Mapping[int, str]]:
+    """Return, by name and rank, the digests of the parameters that ``build_model`` gave each rank."""
+    digests: dict[str, dict[int, str]] = defaultdict(dict)
+    for snapshot in run.at("build_model"):
+        if snapshot.unwrapped is None:
+            continue
+        for info in snapshot.unwrapped.parameters:
+            # On the meta device it has no values, and one that was cut while it was loaded has a part of them.
+            if info.digest not in {"", EMPTY} and info.local_numel == math.prod(info.shape):
+                digests[info.name][snapshot.rank] = info.digest
+    return digests
+
+
+def _narrower(dtypes: Iterable[str], than: str) -> bool:
+    """Tell whether one of the dtypes has fewer bytes than the other dtype."""
+    size = BYTES.get(than, 4)
+    return any(BYTES.get(dtype, 0) < size for dtype in dtypes)
 
 
 #: The finding when no saved file is one that ``probe.files`` can read.
@@ -100,206 +131,331 @@ NO_READABLE_FILE = (
 )
 
 
-class _Expected:
-    """Names and shapes of the unwrapped model, one name for tied parameters: what live and saved ones must be."""
+class _ExpectedNames:
+    """Names and shapes of the unwrapped model, which live and saved ones must be. Tied parameters count under their first name.
+
+    Attributes:
+        cell: The cell.
+        unwrapped: The unwrapped model.
+        first_names: The first name by each other one of the same tensor: of tied parameters, and PEFT's of an adapter's.
+        parameters: The names of parameters.
+        trainable: The names of trainable parameters.
+        updated: Those of which an optimizer has state: it has none where it never got a gradient.
+        persistent: The names of buffers that are saved.
+        not_persistent: The names of buffers that are not saved.
+        state_dict: The names that a state dict may have.
+        in_files: The names of parameters as files have them.
+        written: Names that the model's library writes in place of the model's own.
+        shapes: The shapes of parameters and buffers, by name.
+    """
 
     def __init__(self, cell: Cell, unwrapped: UnwrappedInfo, unused: frozenset[str]) -> None:
-        self.cell, self.unwrapped = cell, unwrapped
-        self.strategy = STRATEGIES.get(cell.strategy)
-        self.first_of: Mapping[str, str] = {name: group[0] for group in unwrapped.tied for name in group}
-        self.parameters = {self.same(info.name) for info in unwrapped.parameters}
-        self.trainable = {self.same(info.name) for info in unwrapped.parameters if info.trainable}
-        self.saved = set(unwrapped.state_dict)
-        self.shapes = {info.name: tuple(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
+        self.cell = cell
+        self.unwrapped = unwrapped
+        self.first_names: dict[str, str] = {}
+        for group in unwrapped.tied:
+            self.first_names.update(dict.fromkeys(group, group[0] if group else ""))
+        self.parameters = {self.first_name(info.name) for info in unwrapped.parameters}
+        self.trainable = {self.first_name(info.name) for info in unwrapped.parameters if info.trainable}
         self.persistent = {info.name for info in unwrapped.buffers if info.persistent}
         self.not_persistent = {info.name for info in unwrapped.buffers} - self.persistent
+        self.state_dict = set(unwrapped.state_dict)
         if cell.option("lora"):
-            self.first_of = {**self.first_of, **{adapter_name(name): name for name in self.trainable}}
-            self.saved |= set(self.first_of)
-        # A hook of the model may save a parameter under other names, as torchtitan's does for fused projections.
-        own = {self.same(name) for name in unwrapped.state_dict if not name.endswith("_extra_state")}
-        renamed = self.parameters - own if own else set()
-        others = own - self.parameters - {self.same(info.name) for info in unwrapped.buffers} if renamed else set()
-        self.in_files = self.parameters - renamed | others
+            self.first_names.update({adapter_name(name): name for name in self.trainable})
+            self.state_dict |= set(self.first_names)
+        self.in_files = self._names_in_files()
         self.written = set(unwrapped.written_names)
-        # An optimizer has no state of those for which it never got a gradient.
-        self.updated = self.trainable - set(map(self.canonical, unused))
+        self.shapes = {info.name: tuple(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
+        self.updated = self.trainable - {self.unwrapped_name(live) for live in unused}
 
-    def same(self, name: str) -> str:
+    def _names_in_files(self) -> set[str]:
+        """Return the names of parameters in the model's own state dict.
+
+        A hook of the model may save a parameter under other names, as torchtitan's does for fused projections.
+        """
+        own = {self.first_name(name) for name in self.unwrapped.state_dict if not name.endswith("_extra_state")}
+        renamed = self.parameters - own
+        if not own or not renamed:
+            return self.parameters
+        buffers = {self.first_name(info.name) for info in self.unwrapped.buffers}
+        other_names = own - self.parameters - buffers
+        return self.parameters - renamed | other_names
+
+    def first_name(self, name: str) -> str:
         """Return the first name of the same tensor, tied or PEFT's; the name itself if there is no other."""
-        return self.first_of.get(name, name)
+        return self.first_names.get(name, name)
 
-    def canonical(self, name: str) -> str:
-        return self.same(self.strategy.canonical(name, self.cell, self.saved | self.parameters))
+    def unwrapped_name(self, live: str) -> str:
+        """Return the unwrapped model's name for a live one, without the segments that wrappers put in."""
+        strategy = STRATEGIES.get(self.cell.strategy)
+        return self.first_name(strategy.canonical(live, self.cell, self.state_dict | self.parameters))
 
-    def live(self, snapshot: Snapshot) -> Iterator[str]:
-        where = f"rank {snapshot.rank}"
-        if snapshot.model is None:
-            yield f"{where}: no model to read names from"
-            return
-        if flat_parameters((snapshot,)):
-            return  # flat parameters have no names of their own; the files have
-        found: dict[str, list[str]] = defaultdict(list)
-        for info in snapshot.parameters:
-            found[self.canonical(info.name)].append(info.name)
-        for name in sorted(set(found) - self.parameters):
-            yield f"{where}: live parameter {found[name][-1]!r} maps to {name!r}, which is no name of the unwrapped model"
-        for name, live in sorted(found.items()):
-            if len(live) > 1:
-                yield f"{where}: {len(live)} live parameters map to {name!r}; expected one"
-        for info in snapshot.parameters:
-            expected = self.shape(info.name)
-            # A shard of FSDP1 has only its own shape.
-            if info.kind != "FSDP1 shard" and expected not in {None, tuple(info.shape)}:
-                yield f"{where}: live parameter {info.name!r} has shape {info.shape}; {expected} in the unwrapped model"
-
-    def everywhere(self, run: RunTrace) -> Iterator[str]:
-        """Yield findings for what no rank of a copy of the model has: one rank, or those of one pipeline."""
-        snapshots = {snapshot.rank: snapshot for snapshot in run.trained if snapshot.model}
-        built = {snapshot.rank: snapshot for snapshot in run.at("build")}
-        for ranks in across_stages(run, (_with_experts(one) for one in snapshots.values())):
-            live = [info for rank in ranks if rank in snapshots for info in snapshots[rank].parameters]
-            buffers = [info for rank in ranks if rank in built for info in built[rank].buffers]
-            flat = any(info.kind == "FlatParameter" for info in live)
-            stage = " on any stage" if len(ranks) > 1 else ""
-            for kind, infos, wanted in (
-                ("parameter", live, set() if flat else self.parameters),
-                ("buffer", buffers, {self.same(info.name) for info in self.unwrapped.buffers}),
-            ):
-                for name in sorted(wanted - {self.canonical(info.name) for info in infos}):
-                    text = f"{kind} {name!r} of the unwrapped model has no live counterpart{stage}"
-                    yield f"{named_ranks(ranks, 0)}: {text}"
-
-    def buffers(self, snapshot: Snapshot) -> Iterator[str]:
-        """Yield findings for buffers right after build; the check ``dtypes`` covers a buffer in another dtype."""
-        found = {self.canonical(info.name): info for info in snapshot.buffers}
-        for unwrapped in self.unwrapped.buffers:
-            info = found.get(self.same(unwrapped.name))
-            # On the meta device it has no values.
-            known = unwrapped.digest != EMPTY or 0 in unwrapped.shape
-            if info and known and info.dtype == unwrapped.dtype and info.digest != unwrapped.digest:
-                buffer = f"buffer {unwrapped.name!r} ({'' if unwrapped.persistent else 'non-'}persistent)"
-                yield f"rank {snapshot.rank}: {buffer} has other values after build than in the unwrapped model"
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
+    def shape(self, live: str) -> tuple[int, ...] | None:
         """Return the shape of the unwrapped parameter or buffer; None if there is none of that name."""
-        return self.shapes.get(self.canonical(name))
+        return self.shapes.get(self.unwrapped_name(live))
 
-    def optimizer(self, trained: tuple[Snapshot, ...]) -> Iterator[str]:
-        """Yield findings over all ranks together: a rank has no state for a parameter of which it holds no element."""
-        owners: set[str] = set()
-        for snapshot in trained:
-            if snapshot.optimizer is None:
-                yield f"rank {snapshot.rank}: no optimizer to read names from"
-                return
-            owners |= {state.owner for state in snapshot.optimizer.states if not state.owner.startswith("partition ")}
-            owners |= {name for name, numel in snapshot.optimizer.partitioned.items() if numel}
-        if flat_parameters(trained) or not _has_state(trained) or _state_under_one_parameter(trained):
-            return
-        found = {self.canonical(name) for name in owners}
-        for name in sorted(self.updated - found):
-            yield f"the optimizer of no rank keeps state for {name!r}"
-        for name in sorted(found - self.trainable):
-            yield f"the optimizer keeps state for {name!r}, which is no trainable parameter of the unwrapped model"
-
-    def files(self, files: tuple[FileInfo, ...], run: RunTrace) -> Iterator[str]:
-        """Yield findings for keys, and for names that no file holds; of a model with an adapter only the adapter's."""
-        yield from self.keys(files)
-        covered: set[str] = set()
-        optimized: set[str] = set()
-        for file in (one for one in files if one.holds != "index"):
-            (covered if file.holds == "model" else optimized).update(self.same(key) for key in self.names_in(file))
-        adapted, kind = bool(self.cell.option("lora")), "parameters"
-        wanted, buffers = (self.trainable, set[str]()) if adapted else (self.in_files, self.persistent)
-        if covered & self.written - self.saved and not wanted <= covered:
-            kind, wanted, buffers = "names that the library writes", set(map(self.same, self.written)), set()
-        for text in _missing(kind, wanted, covered):
-            ranks = self._only_holders(run, self.in_files - covered)
-            yield f"{text}; {named_stage(run, ranks)} alone hold{'s' * (len(ranks) == 1)} them" if ranks else text
-        yield from _missing("persistent buffers", buffers, covered)
-        if not covered:
-            yield NO_READABLE_FILE
-        if optimized:  # empty where the optimizer's state is saved by number instead of by name
-            yield from _missing("trainable parameters' optimizer states", self.updated, optimized)
-
-    def _only_holders(self, run: RunTrace, names: set[str]) -> list[int]:
-        """Return the ranks whose stage holds all parameters of these names, where other stages hold none of them."""
-        held = {one.rank: {self.canonical(info.name) for info in one.parameters} for one in run.at("build")}
-        some = [rank for rank, live in held.items() if live & names] if stages_of(run) else []
-        return some if all(names <= held[rank] for rank in some) else []
-
-    def of_the_model(self, key: str) -> bool:
-        """Tell whether the key is a name of the unwrapped model, perhaps with more before it or in it, or cut off in front."""
-        known = self.saved | self.parameters | self.written | self.not_persistent
-        segments = key.split(".")
-        ends = (".".join(segments[nth:]) for nth in range(len(segments)))
-        cut_off = any(name.endswith(f".{key}") for name in known)
-        return self.canonical(key) in known or not known.isdisjoint(ends) or cut_off
-
-    def known(self, file: FileInfo) -> set[str]:
+    def known_in(self, file: FileInfo) -> set[str]:
         """Return the names that the file may have."""
         if file.holds == "model":
-            return self.saved | self.parameters | self.written
-        return self.trainable | set(self.first_of)
+            return self.state_dict | self.parameters | self.written
+        return self.trainable | set(self.first_names)
 
-    def names_in(self, file: FileInfo) -> Iterator[str]:
-        """Yield the keys of the file, and the model's own names for those that it has under others."""
-        yield from file.keys
-        for group in self.renamed(file):
-            yield from group.names.values()
-
-    def renamed(self, file: FileInfo) -> list[Renamed]:
+    def renamed_in(self, file: FileInfo) -> list[Renamed]:
         """Return the groups of unknown keys of the file that have, or lack, the same part of a name."""
-        known = self.known(file)
+        known = self.known_in(file)
         return renamed(set(file.keys) - known - self.not_persistent, known)
 
-    def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
-        """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
-        models = [file for file in files if file.holds == "model"]
-        # Beside the model's there may be files of other tensors: random states, statistics of the data.
-        about = [file for file in models if any(map(self.of_the_model, file.keys))] or models
-        for file in (one for one in files if one.holds == "optimizer" or one in about):
-            known = self.known(file)
-            # Then a name may be the model's own of another tensor.
-            renamed = bool(self.written & set(file.keys) - self.saved)
-            groups = self.renamed(file)
-            for group in groups:
-                first = min(group.names)
-                unknown = f"{group}: key {first!r} is no name of the unwrapped model; expected {group.names[first]!r}"
-                yield f"file {file.path!r}: {unknown}{group.way_out}"
-            grouped = {key for group in groups for key in group.names}
-            for key in (one for one in file.keys if one not in grouped):
-                if key in self.not_persistent and key not in known:
-                    yield f"file {file.path!r}: holds {key!r}, a buffer that is not persistent"
-                elif key not in known:
-                    closest = self.canonical(key)
-                    hint = f"; expected {closest!r}" if closest in known else ""
-                    yield f"file {file.path!r}: key {key!r} is no name of the unwrapped model{hint}"
-                elif key in file.shapes and not renamed:
-                    found, expected = tuple(file.shapes[key]), self.shape(key)
-                    # Extra state is in the state dict without being a parameter or a buffer, so its shape is not known.
-                    if expected is not None and found != expected:
-                        yield f"file {file.path!r}: {key!r} has shape {found}; {expected} in the unwrapped model"
+    def names_in(self, file: FileInfo) -> set[str]:
+        """Return the keys of the file, and the model's own names for those that it has under others."""
+        names = {self.first_name(key) for key in file.keys}
+        for group in self.renamed_in(file):
+            names.update(self.first_name(name) for name in group.names.values())
+        return names
+
+    def written_by_library(self, keys: Iterable[str]) -> bool:
+        """Tell whether some keys are names that the library alone gives to parameters."""
+        return not self.written.isdisjoint(set(keys) - self.state_dict)
+
+    def is_of_model(self, key: str) -> bool:
+        """Tell whether the key is a name of the unwrapped model, perhaps with more before it or in it, or cut off in front."""
+        known = self.state_dict | self.parameters | self.written | self.not_persistent
+        if self.unwrapped_name(key) in known:
+            return True
+        segments = key.split(".")
+        for nth in range(len(segments)):
+            if ".".join(segments[nth:]) in known:
+                return True
+        return any(name.endswith(f".{key}") for name in known)
 
 
-def _with_experts(snapshot: Snapshot) -> tuple[int, ...]:
+def _changed_buffers(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[str]:
+    """Yield findings for buffers right after build; the check ``dtypes`` covers a buffer in another dtype."""
+    live_buffers = {expected.unwrapped_name(info.name): info for info in snapshot.buffers}
+    for unwrapped in expected.unwrapped.buffers:
+        live = live_buffers.get(expected.first_name(unwrapped.name))
+        if live is None or live.dtype != unwrapped.dtype:
+            continue
+        # On the meta device it has no values.
+        if unwrapped.digest == EMPTY and 0 not in unwrapped.shape:
+            continue
+        if live.digest != unwrapped.digest:
+            persistent = "persistent" if unwrapped.persistent else "non-persistent"
+            buffer = f"buffer {unwrapped.name!r} ({persistent})"
+            yield f"rank {snapshot.rank}: {buffer} has other values after build than in the unwrapped model"
+
+
+def _live_parameters(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[str]:
+    """Yield findings for live parameters that are no names of the unwrapped model, or have other shapes."""
+    where = f"rank {snapshot.rank}"
+    if snapshot.model is None:
+        yield f"{where}: no model to read names from"
+        return
+    if flat_parameters((snapshot,)):
+        return  # flat parameters have no names of their own; the files have
+    live_by_name: dict[str, list[str]] = defaultdict(list)
+    for info in snapshot.parameters:
+        live_by_name[expected.unwrapped_name(info.name)].append(info.name)
+    for name in sorted(live_by_name.keys() - expected.parameters):
+        live = live_by_name[name][-1]
+        yield f"{where}: live parameter {live!r} maps to {name!r}, which is no name of the unwrapped model"
+    for name in sorted(live_by_name):
+        count = len(live_by_name[name])
+        if count > 1:
+            yield f"{where}: {count} live parameters map to {name!r}; expected one"
+    for info in snapshot.parameters:
+        # A shard of FSDP1 has only its own shape.
+        if info.kind == "FSDP1 shard":
+            continue
+        shape = expected.shape(info.name)
+        if shape not in {None, tuple(info.shape)}:
+            yield f"{where}: live parameter {info.name!r} has shape {info.shape}; {shape} in the unwrapped model"
+
+
+def _without_live_counterpart(expected: _ExpectedNames, run: RunTrace) -> Iterator[str]:
+    """Yield findings for what no rank of a copy of the model has: one rank, or those of one pipeline."""
+    trained = {snapshot.rank: snapshot for snapshot in run.trained if snapshot.model}
+    built = {snapshot.rank: snapshot for snapshot in run.at("build")}
+    expected_buffers = {expected.first_name(info.name) for info in expected.unwrapped.buffers}
+    expert_groups = [_ranks_with_its_experts(snapshot) for snapshot in trained.values()]
+    for ranks in across_stages(run, expert_groups):
+        parameters: list[ParameterInfo] = []
+        buffers: list[ParameterInfo] = []
+        for rank in ranks:
+            if rank in trained:
+                parameters += trained[rank].parameters
+            if rank in built:
+                buffers += built[rank].buffers
+        where = named_ranks(ranks, 0)
+        stage = " on any stage" if len(ranks) > 1 else ""
+        # Flat parameters have no names of their own.
+        if not any(info.kind == "FlatParameter" for info in parameters):
+            for name in _absent(expected, expected.parameters, parameters):
+                yield f"{where}: parameter {name!r} of the unwrapped model has no live counterpart{stage}"
+        for name in _absent(expected, expected_buffers, buffers):
+            yield f"{where}: buffer {name!r} of the unwrapped model has no live counterpart{stage}"
+
+
+def _absent(expected: _ExpectedNames, names: set[str], live: Iterable[ParameterInfo]) -> list[str]:
+    """Return the names that none of the live tensors has, sorted."""
+    live_names = {expected.unwrapped_name(info.name) for info in live}
+    return sorted(names - live_names)
+
+
+def _ranks_with_its_experts(snapshot: Snapshot) -> tuple[int, ...]:
     """Return the ranks that hold all experts together with this one, itself included."""
-    peers = {rank for info in snapshot.parameters if expert_parts(info) > 1 for rank in info.layout.holders}
-    return tuple(sorted({snapshot.rank, *peers}))
+    ranks = {snapshot.rank}
+    for info in snapshot.parameters:
+        if expert_parts(info) > 1:
+            ranks.update(info.layout.holders)
+    return tuple(sorted(ranks))
+
+
+def _optimizer_state(expected: _ExpectedNames, trained: tuple[Snapshot, ...]) -> Iterator[str]:
+    """Yield findings over all ranks together: a rank has no state for a parameter of which it holds no element."""
+    owners: set[str] = set()
+    for snapshot in trained:
+        if snapshot.optimizer is None:
+            yield f"rank {snapshot.rank}: no optimizer to read names from"
+            return
+        owners.update(state.owner for state in snapshot.states if not state.owner.startswith("partition "))
+        owners.update(name for name, numel in snapshot.optimizer.partitioned.items() if numel)
+    if flat_parameters(trained) or not _has_state(trained) or _state_under_one_parameter(trained):
+        return
+    names = {expected.unwrapped_name(owner) for owner in owners}
+    for name in sorted(expected.updated - names):
+        yield f"the optimizer of no rank keeps state for {name!r}"
+    for name in sorted(names - expected.trainable):
+        yield f"the optimizer keeps state for {name!r}, which is no trainable parameter of the unwrapped model"
 
 
 def _has_state(snapshots: tuple[Snapshot, ...]) -> bool:
     """Tell whether any rank's optimizer keeps state; SGD without momentum keeps none."""
-    return any(one.optimizer.states or one.optimizer.partitioned for one in snapshots if one.optimizer)
+    optimizers = [snapshot.optimizer for snapshot in snapshots if snapshot.optimizer]
+    return any(optimizer.states or optimizer.partitioned for optimizer in optimizers)
 
 
 def _state_under_one_parameter(snapshots: tuple[Snapshot, ...]) -> bool:
     """Tell whether the optimizer keeps all state under one parameter, as LBFGS does: it is larger than its owner."""
-    sizes = {(one.rank, info.name): info.local_numel for one in snapshots for info in one.parameters}
-    states = ((sizes.get((one.rank, state.owner)), state.numel) for one in snapshots for state in one.states)
-    return any(size is not None and numel > max(1, size) for size, numel in states)
+    for snapshot in snapshots:
+        numel_by_name = {info.name: info.local_numel for info in snapshot.parameters}
+        for state in snapshot.states:
+            owner_numel = numel_by_name.get(state.owner)
+            if owner_numel is not None and state.numel > max(1, owner_numel):
+                return True
+    return False
 
 
-def _missing(kind: str, wanted: set[str], covered: set[str]) -> Iterator[str]:
-    if missing := sorted(wanted - covered):
-        yield f"{len(missing)} of {len(wanted)} {kind} are in no saved file, first {first_three(missing)}"
+def _checkpoint(expected: _ExpectedNames, files: list[FileInfo], run: RunTrace) -> Iterator[str]:
+    """Yield findings for keys, and for names that no file holds; of a model with an adapter only the adapter's."""
+    yield from _keys(expected, files)
+    in_models: set[str] = set()
+    in_optimizers: set[str] = set()
+    for file in files:
+        if file.holds == "model":
+            in_models |= expected.names_in(file)
+        elif file.holds != "index":
+            in_optimizers |= expected.names_in(file)
+    yield from _missing_of_model(expected, in_models, run)
+    if not in_models:
+        yield NO_READABLE_FILE
+    if in_optimizers:  # empty where the optimizer's state is saved by number instead of by name
+        yield from _missing("trainable parameters' optimizer states", expected.updated, in_optimizers)
+
+
+def _missing_of_model(expected: _ExpectedNames, saved: set[str], run: RunTrace) -> Iterator[str]:
+    """Yield findings for parameters and persistent buffers that no file of a model holds."""
+    kind = "parameters"
+    parameters = expected.in_files
+    buffers = expected.persistent
+    if expected.cell.option("lora"):
+        parameters = expected.trainable
+        buffers = set()
+    if expected.written_by_library(saved) and not parameters <= saved:
+        kind = "names that the library writes"
+        parameters = {expected.first_name(name) for name in expected.written}
+        buffers = set()
+    for text in _missing(kind, parameters, saved):
+        holders = _only_holders(expected, run, expected.in_files - saved)
+        if holders:
+            verb = "holds" if len(holders) == 1 else "hold"
+            yield f"{text}; {named_stage(run, holders)} alone {verb} them"
+        else:
+            yield text
+    yield from _missing("persistent buffers", buffers, saved)
+
+
+def _missing(kind: str, names: set[str], saved: set[str]) -> Iterator[str]:
+    """Yield a finding for the names that no file holds."""
+    missing = sorted(names - saved)
+    if missing:
+        yield f"{len(missing)} of {len(names)} {kind} are in no saved file, first {first_three(missing)}"
+
+
+def _only_holders(expected: _ExpectedNames, run: RunTrace, names: set[str]) -> list[int]:
+    """Return the ranks whose stage holds all parameters of these names, where other stages hold none of them."""
+    if not stages_of(run):
+        return []
+    holders: list[int] = []
+    for snapshot in run.at("build"):
+        live_names = {expected.unwrapped_name(info.name) for info in snapshot.parameters}
+        if live_names.isdisjoint(names):
+            continue
+        if not names <= live_names:
+            return []
+        holders.append(snapshot.rank)
+    return holders
+
+
+def _keys(expected: _ExpectedNames, files: list[FileInfo]) -> Iterator[str]:
+    """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
+    models = [file for file in files if file.holds == "model"]
+    # Beside the model's there may be files of other tensors: random states, statistics of the data.
+    of_model = [file for file in models if any(expected.is_of_model(key) for key in file.keys)]
+    if not of_model:
+        of_model = models
+    for file in files:
+        if file.holds == "optimizer" or file in of_model:
+            for text in _keys_of_file(expected, file):
+                yield f"file {file.path!r}: {text}"
+
+
+def _keys_of_file(expected: _ExpectedNames, file: FileInfo) -> Iterator[str]:
+    """Yield what is wrong with the keys of one file: what several have in common is said once."""
+    in_groups: set[str] = set()
+    for group in expected.renamed_in(file):
+        in_groups.update(group.names)
+        first = min(group.names)
+        unknown = f"{group}: key {first!r} is no name of the unwrapped model; expected {group.names[first]!r}"
+        yield f"{unknown}{group.way_out}"
+    known = expected.known_in(file)
+    renamed_by_library = expected.written_by_library(file.keys)
+    for key in file.keys:
+        if key in in_groups:
+            continue
+        if key not in known:
+            yield _unknown_key(expected, key, known)
+        elif not renamed_by_library:
+            # Where the library renames keys, a name may be the model's own of another tensor.
+            yield from _other_shape(expected, file, key)
+
+
+def _unknown_key(expected: _ExpectedNames, key: str, known: set[str]) -> str:
+    """Return what is wrong with a key that is none of the ``known`` names of its file."""
+    if key in expected.not_persistent:
+        return f"holds {key!r}, a buffer that is not persistent"
+    unknown = f"key {key!r} is no name of the unwrapped model"
+    closest = expected.unwrapped_name(key)
+    if closest in known:
+        return f"{unknown}; expected {closest!r}"
+    return unknown
+
+
+def _other_shape(expected: _ExpectedNames, file: FileInfo, key: str) -> Iterator[str]:
+    """Yield a finding if the tensor under a key has another shape than in the unwrapped model."""
+    if key not in file.shapes:
+        return
+    saved_shape = tuple(file.shapes[key])
+    shape = expected.shape(key)
+    # Extra state is in the state dict without being a parameter or a buffer, so its shape is not known.
+    if shape is not None and saved_shape != shape:
+        yield f"{key!r} has shape {saved_shape}; {shape} in the unwrapped model"

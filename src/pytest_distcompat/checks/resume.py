@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from pytest_distcompat.cell import Cell
@@ -49,172 +50,260 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     (https://github.com/huggingface/accelerate/pull/3904). The first loss depends on parameters only, the second on the
     optimizer too.
     """
-    whole, resumed = trace.run("train"), trace.run("resume")
-    trained, saved, loaded = whole.at("step", SAVED - 1), whole.at("save"), resumed.at("load")
+    train = trace.run("train")
+    resumed = trace.run("resume")
+    trained = train.at("step", SAVED - 1)
+    saved = train.at("save")
+    loaded = resumed.at("load")
     yield from every_rank(trained, cell.world_size, "three steps")
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
-    steps = [whole.at("step", nth) for nth in range(SAVED + 2)]
-    # ``_losses`` reports those without a loss. Later findings follow from the first.
-    with_loss = ([one for one in snapshots if one.loss is not None] for snapshots in steps)
-    infinite = ([*finite_losses(snapshots, f"step {nth}")] for nth, snapshots in enumerate(with_loss, 1))
-    yield from next(filter(None, infinite), [])
-    yield from trained_again(loaded, (snapshot for snapshots in steps[:SAVED] for snapshot in snapshots))
+    yield from _first_infinite_losses(train)
+    yield from trained_again(loaded, _before_save(train))
     for before, after in pairs(trained, saved):
         yield from same_state(before, after, "save")
-    saved, loaded = _without_nonpersistent(cell, whole, saved), _without_nonpersistent(cell, whole, loaded)
+    saved = _without_nonpersistent_buffers(cell, train, saved)
+    loaded = _without_nonpersistent_buffers(cell, train, loaded)
     for before, after in pairs(saved, loaded):
-        yield from _trains_another(before, after)
+        yield from _other_trained_parameters(before, after)
     if cell.option("save_only_model"):
         for before, after in pairs(saved, loaded):
-            yield from _model(before, after, "load", _buffers(saved))
+            yield from _same_model(before, after, "load", _buffers_of_ranks(saved))
         return
     for before, after in pairs(saved, loaded):
-        yield from same_state(before, after, "load", _buffers(saved))
+        yield from same_state(before, after, "load", _buffers_of_ranks(saved))
         if before.scaler != after.scaler:
             yield f"rank {after.rank}: the gradient scaler is at {after.scaler}; saved at {before.scaler}"
         if before.scheduler != after.scheduler:
             yield f"rank {after.rank}: scheduler is at {after.scheduler!r}; saved at {before.scheduler!r}"
-    # Numbers that differ at the load differ after every later step.
-    wrong = [text for before, after in pairs(saved, loaded) for text in _groups(before, after, "")]
-    ordered = PRECISIONS.get(cell.precision).compute == "float32" or cell.world_size <= 2
+    yield from _later_steps(cell, train, resumed, compares_groups=_same_groups_loaded(saved, loaded))
+
+
+def _first_infinite_losses(train: RunTrace) -> list[str]:
+    """Return a finding for each rank with a loss that is not finite in the first step with such losses."""
+    for nth in range(SAVED + 2):
+        # ``_other_losses`` reports those without a loss.
+        with_loss = [snapshot for snapshot in train.at("step", nth) if snapshot.loss is not None]
+        infinite = list(finite_losses(with_loss, f"step {nth + 1}"))
+        if infinite:
+            return infinite  # later ones follow from the first
+    return []
+
+
+def _before_save(train: RunTrace) -> list[Snapshot]:
+    """Return all ranks' snapshots of the steps before the save."""
+    snapshots: list[Snapshot] = []
+    for nth in range(SAVED):
+        snapshots += train.at("step", nth)
+    return snapshots
+
+
+def _same_groups_loaded(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...]) -> bool:
+    """Tell whether each rank loaded the numbers of param groups that it saved."""
+    differences: list[str] = []
+    for before, after in pairs(saved, loaded):
+        differences += _other_groups(before, after, "load")
+    return not differences
+
+
+def _later_steps(cell: Cell, train: RunTrace, resumed: RunTrace, *, compares_groups: bool) -> Iterator[str]:
+    """Yield findings for the two steps after the load that are not those of the uninterrupted run after the save.
+
+    Numbers of param groups are compared if ``compares_groups``: those that differ at the load differ after every later step.
+    """
+    tolerance = ORDER_TOLERANCE
+    if PRECISIONS.get(cell.precision).compute == "float32" or cell.world_size <= 2:
+        tolerance = LOSS_TOLERANCE
     for nth in (0, 1):
-        expected, found = whole.at("step", SAVED + nth), resumed.at("step", nth)
+        expected = train.at("step", SAVED + nth)
+        steps = resumed.at("step", nth)
         yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
-        yield from every_rank(found, cell.world_size, f"step {nth + 1} after the load")
-        for before, after in pairs(expected, found) if not nth else ():
-            yield from other_mode(before, after, "step 1 after the load", "in the run that never stopped")
-        off = _losses(nth, expected, found, LOSS_TOLERANCE if ordered else ORDER_TOLERANCE)
-        yield from (f"{text}{tied_apart(cell, whole)}" for text in off)
-        if not wrong:
-            wrong = list(_numbers(nth, expected, found))
-            yield from wrong
+        yield from every_rank(steps, cell.world_size, f"step {nth + 1} after the load")
+        if nth == 0:
+            for before, after in pairs(expected, steps):
+                yield from other_mode(before, after, "step 1 after the load", "in the run that never stopped")
+        for text in _other_losses(nth, expected, steps, tolerance):
+            yield f"{text}{tied_apart(cell, train)}"
+        if compares_groups:
+            others = list(_other_numbers(nth, expected, steps))
+            yield from others
+            compares_groups = not others
 
 
 def tied_apart(cell: Cell, run: RunTrace) -> str:
     """Return, for the end of a finding, which tied names FSDP2 has in units of their own; an empty text if there are none."""
     # Each unit gathers and frees its own copy of what is one parameter: https://github.com/pytorch/pytorch/issues/176076.
-    model = next((one.model for one in run.at("build") if one.model), None)
-    if model is None or run.unwrapped is None or "FSDP2" not in model.wrappers:
+    models = [snapshot.model for snapshot in run.at("build") if snapshot.model]
+    if not models or run.unwrapped is None or "FSDP2" not in models[0].wrappers:
         return ""
     strategy = STRATEGIES.get(cell.strategy)
-    known = {name for group in run.unwrapped.tied for name in group}
-    modules = {name.rpartition(".")[0] for name in known}
-    units = {strategy.canonical(unit, cell, modules) for unit in model.units}
+    modules: set[str] = set()
     for group in run.unwrapped.tied:
-        owners = {name: name.rpartition(".")[0] for name in group}
-        if units.issuperset(owners.values()) and len({*owners.values()}) > 1:
+        modules.update(_module(name) for name in group)
+    units = {strategy.canonical(unit, cell, modules) for unit in models[0].units}
+    for group in run.unwrapped.tied:
+        owners = {_module(name) for name in group}
+        if len(owners) > 1 and owners <= units:
             names = " and ".join(map(repr, group))
             cure = "shard them as one, fully_shard([...]), or leave both to the root"
             return f"; {names} are one tensor in units of their own: {cure}"
     return ""
 
 
-#: Name -> (digest, dtype).
-_Tensors = Mapping[str, tuple[str, str]]
-#: Name of a buffer -> (digest, dtype) of each rank.
-_Buffers = Mapping[str, Collection[tuple[str, str]]]
+def _module(name: str) -> str:
+    """Return the name of the module that has the parameter."""
+    return name.rpartition(".")[0]
 
 
-def _without_nonpersistent(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
+#: (digest, dtype) of a tensor.
+_Value = tuple[str, str]
+#: Name -> value.
+_Tensors = Mapping[str, _Value]
+#: Name of a buffer -> value of each rank.
+_Buffers = Mapping[str, Collection[_Value]]
+
+
+def _without_nonpersistent_buffers(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
     """Return the snapshots without buffers that are not persistent: a fresh process makes those anew."""
-    known = {info.name: info.persistent for info in (run.unwrapped.buffers if run.unwrapped else ())}
-    canonical = STRATEGIES.get(cell.strategy).canonical
+    if run.unwrapped is None or not run.unwrapped.buffers:
+        return snapshots
+    strategy = STRATEGIES.get(cell.strategy)
+    persistent = {info.name: info.persistent for info in run.unwrapped.buffers}
+    kept: list[Snapshot] = []
+    for snapshot in snapshots:
+        model = snapshot.model
+        if model is not None:
+            buffers: list[ParameterInfo] = []
+            for info in model.buffers:
+                name = strategy.canonical(info.name, cell, persistent)
+                if persistent.get(name, False):
+                    buffers.append(info)
+            model = replace(model, buffers=tuple(buffers))
+        kept.append(replace(snapshot, model=model))
+    return tuple(kept)
 
-    def persistent(held: tuple[ParameterInfo, ...]) -> tuple[ParameterInfo, ...]:
-        return tuple(info for info in held if known.get(canonical(info.name, cell, known), not known))
 
-    return tuple(
-        replace(one, model=one.model and replace(one.model, buffers=persistent(one.buffers))) for one in snapshots
-    )
-
-
-def _buffers(snapshots: tuple[Snapshot, ...]) -> _Buffers:
+def _buffers_of_ranks(snapshots: tuple[Snapshot, ...]) -> _Buffers:
     """Return the values that any rank had, by buffer."""
-    found: dict[str, set[tuple[str, str]]] = {}
+    values: dict[str, set[_Value]] = defaultdict(set)
     for snapshot in snapshots:
         for info in snapshot.buffers:
-            found.setdefault(info.name, set()).add((info.digest, info.dtype))
-    return found
+            values[info.name].add((info.digest, info.dtype))
+    return values
 
 
 def same_state(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers | None = None) -> Iterator[str]:
     """Yield findings for state that an action changed although it must not."""
-    yield from _model(before, after, action, anywhere or {})
-    where = f"rank {after.rank}: "
-    was, now = ({f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in held_states(one)} for one in (before, after))
-    if was and not now:
-        held = f"{len(was)} tensors were saved" if action == "load" else f"it held {len(was)} tensors before"
-        yield f"{where}the optimizer's state is empty after the {action}; {held}"
+    yield from _same_model(before, after, action, anywhere or {})
+    where = f"rank {after.rank}"
+    states = _optimizer_states(before)
+    states_after = _optimizer_states(after)
+    if states and not states_after:
+        expected = f"it held {len(states)} tensors before"
+        if action == "load":
+            expected = f"{len(states)} tensors were saved"
+        yield f"{where}: the optimizer's state is empty after the {action}; {expected}"
         return
-    yield from _differences(f"{where}optimizer state", was, now, action)
-    yield from _groups(before, after, action)
+    yield from _other_tensors(f"{where}: optimizer state", states, states_after, action)
+    yield from _other_groups(before, after, action)
 
 
-def _model(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers) -> Iterator[str]:
+def _optimizer_states(snapshot: Snapshot) -> _Tensors:
+    """Return the tensors of a rank's optimizer state."""
+    return {f"{state.key} of {state.owner}": (state.digest, state.dtype) for state in held_states(snapshot)}
+
+
+def _same_model(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers) -> Iterator[str]:
     """Yield findings for changed parameters and buffers; a buffer may also have any of its values in ``anywhere``."""
-    for kind in ("parameter", "buffer"):
-        held, found = (
-            {info.name: (info.digest, info.dtype) for info in (one.buffers if kind == "buffer" else one.parameters)}
-            for one in (before, after)
-        )
-        if kind == "buffer":
-            found = {name: held.get(name, one) if one in anywhere.get(name, ()) else one for name, one in found.items()}
-        yield from _differences(f"rank {after.rank}: {kind}", held, found, action)
+    parameters = _tensors(before.parameters)
+    parameters_after = _tensors(after.parameters)
+    yield from _other_tensors(f"rank {after.rank}: parameter", parameters, parameters_after, action)
+    buffers = _tensors(before.buffers)
+    buffers_after = _tensors(after.buffers)
+    for name, value in buffers_after.items():
+        if name in buffers and value in anywhere.get(name, ()):
+            buffers_after[name] = buffers[name]
+    yield from _other_tensors(f"rank {after.rank}: buffer", buffers, buffers_after, action)
 
 
-def _trains_another(before: Snapshot, after: Snapshot) -> Iterator[str]:
+def _tensors(infos: Iterable[ParameterInfo]) -> dict[str, _Value]:
+    """Return the values of parameters or buffers."""
+    return {info.name: (info.digest, info.dtype) for info in infos}
+
+
+def _other_trained_parameters(before: Snapshot, after: Snapshot) -> Iterator[str]:
     """Yield findings unless what is loaded is what the optimizer updates; at a small learning rate two losses do not show it."""
-    where, was, now = f"rank {after.rank}", before.optimizer, after.optimizer
-    if was and now and now.foreign > was.foreign:
-        yield f"{where}: {stale(now, ' after the load')}"
-    trained, loaded = ({info.name: info.trainable for info in one.parameters} for one in (before, after))
-    both = trained.keys() & loaded.keys()
-    for title, wrong in (
-        ("frozen after the load, and trained before", {name for name in both if trained[name] and not loaded[name]}),
-        ("trainable after the load, and frozen before", {name for name in both if loaded[name] and not trained[name]}),
-    ):
-        if wrong:
-            yield f"{where}: parameter {and_others(wrong)}: {title}"
+    where = f"rank {after.rank}"
+    if before.optimizer and after.optimizer and after.optimizer.foreign > before.optimizer.foreign:
+        yield f"{where}: {stale(after.optimizer, ' after the load')}"
+    trainable = {info.name: info.trainable for info in before.parameters}
+    trainable_after = {info.name: info.trainable for info in after.parameters}
+    frozen: list[str] = []
+    thawed: list[str] = []
+    for name in trainable.keys() & trainable_after.keys():
+        if trainable[name] and not trainable_after[name]:
+            frozen.append(name)
+        elif trainable_after[name] and not trainable[name]:
+            thawed.append(name)
+    if frozen:
+        yield f"{where}: parameter {and_others(frozen)}: frozen after the load, and trained before"
+    if thawed:
+        yield f"{where}: parameter {and_others(thawed)}: trainable after the load, and frozen before"
 
 
-def _groups(before: Snapshot, after: Snapshot, action: str) -> Iterator[str]:
-    where, was, now = f"rank {after.rank}", before.param_groups, after.param_groups
-    if len(was) != len(now):
-        yield f"{where}: the optimizer has {len(now)} param groups after the {action}; {len(was)} before"
-    for number, key, old, new in unlike(was, now):
+def _other_groups(before: Snapshot, after: Snapshot, action: str) -> Iterator[str]:
+    """Yield findings for param groups of the optimizer that an action changed: their number, and the numbers of each."""
+    where = f"rank {after.rank}"
+    groups = before.param_groups
+    groups_after = after.param_groups
+    if len(groups) != len(groups_after):
+        yield f"{where}: the optimizer has {len(groups_after)} param groups after the {action}; {len(groups)} before"
+    for number, key, old, new in unlike(groups, groups_after):
         yield f"{where}: {key} of the optimizer's group {number} is {new} after the {action}; {old} before"
 
 
-def _differences(kind: str, was: _Tensors, now: _Tensors, action: str) -> Iterator[str]:
-    both = set(was) & set(now)
-    for title, wrong in (
-        (f"missing after the {action}", set(was) - set(now)),
-        (f"new after the {action}", set(now) - set(was)),
-        (f"other values after the {action}", {key for key in both if was[key][0] != now[key][0]}),
-        (f"another dtype after the {action}", {key for key in both if not same_dtype(was[key][1], now[key][1])}),
+def _other_tensors(kind: str, before: _Tensors, after: _Tensors, action: str) -> Iterator[str]:
+    """Yield findings for tensors that an action removed, added, or changed in value or dtype."""
+    other_values: list[str] = []
+    other_dtypes: list[str] = []
+    for name in before.keys() & after.keys():
+        digest, dtype = before[name]
+        digest_after, dtype_after = after[name]
+        if digest != digest_after:
+            other_values.append(name)
+        if not same_dtype(dtype, dtype_after):
+            other_dtypes.append(name)
+    for change, names in (
+        ("missing", before.keys() - after.keys()),
+        ("new", after.keys() - before.keys()),
+        ("other values", other_values),
+        ("another dtype", other_dtypes),
     ):
-        if wrong:
-            yield f"{kind} {and_others(wrong)}: {title}"
+        if names:
+            yield f"{kind} {and_others(names)}: {change} after the {action}"
 
 
-def _losses(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...], tolerance: float) -> Iterator[str]:
-    for expected, found in pairs(whole, resumed):
-        if expected.loss is None or found.loss is None:
-            yield f"rank {found.rank}: no loss to compare; expected step() to return it"
-        elif math.isfinite(expected.loss) and not math.isclose(expected.loss, found.loss, rel_tol=tolerance):
-            finding = f"loss {nth + 1} after the load is {found.loss:.6g}"
-            yield f"rank {found.rank}: {finding}; {expected.loss:.6g} in the run that never stopped"
+def _other_losses(
+    nth: int, expected: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...], tolerance: float
+) -> Iterator[str]:
+    """Yield findings for losses of a step after the load that are not those of the uninterrupted run, within the tolerance."""
+    for before, after in pairs(expected, resumed):
+        if before.loss is None or after.loss is None:
+            yield f"rank {after.rank}: no loss to compare; expected step() to return it"
+        elif math.isfinite(before.loss) and not math.isclose(before.loss, after.loss, rel_tol=tolerance):
+            loss = f"loss {nth + 1} after the load is {after.loss:.6g}"
+            yield f"rank {after.rank}: {loss}; {before.loss:.6g} in the run that never stopped"
 
 
-def _numbers(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]) -> Iterator[str]:
+def _other_numbers(nth: int, expected: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]) -> Iterator[str]:
     """Yield findings for numbers of param groups after a step; those of the last step affect no loss."""
     when = f"after step {nth + 1} of the resumed run"
-    for expected, found in pairs(whole, resumed):
-        for number, key, old, new in unlike(expected.param_groups, found.param_groups, RATE_TOLERANCE):
-            if old is not None and new is not None:
-                finding = f"{key} of the optimizer's group {number} is {new:.6g} {when}"
-                yield f"rank {found.rank}: {finding}; {old:.6g} in the run that never stopped"
+    for before, after in pairs(expected, resumed):
+        for group, key, old, new in unlike(before.param_groups, after.param_groups, RATE_TOLERANCE):
+            if old is None or new is None:
+                continue
+            number = f"{key} of the optimizer's group {group} is {new:.6g} {when}"
+            yield f"rank {after.rank}: {number}; {old:.6g} in the run that never stopped"
 
 
 @check(scenario=TRAIN, until=(("train", "save", 0), ("train", "exported", 0)), order=9)
@@ -228,23 +317,32 @@ def observers(cell: Cell, trace: Trace) -> Iterator[str]:
     what draws random numbers, and for an evaluation without ``model.train()`` after it.
     """
     train = trace.run("train")
-    for was, now in pairs(train.at("step", SAVED - 1), train.at("step", SAVED)):
-        yield from other_mode(was, now, "the step after the save", "before it")
-    for action, before, after in (
-        ("save", train.at("step", SAVED - 1), train.at("save")),
-        ("export", train.at("export"), train.at("exported")),
-    ):
-        yield from every_rank(after, cell.world_size, action)
-        for was, now in pairs(before, after):
-            if was.model is None or now.model is None:
-                continue  # the driver has no export()
-            yield from same_state(was, now, action)
-            trainable = [{info.name for info in one.parameters if info.trainable} for one in (was, now)]
-            for what, old, new in (
-                ("scheduler", was.scheduler, now.scheduler),
-                ("gradient scaler", was.scaler, now.scaler),
-                ("random state", was.rng, now.rng),
-                ("set of trainable parameters", *trainable),
-            ):
-                if old != new:
-                    yield f"rank {now.rank}: the {what} is another after the {action}"
+    trained = train.at("step", SAVED - 1)
+    for before, after in pairs(trained, train.at("step", SAVED)):
+        yield from other_mode(before, after, "the step after the save", "before it")
+    yield from _observed(cell, trained, train.at("save"), "save")
+    yield from _observed(cell, train.at("export"), train.at("exported"), "export")
+
+
+def _observed(
+    cell: Cell, before_action: tuple[Snapshot, ...], after_action: tuple[Snapshot, ...], action: str
+) -> Iterator[str]:
+    """Yield findings for what an action changed that should only read."""
+    yield from every_rank(after_action, cell.world_size, action)
+    for before, after in pairs(before_action, after_action):
+        if before.model is None or after.model is None:
+            continue  # the driver has no export()
+        yield from same_state(before, after, action)
+        another = f"is another after the {action}"
+        if before.scheduler != after.scheduler:
+            yield f"rank {after.rank}: the scheduler {another}"
+        if before.scaler != after.scaler:
+            yield f"rank {after.rank}: the gradient scaler {another}"
+        if before.rng != after.rng:
+            yield f"rank {after.rank}: the random state {another}"
+        if _trainable_names(before) != _trainable_names(after):
+            yield f"rank {after.rank}: the set of trainable parameters {another}"
+
+
+def _trainable_names(snapshot: Snapshot) -> set[str]:
+    return {info.name for info in snapshot.parameters if info.trainable}
