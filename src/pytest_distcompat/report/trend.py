@@ -68,7 +68,7 @@ class History:
     @property
     def ran(self) -> list[tuple[int, Status]]:
         """Return the nights in which it came to a verdict, with that."""
-        nights = []
+        nights: list[tuple[int, Status]] = []
         for night, status in enumerate(self.statuses):
             if status and status is not Status.SKIPPED:
                 nights.append((night, status))
