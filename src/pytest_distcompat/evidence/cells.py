@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pytest_distcompat.cell import Cell
@@ -11,15 +11,20 @@ from pytest_distcompat.checks._base import REDUCTIONS
 from pytest_distcompat.checks.parity import tolerances
 from pytest_distcompat.cost import sent_bytes, tensor_bytes
 from pytest_distcompat.evidence.meshes import mesh
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report.result import Row
 from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
 
 #: The most rows that the table of names has.
 MAX_NAMES = 400
+
+
+#: What is compared with the reference, and drawn over it.
+_COMPARED = ("loss", "grad_norm")
+#: A number for each step; None where there is none, or none that JSON has.
+_Curve = list[float | None]
 
 
 def add_training(row: Row, *runs: RunTrace) -> None:
@@ -29,30 +34,43 @@ def add_training(row: Row, *runs: RunTrace) -> None:
         row: The row of the cell that was trained.
         runs: Its training; of ``resume``, ``reference`` and ``rounded`` those that there are.
     """
-    cell, trace = Cell.parse(row.cell), Trace.of("", runs)
+    cell = Cell.parse(row.cell)
+    trace = Trace.of("", runs)
     run = trace.run()
-    curves = _curves(run, "step")
+    row.names = _names(cell, run)
+    row.dtypes = _dtypes(cell, run)
+    row.steps = _all_curves(cell, trace)
+    row.mesh = mesh(cell, run)
+    row.sent = sent_bytes(run)
+    row.memory = _peak_memory(run)
+    row.tensor_bytes = tensor_bytes(run)
+
+
+def _all_curves(cell: Cell, trace: Trace) -> dict[str, _Curve]:
+    """Return the curves of the training, then those of the reference with the tolerances, then those after a resume."""
+    curves = _curves(trace.run(), "step")
     if "reference" in trace.runs:
-        curves |= _named("reference_{}", _curves(trace.run("reference"), "reference"))
-        allowed = dict(zip(_COMPARED, tolerances(cell, trace), strict=True))
-        curves |= _named("{}_tolerance", {name: [_rounded(one) for one in allowed[name]] for name in _COMPARED})
+        reference = _curves(trace.run("reference"), "reference")
+        for name in _COMPARED:
+            if name in reference:
+                curves[f"reference_{name}"] = reference[name]
+        loss_tolerances, norm_tolerances = tolerances(cell, trace)
+        curves["loss_tolerance"] = [_rounded(tolerance) for tolerance in loss_tolerances]
+        curves["grad_norm_tolerance"] = [_rounded(tolerance) for tolerance in norm_tolerances]
     if "resume" in trace.runs:
-        curves |= _named("resumed_{}", _curves(trace.run("resume"), "step", SAVED))
+        resumed = _curves(trace.run("resume"), "step", SAVED)
+        for name in _COMPARED:
+            if name in resumed:
+                curves[f"resumed_{name}"] = resumed[name]
+    return curves
+
+
+def _peak_memory(run: RunTrace) -> list[int]:
+    """Return the peak memory of each rank in bytes, in rank order."""
     peaks: dict[int, int] = {}
     for snapshot in run.snapshots:
         peaks[snapshot.rank] = max(peaks.get(snapshot.rank, 0), snapshot.memory)
-    row.names, row.dtypes, row.steps = _names(cell, run), _dtypes(cell, run), curves
-    row.mesh = mesh(cell, run)
-    row.sent = sent_bytes(run)
-    row.memory, row.tensor_bytes = [peaks[rank] for rank in sorted(peaks)], tensor_bytes(run)
-
-
-#: What is compared with the reference, and drawn over it.
-_COMPARED = ("loss", "grad_norm")
-
-
-def _named(pattern: str, curves: Mapping[str, list[float | None]]) -> dict[str, list[float | None]]:
-    return {pattern.format(name): curves[name] for name in _COMPARED if name in curves}
+    return [peaks[rank] for rank in sorted(peaks)]
 
 
 def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
@@ -60,77 +78,146 @@ def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
 
     A live parameter or a key of a model's file that maps to no unwrapped name has a row of its own.
     """
-    first, trained = run.first("build_model"), run.first("build")
+    first = run.first("build_model")
     if first is None or first.unwrapped is None:
         return []
     unwrapped = {info.name: info for info in first.unwrapped.parameters}
-    saved = {*unwrapped, *first.unwrapped.state_dict}
+    unwrapped_keys = {*unwrapped, *first.unwrapped.state_dict}
+    live = _live_parameters(cell, run, unwrapped_keys)
+    files_by_key = _files_by_key(run)
+    other_keys = [key for key in files_by_key if key not in unwrapped_keys]
+    names = list(dict.fromkeys((*unwrapped, *live, *other_keys)))[:MAX_NAMES]
+    return [_name_row(name, unwrapped.get(name), live.get(name), files_by_key) for name in names]
+
+
+def _live_parameters(cell: Cell, run: RunTrace, unwrapped_keys: set[str]) -> dict[str, ParameterInfo]:
+    """Return the wrapped model's parameters on the lowest rank, by the name that they have in the unwrapped model."""
+    trained = run.first("build")
+    if trained is None:
+        return {}
     strategy = STRATEGIES.get(cell.strategy)
-    live = {}
-    for info in trained.parameters if trained else ():
-        live[strategy.canonical(info.name, cell, saved)] = info
-    files = {file.path: file for snapshot in run.snapshots for file in snapshot.files if file.holds == "model"}
-    keys = grouped((key, path) for path, file in files.items() for key in file.keys)
-    rows = []
-    for name in dict.fromkeys((*unwrapped, *live, *(key for key in keys if key not in saved))):
-        one, other = unwrapped.get(name), live.get(name)
-        row: dict[str, Any] = {"unwrapped": name if one else "", "shape": list(one.shape) if one else []}
-        row |= {"loaded": one.dtype if one else "", "live": other.name if other else ""}
-        row |= {"dtype": other.dtype if other else "", "kind": other.kind if other else ""}
-        row |= {"placement": str(other.layout) if other else ""}
-        row |= {"local": other.local_numel if other else 0, "held": other.held if other else None}
-        row |= {"files": keys.get(name, [])} if one or other else {"live": "", "key": name, "files": keys[name]}
-        rows.append(row)
-    return rows[:MAX_NAMES]
+    return {strategy.canonical(info.name, cell, unwrapped_keys): info for info in trained.parameters}
+
+
+def _files_by_key(run: RunTrace) -> dict[str, list[str]]:
+    """Return the paths of the saved files of models by the keys that they have."""
+    keys_by_path: dict[str, Iterable[str]] = {}
+    for snapshot in run.snapshots:
+        for file in snapshot.files:
+            if file.holds == "model":
+                keys_by_path[file.path] = file.keys
+    paths_by_key: dict[str, list[str]] = {}
+    for path, keys in keys_by_path.items():
+        for key in keys:
+            paths_by_key.setdefault(key, []).append(path)
+    return paths_by_key
+
+
+def _name_row(
+    name: str, unwrapped: ParameterInfo | None, live: ParameterInfo | None, files_by_key: Mapping[str, list[str]]
+) -> dict[str, Any]:
+    """Return a row of the table of names, as the report's schema has it."""
+    row: dict[str, Any] = {
+        "unwrapped": "",
+        "shape": [],
+        "loaded": "",
+        "live": "",
+        "dtype": "",
+        "kind": "",
+        "placement": "",
+        "local": 0,
+        "held": None,
+    }
+    if unwrapped:
+        row["unwrapped"] = name
+        row["shape"] = list(unwrapped.shape)
+        row["loaded"] = unwrapped.dtype
+    if live:
+        row["live"] = live.name
+        row["dtype"] = live.dtype
+        row["kind"] = live.kind
+        row["placement"] = str(live.layout)
+        row["local"] = live.local_numel
+        row["held"] = live.held
+    if not unwrapped and not live:
+        row["key"] = name
+    row["files"] = files_by_key.get(name, [])
+    return row
 
 
 def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
     """Return a row for each kind of tensor: the dtype that the strategy promises, and those of all ranks."""
-    trained = run.trained
-    if not trained:
+    if not run.trained:
         return []
-    row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
-    steps = [step for snapshot in trained for step in snapshot.steps]
-    stored = [info for snapshot in trained for info in snapshot.parameters if info.trainable and info.local_numel]
-    recorded: Mapping[str, Iterable[str]] = {
-        "storage": [info.dtype for info in stored],
-        "compute": [dtype for snapshot in trained for dtype in snapshot.compute],
-        "reduce": [dtype for snapshot in trained for dtype in _reduced(snapshot)],
-        **{
-            name: [dtype for step in steps for dtype in getattr(step, name)] for name in ("gradient", "master", "state")
-        },
-    }
-    found = [
-        {"kind": name, "expected": getattr(row, name), "seen": sorted(set(dtypes))} for name, dtypes in recorded.items()
-    ]
-    return [one for one in found if one["seen"] or one["expected"]]
+    promised = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
+    rows = []
+    for kind, seen in _seen_dtypes(run.trained).items():
+        expected = getattr(promised, kind)
+        if seen or expected:
+            rows.append({"kind": kind, "expected": expected, "seen": sorted(seen)})
+    return rows
+
+
+def _seen_dtypes(snapshots: Sequence[Snapshot]) -> dict[str, set[str]]:
+    """Return the dtypes that any rank recorded for each kind of tensor."""
+    kinds = ("storage", "compute", "reduce", "gradient", "master", "state")
+    seen: dict[str, set[str]] = {kind: set() for kind in kinds}
+    for snapshot in snapshots:
+        for info in snapshot.parameters:
+            if info.trainable and info.local_numel:
+                seen["storage"].add(info.dtype)
+        seen["compute"].update(snapshot.compute)
+        seen["reduce"].update(_reduced(snapshot))
+        for step in snapshot.steps:
+            seen["gradient"].update(step.gradient)
+            seen["master"].update(step.master)
+            seen["state"].update(step.state)
+    return seen
 
 
 def _reduced(snapshot: Snapshot) -> Iterable[str]:
     """Return the dtype of the largest reduction: norms, metrics and flags are reduced too."""
-    kinds: dict[str, int] = {}
+    largest_numel: dict[str, int] = {}
     for info in snapshot.collectives:
         if info.op in REDUCTIONS and "float" in info.dtype:
-            kinds[info.dtype] = max(kinds.get(info.dtype, 0), info.numel)
-    return [max(kinds, key=lambda dtype: kinds[dtype])] if kinds else []
+            largest_numel[info.dtype] = max(largest_numel.get(info.dtype, 0), info.numel)
+    if not largest_numel:
+        return []
+    return [max(largest_numel, key=lambda dtype: largest_numel[dtype])]
 
 
-def _curves(run: RunTrace, action: str, before: int = 0) -> dict[str, list[float | None]]:
+def _curves(run: RunTrace, action: str, before: int = 0) -> dict[str, _Curve]:
     """Return one number per step: the ranks' mean loss, rank 0's gradient norm, the slowest rank's seconds.
 
     ``before`` is the number of steps that another run took before; they have None.
     """
-    curves: dict[str, list[float | None]] = {name: [None] * before for name in ("loss", "grad_norm", "seconds")}
-    for nth in range(len({snapshot.index for snapshot in run.snapshots if snapshot.action == action})):
+    losses: _Curve = [None] * before
+    norms: _Curve = [None] * before
+    seconds: _Curve = [None] * before
+    indices = {snapshot.index for snapshot in run.snapshots if snapshot.action == action}
+    for nth in range(len(indices)):
         snapshots = run.at(action, nth)
-        losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
-        curves["loss"].append(_rounded(sum(losses) / len(losses)) if losses else None)
+        losses.append(_mean_loss(snapshots))
         norm = snapshots[0].grad_norm
-        curves["grad_norm"].append(None if norm is None else _rounded(norm))
-        curves["seconds"].append(_rounded(max(snapshot.seconds for snapshot in snapshots)))
-    return {name: values for name, values in curves.items() if any(value is not None for value in values)}
+        norms.append(None if norm is None else _rounded(norm))
+        seconds.append(_rounded(max(snapshot.seconds for snapshot in snapshots)))
+    curves = {"loss": losses, "grad_norm": norms, "seconds": seconds}
+    return {name: curve for name, curve in curves.items() if _has_numbers(curve)}
+
+
+def _mean_loss(snapshots: Iterable[Snapshot]) -> float | None:
+    losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
+    if not losses:
+        return None
+    return _rounded(sum(losses) / len(losses))
+
+
+def _has_numbers(curve: _Curve) -> bool:
+    return any(value is not None for value in curve)
 
 
 def _rounded(value: float) -> float | None:
     """Round to six digits; return None for a number that JSON does not have."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    if not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pytest_distcompat.cell import Cell
@@ -12,7 +13,7 @@ from pytest_distcompat.excerpt import name_patterns
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import FLAT, MeshDim, ParameterInfo, RunTrace, held_indices
 
-#: A placement that cuts one dimension of the tensor: its number, and into how many pieces it was cut before.
+#: A placement that shards one dimension of the tensor: its number, and into how many pieces it was cut before.
 _SHARD = re.compile(r"(?:Strided)?Shard\((-?\d+)(?:, (\d+))?\)")
 
 
@@ -26,61 +27,145 @@ def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
     Returns:
         Plain data as the schema describes it; None for a mesh of one dimension without tensor or pipeline parallelism.
     """
-    snapshots, unwrapped = run.at("build"), run.unwrapped
-    known = {info.name for info in unwrapped.parameters} | {*unwrapped.state_dict} if unwrapped else set()
-    strategy = STRATEGIES.get(cell.strategy)
-    held = [
-        {strategy.canonical(info.name, cell, known): info for info in snapshot.parameters} for snapshot in snapshots
-    ]
-    widest = max((_dims(info) for one in held for info in one.values()), key=len, default=())
-    if not held or (len(widest) < 2 and cell.tp * cell.pp == 1):
+    snapshots = run.at("build")
+    parameters_by_rank = _parameters_by_rank(cell, run)
+    dims = _widest_mesh(parameters_by_rank)
+    if not parameters_by_rank or (len(dims) < 2 and cell.tp * cell.pp == 1):
         return None
-    dims = [{"name": dim.name, "size": dim.size} for dim in widest]
-    at = [_coordinate(list(one.values()), widest) for one in held]
-    if {*map(len, at)} != {len(dims)} or len({*map(tuple, at)}) < len(held):
-        # Parameters lie on no mesh that tells the ranks apart.
-        dims, at = [{"name": "rank", "size": run.world_size}], [[snapshot.rank] for snapshot in snapshots]
-    alike: dict[tuple[Any, ...], list[str]] = {}
-    for name, info in {name: info for one in reversed(held) for name, info in one.items()}.items():
-        parts = tuple(_part(one[name].shape, one[name].layout.dims) if name in one else "none" for one in held)
-        alike.setdefault((info.shape, str(info.layout), parts), []).append(name)
-    layouts = [
-        {"names": name_patterns(names), "shape": list(shape), "placement": placement, "parts": list(parts)}
-        for (shape, placement, parts), names in alike.items()
-    ]
-    ranks = [{"rank": one.rank, "at": place} for one, place in zip(snapshots, at, strict=True)]
-    return {"dims": dims, "ranks": ranks, "layouts": layouts}
+    dim_rows = [{"name": dim.name, "size": dim.size} for dim in dims]
+    coordinates = [_coordinate(list(parameters.values()), dims) for parameters in parameters_by_rank]
+    if not _tell_ranks_apart(coordinates, dims):
+        # Parameters lie on no mesh that does.
+        dim_rows = [{"name": "rank", "size": run.world_size}]
+        coordinates = [[snapshot.rank] for snapshot in snapshots]
+    rank_rows = []
+    for snapshot, coordinate in zip(snapshots, coordinates, strict=True):
+        rank_rows.append({"rank": snapshot.rank, "at": coordinate})
+    return {"dims": dim_rows, "ranks": rank_rows, "layouts": _layouts(parameters_by_rank)}
+
+
+#: A rank's parameters by the names that they have in the unwrapped model.
+_Parameters = dict[str, ParameterInfo]
+
+
+def _parameters_by_rank(cell: Cell, run: RunTrace) -> list[_Parameters]:
+    """Return the parameters of each rank after ``build``, in rank order."""
+    unwrapped = run.unwrapped
+    unwrapped_keys: set[str] = set()
+    if unwrapped:
+        unwrapped_keys.update(info.name for info in unwrapped.parameters)
+        unwrapped_keys.update(unwrapped.state_dict)
+    strategy = STRATEGIES.get(cell.strategy)
+    parameters_by_rank = []
+    for snapshot in run.at("build"):
+        parameters = {strategy.canonical(info.name, cell, unwrapped_keys): info for info in snapshot.parameters}
+        parameters_by_rank.append(parameters)
+    return parameters_by_rank
+
+
+def _widest_mesh(parameters_by_rank: Iterable[_Parameters]) -> tuple[MeshDim, ...]:
+    """Return the dimensions of the mesh that has the most of them, of the meshes on which parameters lie."""
+    widest: tuple[MeshDim, ...] = ()
+    for parameters in parameters_by_rank:
+        for info in parameters.values():
+            dims = _dims(info)
+            if len(dims) > len(widest):
+                widest = dims
+    return widest
+
+
+def _tell_ranks_apart(coordinates: Sequence[Sequence[int]], dims: Sequence[MeshDim]) -> bool:
+    """Tell whether each rank has a coordinate on each dimension, and no two ranks have the same."""
+    complete = all(len(coordinate) == len(dims) for coordinate in coordinates)
+    different = {tuple(coordinate) for coordinate in coordinates}
+    return complete and len(different) == len(coordinates)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a parameter is spread over the ranks: its global shape, its placement, and the part that each rank holds."""
+
+    shape: tuple[int, ...]
+    placement: str
+    parts: tuple[str, ...]
+
+
+def _layouts(parameters_by_rank: Sequence[_Parameters]) -> list[dict[str, Any]]:
+    """Return the distinct layouts, each with the names of the parameters that have it."""
+    names_by_layout: dict[_Layout, list[str]] = {}
+    for name, info in _first_of_each(parameters_by_rank).items():
+        parts = tuple(_part_on_rank(parameters.get(name)) for parameters in parameters_by_rank)
+        layout = _Layout(info.shape, str(info.layout), parts)
+        names_by_layout.setdefault(layout, []).append(name)
+    rows = []
+    for layout, names in names_by_layout.items():
+        row = {
+            "names": name_patterns(names),
+            "shape": list(layout.shape),
+            "placement": layout.placement,
+            "parts": list(layout.parts),
+        }
+        rows.append(row)
+    return rows
+
+
+def _first_of_each(parameters_by_rank: Sequence[_Parameters]) -> _Parameters:
+    """Return each parameter as the lowest rank has it that holds it; those of the last pipeline stage come first."""
+    first: _Parameters = {}
+    for parameters in reversed(parameters_by_rank):
+        first.update(parameters)
+    return first
+
+
+def _part_on_rank(info: ParameterInfo | None) -> str:
+    """Return the part of a parameter that a rank holds; ``none`` for a parameter of another pipeline stage."""
+    return "none" if info is None else _part(info.shape, info.layout.dims)
 
 
 def _dims(info: ParameterInfo) -> tuple[MeshDim, ...]:
     return tuple(dim for dim in info.layout.dims if dim.size > 1)
 
 
-def _coordinate(parameters: Sequence[ParameterInfo], dims: Sequence[MeshDim]) -> list[int]:
+def _coordinate(parameters: Iterable[ParameterInfo], dims: Iterable[MeshDim]) -> list[int]:
     """Return the rank's place on these dimensions, as far as its parameters tell it."""
     # Experts and all else are on meshes of their own, with dimensions of one name and two sizes.
-    found = {(dim.name, dim.size): dim.coordinate for info in parameters for dim in _dims(info)}
-    return [found[dim.name, dim.size] for dim in dims if (dim.name, dim.size) in found]
+    coordinates: dict[tuple[str, int], int] = {}
+    for info in parameters:
+        for dim in _dims(info):
+            coordinates[dim.name, dim.size] = dim.coordinate
+    return [coordinates[dim.name, dim.size] for dim in dims if (dim.name, dim.size) in coordinates]
 
 
 @functools.lru_cache(maxsize=1024)
 def _part(shape: tuple[int, ...], dims: tuple[MeshDim, ...]) -> str:
     """Return the held part as slices, ``0:8, :``; ``all`` of the tensor, or ``none``."""
-    placed = ((dim, _SHARD.fullmatch(dim.placement)) for dim in dims)
-    held = held_indices(
-        shape, ((int(cut[1]), int(cut[2] or 1), dim.size, dim.coordinate) for dim, cut in placed if cut)
-    )
-    flat = [f"flat piece {dim.coordinate + 1} of {dim.size}" for dim in dims if dim.placement == FLAT]
-    if not all(map(len, held)):
+    cuts: list[tuple[int, int, int, int]] = []
+    flat_pieces = []
+    for dim in dims:
+        shard = _SHARD.fullmatch(dim.placement)
+        if shard:
+            cuts.append((int(shard[1]), int(shard[2] or 1), dim.size, dim.coordinate))
+        if dim.placement == FLAT:
+            flat_pieces.append(f"flat piece {dim.coordinate + 1} of {dim.size}")
+    indices_by_dim = held_indices(shape, cuts)
+    if any(len(indices) == 0 for indices in indices_by_dim):
         return "none"
-    slices = [_slices(rows, size) for rows, size in zip(held, shape, strict=True)]
-    return "; ".join([*([", ".join(slices)] if {*slices} - {":"} else []), *flat]) or "all"
+    slices = [_slices(indices, size) for indices, size in zip(indices_by_dim, shape, strict=True)]
+    pieces = []
+    if any(text != ":" for text in slices):
+        pieces.append(", ".join(slices))
+    pieces += flat_pieces
+    return "; ".join(pieces) or "all"
 
 
 def _slices(rows: Sequence[int], size: int) -> str:
     """Return ascending numbers as slices: ``0:4``, ``0:4 + 8:12``; a colon for all of them."""
     if len(rows) == size:
         return ":"
-    starts = [row for row, before in zip(rows, [-2, *rows], strict=False) if row != before + 1]
-    ends = [row + 1 for row, after in zip(rows, [*rows[1:], -2], strict=True) if row + 1 != after]
-    return " + ".join(f"{start}:{end}" for start, end in zip(starts, ends, strict=True))
+    stretches: list[range] = []
+    for row in rows:
+        if stretches and stretches[-1].stop == row:
+            stretches[-1] = range(stretches[-1].start, row + 1)
+        else:
+            stretches.append(range(row, row + 1))
+    return " + ".join(f"{stretch.start}:{stretch.stop}" for stretch in stretches)

@@ -15,6 +15,7 @@ from pytest_distcompat.evidence.cells import add_training
 from pytest_distcompat.excerpt import excerpt, name_nodes
 from pytest_distcompat.launch.files import read_end
 from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.result import Row
 from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.runner import DONE, read_run
 from pytest_distcompat.trace import RunTrace
@@ -40,7 +41,7 @@ class StoredRun:
     """
 
     directory: Path
-    asked: SuitePayload
+    payload: SuitePayload
     world_size: int
     done: Mapping[str, Any]
 
@@ -52,7 +53,7 @@ class StoredRun:
     @property
     def name(self) -> str:
         """Return the name of the run in its scenario."""
-        return self.asked.run.name
+        return self.payload.run.name
 
     def trace(self) -> RunTrace:
         """Return its trace. Raises FileNotFoundError for an unfinished run."""
@@ -60,72 +61,120 @@ class StoredRun:
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as reports have it."""
-        end = (self.done["trace"]["end"] if self.done else None) or {}
-        first = end.get("message", "").splitlines()
+        end = self._end()
         return {
             "id": self.id,
-            "driver": self.asked.driver,
-            "cell": self.asked.cell,
+            "driver": self.payload.driver,
+            "cell": self.payload.cell,
             "name": self.name,
             "world_size": self.world_size,
             "seconds": round(self.done.get("seconds", 0.0), 3),
-            "ending": end["kind"] if end else "ok" if self.done else "unfinished",
+            "ending": self._ending(),
             "action": end.get("action", ""),
-            "message": name_nodes(excerpt(first[0], 500), self.done["trace"].get("nodes", ())) if first else "",
-            "ranks": [
-                {**one, **{name: excerpt(one[name], most) for name, most in TEXT_LIMITS.items()}}
-                for one in self.done.get("ranks", ())[:MAX_RANKS]
-            ],
+            "message": self._message(),
+            "ranks": [_rank_json(rank) for rank in self.done.get("ranks", ())[:MAX_RANKS]],
             "command": self.done.get("command", ""),
         }
+
+    def _end(self) -> Mapping[str, Any]:
+        """Return how it ended early; empty for a run that did not."""
+        if not self.done:
+            return {}
+        return self.done["trace"]["end"] or {}
+
+    def _ending(self) -> str:
+        end = self._end()
+        if end:
+            return str(end["kind"])
+        return "ok" if self.done else "unfinished"
+
+    def _message(self) -> str:
+        """Return the first line of the message with which it ended early, with the nodes of the ranks; empty without one."""
+        lines = self._end().get("message", "").splitlines()
+        if not lines:
+            return ""
+        return name_nodes(excerpt(lines[0], 500), self.done["trace"].get("nodes", ()))
+
+
+def _rank_json(rank: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is known about a rank, with its texts no longer than ``TEXT_LIMITS``."""
+    data = dict(rank)
+    for name, limit in TEXT_LIMITS.items():
+        data[name] = excerpt(rank[name], limit)
+    return data
 
 
 def read_store(store: Path) -> list[StoredRun]:
     """Return the runs in that directory, in the order in which they began, without those that cannot be read."""
-    runs = []
     paths = list(store.glob("*/request.json"))
-    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
+    paths.sort(key=lambda path: path.stat().st_mtime_ns)
+    runs = []
+    for path in paths:
         try:
-            request, written = json.loads(path.read_text(encoding="utf-8")), path.with_name(DONE)
-            done = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {}
-            runs.append(StoredRun(path.parent, decode(SuitePayload, request["payload"]), request["world_size"], done))
+            runs.append(_read_stored(path.parent))
         except (OSError, ValueError, KeyError, TypeError):
             # The files of a run that begins or ends at this moment, after an interruption, are incomplete.
             continue
     return runs
 
 
+def _read_stored(directory: Path) -> StoredRun:
+    request = json.loads((directory / "request.json").read_text(encoding="utf-8"))
+    done: dict[str, Any] = {}
+    done_path = directory / DONE
+    if done_path.exists():
+        done = json.loads(done_path.read_text(encoding="utf-8"))
+    return StoredRun(directory, decode(SuitePayload, request["payload"]), request["world_size"], done)
+
+
 def add_evidence(report: Report, runs: Iterable[StoredRun], *, trainings: bool = True) -> None:
     """Add the runs to the report, and to each cell the ids of its runs; with ``trainings`` also the evidence of its training."""
-    stored = list(runs)
-    by_id = {run.id: run for run in stored}
-    report.runs = [run.to_json() for run in stored]
+    stored_runs = list(runs)
+    by_id = {run.id: run for run in stored_runs}
+    report.runs = [run.to_json() for run in stored_runs]
     for row in report.rows:
         cell = Cell.parse(row.cell)
-        own = [run for run in stored if run.asked.driver == row.driver and _is_for(run, cell, by_id)]
-        row.runs = [run.id for run in own]
-        trained = next((run for run in own if run.name == "train" and run.done), None)
-        if trained is not None and trainings:
-            others = {run.name: run for run in own if run.name in _COMPARED and run.done}
-            add_training(row, trained.trace(), *(run.trace() for run in others.values()))
+        driver_runs = [run for run in stored_runs if run.payload.driver == row.driver]
+        own_runs = [run for run in driver_runs if _is_for(run, cell, by_id)]
+        row.runs = [run.id for run in own_runs]
+        if trainings:
+            _add_first_training(row, own_runs)
+
+
+def _add_first_training(row: Row, runs: Iterable[StoredRun]) -> None:
+    """Add the evidence of the cell's first training that ended, with the last run of each name that is shown beside it."""
+    training = None
+    compared: dict[str, StoredRun] = {}
+    for run in runs:
+        if not run.done:
+            continue
+        if run.name == "train" and training is None:
+            training = run
+        if run.name in _COMPARED:
+            compared[run.name] = run
+    if training is not None:
+        compared_traces = [run.trace() for run in compared.values()]
+        add_training(row, training.trace(), *compared_traces)
 
 
 def _is_for(stored: StoredRun, cell: Cell, by_id: Mapping[str, StoredRun]) -> bool:
     """Tell whether checks of that cell read the run. Several cells may share one that follows no other."""
-    # ``ranks`` are the data-parallel ranks of the cell whose checks need the run.
-    asked = stored.asked
+    payload = stored.payload
     try:
-        own = asked.run.cell(cell)
+        cell_of_run = payload.run.cell(cell)
     except ValueError:
         # Another cell's run, on a mesh into which this cell's ranks cannot be divided.
         return False
-    if own.id != asked.cell or asked.ranks != cell.dp_size:
+    # ``ranks`` are the data-parallel ranks of the cell whose checks need the run.
+    if cell_of_run.id != payload.cell or payload.ranks != cell.dp_size:
         return False
-    if not asked.run.after:
+    if not payload.run.after:
         return True
     # A run that loads another one's checkpoint belongs to that one's cell.
-    earlier = next((by_id[parent.name] for parent in asked.paths.load_from.parents if parent.name in by_id), None)
-    return earlier is not None and _is_for(earlier, cell, by_id)
+    for parent in payload.paths.load_from.parents:
+        if parent.name in by_id:
+            return _is_for(by_id[parent.name], cell, by_id)
+    return False
 
 
 @dataclass(frozen=True)
@@ -142,8 +191,10 @@ class Running:
 
     def __str__(self) -> str:
         """Return a line for the user: ``fsdp2-fp32-w2 train: step 7/27, 3 s of 300 s``."""
-        where = f"{self.action} {self.number}/{self.actions}" if self.number else "starts"
-        return f"{self.cell} {self.run}: {where}, {self.seconds:.0f} s of {self.timeout:g} s"
+        progress = "starts"
+        if self.number:
+            progress = f"{self.action} {self.number}/{self.actions}"
+        return f"{self.cell} {self.run}: {progress}, {self.seconds:.0f} s of {self.timeout:g} s"
 
 
 def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Running]:
@@ -170,18 +221,35 @@ def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Runnin
         seconds = max(0.0, clock.wall() - begun)
         # A run whose pytest process died never ends.
         if begun >= since and seconds < request["timeout"] + GRACE_S:
-            asked, (action, index) = decode(SuitePayload, request["payload"]), _action(directory / "rank-0.jsonl")
-            position = (action, index + 1, len(asked.run.actions))
-            yield Running(asked.cell, asked.run.name, *position, seconds, request["timeout"])
+            payload = decode(SuitePayload, request["payload"])
+            current = _last_action(directory / "rank-0.jsonl")
+            yield Running(
+                payload.cell,
+                payload.run.name,
+                current.name,
+                current.index + 1,
+                len(payload.run.actions),
+                seconds,
+                request["timeout"],
+            )
 
 
-def _action(log: Path) -> tuple[str, int]:
-    """Return the last action that a rank has begun, and its index; an empty text and -1 before the first."""
-    for line in reversed(read_end(log, TAIL_BYTES).splitlines()):
+@dataclass(frozen=True)
+class _Action:
+    """An action that a rank has begun, and its index in the run; an empty name and -1 before the first."""
+
+    name: str = ""
+    index: int = -1
+
+
+def _last_action(log: Path) -> _Action:
+    """Return the last action that a rank has begun, by the end of its log."""
+    lines = read_end(log, TAIL_BYTES).splitlines()
+    for line in reversed(lines):
         if '"event": "action"' in line:
             try:
                 event = json.loads(line)
             except ValueError:
                 continue
-            return str(event["action"]), int(event["index"])
-    return "", -1
+            return _Action(str(event["action"]), int(event["index"]))
+    return _Action()

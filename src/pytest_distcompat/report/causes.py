@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pytest_distcompat.grouping import grouped
@@ -41,7 +41,8 @@ class Cause:
     @property
     def words(self) -> str:
         """Return the statuses as the matrix shows them: ``FAIL, CRASH``."""
-        return ", ".join(dict.fromkeys(result.status.word for result in self.results))
+        words = dict.fromkeys(result.status.word for result in self.results)
+        return ", ".join(words)
 
     @property
     def cells(self) -> dict[str, list[str]]:
@@ -51,7 +52,10 @@ class Cause:
     @property
     def reproduce(self) -> str:
         """Return the command that runs one of the verdicts alone; empty if there is none."""
-        return next((result.reproduce for result in self.results if result.reproduce), "")
+        for result in self.results:
+            if result.reproduce:
+                return result.reproduce
+        return ""
 
 
 def causes(results: Iterable[Verdict]) -> list[Cause]:
@@ -60,23 +64,44 @@ def causes(results: Iterable[Verdict]) -> list[Cause]:
     A run that ends early may follow from what a check has found in the same cell: the check read what the ranks recorded
     before. An optimizer with stale parameters is found before torch fails to save it.
     """
-    found: dict[tuple[str, str], list[Verdict]] = {}
-    suites: dict[str, int] = {}
+    causes_in_order: list[Cause] = []
+    # A cell of a suite, to the number of the first cause that a check found in it.
+    first_cause_of_cell: dict[tuple[str, str], int] = {}
+    for number, group in enumerate(_ordered_groups(results), 1):
+        follows = None
+        if _ended_early(group):
+            follows = _only_earlier_cause(group, first_cause_of_cell)
+        else:
+            for result in group:
+                first_cause_of_cell.setdefault((result.place, result.cell), number)
+        causes_in_order.append(Cause(tuple(group), follows))
+    return causes_in_order
+
+
+def _ordered_groups(results: Iterable[Verdict]) -> list[list[Verdict]]:
+    """Return the red verdicts of each cause: suite by suite, and in a suite last those whose run ended early."""
+    groups: dict[tuple[str, str], list[Verdict]] = {}
+    suite_positions: dict[str, int] = {}
     for result in results:
         if result.red:
-            suites.setdefault(result.place, len(suites))
+            suite_positions.setdefault(result.place, len(suite_positions))
             # Two trainers may fail with the same words for different reasons.
-            found.setdefault(_key(result), []).append(result)
-    groups = sorted(found.values(), key=lambda group: (suites[group[0].place], _ended_early(group)))
-    ordered: list[Cause] = []
-    first: dict[tuple[str, str], int] = {}
-    for number, group in enumerate(groups, 1):
-        earlier = {first.get((result.place, result.cell)) for result in group} - {None}
-        follows = earlier.pop() if len(earlier) == 1 and _ended_early(group) else None
-        ordered.append(Cause(tuple(group), follows))
-        if not _ended_early(group):
-            first = {(result.place, result.cell): number for result in group} | first
-    return ordered
+            groups.setdefault(_key(result), []).append(result)
+
+    def position(group: list[Verdict]) -> tuple[int, bool]:
+        return suite_positions[group[0].place], _ended_early(group)
+
+    return sorted(groups.values(), key=position)
+
+
+def _only_earlier_cause(group: Iterable[Verdict], first_cause_of_cell: Mapping[tuple[str, str], int]) -> int | None:
+    """Return the number of the cause that was found before in these cells; None if there is none, or several."""
+    numbers = set()
+    for result in group:
+        number = first_cause_of_cell.get((result.place, result.cell))
+        if number is not None:
+            numbers.add(number)
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def _ended_early(group: Iterable[Verdict]) -> bool:
@@ -90,9 +115,11 @@ def cells_of(verdicts: Iterable[Verdict | Change]) -> dict[str, list[str]]:
 
 def _key(result: Verdict) -> tuple[str, str]:
     """Return the key of a result's cause; a result without a message is a cause of its own."""
-    found = wording(result)
-    # Findings of one kind name one tensor or another; exceptions that name another key have another cause.
-    return result.place, (found if result.ended_run else _NAME.sub("#", found)) or result.nodeid
+    cause = wording(result)
+    if not result.ended_run:
+        # Findings of one kind name one tensor or another; exceptions that name another key have another cause.
+        cause = _NAME.sub("#", cause)
+    return result.place, cause or result.nodeid
 
 
 def wording(result: Verdict) -> str:
@@ -107,7 +134,8 @@ def constant_part(text: str) -> str:
 
 def unshown(count: int) -> str:
     """Return the line that counts the causes that are left out."""
-    return f"and {count} more cause{'s' if count > 1 else ''}"
+    plural = "s" if count > 1 else ""
+    return f"and {count} more cause{plural}"
 
 
 def _headline(result: Verdict) -> str:
@@ -116,18 +144,23 @@ def _headline(result: Verdict) -> str:
     Some first lines need the next one: ``Error(s) in loading state_dict for X:``, or an exception that contains the tracebacks
     of other ranks.
     """
-    first, _, rest = result.message.strip().partition("\n\n")[0].partition("\n")
-    more = rest.strip()
-    if first.endswith(":") and more:
-        return f"{first} {more.splitlines()[0]}"
-    root = _EXCEPTION.search(more) if more.startswith("Traceback") else None
-    return f"{first.partition(': ')[0]}: {root[0]}" if root else first
+    paragraph, _, _ = result.message.strip().partition("\n\n")
+    first_line, _, rest = paragraph.partition("\n")
+    rest = rest.strip()
+    if first_line.endswith(":") and rest:
+        return f"{first_line} {rest.splitlines()[0]}"
+    if rest.startswith("Traceback"):
+        exception = _EXCEPTION.search(rest)
+        if exception:
+            context, _, _ = first_line.partition(": ")
+            return f"{context}: {exception[0]}"
+    return first_line
 
 
 def rank_of_cause(message: str) -> int | None:
     """Return the rank that a finding names first, None where it names none."""
     for line in message.splitlines():
-        named = _RANK.search(line) or _RANKS.search(line)
-        if named:
-            return int(named[1])
+        rank = _RANK.search(line) or _RANKS.search(line)
+        if rank:
+            return int(rank[1])
     return None

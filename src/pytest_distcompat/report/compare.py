@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,124 +46,225 @@ class Comparison:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines for a terminal, the newly broken first; control characters are escaped."""
-        return map(visible, self._lines())
+        for line in self._lines():
+            yield visible(line)
 
     def _lines(self) -> Iterator[str]:
-        news = (("newly broken", self.broken), ("newly missing", self.missing), ("newly fixed", self.fixed))
         yield ", ".join(
-            f"{len(found)} {title}" for title, found in (*news, ("still broken", self.still), ("new", self.new))
+            (
+                f"{len(self.broken)} newly broken",
+                f"{len(self.missing)} newly missing",
+                f"{len(self.fixed)} newly fixed",
+                f"{len(self.still)} still broken",
+                f"{len(self.new)} new",
+            )
         )
-        for title, values in (("versions", self.versions), ("settings", self.settings)):
-            if values:
-                yield f"{title}: {', '.join(f'{name} {old} -> {now}' for name, (old, now) in values.items())}"
-        yield ", ".join(
-            f"{name} {old} -> {now}" if old != now else f"{name} {now}" for name, (old, now) in self.counts.items()
-        )
+        if self.versions:
+            yield f"versions: {_changed_values(self.versions)}"
+        if self.settings:
+            yield f"settings: {_changed_values(self.settings)}"
+        yield _counts_text(self.counts)
         yield from _by_cause("newly broken", self.broken)
-        cells = grouped(((change.cell, change.driver, change.why), change.check) for change in self.missing)
-        for (cell, driver, why), checks in cells.items():
-            yield f"newly missing: {cell} ({driver}): {', '.join(checks)}: {why}"
+        yield from _missing_lines(self.missing)
         yield from _by_cause("newly fixed", self.fixed)
         yield from _by_cause("still broken, otherwise", self.otherwise)
 
     def to_json(self, name: str) -> dict[str, Any]:
         """Return the differences for the later report; ``name`` is the earlier report's file."""
-        lists = {kind: [vars(change) for change in getattr(self, kind)] for kind in ("broken", "fixed", "missing")}
-        return {"file": name, "text": list(self.lines()), **lists}
+        return {
+            "file": name,
+            "text": list(self.lines()),
+            "broken": [vars(change) for change in self.broken],
+            "fixed": [vars(change) for change in self.fixed],
+            "missing": [vars(change) for change in self.missing],
+        }
 
 
-def _by_cause(title: str, changes: list[Change]) -> Iterator[str]:
+def _changed_values(changed: Mapping[str, tuple[str, str]]) -> str:
+    texts = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
+    return ", ".join(texts)
+
+
+def _counts_text(counts_by_name: Mapping[str, tuple[int, int]]) -> str:
+    texts = []
+    for name, (before, after) in counts_by_name.items():
+        if before == after:
+            texts.append(f"{name} {after}")
+        else:
+            texts.append(f"{name} {before} -> {after}")
+    return ", ".join(texts)
+
+
+@dataclass(frozen=True)
+class _MissingFrom:
+    """What missing verdicts share that are listed in one line: cell and driver, and why they are missing."""
+
+    cell: str
+    driver: str
+    why: str
+
+
+def _missing_lines(missing: Iterable[Change]) -> Iterator[str]:
+    checks_of: dict[_MissingFrom, list[str]] = {}
+    for change in missing:
+        key = _MissingFrom(change.cell, change.driver, change.why)
+        checks_of.setdefault(key, []).append(change.check)
+    for key, checks in checks_of.items():
+        yield f"newly missing: {key.cell} ({key.driver}): {', '.join(checks)}: {key.why}"
+
+
+def _by_cause(title: str, changes: Iterable[Change]) -> Iterator[str]:
     """Yield a line for each cause, with the verdicts beneath it if there are several."""
-    causes = grouped((constant_part(change.what), change) for change in changes)
-    for first, *others in causes.values():
-        if not others:
+    changes_by_cause = grouped((constant_part(change.what), change) for change in changes)
+    for alike in changes_by_cause.values():
+        first = alike[0]
+        if len(alike) == 1:
             yield f"{title}: {first}"
             continue
-        yield f"{title}: {len(others) + 1} verdicts: {first.what}"
-        yield from (f"  {cell}: {', '.join(checks)}" for cell, checks in cells_of([first, *others]).items())
+        yield f"{title}: {len(alike)} verdicts: {first.what}"
+        for cell, checks in cells_of(alike).items():
+            yield f"  {cell}: {', '.join(checks)}"
 
 
 def compare(before: Report, after: Report) -> Comparison:
     """Compare two reports, verdict by verdict."""
-    unreached = set(after.unreached)
-    found = Comparison(
+    comparison = Comparison(
         versions=differing(before.session.get("versions", {}), after.session.get("versions", {})),
         settings=differing(_settings(before), _settings(after)),
     )
-    earlier, later = counts(before), counts(after)
-    found.counts = {name: (earlier[name], later[name]) for name in COUNTED}
-    earlier_of = _earlier(before, after)
+    counts_before = counts(before)
+    counts_after = counts(after)
+    for name in COUNTED:
+        comparison.counts[name] = (counts_before[name], counts_after[name])
+    earlier = _earlier_verdicts(before, after)
     for index, result in enumerate(after.results):
-        was = earlier_of.get(index)
-        change = _change(result, was.status if was else "", result.status, result.why)
-        if result.red and result.teardown and not (was and was.teardown):
-            why = f"{result.why}; and in its teardown: {result.teardown}"
-            found.broken.append(dataclasses.replace(change, why=why))
-        elif result.red and (was is None or was.status != result.status):
-            found.broken.append(change)
-        elif result.red and was is not None:
-            found.still.append(change)
-            # Names of temporary directories are no difference.
-            if len({re.sub(r"\S*/\S*", "", wording(one)) for one in (was, result)}) > 1:
-                found.otherwise.append(dataclasses.replace(change, why=f"{result.why}; it was: {was.why}"))
-        elif was is None:
-            found.new.append(change)
-        elif result.status in WEAKER:
-            if was.status not in WEAKER:
-                found.missing.append(change)
-        elif was.red or (was.status == "known" and result.status == "passed"):
-            found.fixed.append(change)
-    paired = {id(was) for was in earlier_of.values()}
+        _add_verdict(comparison, earlier.get(index), result)
+    _add_vanished(comparison, before, after, earlier.values())
+    return comparison
+
+
+def _add_verdict(comparison: Comparison, was: Verdict | None, result: Verdict) -> None:
+    """Add what became of a verdict, if anything did; ``was`` is the earlier one, None if there was none."""
+    change = _change(result, was.status if was else "", result.status, result.why)
+    if result.red:
+        _add_red(comparison, was, result, change)
+    elif was is None:
+        comparison.new.append(change)
+    elif result.status in WEAKER:
+        if was.status not in WEAKER:
+            comparison.missing.append(change)
+    elif was.red or (was.status == "known" and result.status == "passed"):
+        comparison.fixed.append(change)
+
+
+def _add_red(comparison: Comparison, was: Verdict | None, result: Verdict, change: Change) -> None:
+    """Add a verdict that is red now: newly broken, or broken as it was, perhaps with another message."""
+    had_teardown_error = was is not None and bool(was.teardown)
+    if result.teardown and not had_teardown_error:
+        why = f"{result.why}; and in its teardown: {result.teardown}"
+        comparison.broken.append(dataclasses.replace(change, why=why))
+    elif was is None or was.status != result.status:
+        comparison.broken.append(change)
+    else:
+        comparison.still.append(change)
+        if _wording_without_paths(was) != _wording_without_paths(result):
+            why = f"{result.why}; it was: {was.why}"
+            comparison.otherwise.append(dataclasses.replace(change, why=why))
+
+
+def _wording_without_paths(result: Verdict) -> str:
+    # Names of temporary directories are no difference.
+    return re.sub(r"\S*/\S*", "", wording(result))
+
+
+def _add_vanished(comparison: Comparison, before: Report, after: Report, paired: Iterable[Verdict]) -> None:
+    """Add the earlier verdicts for which there is no later one, those of skipped cells aside."""
+    unreached = set(after.unreached)
+    paired_ids = {id(was) for was in paired}
     for was in before.results:
-        if id(was) not in paired and was.status != "skipped":
-            why = "not reached" if was.nodeid in unreached else "not selected"
-            found.missing.append(_change(was, was.status, "", why))
-    return found
+        if id(was) in paired_ids or was.status == "skipped":
+            continue
+        why = "not reached" if was.nodeid in unreached else "not selected"
+        comparison.missing.append(_change(was, was.status, "", why))
 
 
 def _change(result: Verdict, before: str, after: str, why: str) -> Change:
     return Change(result.suite, result.driver, result.cell, result.check, before, after, why)
 
 
-def _earlier(before: Report, after: Report) -> dict[int, Verdict]:
+def _earlier_verdicts(before: Report, after: Report) -> dict[int, Verdict]:
     """Return the earlier verdict for each later one, by the index of the later one.
 
     Verdicts pair by node id, else by suite. A suite that moved is found by its name; of several of one name the first becomes
     the first.
     """
-    suites_before, suites_after = (
-        {nodeid.rpartition("::test")[0] for nodeid in (*one.unreached, *(result.nodeid for result in one.results))}
-        for one in (before, after)
-    )
-    # Sorted, so that the pairs do not depend on the order of the run.
-    old = sorted(before.results, key=lambda one: (one.place, one.nodeid))
-    now = sorted(enumerate(after.results), key=lambda one: (one[1].place, one[1].nodeid))
-    found: dict[int, Verdict] = {}
-
-    def pair(key: Callable[[Verdict], object], moved: bool) -> None:
-        taken = {id(was) for was in found.values()}
-        unpaired: defaultdict[object, list[Verdict]] = defaultdict(list)
-        for was in old:
-            if id(was) not in taken and not (moved and was.place in suites_after):
-                unpaired[key(was)].append(was)
-        for index, result in now:
-            if index not in found and not (moved and result.place in suites_before) and unpaired[key(result)]:
-                found[index] = unpaired[key(result)].pop(0)
-
+    pairing = _Pairing(before, after)
     # Not by the driver: an item without a verdict may have none.
-    pair(lambda one: (one.nodeid, one.suite, one.cell, one.check), moved=False)
-    pair(lambda one: (one.place, one.suite, one.cell, one.check), moved=False)
-    pair(lambda one: (one.suite, one.cell, one.check), moved=True)
-    return found
+    pairing.pair(lambda result: (result.nodeid, result.suite, result.cell, result.check))
+    pairing.pair(lambda result: (result.place, result.suite, result.cell, result.check))
+    pairing.keep_moved_suites()
+    pairing.pair(lambda result: (result.suite, result.cell, result.check))
+    return pairing.earlier
+
+
+class _Pairing:
+    """Pairs of an earlier and a later verdict, found by one key after another.
+
+    Attributes:
+        earlier: The earlier verdict of each pair, by the index of the later one in its report.
+    """
+
+    def __init__(self, before: Report, after: Report) -> None:
+        self._suites_before = _suites(before)
+        self._suites_after = _suites(after)
+        # Sorted, so that the pairs do not depend on the order of the run.
+        self._before = sorted(before.results, key=lambda result: (result.place, result.nodeid))
+        indexed = list(enumerate(after.results))
+        self._after = sorted(indexed, key=lambda item: (item[1].place, item[1].nodeid))
+        self.earlier: dict[int, Verdict] = {}
+
+    def keep_moved_suites(self) -> None:
+        """Leave out, from here on, the suites that both reports have."""
+        self._before = [was for was in self._before if was.place not in self._suites_after]
+        self._after = [(index, result) for index, result in self._after if result.place not in self._suites_before]
+
+    def pair(self, key: Callable[[Verdict], object]) -> None:
+        """Pair the verdicts that have no partner yet and are equal in this key, the first with the first."""
+        paired_ids = {id(was) for was in self.earlier.values()}
+        unpaired: defaultdict[object, deque[Verdict]] = defaultdict(deque)
+        for was in self._before:
+            if id(was) not in paired_ids:
+                unpaired[key(was)].append(was)
+        for index, result in self._after:
+            candidates = unpaired[key(result)]
+            if index not in self.earlier and candidates:
+                self.earlier[index] = candidates.popleft()
+
+
+def _suites(report: Report) -> set[str]:
+    """Return the node ids of the suites of all items, also of those that were not reached."""
+    nodeids = [*report.unreached]
+    nodeids += [result.nodeid for result in report.results]
+    return {nodeid.rpartition("::test")[0] for nodeid in nodeids}
 
 
 def _settings(report: Report) -> dict[str, str]:
+    """Return the values of the settings that select cells."""
     settings = report.session.get("settings", {})
-    return {name: str(settings[name]["value"]) or "all" for name in SELECTING if name in settings}
+    values = {}
+    for name in SELECTING:
+        if name in settings:
+            values[name] = str(settings[name]["value"]) or "all"
+    return values
 
 
 def differing(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return the names whose values differ, each with its value before and after."""
     names = dict.fromkeys((*before, *after))
-    pairs = {name: (before.get(name, "none"), after.get(name, "none")) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    different = {}
+    for name in names:
+        value_before = before.get(name, "none")
+        value_after = after.get(name, "none")
+        if value_before != value_after:
+            different[name] = (value_before, value_after)
+    return different

@@ -34,15 +34,23 @@ MAX_MESSAGE = 2500
 #: The deepest nesting of a document. A report has six levels.
 MAX_DEPTH = 50
 
-#: Types of the schema: those of Python, and their names in messages.
-_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "string": ((str,), "a text"),
-    "integer": ((int,), "a whole number"),
-    "number": ((int, float), "a number"),
-    "boolean": ((bool,), "true or false"),
-    "null": ((type(None),), "null"),
-    "array": ((list,), "a list"),
-    "object": ((dict,), "an object"),
+
+@dataclass(frozen=True)
+class _SchemaType:
+    """A type of the schema: those of Python that JSON is read as, and its name in messages."""
+
+    python_types: tuple[type, ...]
+    label: str
+
+
+_SCHEMA_TYPES: Mapping[str, _SchemaType] = {
+    "string": _SchemaType((str,), "a text"),
+    "integer": _SchemaType((int,), "a whole number"),
+    "number": _SchemaType((int, float), "a number"),
+    "boolean": _SchemaType((bool,), "true or false"),
+    "null": _SchemaType((type(None),), "null"),
+    "array": _SchemaType((list,), "a list"),
+    "object": _SchemaType((dict,), "an object"),
 }
 
 
@@ -67,26 +75,32 @@ class Report:
 
     def fill_drivers(self) -> None:
         """Give each verdict and row the driver of its suite: an item that failed outside its check does not know it."""
-        drivers = {(row.suite, row.place): row.driver for row in self.rows if row.driver}
+        drivers: dict[tuple[str, str], str] = {}
         for row in self.rows:
-            row.driver = row.driver or drivers.get((row.suite, row.place), "")
-        self.results = [
-            dataclasses.replace(one, driver=one.driver or drivers.get((one.suite, one.place), ""))
-            for one in self.results
-        ]
+            if row.driver:
+                drivers[row.suite, row.place] = row.driver
+        for row in self.rows:
+            if not row.driver:
+                row.driver = drivers.get((row.suite, row.place), "")
+        results = []
+        for result in self.results:
+            driver = result.driver or drivers.get((result.suite, result.place), "")
+            results.append(dataclasses.replace(result, driver=driver))
+        self.results = results
 
     def pieces(self) -> Iterator[str]:
         """Yield the JSON, a result, cell or run at a time; each has a line, so that it can be searched and compared."""
-        yield f'{{\n "format": {FORMAT},\n "session": {_compact({**self.session, "counts": counts(self)})}'
+        session = {**self.session, "counts": counts(self)}
+        yield f'{{\n "format": {FORMAT},\n "session": {_compact(session)}'
         lists: dict[str, Iterable[Any]] = {
-            "results": map(_result, self.results),
-            "cells": ({**vars(row), "facets": facets(row.cell)} for row in self.rows),
+            "results": map(_result_json, self.results),
+            "cells": map(_row_json, self.rows),
             "runs": self.runs,
             "unreached": self.unreached,
         }
         for name, items in lists.items():
             yield f',\n "{name}": '
-            yield from _listed(items)
+            yield from _list_pieces(items)
         yield "\n}\n"
 
     def to_text(self) -> str:
@@ -108,9 +122,13 @@ class Report:
             raise UsageProblem(f"is no report: more than {MAX_DEPTH} objects and lists are inside one another")
         for problem in _problems(_schema(), data):
             raise UsageProblem(f"is no report: {problem}")
-        results = [decode(Verdict, one) for one in data["results"]]
-        rows = [decode(Row, one) for one in data.get("cells", ())]
-        return cls(data["session"], results, rows, list(data.get("runs", ())), list(data.get("unreached", ())))
+        return cls(
+            session=data["session"],
+            results=[decode(Verdict, result) for result in data["results"]],
+            rows=[decode(Row, row) for row in data.get("cells", ())],
+            runs=list(data.get("runs", ())),
+            unreached=list(data.get("unreached", ())),
+        )
 
     @classmethod
     def read(cls, path: Path) -> Report:
@@ -130,38 +148,55 @@ def counts(report: Report) -> dict[str, int]:
 
     ``ran`` shows a suite that stops running: it is ``selected`` without what was skipped and what was not reached.
     """
-    found = Counter(result.status for result in report.results)
-    selected = len(report.results) + len(report.unreached)
-    by_status = {status.value: found[status] for status in Status}
-    ran = len(report.results) - found[Status.SKIPPED]
-    red = sum(result.red for result in report.results)
-    return {"selected": selected, "ran": ran, "unreached": len(report.unreached), "red": red, **by_status}
+    results_by_status = Counter(result.status for result in report.results)
+    all_counts = {
+        "selected": len(report.results) + len(report.unreached),
+        "ran": len(report.results) - results_by_status[Status.SKIPPED],
+        "unreached": len(report.unreached),
+        "red": sum(result.red for result in report.results),
+    }
+    for status in Status:
+        all_counts[status.value] = results_by_status[status]
+    return all_counts
 
 
 @functools.cache
 def facets(cell: str) -> Mapping[str, Any]:
     """Return strategy, precision, world size, nodes and options of a cell id; nothing for any other text."""
     try:
-        found = Cell.parse(cell)
+        parsed = Cell.parse(cell)
     except ValueError:
         return {}
-    fixed = {"strategy": found.strategy, "precision": found.precision, "world_size": found.world_size}
-    return fixed | ({"nodes": found.nodes} if found.nodes > 1 else {}) | dict(found.options)
+    values = {"strategy": parsed.strategy, "precision": parsed.precision, "world_size": parsed.world_size}
+    if parsed.nodes > 1:
+        values["nodes"] = parsed.nodes
+    return {**values, **dict(parsed.options)}
 
 
-def _result(result: Verdict) -> dict[str, Any]:
-    texts = {"message": excerpt(result.message, MAX_MESSAGE), "facets": facets(result.cell)}
-    return {**result.to_json(), **texts, "seconds": round(result.seconds, 3), "began": round(result.began, 3)}
+def _result_json(result: Verdict) -> dict[str, Any]:
+    data = result.to_json()
+    data["message"] = excerpt(result.message, MAX_MESSAGE)
+    data["facets"] = facets(result.cell)
+    data["seconds"] = round(result.seconds, 3)
+    data["began"] = round(result.began, 3)
+    return data
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    return {**vars(row), "facets": facets(row.cell)}
 
 
 def _too_deep(data: Any) -> bool:
     """Tell whether the JSON is nested deeper than any report, and too deep for recursive functions."""
-    level = [data]
+    containers = [data]
     for _ in range(MAX_DEPTH):
-        parts = (one for part in level for one in (part.values() if isinstance(part, Mapping) else part))
-        level = [one for one in parts if isinstance(one, (Mapping, list))]
-        if not level:
+        inner_containers = []
+        for container in containers:
+            values = container.values() if isinstance(container, Mapping) else container
+            inner_containers += [value for value in values if isinstance(value, (Mapping, list))]
+        if not inner_containers:
             return False
+        containers = inner_containers
     return True
 
 
@@ -172,42 +207,79 @@ def _schema() -> dict[str, Any]:
 
 
 def _problems(schema: Mapping[str, Any], data: Any, where: str = "") -> Iterator[str]:
-    """Yield what in the JSON is not as the schema has it, so that it cannot be read."""
+    """Yield what in the JSON is not as the schema has it, so that it cannot be read.
+
+    Args:
+        schema: The part of the schema for this part of the JSON.
+        data: This part of the JSON.
+        where: Its place, as ``results[3].status``; empty for the whole.
+    """
     if "$ref" in schema:
-        schema = _schema()["$defs"][schema["$ref"].rpartition("/")[2]]
-    names = schema.get("type", "string" if "enum" in schema else ())
-    types = [_TYPES[name] for name in ([names] if isinstance(names, str) else names)]
-    # Not isinstance: in Python a bool is an int, in a report it is not.
-    if types and not any(type(data) in kinds for kinds, _ in types):
-        expected = " or ".join(words for _, words in types if words != "null")
-        yield f"{where or 'it'} is {_shown(data)}; expected {expected}"
+        _, _, definition = schema["$ref"].rpartition("/")
+        schema = _schema()["$defs"][definition]
+    types = _schema_types(schema)
+    if types and not _has_type(data, types):
+        # What may be null may be left out: that is not said.
+        labels = [schema_type.label for schema_type in types if schema_type.label != "null"]
+        yield f"{where or 'it'} is {_short(data)}; expected {' or '.join(labels)}"
     elif "closed" in schema and data not in schema["enum"]:
-        yield f"{where} is {_shown(data)}; expected one of {', '.join(schema['enum'])}"
+        yield f"{where} is {_short(data)}; expected one of {', '.join(schema['enum'])}"
     elif isinstance(data, dict):
-        missing = (name for name in schema.get("needed", ()) if name not in data)
-        yield from (f"{name!r} is missing{where and f' in {where}'}" for name in missing)
-        known, others = schema.get("properties", {}), schema.get("additionalProperties")
-        for name, value in data.items():
-            if part := known.get(name, others):
-                yield from _problems(part, value, f"{where}.{name}".lstrip("."))
+        yield from _object_problems(schema, data, where)
     elif isinstance(data, list):
         for number, value in enumerate(data):
             yield from _problems(schema["items"], value, f"{where}[{number}]")
 
 
-def _shown(data: Any) -> str:
+def _object_problems(schema: Mapping[str, Any], data: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yield the problems of an object: needed keys that it lacks, then those of its values."""
+    place = f" in {where}" if where else ""
+    for name in schema.get("needed", ()):
+        if name not in data:
+            yield f"{name!r} is missing{place}"
+    properties = schema.get("properties", {})
+    for name, value in data.items():
+        value_schema = properties.get(name, schema.get("additionalProperties"))
+        if value_schema:
+            value_place = f"{where}.{name}" if where else name
+            yield from _problems(value_schema, value, value_place)
+
+
+def _schema_types(schema: Mapping[str, Any]) -> list[_SchemaType]:
+    """Return the types that a part of the schema allows, none for any; a list of values without a type is of texts."""
+    names = schema.get("type", [])
+    if "type" not in schema and "enum" in schema:
+        names = ["string"]
+    elif isinstance(names, str):
+        names = [names]
+    return [_SCHEMA_TYPES[name] for name in names]
+
+
+def _has_type(data: Any, types: Iterable[_SchemaType]) -> bool:
+    # Not isinstance: in Python a bool is an int, in a report it is not.
+    return any(type(data) in schema_type.python_types for schema_type in types)
+
+
+def _short(data: Any) -> str:
     """Return a value in a few words."""
-    if isinstance(data, (dict, list)):
-        return "an object" if isinstance(data, dict) else "a list"
-    return "null" if data is None else ascii(data)[:60]
+    if isinstance(data, dict):
+        return "an object"
+    if isinstance(data, list):
+        return "a list"
+    if data is None:
+        return "null"
+    return ascii(data)[:60]
 
 
-def _listed(items: Iterable[Any]) -> Iterator[str]:
-    before, after = "[\n  ", "[]"
-    for one in items:
-        yield before + _compact(one)
-        before, after = ",\n  ", "\n ]"
-    yield after
+def _list_pieces(items: Iterable[Any]) -> Iterator[str]:
+    """Yield the JSON of a list, an item a line."""
+    before = "[\n  "
+    end = "[]"
+    for item in items:
+        yield before + _compact(item)
+        before = ",\n  "
+        end = "\n ]"
+    yield end
 
 
 def _compact(value: Any) -> str:
@@ -219,5 +291,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {name: _finite(member) for name, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(member) for member in value]
+    return value

@@ -22,8 +22,9 @@ from pytest_distcompat.report.text import HEADLINE, cut
 MOST = 10
 #: How many cells of a cause its annotation names.
 CELLS = 5
-#: pytest's exit codes of sessions that ran tests (https://docs.pytest.org/en/stable/reference/exit-codes.html).
-_RAN = {"0", "1"}
+#: pytest's exit codes of sessions that ran tests, or had none
+#: (https://docs.pytest.org/en/stable/reference/exit-codes.html).
+_WITHOUT_PROBLEM = {"0", "1", "5"}
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,29 @@ class Annotation:
 
     def command(self, below: str) -> str:
         """Return the workflow command; the file is relative to ``below``, a directory of the repository."""
-        file = str(PurePosixPath(below) / self.file) if self.file else ""
-        fields = {"file": file, "line": str(self.line or ""), "title": self.title}
-        named = ",".join(f"{name}={_of_field(value)}" for name, value in fields.items() if value)
-        return f"::error {named}::{_escaped(self.message)}"
+        properties: dict[str, str] = {}
+        if self.file:
+            properties["file"] = str(PurePosixPath(below) / self.file)
+        if self.line:
+            properties["line"] = str(self.line)
+        if self.title:
+            properties["title"] = self.title
+        properties_text = ",".join(f"{name}={_escaped_property(value)}" for name, value in properties.items())
+        return f"::error {properties_text}::{_escaped(self.message)}"
 
 
 def read_annotations(directory: Path, code: str) -> list[Annotation]:
     """Return the annotations for the files that a session wrote into the directory."""
-    file, junit = directory / "report.json", directory / "junit.xml"
-    report = Report.read(file) if file.exists() else Report()
-    found = [*_of_report(report)]
-    found += _of_other_tests(junit, report) if junit.exists() else ()
-    if not found and code not in {*_RAN, "5"}:
-        found.append(Annotation("pytest", f"pytest ended with exit code {code} before it had a result: see its output"))
-    return found
+    report_file = directory / "report.json"
+    junit_file = directory / "junit.xml"
+    report = Report.read(report_file) if report_file.exists() else Report()
+    annotations = list(_of_report(report))
+    if junit_file.exists():
+        annotations += _of_other_tests(junit_file, report)
+    if not annotations and code not in _WITHOUT_PROBLEM:
+        message = f"pytest ended with exit code {code} before it had a result: see its output"
+        annotations.append(Annotation("pytest", message))
+    return annotations
 
 
 def _of_report(report: Report) -> Iterator[Annotation]:
@@ -62,38 +71,53 @@ def _of_report(report: Report) -> Iterator[Annotation]:
             lines.append(f"and {len(cells) - CELLS} more cells")
         if cause.reproduce:
             lines.append(f"reproduce: {cause.reproduce}")
-        title = visible(f"{cause.words}: {next(iter(cause.cells))}")
-        yield Annotation(title, "\n".join(map(visible, lines)), cause.results[0].nodeid.partition("::")[0])
+        first_cell = next(iter(cause.cells))
+        title = visible(f"{cause.words}: {first_cell}")
+        message = "\n".join(visible(line) for line in lines)
+        file, _, _ = cause.results[0].nodeid.partition("::")
+        yield Annotation(title, message, file)
 
 
 def _of_other_tests(junit: Path, report: Report) -> Iterator[Annotation]:
     """Yield the failed tests that are no verdict of the report."""
-    of_suites = {tuple(result.nodeid.split("::")[-2:]) for result in report.results}
+    items = {tuple(result.nodeid.split("::")[-2:]) for result in report.results}
     for case in ET.parse(junit).iter("testcase"):  # noqa: S314 - pytest wrote it
-        name, group = case.get("name", ""), case.get("classname", "").rpartition(".")[2]
-        failed = next((one for one in case if one.tag in {"failure", "error"}), None)
-        if failed is not None and (group, name) not in of_suites:
-            # Lines are counted from 0 there.
-            line = int(case.get("line", "-1")) + 1
-            yield Annotation(visible(name), visible(failed.get("message", "")), case.get("file", ""), line)
+        name = case.get("name", "")
+        _, _, group = case.get("classname", "").rpartition(".")
+        failure = _failure(case)
+        if failure is None or (group, name) in items:
+            continue
+        # Lines are counted from 0 there.
+        line = int(case.get("line", "-1")) + 1
+        yield Annotation(visible(name), visible(failure.get("message", "")), case.get("file", ""), line)
+
+
+def _failure(case: ET.Element) -> ET.Element | None:
+    """Return what says how a test failed, None for one that did not."""
+    for element in case:
+        if element.tag in {"failure", "error"}:
+            return element
+    return None
 
 
 def _escaped(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _of_field(text: str) -> str:
+def _escaped_property(text: str) -> str:
     return _escaped(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print the annotations, as many as GitHub shows."""
     directory, code, below = arguments
-    found = read_annotations(Path(directory), code)
-    if len(found) > MOST:
-        rest = Annotation("pytest-distcompat", f"{unshown(len(found) - MOST + 1)}: see the report")
-        found = [*found[: MOST - 1], rest]
-    sys.stdout.writelines(f"{one.command(below)}\n" for one in found)
+    annotations = read_annotations(Path(directory), code)
+    if len(annotations) > MOST:
+        hidden = len(annotations) - MOST + 1
+        rest = Annotation("pytest-distcompat", f"{unshown(hidden)}: see the report")
+        annotations = [*annotations[: MOST - 1], rest]
+    for annotation in annotations:
+        sys.stdout.write(f"{annotation.command(below)}\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report, facets
 from pytest_distcompat.report.markdown import headline
@@ -41,7 +42,6 @@ def html(report: Report) -> str:
     Everything from a test is text: jinja2 escapes it, and the script sets it as text. The policy in the head lets the browser
     run the page's own script, by its hash, and load nothing.
     """
-    firsts = {f"driver={one.driver}&strategy={_strategy(one)}": one for one in reversed(report.results)}
     return _render(
         "page",
         # A page of a hundred thousand verdicts would have 200 MB.
@@ -55,7 +55,7 @@ def html(report: Report) -> str:
         settings=settings_tables(report.results),
         overview=_overview(report.results),
         # Where a tile leads without the script, to the first verdict of its driver and strategy.
-        anchors={place(first): anchor for anchor, first in firsts.items()},
+        anchors=_anchors(report.results),
         causes=causes(report.results),
         reasons=[(status, by_reason(report.results, status)) for status in _WITH_REASONS],
         not_applicable=not_applicable_reasons(report.rows),
@@ -74,12 +74,19 @@ def trend_html(trend: Trend) -> str:
 
 def sparkline(values: Sequence[float | None]) -> str:
     """Return the SVG path through the values, 10 a night wide and 20 high; a gap where there is none."""
-    top = max((value for value in values if value), default=1.0)
-    parts = [
-        f"{10 * at + 5} {22 - 20 * value / top:.1f}" if value is not None else "" for at, value in enumerate(values)
-    ]
-    # A line of no length is a dot: a night between two gaps.
-    return "".join(f"{'L' if at and parts[at - 1] else 'M'}{part}h0" for at, part in enumerate(parts) if part)
+    known_values = [value for value in values if value]
+    top = max(known_values, default=1.0)
+    path = ""
+    after_gap = True
+    for night, value in enumerate(values):
+        if value is not None:
+            command = "M" if after_gap else "L"
+            x = 10 * night + 5
+            y = 22 - 20 * value / top
+            # A line of no length is a dot: a night between two gaps.
+            path += f"{command}{x} {y:.1f}h0"
+        after_gap = value is None
+    return path
 
 
 def _render(name: str, **values: Any) -> str:
@@ -109,23 +116,36 @@ def linked(text: str) -> Markup:
     from markupsafe import Markup
 
     link = Markup('<a href="{0}" rel="noopener">{0}</a>')
-    # A split by one group: every second part is a URL.
-    parts = [link.format(part) if at % 2 else part for at, part in enumerate(_URL.split(text))]
-    return Markup().join(parts)
+    texts: list[str | Markup] = []
+    for index, part in enumerate(_URL.split(text)):
+        # A split by one group: every second part is a URL.
+        is_url = index % 2 == 1
+        texts.append(link.format(part) if is_url else part)
+    return Markup().join(texts)
+
+
+def _anchors(results: list[Verdict]) -> dict[str, str]:
+    """Return the anchor of the first verdict of each driver and strategy, by the verdict's key."""
+    first_of_tile: dict[str, Verdict] = {}
+    for result in results:
+        anchor = f"driver={result.driver}&strategy={_strategy(result)}"
+        first_of_tile.setdefault(anchor, result)
+    return {place(first): anchor for anchor, first in first_of_tile.items()}
 
 
 def _overview(results: list[Verdict]) -> dict[str, dict[str, list[tuple[Status, int]]]]:
     """Return the count of each status by driver and strategy: the worst status first, then the most frequent."""
-    found: dict[str, dict[str, Counter[Status]]] = {}
-    for result in results:
-        found.setdefault(result.driver, {}).setdefault(_strategy(result), Counter())[result.status] += 1
-    return {
-        driver: {
-            strategy: sorted(counted.items(), key=lambda one: (one[0].weight, one[1]), reverse=True)
-            for strategy, counted in strategies.items()
-        }
-        for driver, strategies in found.items()
-    }
+    overview: dict[str, dict[str, list[tuple[Status, int]]]] = {}
+    for (driver, strategy), statuses in _statuses_by_tile(results).items():
+        counts = list(Counter(statuses).items())
+        counts.sort(key=lambda item: (item[0].weight, item[1]), reverse=True)
+        overview.setdefault(driver, {})[strategy] = counts
+    return overview
+
+
+def _statuses_by_tile(results: list[Verdict]) -> dict[tuple[str, str], list[Status]]:
+    """Return the statuses of all verdicts by driver and strategy."""
+    return grouped(((result.driver, _strategy(result)), result.status) for result in results)
 
 
 def _packed(report: Report) -> bytes:
@@ -142,11 +162,19 @@ def _strategy(result: Verdict) -> str:
 
 def _axes(results: list[Verdict]) -> dict[str, list[str]]:
     """Return the values of each filter, in the order of their appearance."""
-    known = [facets(result.cell) for result in results]
+    drivers = dict.fromkeys(result.driver for result in results)
+    strategies = set()
+    precisions: dict[str, None] = {}
+    for result in results:
+        cell = facets(result.cell)
+        # Nothing for a text that is no cell.
+        if cell:
+            strategies.add(str(cell["strategy"]))
+            precisions[str(cell["precision"])] = None
     return {
-        "driver": list(dict.fromkeys(result.driver for result in results)),
-        "strategy": sorted({str(one["strategy"]) for one in known if one}),
-        "precision": list(dict.fromkeys(str(one["precision"]) for one in known if one)),
+        "driver": list(drivers),
+        "strategy": sorted(strategies),
+        "precision": list(precisions),
         "check": check_order(results),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.grouping import grouped
@@ -31,23 +32,31 @@ def markdown(report: Report) -> str:
 def chat(report: Report) -> str:
     """Return a chat message: counts, versions, the first causes. Shorter than 3000 characters."""
     lines = [headline(report), counts_text(report), _versions(report)]
-    found = causes(report.results)
-    for cause in found[:CHAT_CAUSES]:
+    all_causes = causes(report.results)
+    for cause in all_causes[:CHAT_CAUSES]:
         lines.append(f"- {cause.words} x {len(cause.results)}: {cut(cause.headline, 120)}")
         lines.append(f"  {cut(', '.join(cause.cells), 100)}")
-        if len(cause.reproduce) < 160:
-            lines += [f"  {cause.reproduce}"] if cause.reproduce else []
-    if len(found) > CHAT_CAUSES:
-        lines.append(f"- {unshown(len(found) - CHAT_CAUSES)}")
-    lines += [cut(line, 300) for line in report.session.get("baseline", {}).get("text", ())[:10]]
-    return cut("\n".join(visible(line) for line in lines if line), CHAT - 1) + "\n"
+        if cause.reproduce and len(cause.reproduce) < 160:
+            lines.append(f"  {cause.reproduce}")
+    if len(all_causes) > CHAT_CAUSES:
+        lines.append(f"- {unshown(len(all_causes) - CHAT_CAUSES)}")
+    baseline_lines = report.session.get("baseline", {}).get("text", ())
+    lines += [cut(line, 300) for line in baseline_lines[:10]]
+    text = "\n".join(visible(line) for line in lines if line)
+    return cut(text, CHAT - 1) + "\n"
 
 
 def headline(report: Report) -> str:
     """Return the outcome in a few words."""
     red = sum(result.red for result in report.results)
-    outcome = "interrupted" if report.interrupted else "ok" if not red else ""
-    return "Distributed compatibility: " + ", ".join(filter(None, (outcome, f"{red} failed" if red else "")))
+    parts = []
+    if report.interrupted:
+        parts.append("interrupted")
+    elif not red:
+        parts.append("ok")
+    if red:
+        parts.append(f"{red} failed")
+    return f"Distributed compatibility: {', '.join(parts)}"
 
 
 def escape(text: str) -> str:
@@ -56,7 +65,8 @@ def escape(text: str) -> str:
 
 
 def _versions(report: Report) -> str:
-    return ", ".join(f"{name} {version}" for name, version in report.session.get("versions", {}).items())
+    versions = report.session.get("versions", {})
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _page(report: Report) -> Iterator[str]:
@@ -64,11 +74,14 @@ def _page(report: Report) -> Iterator[str]:
     if report.interrupted:
         yield from (f"**Interrupted**: {len(report.unreached)} items were not reached.", "")
     session = report.session
-    runs = f"{session.get('runs', 0)} runs"
-    yield escape(f"{len(report.results)} results, {runs}, device {session.get('device', '?')}; {_versions(report)}")
+    runs = session.get("runs", 0)
+    device = session.get("device", "?")
+    yield escape(f"{len(report.results)} results, {runs} runs, device {device}; {_versions(report)}")
     yield from ("", escape(counts_text(report)))
     if session.get("baseline"):
-        yield from ("", "## Since the baseline", "", *(f"- {escape(line)}" for line in session["baseline"]["text"]))
+        yield from ("", "## Since the baseline", "")
+        for line in session["baseline"]["text"]:
+            yield f"- {escape(line)}"
     yield from _causes(causes(report.results))
     for table in settings_tables(report.results):
         yield from _suite(table, f"Settings of {table.title}")
@@ -78,59 +91,96 @@ def _page(report: Report) -> Iterator[str]:
     yield from _cost(report.rows)
 
 
-def _causes(found: list[Cause]) -> Iterator[str]:
-    if found:
+def _causes(all_causes: list[Cause]) -> Iterator[str]:
+    if all_causes:
         yield from ("", "## Failures by cause", "")
-    for number, cause in enumerate(found[:CAUSES], 1):
+    for number, cause in enumerate(all_causes[:CAUSES], 1):
         counted = f"{len(cause.results)} verdicts{follows(cause)}"
         yield f"{number}. **{cause.words}**, {counted}: {escape(cut(cause.headline, HEADLINE))}"
         for cell, checks in cause.cells.items():
             yield f"   - {escape(cell)}: {escape(', '.join(checks))}"
         if cause.reproduce:
-            yield from ("", "   ```console", f"   $ {visible(' '.join(cause.reproduce.split()))}", "   ```", "")
-    if len(found) > CAUSES:
-        yield f"\n{unshown(len(found) - CAUSES)}"
+            command = visible(" ".join(cause.reproduce.split()))
+            yield from ("", "   ```console", f"   $ {command}", "   ```", "")
+    if len(all_causes) > CAUSES:
+        yield f"\n{unshown(len(all_causes) - CAUSES)}"
 
 
 def _suite(table: Table, title: str) -> Iterator[str]:
     yield from ("", f"## {escape(title)}", "")
-    yield f"| {' | '.join(('', *map(escape, table.checks)))} |"
-    yield "|" + " --- |" * (len(table.checks) + 1)
+    checks = [escape(check) for check in table.checks]
+    yield _table_row(["", *checks])
+    yield "|" + " --- |" * (len(checks) + 1)
     for cell in table.cells:
-        yield f"| {' | '.join((escape(cell), *(table.word(cell, check) for check in table.checks)))} |"
-    # Those that are red are among the causes.
-    listed = [result for result in table.results if result.status != "passed" and not result.red]
-    reasons = grouped(((result.status.word, result.why), f"{result.cell}:{result.check}") for result in listed)
-    if reasons:
+        words = [table.word(cell, check) for check in table.checks]
+        yield _table_row([escape(cell), *words])
+    names_by_reason: dict[tuple[str, str], list[str]] = {}
+    for result in table.results:
+        # Those that are red are among the causes.
+        if result.status != "passed" and not result.red:
+            names = names_by_reason.setdefault((result.status.word, result.why), [])
+            names.append(f"{result.cell}:{result.check}")
+    if names_by_reason:
         yield ""
-    for (word, why), names in reasons.items():
+    for (word, why), names in names_by_reason.items():
         yield f"- {word}: {escape(why)} ({escape(', '.join(names))})"
+
+
+def _table_row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _not_applicable(rows: Iterable[Row]) -> Iterator[str]:
     """Yield the reasons for which checks are not applicable, one per line."""
-    known = [row for row in rows if row.not_applicable]
-    if known:
+    rows_by_driver = grouped((row.driver, row) for row in rows if row.not_applicable)
+    if rows_by_driver:
         yield from ("", "## Not applicable", "")
-    for driver in dict.fromkeys(row.driver for row in known):
-        for (check, reason), names in not_applicable_reasons(row for row in known if row.driver == driver).items():
-            counted = f"{len(names)} cell{'s' * (len(names) > 1)}"
-            yield f"- {escape(f'{driver}: {check}')}: {escape(reason)} ({counted}: {escape(', '.join(names))})"
+    for driver, driver_rows in rows_by_driver.items():
+        for (check, reason), names in not_applicable_reasons(driver_rows).items():
+            plural = "s" if len(names) > 1 else ""
+            counted = f"{len(names)} cell{plural}: {escape(', '.join(names))}"
+            yield f"- {escape(f'{driver}: {check}')}: {escape(reason)} ({counted})"
 
 
 def _cost(rows: Iterable[Row]) -> Iterator[str]:
-    costs = [row for row in rows if row.cost]
-    if not costs:
+    rows_with_cost = [row for row in rows if row.cost]
+    if not rows_with_cost:
         return
     yield from ("", "## Cost", "")
-    yield "| driver | cell | step, ms | tokens/s a rank | bytes of master and state a parameter | peak memory, MiB |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for row in costs:
-        values = ((row.cost.get(name), scale, digits) for name, scale, digits in _COST)
-        # None is a number that JSON does not have, such as infinity.
-        numbers = ("" if value is None else f"{value * scale:.{digits}f}" for value, scale, digits in values)
-        yield f"| {escape(row.driver)} | {escape(row.cell)} | {' | '.join(numbers)} |"
+    titles = [column.title for column in _COST_COLUMNS]
+    yield _table_row(["driver", "cell", *titles])
+    yield _table_row(["---"] * (2 + len(titles)))
+    for row in rows_with_cost:
+        numbers = [column.text(row.cost.get(column.field)) for column in _COST_COLUMNS]
+        yield _table_row([escape(row.driver), escape(row.cell), *numbers])
 
 
-#: The columns of the table of costs: field, factor, digits.
-_COST = (("step_seconds", 1000.0, 1), ("tokens_per_second", 1.0, 0), ("state_bytes", 1.0, 1), ("memory", 1 / 2**20, 0))
+@dataclass(frozen=True)
+class _CostColumn:
+    """A column of the table of costs.
+
+    Attributes:
+        field: The field of ``cost.Cost``.
+        title: What it is called here, with its unit.
+        factor: What the field is multiplied by to have this unit.
+        digits: How many digits are shown after the point.
+    """
+
+    field: str
+    title: str
+    factor: float
+    digits: int
+
+    def text(self, value: float | None) -> str:
+        """Return the number as the table has it; empty for None, a number that JSON does not have, such as infinity."""
+        if value is None:
+            return ""
+        return f"{value * self.factor:.{self.digits}f}"
+
+
+_COST_COLUMNS = (
+    _CostColumn("step_seconds", "step, ms", 1000.0, 1),
+    _CostColumn("tokens_per_second", "tokens/s a rank", 1.0, 0),
+    _CostColumn("state_bytes", "bytes of master and state a parameter", 1.0, 1),
+    _CostColumn("memory", "peak memory, MiB", 1 / 2**20, 0),
+)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pytest_distcompat.report.document import ENDINGS, Report
 from pytest_distcompat.report.result import Row
 from pytest_distcompat.report.text import shortened
 from pytest_distcompat.status import Verdict
+
+#: What a session knows about itself, as ``Report.session``.
+_Session = dict[str, Any]
 
 
 def merge(reports: Sequence[Report]) -> Report:
@@ -20,99 +23,186 @@ def merge(reports: Sequence[Report]) -> Report:
     that ran in any of the reports was reached. Names, dtypes, steps and cost of a cell are those of the first report that has
     them.
     """
-    results: dict[tuple[str, ...], Verdict] = {}
-    rows: dict[tuple[str, ...], Row] = {}
-    runs: list[dict[str, Any]] = []
-    for number, report in enumerate(reports, 1):
-        for result in report.results:
-            # Not by the driver: an item without a verdict may have none.
-            key = (result.suite, result.place, result.cell, result.check)
-            if key not in results or result.status.weight > results[key].status.weight:
-                results[key] = result
-        runs += [{**run, "id": f"{number}/{run['id']}"} for run in report.runs]
-        for row in report.rows:
-            numbered = dataclasses.replace(row, runs=[f"{number}/{run}" for run in row.runs])
-            name = (row.suite, row.place, row.cell)
-            rows[name] = _richer(rows[name], numbered) if name in rows else numbered
-    reached = {result.nodeid for result in results.values()}
-    unreached = dict.fromkeys(nodeid for report in reports for nodeid in report.unreached if nodeid not in reached)
+    results = _worst_results(reports)
     merged = Report(
         _session([report.session for report in reports]),
-        list(results.values()),
-        list(rows.values()),
-        runs,
-        list(unreached),
+        results,
+        _rows(reports),
+        _runs(reports),
+        _unreached(reports, results),
     )
     merged.fill_drivers()
     return merged
 
 
-def _missing(sessions: Sequence[dict[str, Any]]) -> list[str]:
+def _worst_results(reports: Iterable[Report]) -> list[Verdict]:
+    worst: dict[tuple[str, ...], Verdict] = {}
+    for report in reports:
+        for result in report.results:
+            # Not by the driver: an item without a verdict may have none.
+            key = (result.suite, result.place, result.cell, result.check)
+            if key not in worst or result.status.weight > worst[key].status.weight:
+                worst[key] = result
+    return list(worst.values())
+
+
+def _rows(reports: Iterable[Report]) -> list[Row]:
+    rows: dict[tuple[str, ...], Row] = {}
+    for number, report in enumerate(reports, 1):
+        for row in report.rows:
+            run_ids = [f"{number}/{run}" for run in row.runs]
+            numbered = dataclasses.replace(row, runs=run_ids)
+            key = (row.suite, row.place, row.cell)
+            if key in rows:
+                rows[key] = _merged_row(rows[key], numbered)
+            else:
+                rows[key] = numbered
+    return list(rows.values())
+
+
+def _merged_row(first: Row, second: Row) -> Row:
+    """Return the row of both: all runs and reasons, of the rest what the first has, else what the second has."""
+    values = {}
+    for field in dataclasses.fields(Row):
+        values[field.name] = getattr(first, field.name) or getattr(second, field.name)
+    values["runs"] = [*first.runs, *second.runs]
+    values["not_applicable"] = {**second.not_applicable, **first.not_applicable}
+    return Row(**values)
+
+
+def _runs(reports: Iterable[Report]) -> list[dict[str, Any]]:
+    """Return all runs. Their ids are unique in one report only, so they begin with the report's number."""
+    runs = []
+    for number, report in enumerate(reports, 1):
+        for run in report.runs:
+            run_id = f"{number}/{run['id']}"
+            runs.append({**run, "id": run_id})
+    return runs
+
+
+def _unreached(reports: Iterable[Report], results: Iterable[Verdict]) -> list[str]:
+    """Return the node ids of items that none of the reports has a result of."""
+    reached = {result.nodeid for result in results}
+    unreached: dict[str, None] = {}
+    for report in reports:
+        for nodeid in report.unreached:
+            if nodeid not in reached:
+                unreached[nodeid] = None
+    return list(unreached)
+
+
+def _session(sessions: Sequence[_Session]) -> _Session:
+    """Return the session of a merged report; ``merged`` has what each session was."""
+    missing = _missing_shards(sessions)
+    merged: _Session = {
+        "versions": _versions(sessions),
+        "device": _joined(str(session.get("device", "?")) for session in sessions),
+        "gpu": _joined(session.get("gpu", "") for session in sessions),
+        "world_size": _world_size(sessions),
+        "began": _first_begin(sessions),
+        "seconds": sum(session.get("seconds", 0.0) for session in sessions),
+        "runs": sum(session.get("runs", 0) for session in sessions),
+        "ending": _worst_ending(sessions, missing),
+    }
+    if missing:
+        merged["missing"] = missing
+    merged["settings"] = _settings(sessions)
+    merged["timeline"] = _device_times(sessions, "timeline")
+    merged["gaps"] = _device_times(sessions, "gaps")
+    merged["merged"] = [_without_device_times(session) for session in sessions]
+    return merged
+
+
+def _versions(sessions: Iterable[_Session]) -> dict[str, str]:
+    """Return the versions of each package that any session names; ``none`` stands for a session that does not."""
+    all_versions = [session.get("versions", {}) for session in sessions]
+    joined = {}
+    for package in _keys(all_versions):
+        joined[package] = _joined(versions.get(package, "none") for versions in all_versions)
+    return joined
+
+
+def _settings(sessions: Iterable[_Session]) -> dict[str, dict[str, Any]]:
+    """Return each setting with its values in all sessions, and where the last session has it from."""
+    all_settings = [session.get("settings", {}) for session in sessions]
+    joined = {}
+    for name in _keys(all_settings):
+        settings = [settings[name] for settings in all_settings if name in settings]
+        value = _joined(str(setting["value"]) for setting in settings)
+        joined[name] = {"value": value, "from": settings[-1]["from"]}
+    return joined
+
+
+def _keys(mappings: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the keys of all mappings, each once, in the order of their first appearance."""
+    keys: dict[str, None] = {}
+    for mapping in mappings:
+        keys.update(dict.fromkeys(mapping))
+    return list(keys)
+
+
+def _world_size(sessions: Iterable[_Session]) -> Any:
+    """Return the sessions' world size; a text that names all of them where they differ."""
+    sizes = list(dict.fromkeys(session.get("world_size", "?") for session in sessions))
+    if len(sizes) == 1:
+        return sizes[0]
+    return _joined(str(size) for size in sizes)
+
+
+def _first_begin(sessions: Iterable[_Session]) -> str:
+    begins = [session["began"] for session in sessions if session.get("began")]
+    return min(begins, default="")
+
+
+def _worst_ending(sessions: Iterable[_Session], missing: Sequence[str]) -> str:
+    endings = [session.get("ending", "finished") for session in sessions]
+    if missing:
+        endings.append("stopped")
+    return min(endings, key=ENDINGS.index, default="finished")
+
+
+def _missing_shards(sessions: Sequence[_Session]) -> list[str]:
     """Return a line for each shard that has tests and no report; shards that divided their tests alike belong together."""
-    plans: dict[str, set[int]] = {}
-    for shard in (session["shard"] for session in sessions if "shard" in session):
-        plans.setdefault(json.dumps(shard["plan"]), set()).add(shard["number"])
-    lines = [line for session in sessions for line in session.get("missing", ())]
-    for plan, there in ((json.loads(text), numbers) for text, numbers in plans.items()):
-        absent = [(number, units) for number, units in enumerate(plan, 1) if units and number not in there]
-        lines += [f"shard {number}/{len(plan)} is missing: {shortened(units)}" for number, units in absent]
-    if lines and len(plans) > 1:
+    lines: list[str] = []
+    shards_by_plan: dict[str, set[int]] = {}
+    for session in sessions:
+        # A report that was merged before has lines of its own.
+        lines += session.get("missing", ())
+        if "shard" in session:
+            plan_json = json.dumps(session["shard"]["plan"])
+            shards_by_plan.setdefault(plan_json, set()).add(session["shard"]["number"])
+    for plan_json, reported_shards in shards_by_plan.items():
+        plan = json.loads(plan_json)
+        for number, units in enumerate(plan, 1):
+            if units and number not in reported_shards:
+                lines.append(f"shard {number}/{len(plan)} is missing: {shortened(units)}")
+    if lines and len(shards_by_plan) > 1:
         lines.append("the shards divided the tests in different ways; expected the same tests and baseline for all")
     return lines
 
 
-def _richer(one: Row, other: Row) -> Row:
-    """Return the row of both: all runs and reasons, of the rest what the first has, else what the other has."""
-    known = {field.name: getattr(one, field.name) or getattr(other, field.name) for field in dataclasses.fields(Row)}
-    return Row(
-        **{**known, "runs": [*one.runs, *other.runs], "not_applicable": {**other.not_applicable, **one.not_applicable}}
-    )
+def _device_times(sessions: Iterable[_Session], name: str) -> list[dict[str, Any]]:
+    """Return the entries of ``timeline`` or ``gaps``; each device begins with its session's number."""
+    entries = []
+    for number, session in enumerate(sessions, 1):
+        for session_entry in session.get(name, ()):
+            entry = dict(session_entry)
+            entry["device"] = f"{number}/{entry['device']}"
+            # The id of a run differs between jobs; a node id is the same in all.
+            if name == "timeline" and "::" not in entry["who"]:
+                entry["who"] = f"{number}/{entry['who']}"
+            entries.append(entry)
+    return entries
 
 
-def _session(sessions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    settings = {name: setting for session in sessions for name, setting in session.get("settings", {}).items()}
-    of_sessions = [session.get("settings", {}) for session in sessions]
-    joined = {
-        name: {"value": _join(str(one[name]["value"]) for one in of_sessions if name in one), "from": setting["from"]}
-        for name, setting in settings.items()
-    }
-    names = dict.fromkeys(name for session in sessions for name in session.get("versions", {}))
-    versions = {name: _join(session.get("versions", {}).get(name, "none") for session in sessions) for name in names}
-    timeline, gaps = (
-        [
-            {**entry, "device": f"{number}/{entry['device']}"}
-            for number, session in enumerate(sessions, 1)
-            for entry in session.get(name, ())
-        ]
-        for name in ("timeline", "gaps")
-    )
-    for entry in timeline:
-        # The id of a run differs between jobs; a node id is the same in all.
-        if "::" not in entry["who"]:
-            entry["who"] = f"{entry['device'].partition('/')[0]}/{entry['who']}"
-    missing = _missing(sessions)
-    endings = [session.get("ending", "finished") for session in sessions] + ["stopped"] * bool(missing)
-    sizes = dict.fromkeys(session.get("world_size", "?") for session in sessions)
-    return {
-        "versions": versions,
-        "device": _join(str(session.get("device", "?")) for session in sessions),
-        "gpu": _join(session.get("gpu", "") for session in sessions),
-        "world_size": next(iter(sizes)) if len(sizes) == 1 else _join(map(str, sizes)),
-        "began": min((session["began"] for session in sessions if session.get("began")), default=""),
-        "seconds": sum(session.get("seconds", 0.0) for session in sessions),
-        "runs": sum(session.get("runs", 0) for session in sessions),
-        # The worst counts.
-        "ending": min(endings, key=ENDINGS.index, default="finished"),
-        **({"missing": missing} if missing else {}),
-        "settings": joined,
-        "timeline": timeline,
-        "gaps": gaps,
-        "merged": [
-            {name: value for name, value in session.items() if name not in {"timeline", "gaps"}} for session in sessions
-        ],
-    }
+def _without_device_times(session: _Session) -> _Session:
+    copy = dict(session)
+    copy.pop("timeline", None)
+    copy.pop("gaps", None)
+    return copy
 
 
-def _join(values: Any) -> str:
-    """Join the different values, each once."""
-    return " | ".join(dict.fromkeys(value for value in values if value))
+def _joined(values: Iterable[str]) -> str:
+    """Return the values that are not empty as one text, each once."""
+    different = dict.fromkeys(value for value in values if value)
+    return " | ".join(different)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from pytest_distcompat.grouping import grouped
@@ -44,75 +43,111 @@ class Row:
 
 def not_applicable_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:
     """Return the cells by (check, reason for which it is not applicable)."""
-    return grouped((pair, row.cell) for row in rows for pair in row.not_applicable.items())
+    cells: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for check, reason in row.not_applicable.items():
+            cells.setdefault((check, reason), []).append(row.cell)
+    return cells
 
 
 @dataclass(frozen=True)
 class Table:
-    """Matrix of one suite: a row for each cell, a column for each check."""
+    """Matrix of one suite: a row for each cell, a column for each check.
+
+    Attributes:
+        results: All verdicts of the suite.
+        checks: The columns.
+        cells: The rows.
+        verdicts: The verdict by (cell, check); there may be none for a pair.
+    """
 
     results: tuple[Verdict, ...]
     checks: tuple[str, ...]
     cells: tuple[str, ...]
-    found: dict[tuple[str, str], Verdict]
+    verdicts: dict[tuple[str, str], Verdict]
 
     @classmethod
     def of(cls, results: Iterable[Verdict], order: Iterable[str] = ()) -> Table:
         """Return the matrix of a suite's results: of several for a check in a cell, the worst. ``order``: of the checks."""
         all_results = tuple(results)
-        found: dict[tuple[str, str], Verdict] = {}
+        worst: dict[tuple[str, str], Verdict] = {}
         for result in all_results:
-            worst = found.setdefault((result.cell, result.check), result)
-            if result.status.weight > worst.status.weight:
-                found[result.cell, result.check] = result
-        present = {check for _, check in found}
-        checks = tuple(check for check in order or check_order(all_results) if check in present)
-        return cls(all_results, checks, tuple(dict.fromkeys(cell for cell, _ in found)), found)
+            key = (result.cell, result.check)
+            if key not in worst or result.status.weight > worst[key].status.weight:
+                worst[key] = result
+        cells = dict.fromkeys(cell for cell, _ in worst)
+        checks_with_verdict = {check for _, check in worst}
+        all_checks = order or check_order(all_results)
+        checks = [check for check in all_checks if check in checks_with_verdict]
+        return cls(all_results, tuple(checks), tuple(cells), worst)
 
     @property
     def title(self) -> str:
         """Return the name of the suite, and its driver."""
-        return f"{self.results[0].suite} (driver {self.results[0].driver})"
+        first = self.results[0]
+        return f"{first.suite} (driver {first.driver})"
 
     def word(self, cell: str, check: str) -> str:
         """Return the word of the verdict, empty where there is none."""
-        verdict = self.found.get((cell, check))
+        verdict = self.verdicts.get((cell, check))
         return verdict.status.word if verdict else ""
 
 
 def tables(results: Iterable[Verdict]) -> list[Table]:
     """Return the matrix of each suite, in the order of first appearance; all have their checks in the same order."""
-    suites = grouped(((result.suite, result.place), result) for result in results)
-    order = check_order(result for found in suites.values() for result in found)
-    return [Table.of(found, order) for found in suites.values()]
+    all_results = list(results)
+    results_by_suite = grouped(((result.suite, result.place), result) for result in all_results)
+    # Suite by suite, in whatever order their items ran.
+    sorted_results = []
+    for suite_results in results_by_suite.values():
+        sorted_results += suite_results
+    order = check_order(sorted_results)
+    return [Table.of(suite_results, order) for suite_results in results_by_suite.values()]
 
 
 def check_order(results: Iterable[Verdict]) -> list[str]:
     """Return all checks in the order that they have in their cells; where cells differ, the first to appear is first."""
-    before: dict[str, set[str]] = {}
-    for _, found in groupby(results, key=lambda result: (result.place, result.cell)):
-        earlier: list[str] = []
-        for result in found:
-            before.setdefault(result.check, set()).update(earlier)
-            earlier.append(result.check)
+    earlier_by_check = _earlier_checks(results)
     order: list[str] = []
-    while before:
-        ready = (check for check, earlier in before.items() if earlier <= {*order, check})
-        order.append(next(ready, next(iter(before))))
-        del before[order[-1]]
+    while earlier_by_check:
+        check = _next_check(earlier_by_check, order)
+        order.append(check)
+        del earlier_by_check[check]
     return order
+
+
+def _earlier_checks(results: Iterable[Verdict]) -> dict[str, set[str]]:
+    """Return, for each check, the checks that come before it in any cell; results of one cell follow each other."""
+    earlier_by_check: dict[str, set[str]] = {}
+    cell: tuple[str, str] | None = None
+    checks_of_cell: list[str] = []
+    for result in results:
+        if (result.place, result.cell) != cell:
+            cell = (result.place, result.cell)
+            checks_of_cell = []
+        earlier_by_check.setdefault(result.check, set()).update(checks_of_cell)
+        checks_of_cell.append(result.check)
+    return earlier_by_check
+
+
+def _next_check(earlier_by_check: Mapping[str, set[str]], order: Iterable[str]) -> str:
+    """Return the first check whose earlier ones are all in the order; the first of all if cells contradict each other."""
+    placed = set(order)
+    for check, earlier in earlier_by_check.items():
+        if earlier <= placed | {check}:
+            return check
+    return next(iter(earlier_by_check))
 
 
 def by_reason(results: Iterable[Verdict], status: str) -> dict[str, list[str]]:
     """Return the cells, with the check if it ran, of each reason for a status."""
-    found: dict[str, list[str]] = {}
+    # The names are keys, each once.
+    names_by_reason: dict[str, dict[str, None]] = {}
     for result in results:
         if result.status == status:
             name = result.cell if status == "skipped" else f"{result.cell}:{result.check}"
-            names = found.setdefault(result.why, [])
-            if name not in names:
-                names.append(name)
-    return found
+            names_by_reason.setdefault(result.why, {})[name] = None
+    return {reason: list(names) for reason, names in names_by_reason.items()}
 
 
 @dataclass(frozen=True)
@@ -134,5 +169,11 @@ class Change:
     @property
     def what(self) -> str:
         """Return the words of the two statuses, and why."""
-        words = " -> ".join(Status(status).word if status else "none" for status in (self.before, self.after))
-        return f"{words}{f': {self.why}' if self.why else ''}"
+        change = f"{_word(self.before)} -> {_word(self.after)}"
+        if not self.why:
+            return change
+        return f"{change}: {self.why}"
+
+
+def _word(status: str) -> str:
+    return Status(status).word if status else "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.document import facets
@@ -15,30 +16,59 @@ def settings_tables(results: Iterable[Verdict]) -> list[Table]:
 
     Settings of one cell are one row. A refusal counts as worse than a success, so that its message is found.
     """
-    suites = grouped(((one.suite, one.place), one) for one in results if facets(one.cell).get("set"))
-    return [_table(found) for found in suites.values()]
+    of_settings = [result for result in results if facets(result.cell).get("set")]
+    results_by_suite = grouped(((result.suite, result.place), result) for result in of_settings)
+    return [_table(suite_results) for suite_results in results_by_suite.values()]
 
 
-def failing(table: Table) -> list[tuple[str, list[tuple[str, Verdict]]]]:
-    """Return the settings that fail or are refused, each with the strategies and verdicts; those that fail come first."""
-    found = []
+@dataclass(frozen=True)
+class FailingSetting:
+    """A setting that fails or is refused, or several of one cell, joined by ``+``.
+
+    Attributes:
+        setting: Its name.
+        verdicts: The verdict on each strategy under which it fails or is refused.
+    """
+
+    setting: str
+    verdicts: dict[str, Verdict]
+
+    @property
+    def red(self) -> bool:
+        """Tell whether it fails under any strategy."""
+        return any(verdict.red for verdict in self.verdicts.values())
+
+
+def failing(table: Table) -> list[FailingSetting]:
+    """Return the settings that fail or are refused; those that fail come first."""
+    rows = []
     for setting in table.cells:
-        verdicts = [(strategy, one) for strategy in table.checks if (one := table.found.get((setting, strategy)))]
-        bad = [(strategy, one) for strategy, one in verdicts if one.red or one.status is Status.REFUSED]
-        found += [(setting, bad)] if bad else []
-    return sorted(found, key=lambda row: not any(verdict.red for _, verdict in row[1]))
+        verdicts = {}
+        for strategy in table.checks:
+            verdict = table.verdicts.get((setting, strategy))
+            if verdict and (verdict.red or verdict.status is Status.REFUSED):
+                verdicts[strategy] = verdict
+        if verdicts:
+            rows.append(FailingSetting(setting, verdicts))
+    return sorted(rows, key=lambda row: not row.red)
 
 
 def _table(results: Iterable[Verdict]) -> Table:
     worst: dict[tuple[str, str], Verdict] = {}
     for result in results:
         cell = facets(result.cell)
-        names = " + ".join(setting.partition("=")[0] for setting in str(cell["set"]).split("+"))
-        held = worst.setdefault((names, str(cell["strategy"])), result)
-        if _rank(result) > _rank(held):
-            worst[names, str(cell["strategy"])] = result
-    settings, strategies = (tuple(dict.fromkeys(key[at] for key in worst)) for at in (0, 1))
-    return Table(tuple(worst.values()), strategies, settings, worst)
+        key = (_setting_names(str(cell["set"])), str(cell["strategy"]))
+        if key not in worst or _rank(result) > _rank(worst[key]):
+            worst[key] = result
+    settings = dict.fromkeys(setting for setting, _ in worst)
+    strategies = dict.fromkeys(strategy for _, strategy in worst)
+    return Table(tuple(worst.values()), tuple(strategies), tuple(settings), worst)
+
+
+def _setting_names(option: str) -> str:
+    """Return the names in a cell's option ``set`` without their values: ``a + b`` of ``a=1+b=2``."""
+    names = [setting.partition("=")[0] for setting in option.split("+")]
+    return " + ".join(names)
 
 
 def _rank(verdict: Verdict) -> tuple[int, bool]:

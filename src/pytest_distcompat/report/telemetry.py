@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -25,7 +26,11 @@ def with_device_seconds(results: Sequence[Verdict], timeline: Iterable[Mapping[s
     seconds: Counter[str] = Counter()
     for entry in timeline:
         seconds[entry["who"]] += (entry["end"] - entry["begin"]) * entry.get("part", 1)
-    return [dataclasses.replace(one, device_seconds=round(seconds[one.nodeid], 3)) for one in results]
+    timed = []
+    for result in results:
+        device_seconds = round(seconds[result.nodeid], 3)
+        timed.append(dataclasses.replace(result, device_seconds=device_seconds))
+    return timed
 
 
 def send(report: Report) -> str:
@@ -34,9 +39,8 @@ def send(report: Report) -> str:
     The variables are OpenTelemetry's own. ``TRACEPARENT`` makes a span of the CI job the parent of the session's
     (https://www.w3.org/TR/trace-context/).
     """
-    endpoint = next(filter(None, map(os.environ.get, ENDPOINTS)), "")
-    off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER") == "none"
-    if not endpoint or off:
+    endpoint = _endpoint()
+    if not endpoint or _switched_off():
         return ""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -44,9 +48,10 @@ def send(report: Report) -> str:
         spans = _spans(report)
     except ImportError as error:
         return f"spans: not sent to {endpoint}: {error}; pip install 'pytest-distcompat[otel]'"
-    sent, exporter = 0, OTLPSpanExporter()
-    for first in range(0, len(spans), BATCH):
-        batch = spans[first : first + BATCH]
+    exporter = OTLPSpanExporter()
+    sent = 0
+    for start in range(0, len(spans), BATCH):
+        batch = spans[start : start + BATCH]
         if exporter.export(batch).name != "SUCCESS":
             break
         sent += len(batch)
@@ -54,52 +59,124 @@ def send(report: Report) -> str:
     return f"spans: {sent} of {len(spans)} sent to {endpoint}"
 
 
+def _endpoint() -> str:
+    """Return the collector that the environment names, empty if it names none."""
+    for variable in ENDPOINTS:
+        if os.environ.get(variable):
+            return os.environ[variable]
+    return ""
+
+
+def _switched_off() -> bool:
+    disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    return disabled or os.environ.get("OTEL_TRACES_EXPORTER") == "none"
+
+
 def _spans(report: Report) -> list[Any]:
     """Return the ended spans: the session; below it each verdict, and below that the runs that it was the first to need."""
-    from opentelemetry import trace
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-    from opentelemetry.trace import Status, StatusCode
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    ended = InMemorySpanExporter()
     session = report.session
-    name = os.environ.get("OTEL_SERVICE_NAME", "pytest-distcompat")
-    versions = {f"distcompat.version.{package}": version for package, version in session["versions"].items()}
-    provider = TracerProvider(resource=Resource.create({"service.name": name, **versions}), shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(ended))
-    tracer = provider.get_tracer("pytest_distcompat")
-    start = datetime.fromisoformat(session["began"].replace("Z", "+00:00")).timestamp()
+    recorder = _Recorder(session)
+    job = TraceContextTextMapPropagator().extract({"traceparent": os.environ.get("TRACEPARENT", "")})
+    red = sum(result.red for result in report.results)
+    session_span = _Span(
+        "session",
+        begin=0,
+        end=session["seconds"],
+        attributes={name: session.get(name) for name in ("device", "gpu", "world_size", "ending")},
+        error=f"{red} red" if red else "",
+    )
+    session_context = recorder.record(session_span, job)
+    verdict_contexts = {}
+    for result in report.results:
+        verdict_contexts[result.nodeid] = recorder.record(_verdict_span(result), session_context)
+    for nodeid, span in _run_spans(session["timeline"]):
+        recorder.record(span, verdict_contexts.get(nodeid, session_context))
+    return recorder.ended_spans()
 
-    def record(
-        name: str, during: tuple[float, float], context: Any, attributes: Mapping[str, Any], error: str = ""
-    ) -> Any:
-        times = [int((start + seconds) * 1e9) for seconds in during]
-        kept_attributes = {f"distcompat.{key}": value for key, value in attributes.items() if value not in (None, "")}
-        span = tracer.start_span(name, context, attributes=kept_attributes, start_time=times[0])
-        if error:
-            span.set_status(Status(StatusCode.ERROR, error))
-        span.end(times[1])
-        return trace.set_span_in_context(span)
 
-    outside = TraceContextTextMapPropagator().extract({"traceparent": os.environ.get("TRACEPARENT", "")})
-    red = sum(one.red for one in report.results)
-    facts = {key: session.get(key) for key in ("device", "gpu", "world_size", "ending")}
-    whole = record("session", (0, session["seconds"]), outside, facts, f"{red} red" if red else "")
-    items = {}
-    for one in report.results:
-        facts = {
-            key: getattr(one, key) for key in ("suite", "driver", "cell", "check", "nodeid", "rank", "device_seconds")
-        }
-        during, error = (one.began, one.began + one.seconds), one.headline if one.red else ""
-        items[one.nodeid] = record(f"verdict {one.check}", during, whole, {**facts, "status": one.status.value}, error)
-    leases = grouped(((entry["who"], entry["begin"], entry["end"]), entry) for entry in session["timeline"])
-    for (who, begin, end), entries in leases.items():
-        devices = [entry["device"] for entry in entries]
+@dataclass(frozen=True)
+class _Span:
+    """A span as this report has it: times are seconds since the session began; ``error`` is empty for a success."""
+
+    name: str
+    begin: float
+    end: float
+    attributes: Mapping[str, Any]
+    error: str = ""
+
+
+class _Recorder:
+    """Spans in memory, of one session.
+
+    Args:
+        session: The report's session.
+    """
+
+    def __init__(self, session: Mapping[str, Any]) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+        attributes = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "pytest-distcompat")}
+        for package, version in session["versions"].items():
+            attributes[f"distcompat.version.{package}"] = version
+        provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+        self._exporter = InMemorySpanExporter()
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self._tracer = provider.get_tracer("pytest_distcompat")
+        # Before Python 3.11 a final Z is not read.
+        self._session_began = datetime.fromisoformat(session["began"].replace("Z", "+00:00")).timestamp()
+
+    def record(self, span: _Span, parent: Any) -> Any:
+        """Record a span below the one of the context ``parent``; return its own context."""
+        from opentelemetry import trace
+
+        attributes = {}
+        for name, value in span.attributes.items():
+            if value not in (None, ""):
+                attributes[f"distcompat.{name}"] = value
+        begin = self._nanoseconds(span.begin)
+        recorded = self._tracer.start_span(span.name, parent, attributes=attributes, start_time=begin)
+        if span.error:
+            recorded.set_status(trace.Status(trace.StatusCode.ERROR, span.error))
+        recorded.end(self._nanoseconds(span.end))
+        return trace.set_span_in_context(recorded)
+
+    def ended_spans(self) -> list[Any]:
+        """Return all that was recorded."""
+        return list(self._exporter.get_finished_spans())
+
+    def _nanoseconds(self, seconds: float) -> int:
+        """Return the time since 1970 in nanoseconds, of one in seconds since the session began."""
+        return int((self._session_began + seconds) * 1e9)
+
+
+def _verdict_span(result: Verdict) -> _Span:
+    attributes = {
+        "suite": result.suite,
+        "driver": result.driver,
+        "cell": result.cell,
+        "check": result.check,
+        "nodeid": result.nodeid,
+        "rank": result.rank,
+        "device_seconds": result.device_seconds,
+        "status": result.status.value,
+    }
+    end = result.began + result.seconds
+    error = result.headline if result.red else ""
+    return _Span(f"verdict {result.check}", result.began, end, attributes, error)
+
+
+def _run_spans(timeline: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, _Span]]:
+    """Yield the node id of the item that needed each run, and the run's span: from all leases of the same time."""
+    leases = grouped(((lease["who"], lease["begin"], lease["end"]), lease) for lease in timeline)
+    for (nodeid, begin, end), together in leases.items():
+        devices = [lease["device"] for lease in together]
         # A place is a part of a GPU that runs share.
-        parts = sum(entry.get("part", 1) for entry in entries)
-        facts = {"nodeid": who, "devices": devices, "device_seconds": round((end - begin) * parts, 3)}
-        record("run", (begin, end), items.get(who, whole), facts)
-    return list(ended.get_finished_spans())
+        parts = [lease.get("part", 1) for lease in together]
+        device_seconds = round((end - begin) * sum(parts), 3)
+        attributes = {"nodeid": nodeid, "devices": devices, "device_seconds": device_seconds}
+        yield nodeid, _Span("run", begin, end, attributes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from pytest_distcompat.report.causes import Cause, causes, unshown
@@ -28,7 +29,9 @@ HEADLINE = 240
 
 def cut(text: str, length: int) -> str:
     """Cut the text to that length."""
-    return text if len(text) <= length else f"{text[: length - 3]}..."
+    if len(text) <= length:
+        return text
+    return f"{text[: length - 3]}..."
 
 
 def matrix_text(results: Iterable[Verdict], cells: Iterable[Row] = (), width: int = 0) -> Iterator[Line]:
@@ -36,45 +39,79 @@ def matrix_text(results: Iterable[Verdict], cells: Iterable[Row] = (), width: in
 
     A matrix wider than ``width`` characters continues in a further block, unless ``width`` is 0.
     """
-    extra = list(cells)
+    all_rows = list(cells)
     for table in tables(results):
         yield ((table.title, "head"),)
         yield from _blocks(table, width)
         for status, title in _TITLES.items():
             for reason, names in by_reason(table.results, status).items():
                 yield ((f"  {title}: {reason} [{shortened(names)}]", ""),)
-        own_rows = (
-            row for row in extra if (row.suite, row.driver) == (table.results[0].suite, table.results[0].driver)
-        )
-        for (check, reason), names in not_applicable_reasons(own_rows).items():
+        first = table.results[0]
+        table_rows = [row for row in all_rows if (row.suite, row.driver) == (first.suite, first.driver)]
+        for (check, reason), names in not_applicable_reasons(table_rows).items():
             yield ((f"  not applicable: {check}: {reason} [{shortened(names)}]", "dim"),)
 
 
+@dataclass(frozen=True)
+class _Column:
+    """A column of a matrix: a check, and the width of its longest word."""
+
+    check: str
+    width: int
+
+
 def _blocks(table: Table, width: int) -> Iterator[Line]:
-    label = max(map(len, table.cells), default=0)
-    columns = [
-        (check, max(len(check), *(len(table.word(cell, check)) for cell in table.cells))) for check in table.checks
-    ]
-    while columns:
-        taken, used = 0, 2 + label
-        # At least one column, even if the line is too long.
-        while taken < len(columns) and (not taken or not width or used + 2 + columns[taken][1] <= width):
-            used += 2 + columns[taken][1]
-            taken += 1
-        block, columns = columns[:taken], columns[taken:]
-        yield _row(" " * label, [(check, "") for check, _ in block], block)
+    """Yield the matrix, in as many blocks as its columns need at this width."""
+    label_width = max((len(cell) for cell in table.cells), default=0)
+    blocks = _divided(_columns(table), label_width, width)
+    for block in blocks:
+        header = [(column.check, "") for column in block]
+        yield _row(" " * label_width, header, block)
         for cell in table.cells:
-            verdicts = [table.found.get((cell, check)) for check, _ in block]
-            words = [(one.status.word, one.status.style) if one else ("", "") for one in verdicts]
+            words = [_word(table, cell, column.check) for column in block]
             # A further block leaves out cells without a verdict in it.
-            if taken == len(table.checks) or any(text for text, _ in words):
-                yield _row(cell.ljust(label), words, block)
+            if len(blocks) == 1 or any(text for text, _ in words):
+                yield _row(cell.ljust(label_width), words, block)
 
 
-def _row(label: str, words: list[Span], block: list[tuple[str, int]]) -> Line:
+def _columns(table: Table) -> list[_Column]:
+    columns = []
+    for check in table.checks:
+        words = [table.word(cell, check) for cell in table.cells]
+        longest = max(len(word) for word in (check, *words))
+        columns.append(_Column(check, longest))
+    return columns
+
+
+def _divided(columns: Iterable[_Column], label_width: int, width: int) -> list[list[_Column]]:
+    """Divide the columns into blocks no wider than ``width``, 0 for any width; each has at least one column."""
+    blocks: list[list[_Column]] = []
+    used = 0
+    for column in columns:
+        # Two spaces before each.
+        needed = 2 + column.width
+        if blocks and (not width or used + needed <= width):
+            blocks[-1].append(column)
+            used += needed
+        else:
+            blocks.append([column])
+            used = 2 + label_width + needed
+    return blocks
+
+
+def _word(table: Table, cell: str, check: str) -> Span:
+    verdict = table.verdicts.get((cell, check))
+    if verdict is None:
+        return ("", "")
+    return (verdict.status.word, verdict.status.style)
+
+
+def _row(label: str, words: Iterable[Span], block: Iterable[_Column]) -> Line:
+    """Return a row of a block, without spaces at its end."""
     spans: list[Span] = [(f"  {label}", "")]
-    for (text, style), (_, width) in zip(words, block, strict=True):
-        spans += [("  ", ""), (text, style), (" " * (width - len(text)), "")]
+    for (text, style), column in zip(words, block, strict=True):
+        padding = " " * (column.width - len(text))
+        spans += [("  ", ""), (text, style), (padding, "")]
     while spans and not spans[-1][0].strip():
         spans.pop()
     return tuple(span for span in spans if span[0])
@@ -82,34 +119,43 @@ def _row(label: str, words: list[Span], block: list[tuple[str, int]]) -> Line:
 
 def causes_text(results: Iterable[Verdict]) -> Iterator[Line]:
     """Yield each cause of failure with its cells and checks, and the command that reproduces one of them."""
-    found = causes(results)
-    if found:
+    all_causes = causes(results)
+    if all_causes:
         yield (("failures by cause", "head"),)
-    for number, cause in enumerate(found[:CAUSES], 1):
+    for number, cause in enumerate(all_causes[:CAUSES], 1):
         cells = cause.cells
-        verdicts, affected = len(cause.results), len(cells)
-        counted = f"{verdicts} verdict{'s' * (verdicts > 1)} in {affected} cell{'s' * (affected > 1)}{follows(cause)}"
-        yield ((f"  {number}. ", ""), (cause.words, "bad"), (f" {counted}: {cut(cause.headline, HEADLINE)}", ""))
-        named = [f"{cell}: {shortened(checks, 6)}" for cell, checks in cells.items()]
-        yield ((f"     {'; '.join(named[:3])}{_more(len(named) - 3)}", ""),)
+        counted = f"{_counted(len(cause.results), 'verdict')} in {_counted(len(cells), 'cell')}{follows(cause)}"
+        headline = cut(cause.headline, HEADLINE)
+        yield ((f"  {number}. ", ""), (cause.words, "bad"), (f" {counted}: {headline}", ""))
+        cell_texts = [f"{cell}: {shortened(checks, 6)}" for cell, checks in cells.items()]
+        yield ((f"     {'; '.join(cell_texts[:3])}{_more(len(cell_texts) - 3)}", ""),)
         if cause.reproduce:
             yield ((f"     reproduce: {cause.reproduce}", ""),)
-    if len(found) > CAUSES:
-        yield ((f"  {unshown(len(found) - CAUSES)}", ""),)
+    if len(all_causes) > CAUSES:
+        yield ((f"  {unshown(len(all_causes) - CAUSES)}", ""),)
+
+
+def _counted(count: int, noun: str) -> str:
+    """Return a number with its noun, in the plural if it has to be."""
+    if count > 1:
+        return f"{count} {noun}s"
+    return f"{count} {noun}"
 
 
 def settings_text(results: Iterable[Verdict]) -> Iterator[Line]:
     """Yield, for each suite that ran settings, those that fail or are refused, with the strategies under which they do."""
     for table in settings_tables(results):
         rows = failing(table)
-        if rows:
-            words = f"{len(rows)} of {len(table.cells)} settings fail or are refused"
-            yield ((f"{table.title}: {words}", "head"),)
-        label = max((len(setting) for setting, _ in rows[:SETTINGS]), default=0)
-        for setting, verdicts in rows[:SETTINGS]:
-            spans: list[Span] = [(f"  {setting.ljust(label)}", "")]
-            for strategy, one in verdicts:
-                spans += [(f"  {strategy} ", ""), (one.status.word, one.status.style)]
+        if not rows:
+            continue
+        title = f"{table.title}: {len(rows)} of {len(table.cells)} settings fail or are refused"
+        yield ((title, "head"),)
+        label_width = max(len(row.setting) for row in rows[:SETTINGS])
+        for row in rows[:SETTINGS]:
+            spans: list[Span] = [(f"  {row.setting.ljust(label_width)}", "")]
+            for strategy, verdict in row.verdicts.items():
+                spans.append((f"  {strategy} ", ""))
+                spans.append((verdict.status.word, verdict.status.style))
             yield tuple(spans)
         if len(rows) > SETTINGS:
             yield ((f"  and {len(rows) - SETTINGS} more, which the HTML and Markdown reports have", "dim"),)
@@ -117,35 +163,59 @@ def settings_text(results: Iterable[Verdict]) -> Iterator[Line]:
 
 def follows(cause: Cause) -> str:
     """Return the number of the cause that this one may follow from, as words; empty if there is none."""
-    return f", may follow from {cause.follows}" if cause.follows else ""
+    if not cause.follows:
+        return ""
+    return f", may follow from {cause.follows}"
 
 
 def runs_text(
     runs: Iterable[dict[str, Any]], timeline: Iterable[dict[str, Any]] = (), gaps: Iterable[dict[str, Any]] = ()
 ) -> Iterator[Line]:
     """Yield the slowest runs, the fraction of the time in which each device was in use, and why they were not."""
-    slow = sorted((run for run in runs if run["seconds"]), key=lambda run: run["seconds"], reverse=True)
-    if slow:
-        named = (f"{run['seconds']:.1f} s {run['cell']} {run['name']} ({run['driver']})" for run in slow[:SLOWEST])
-        yield ((f"slowest runs: {', '.join(named)}", ""),)
-    spans = list(timeline)
-    length = max((span["end"] for span in spans), default=0) - min((span["begin"] for span in spans), default=0)
-    if length >= 1:
-        used: dict[str, float] = {}
-        for span in spans:
-            # Of a GPU that runs share, a place is a part.
-            device = span["device"].partition(".place-")[0]
-            used[device] = used.get(device, 0.0) + (span["end"] - span["begin"]) * span.get("part", 1)
-        named = (f"{device} {seconds / length:.0%}" for device, seconds in sorted(used.items()))
-        yield ((f"devices in use, of {length:.0f} s: {', '.join(named)}", ""),)
+    yield from _slowest_runs(runs)
+    yield from _device_use(timeline)
+    yield from _idle_devices(gaps)
+
+
+def _slowest_runs(runs: Iterable[dict[str, Any]]) -> Iterator[Line]:
+    timed_runs = [run for run in runs if run["seconds"]]
+    timed_runs.sort(key=lambda run: run["seconds"], reverse=True)
+    texts = [f"{run['seconds']:.1f} s {run['cell']} {run['name']} ({run['driver']})" for run in timed_runs[:SLOWEST]]
+    if texts:
+        yield ((f"slowest runs: {', '.join(texts)}", ""),)
+
+
+def _device_use(timeline: Iterable[dict[str, Any]]) -> Iterator[Line]:
+    """Yield the fraction of the time, from the first lease to the last, in which each device was leased."""
+    leases = list(timeline)
+    begin = min((lease["begin"] for lease in leases), default=0)
+    end = max((lease["end"] for lease in leases), default=0)
+    length = end - begin
+    if length < 1:
+        return
+    used: dict[str, float] = {}
+    for lease in leases:
+        # Of a GPU that runs share, a place is a part.
+        device = lease["device"].partition(".place-")[0]
+        seconds = (lease["end"] - lease["begin"]) * lease.get("part", 1)
+        used[device] = used.get(device, 0.0) + seconds
+    fractions = [f"{device} {seconds / length:.0%}" for device, seconds in sorted(used.items())]
+    yield ((f"devices in use, of {length:.0f} s: {', '.join(fractions)}", ""),)
+
+
+def _idle_devices(gaps: Iterable[dict[str, Any]]) -> Iterator[Line]:
+    """Yield the reasons for which devices were not in use, the longest first, without those of less than a second."""
     idle: dict[str, float] = {}
     for gap in gaps:
-        # Whom a run waited for is in the report.
-        why = gap["why"] if "waits for" not in gap["why"] else "a run waits for devices"
-        idle[why] = idle.get(why, 0.0) + gap["end"] - gap["begin"]
-    long = [f"{seconds:.0f} s {why}" for why, seconds in sorted(idle.items(), key=lambda one: -one[1]) if seconds >= 1]
-    if long:
-        yield ((f"devices not in use, all together: {'; '.join(long)}", ""),)
+        reason = gap["why"]
+        if "waits for" in reason:
+            # Whom a run waited for is in the report.
+            reason = "a run waits for devices"
+        idle[reason] = idle.get(reason, 0.0) + gap["end"] - gap["begin"]
+    longest_first = sorted(idle.items(), key=lambda item: -item[1])
+    texts = [f"{seconds:.0f} s {reason}" for reason, seconds in longest_first if seconds >= 1]
+    if texts:
+        yield ((f"devices not in use, all together: {'; '.join(texts)}", ""),)
 
 
 def counts_text(report: Report) -> str:
@@ -153,16 +223,17 @@ def counts_text(report: Report) -> str:
 
     Counts of 0 are left out, except those that show a suite that stopped running.
     """
+    count_by_name = counts(report)
+    parts = [f"{count_by_name[name]} {name}" for name in ("selected", "ran", "skipped")]
+    if count_by_name["unreached"]:
+        parts.append(f"{count_by_name['unreached']} not reached")
+    other_statuses = [status for status in Status if status is not Status.SKIPPED]
+    statuses = [f"{count_by_name[status]} {status}" for status in other_statuses if count_by_name[status]]
+    text = f"{', '.join(parts)}: {', '.join(statuses) or 'nothing'}"
     shard = report.session.get("shard")
-    this = f"shard {shard['number']}/{len(shard['plan'])}: " if shard else ""
-    found = counts(report)
-    parts = [f"{found['selected']} selected", f"{found['ran']} ran", f"{found['skipped']} skipped"]
-    if found["unreached"]:
-        parts.append(f"{found['unreached']} not reached")
-    statuses = [f"{found[status]} {status}" for status in Status if found[status] and status is not Status.SKIPPED]
-    return "; ".join(
-        (f"{this}{', '.join(parts)}: {', '.join(statuses) or 'nothing'}", *report.session.get("missing", ()))
-    )
+    if shard:
+        text = f"shard {shard['number']}/{len(shard['plan'])}: {text}"
+    return "; ".join((text, *report.session.get("missing", ())))
 
 
 def shortened(names: list[str], shown: int = 3) -> str:
@@ -170,5 +241,5 @@ def shortened(names: list[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + _more(len(names) - shown)
 
 
-def _more(left: int) -> str:
-    return f" and {left} more" if left > 0 else ""
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""

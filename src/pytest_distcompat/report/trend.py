@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice, pairwise
 
 from pytest_distcompat.excerpt import visible
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import constant_part, unshown
 from pytest_distcompat.report.compare import differing
 from pytest_distcompat.report.document import Report
@@ -70,13 +68,23 @@ class History:
     @property
     def ran(self) -> list[tuple[int, Status]]:
         """Return the nights in which it came to a verdict, with that."""
-        return [(at, one) for at, one in enumerate(self.statuses) if one and one is not Status.SKIPPED]
+        nights: list[tuple[int, Status]] = []
+        for night, status in enumerate(self.statuses):
+            if status and status is not Status.SKIPPED:
+                nights.append((night, status))
+        return nights
 
     @property
     def strip(self) -> list[tuple[Status | None, int, int]]:
         """Return each stretch of equal statuses, with its first and last night."""
-        stretches = ((one, list(found)) for one, found in groupby(range(len(self.statuses)), self.statuses.__getitem__))
-        return [(one, nights[0], nights[-1]) for one, nights in stretches]
+        stretches: list[tuple[Status | None, int, int]] = []
+        for night, status in enumerate(self.statuses):
+            if stretches and stretches[-1][0] == status:
+                _, first_night, _ = stretches.pop()
+            else:
+                first_night = night
+            stretches.append((status, first_night, night))
+        return stretches
 
 
 @dataclass(frozen=True)
@@ -93,41 +101,100 @@ class Trend:
     @property
     def headline(self) -> str:
         """Return how many histories are of which kind."""
-        kinds = Counter(history.kind for history in self.histories)
-        gone = sum(bool(one.ran) and one.statuses[-1] in {None, Status.SKIPPED} for one in self.histories)
-        counted = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
-        nights = f"{len(self.nights)} night{'s' * (len(self.nights) != 1)}"
-        return f"{nights}: {counted or 'no verdicts'}{f'; {gone} not run in the last' if gone else ''}"
+        histories_by_kind = Counter(history.kind for history in self.histories)
+        counts = [f"{histories_by_kind[kind]} {kind}" for kind in KINDS if histories_by_kind[kind]]
+        plural = "s" if len(self.nights) != 1 else ""
+        text = f"{len(self.nights)} night{plural}: {', '.join(counts) or 'no verdicts'}"
+        stopped = self._stopped_running()
+        if stopped:
+            text += f"; {stopped} not run in the last"
+        return text
+
+    def _stopped_running(self) -> int:
+        """Count the checks in cells that once came to a verdict, and did not in the last night."""
+        count = 0
+        for history in self.histories:
+            if history.ran and history.statuses[-1] in {None, Status.SKIPPED}:
+                count += 1
+        return count
 
     def story(self, history: History) -> str:
         """Return since when it is broken and with which versions, or when it was fixed."""
         if history.kind == "flaky":
             return "flaky: turned and turned back with equal versions"
-        begun = f"red since {self.nights[history.since]}, " + (
-            "its first verdict"
-            if history.before is None
-            else f"not on {self.nights[history.before]}: {changes(history.changed)}"
-        )
+        if history.before is None:
+            cause = "its first verdict"
+        else:
+            cause = f"not on {self.nights[history.before]}: {changes(history.changed)}"
+        begun = f"red since {self.nights[history.since]}, {cause}"
         if history.until is not None:
             return f"fixed on {self.nights[history.until]}: {changes(history.mended)}; was {begun}"
-        last = history.ran[-1][0]
-        return f"broken: {begun}" + (f"; not run since {self.nights[last]}" if last < len(self.nights) - 1 else "")
+        last_night, _ = history.ran[-1]
+        if last_night < len(self.nights) - 1:
+            return f"broken: {begun}; not run since {self.nights[last_night]}"
+        return f"broken: {begun}"
 
     def lines(self) -> Iterator[str]:
         """Yield the lines for a terminal, one for each change of several verdicts; control characters are escaped."""
         yield self.headline
-        listed = (one for kind in KINDS[:3] for one in self.histories if one.kind == kind)
-        groups = grouped(((self.story(one), constant_part(one.last.why)), one.last) for one in listed)
-        for (story, _), found in islice(groups.items(), CAUSES):
-            names = shortened([f"{one.cell}:{one.check} ({one.driver})" for one in found])
-            yield visible(f"{story}: {names}: {found[0].status.word}: {cut(found[0].why, HEADLINE)}")
+        groups = self._last_verdicts_by_story()
+        for story, verdicts in list(groups.items())[:CAUSES]:
+            first = verdicts[0]
+            names = [f"{verdict.cell}:{verdict.check} ({verdict.driver})" for verdict in verdicts]
+            why = cut(first.why, HEADLINE)
+            yield visible(f"{story.text}: {shortened(names)}: {first.status.word}: {why}")
         if len(groups) > CAUSES:
             yield unshown(len(groups) - CAUSES)
+
+    def _last_verdicts_by_story(self) -> dict[_Story, list[Verdict]]:
+        """Return the last red verdicts of broken, flaky and fixed histories, those with an equal story together."""
+        groups: dict[_Story, list[Verdict]] = {}
+        for kind in KINDS[:3]:
+            for history in self.histories:
+                if history.kind == kind:
+                    story = _Story(self.story(history), constant_part(history.last.why))
+                    groups.setdefault(story, []).append(history.last)
+        return groups
+
+
+@dataclass(frozen=True)
+class _Story:
+    """What histories share that are listed as one.
+
+    Attributes:
+        text: Since when they are broken, or when they were fixed.
+        cause: The message of their last red verdict, numbers aside.
+    """
+
+    text: str
+    cause: str
 
 
 def changes(changed: Mapping[str, tuple[str, str]]) -> str:
     """Return the changed versions as one text."""
-    return ", ".join(f"{name} {old} -> {now}" for name, (old, now) in changed.items()) or "no version changed"
+    texts = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
+    return ", ".join(texts) or "no version changed"
+
+
+@dataclass(frozen=True)
+class _Session:
+    """What the trend needs of one report.
+
+    Attributes:
+        night: The session, before it is compared with the others.
+        results: Its verdicts: of several on a check in a cell, the worst.
+        peak_memory: The peak memory of the fullest rank in bytes, by suite and cell.
+    """
+
+    night: Night
+    results: list[Verdict]
+    peak_memory: dict[str, int]
+
+
+#: A check in a cell of a suite: ``suite``, ``place``, ``cell`` and ``check`` of its verdicts.
+_CheckKey = tuple[str, str, str, str]
+#: For each night the seconds of a cell's items, and its peak memory in bytes; None without a figure.
+_Costs = tuple[list[float | None], list[float | None]]
 
 
 def trend(reports: Iterable[Report]) -> Trend:
@@ -136,65 +203,160 @@ def trend(reports: Iterable[Report]) -> Trend:
     Of several verdicts on the same check in the same cell in one night, the worst counts.
     """
     # Each report is reduced as it comes: a hundred whole ones may not fit in memory.
-    sessions = sorted(map(_reduced, reports), key=lambda one: one[0].began)
-    nights = [one for one, _, _ in sessions]
-    verdicts: dict[tuple[str, ...], list[Verdict | None]] = {}
-    costs: dict[str, tuple[list[float | None], list[float | None]]] = {}
-    for at, (_, results, memory) in enumerate(sessions):
-        for one in results:
-            verdicts.setdefault((one.suite, one.place, one.cell, one.check), [None] * len(nights))[at] = one
-            if one.status is not Status.SKIPPED:
-                cell = f"{one.place}[{one.cell}]"
-                seconds, peaks = costs.setdefault(cell, ([None] * len(nights), [None] * len(nights)))
-                seconds[at], peaks[at] = (seconds[at] or 0.0) + one.seconds, memory.get(cell)
-    all_versions = [night.versions for night in nights]
-    # A history compares nights by the first one with equal versions.
-    equal = [all_versions.index(one) for one in all_versions]
-    histories = [_history(found, nights, equal) for found in verdicts.values()]
-    return Trend(tuple(_counted(nights, histories)), tuple(histories), costs)
+    sessions = [_reduced(report) for report in reports]
+    sessions.sort(key=lambda session: session.night.began)
+    nights = [session.night for session in sessions]
+    first_equal = _first_nights_with_equal_versions(nights)
+    verdicts_by_check = _verdicts_by_check(sessions)
+    histories = [_history(verdicts, nights, first_equal) for verdicts in verdicts_by_check.values()]
+    return Trend(tuple(_compared(nights, histories)), tuple(histories), _costs_by_cell(sessions))
 
 
-def _reduced(report: Report) -> tuple[Night, list[Verdict], dict[str, int]]:
+def _reduced(report: Report) -> _Session:
     session = report.session
-    machine = {name: session[name] for name in ("device", "gpu") if session.get(name)}
-    night = Night(session.get("began", ""), session.get("seconds", 0.0), {**session.get("versions", {}), **machine})
-    one = merge([report])
-    return night, one.results, {f"{row.place}[{row.cell}]": max(row.memory) for row in one.rows if row.memory}
+    versions = dict(session.get("versions", {}))
+    for name in ("device", "gpu"):
+        if session.get(name):
+            versions[name] = session[name]
+    night = Night(session.get("began", ""), session.get("seconds", 0.0), versions)
+    # A merge of one report keeps the worst verdict on a check in a cell.
+    merged = merge([report])
+    peak_memory = {}
+    for row in merged.rows:
+        if row.memory:
+            peak_memory[f"{row.place}[{row.cell}]"] = max(row.memory)
+    return _Session(night, merged.results, peak_memory)
 
 
-def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], equal: Sequence[int]) -> History:
-    statuses = tuple(one.status if one else None for one in verdicts)
-    ran = [(at, one) for at, one in enumerate(verdicts) if one and one.status is not Status.SKIPPED]
-    # Each stretch of verdicts that are all red, or all not.
-    stretches = [list(found) for _, found in groupby(ran, key=lambda one: one[1].red)]
-    position = next((at for at in reversed(range(len(stretches))) if stretches[at][0][1].red), None)
-    if position is None:
-        return History([one for one in verdicts if one][-1], statuses, "never red" if ran else "never run")
-    (since, _), (red_until, last) = stretches[position][0], stretches[position][-1]
-    before = stretches[position - 1][-1][0] if position else None
-    until = stretches[position + 1][0][0] if stretches[position + 1 :] else None
-    red: dict[int, bool] = {}
-    turns: Counter[int] = Counter()
-    for at, one in ran:
-        turns[equal[at]] += red.get(equal[at], one.red) != one.red
-        red[equal[at]] = one.red
+def _first_nights_with_equal_versions(nights: Sequence[Night]) -> list[int]:
+    """Return, for each night, the first one with the same versions: histories compare nights by it."""
+    all_versions = [night.versions for night in nights]
+    return [all_versions.index(versions) for versions in all_versions]
+
+
+def _verdicts_by_check(sessions: Sequence[_Session]) -> dict[_CheckKey, list[Verdict | None]]:
+    """Return one verdict or None for each night, by check and cell."""
+    verdicts_by_check: dict[_CheckKey, list[Verdict | None]] = {}
+    for night, session in enumerate(sessions):
+        for result in session.results:
+            key = (result.suite, result.place, result.cell, result.check)
+            verdicts = verdicts_by_check.setdefault(key, [None] * len(sessions))
+            verdicts[night] = result
+    return verdicts_by_check
+
+
+def _costs_by_cell(sessions: Sequence[_Session]) -> dict[str, _Costs]:
+    """Return the seconds and the peak memory of each night by cell, for cells that ran."""
+    costs: dict[str, _Costs] = {}
+    for night, session in enumerate(sessions):
+        for result in session.results:
+            if result.status is Status.SKIPPED:
+                continue
+            cell = f"{result.place}[{result.cell}]"
+            if cell not in costs:
+                costs[cell] = ([None] * len(sessions), [None] * len(sessions))
+            seconds, peaks = costs[cell]
+            seconds[night] = (seconds[night] or 0.0) + result.seconds
+            peaks[night] = session.peak_memory.get(cell)
+    return costs
+
+
+@dataclass
+class _Stretch:
+    """Consecutive verdicts that are all red, or all not.
+
+    Attributes:
+        red: Whether they are red.
+        first_night: The night of the first verdict.
+        last_night: The night of the last verdict.
+        last: The last verdict.
+    """
+
+    red: bool
+    first_night: int
+    last_night: int
+    last: Verdict
+
+
+def _stretches(verdicts: Sequence[Verdict | None]) -> list[_Stretch]:
+    """Return the stretches of red and of other verdicts in turn; nights without a verdict and skipped items are no end."""
+    stretches: list[_Stretch] = []
+    for night, verdict in enumerate(verdicts):
+        if verdict is None or verdict.status is Status.SKIPPED:
+            continue
+        if stretches and stretches[-1].red == verdict.red:
+            stretches[-1].last_night = night
+            stretches[-1].last = verdict
+        else:
+            stretches.append(_Stretch(verdict.red, night, night, verdict))
+    return stretches
+
+
+def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], first_equal: Sequence[int]) -> History:
+    """Return the history of one check in one cell: when it was last red, and between which nights it turned.
+
+    Args:
+        verdicts: Its verdict in each night, None where there is none.
+        nights: The nights.
+        first_equal: For each night, the first one with equal versions.
+    """
+    statuses = tuple(verdict.status if verdict else None for verdict in verdicts)
+    stretches = _stretches(verdicts)
+    red_positions = [position for position, stretch in enumerate(stretches) if stretch.red]
+    if not red_positions:
+        last_verdict = [verdict for verdict in verdicts if verdict][-1]
+        return History(last_verdict, statuses, "never red" if stretches else "never run")
+    position = red_positions[-1]
+    last_red = stretches[position]
+    before = None
+    changed: Mapping[str, tuple[str, str]] = {}
+    if position > 0:
+        before = stretches[position - 1].last_night
+        changed = differing(nights[before].versions, nights[last_red.first_night].versions)
+    until = None
+    mended: Mapping[str, tuple[str, str]] = {}
+    if position + 1 < len(stretches):
+        until = stretches[position + 1].first_night
+        mended = differing(nights[last_red.last_night].versions, nights[until].versions)
+    turns = _turns_with_equal_versions(verdicts, first_equal)
     # One turn with equal versions may be a change of the user's own code, which a report does not know.
-    if until is None and turns[equal[since]] < 2:
+    if until is None and turns[first_equal[last_red.first_night]] < 2:
         kind = "broken"
+    elif max(turns.values()) > 1:
+        kind = "flaky"
     else:
-        kind = "flaky" if max(turns.values()) > 1 else "fixed"
-    changed = {} if before is None else differing(nights[before].versions, nights[since].versions)
-    mended = {} if until is None else differing(nights[red_until].versions, nights[until].versions)
-    return History(last, statuses, kind, before, since, until, changed, mended)
+        kind = "fixed"
+    return History(last_red.last, statuses, kind, before, last_red.first_night, until, changed, mended)
 
 
-def _counted(nights: Sequence[Night], histories: Iterable[History]) -> Iterator[Night]:
+def _turns_with_equal_versions(verdicts: Sequence[Verdict | None], first_equal: Sequence[int]) -> Counter[int]:
+    """Count how often a check turned red, or back, between nights with equal versions, by the first of these nights."""
+    red_before: dict[int, bool] = {}
+    turns: Counter[int] = Counter()
+    for night, verdict in enumerate(verdicts):
+        if verdict is None or verdict.status is Status.SKIPPED:
+            continue
+        versions = first_equal[night]
+        turned = versions in red_before and red_before[versions] != verdict.red
+        turns[versions] += int(turned)
+        red_before[versions] = verdict.red
+    return turns
+
+
+def _compared(nights: Sequence[Night], histories: Iterable[History]) -> Iterator[Night]:
+    """Yield the nights with their counts of verdicts, and with what changed since the night before."""
     counts = [Counter[str]() for _ in nights]
     for history in histories:
-        # The first night has none to differ from; a check that is new after it and red is found.
-        for (_, was), (at, now) in pairwise([(0, Status.SKIPPED), *history.ran]):
-            found, fixed = at > 0 and now.red and not was.red, was.red and not now.red
-            counts[at].update(ran=1, red=int(now.red), found=int(found), fixed=int(fixed))
-    for at, (night, count) in enumerate(zip(nights, counts, strict=True)):
-        changed = differing(nights[at - 1].versions, night.versions) if at else {}
-        yield Night(night.began, night.seconds, night.versions, changed, **count)
+        # The first night has none to differ from; a check that is new after it and red counts as newly red.
+        red_before = False
+        for number, status in history.ran:
+            counts[number]["ran"] += 1
+            counts[number]["red"] += int(status.red)
+            counts[number]["found"] += int(number > 0 and status.red and not red_before)
+            counts[number]["fixed"] += int(red_before and not status.red)
+            red_before = status.red
+    for number, night in enumerate(nights):
+        changed = {}
+        if number > 0:
+            changed = differing(nights[number - 1].versions, night.versions)
+        yield Night(night.began, night.seconds, night.versions, changed, **counts[number])

@@ -22,8 +22,12 @@ MAX_SUMMARY = 1024 * 1024
 
 def write_report(path: Path, report: Report) -> None:
     """Write the report in the format of the file's suffix. Raises OSError, and leaves the file's earlier content unchanged."""
-    # The JSON of many verdicts is never in memory as a whole.
-    replace_file(path, report.pieces() if path.suffix == ".json" else [FORMATS[path.suffix](report)])
+    if path.suffix == ".json":
+        # The JSON of many verdicts is never in memory as a whole.
+        replace_file(path, report.pieces())
+    else:
+        text = FORMATS[path.suffix](report)
+        replace_file(path, [text])
 
 
 def replace_file(path: Path, pieces: Iterable[str]) -> None:
@@ -31,19 +35,29 @@ def replace_file(path: Path, pieces: Iterable[str]) -> None:
     try:
         # Follow a link, as a write does.
         target = path.resolve()
-        if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
-            # A pipe, /dev/stdout or a single mounted file cannot be replaced.
+        if _is_replaceable(target):
+            _replace(target, pieces)
+        else:
             with target.open("w", encoding="utf-8", errors="replace", newline="") as file:
                 file.writelines(pieces)
-            return
-        partial = target.with_name(f".{secrets.token_hex(8)}.part")
-        try:
-            _write_new(partial, pieces, like=target)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _is_replaceable(target: Path) -> bool:
+    """Tell whether a new file can take its place: not that of a pipe, of /dev/stdout or of a single mounted file."""
+    if not target.exists():
+        return True
+    return target.is_file() and os.access(target.parent, os.W_OK)
+
+
+def _replace(target: Path, pieces: Iterable[str]) -> None:
+    partial = target.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        _write_new(partial, pieces, like=target)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _write_new(path: Path, pieces: Iterable[str], *, like: Path) -> None:
@@ -63,6 +77,7 @@ def append_summary(path: Path, report: Report) -> None:
     size = path.stat().st_size if path.exists() else 0
     room = MAX_SUMMARY - size - 100
     if len(raw) > room:
-        raw = raw[: max(0, room)].rpartition(b"\n")[0] + b"\n\nThe rest does not fit here: see the report's file.\n"
+        whole_lines, _, _ = raw[: max(0, room)].rpartition(b"\n")
+        raw = whole_lines + b"\n\nThe rest does not fit here: see the report's file.\n"
     with path.open("ab") as file:
         file.write(raw)
