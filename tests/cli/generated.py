@@ -8,6 +8,7 @@ site has them, by docs/hooks/built.py.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import re
@@ -30,6 +31,7 @@ from pytest_distcompat.profiles import AXES, BESIDE_AXES
 from pytest_distcompat.strategies import STRATEGIES, Dtypes
 from pytest_distcompat.trace import Loader
 
+from . import api_page
 from .failing import EXAMPLES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -365,6 +367,7 @@ MADE: Mapping[str, Callable[[], str]] = {
     "driver": example_driver,
     "beside_axes": beside_axes,
     "node_faults": node_faults,
+    **{name: functools.partial(api_page.section, name) for name in api_page.SECTIONS},
 }
 
 #: What the site alone has, by the name in the comment that it replaces.
