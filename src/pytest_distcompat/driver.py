@@ -281,6 +281,8 @@ class Driver:
     ) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the batches that this rank gets of rows ``range(count)`` in two epochs: epoch, and numbers of the rows.
 
+        ``build`` was not called: start the process group here if the loader needs it.
+
         Args:
             loader: One of ``loaders``.
             count: The number of rows, which does not divide by the ranks.
@@ -292,7 +294,7 @@ class Driver:
     def metrics(self, count: int) -> Mapping[str, float]:
         """Return metrics over rows ``range(count)`` by name, for each way in which the trainer evaluates.
 
-        The check ``evaluation`` compares each with its value in one process, on every rank.
+        The check ``evaluation`` compares each with its value in one process, on every rank. ``build`` was not called.
         """
         raise NotImplementedError
 

@@ -56,6 +56,17 @@ def test_a_plain_factor_is_named(sound: Sound, field: str, factor: float, cause:
     assert found.endswith(f" allowed){cause}")
 
 
+@pytest.mark.parametrize(
+    ("cell", "cause"),
+    [("ddp-fp32-w2", "the number of ranks or micro-batches a step"), ("ddp-fp32-w3", "micro-batches a step")],
+)
+def test_a_trainer_that_accumulates_unasked(sound: Sound, cell: str, cause: str) -> None:
+    """The model was called twice in a step: the factor 2 may be that."""
+    story = scaled(sound(cell), "loss", 2)
+    story = story.alter(lambda one: replace(one, inputs=("1", "2")), action="step")
+    assert story.findings("parity")[0].endswith(f" allowed): 2 times the reference's (= {cause})")
+
+
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w4", "fsdp2-fp32-w4-tp_2"])
 def test_losses_that_are_parts_of_a_sum(sound: Sound, cell: str) -> None:
     story = sound(cell)

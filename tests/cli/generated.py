@@ -8,11 +8,13 @@ site has them, by docs/hooks/built.py.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +32,7 @@ from pytest_distcompat.profiles import AXES, BESIDE_AXES
 from pytest_distcompat.strategies import STRATEGIES, Dtypes
 from pytest_distcompat.trace import Loader
 
+from . import api_page
 from .failing import EXAMPLES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -40,7 +43,7 @@ CELL = Cell("fsdp2", "fp32")
 CLAIMS: Mapping[str, str] = {
     "reshards": "Strategies whose checkpoints can be loaded at another world size.",
     "portable": "Strategy to the other one that can load its checkpoints.",
-    "loaders": "The trainer's loaders, whose rows `rows(loader, count, start, directory)` yields.",
+    "loaders": "The trainer's loaders by name, and the rows that each gives.",
 }
 #: The titles of the columns of the dtype table.
 COLUMNS: Mapping[str, str] = {
@@ -272,17 +275,19 @@ def beside_axes() -> str:
     return table(("axis", "strategies", "precisions", "axes and options"), map(row, AXES))
 
 
-#: Actions that a driver need not have.
+#: Methods that a driver need not have.
 OPTIONAL = ("export", "reload", "evaluate", "reference", "overflow", "metrics")
+#: The method that an action of a run calls, where it has another name; other actions call none, or the method of their name.
+CALLED = {"rounded": "reference", "resumed_rows": "rows", "moved_rows": "rows"}
 
 
 class Able(Driver):
-    """Has every optional methods, and makes every claim."""
+    """Has every optional method but those it lacks, and makes every claim."""
 
     name = "able"
     reshards = STRATEGIES.names()
     portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp2": "ddp"}
-    loaders: ClassVar[Mapping[str, Loader]] = {"": Loader()}
+    loaders: ClassVar[Mapping[str, Loader]] = {"": Loader(resumes=True, moves=True)}
     lacks: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -290,38 +295,125 @@ class Able(Driver):
         return action not in cls.lacks
 
 
-def actions() -> str:
-    """Which checks each optional methods or claim of a driver brings."""
-    cells = (CELL, Cell("ddp", "fp16_mixed"), Cell("ddp", "fp32"))
-    variants: Mapping[str, dict[str, Any]] = {
-        **{action: {"lacks": (action,)} for action in OPTIONAL},
-        "reshards": {"reshards": ()},
-        "portable": {"portable": {}},
-        "loaders": {"loaders": {}},
-    }
+@dataclass(frozen=True)
+class Step:
+    """A row of the table of what a driver's methods bring.
 
-    def brought(without: type[Driver]) -> str:
-        return code(
-            one.name
+    Attributes:
+        methods: They are written together; several stand for one line of the table.
+        words: What they are, if the first line of the docstring of the first does not say it.
+        without: The attributes of ``Able`` that take away what the row brings; None for methods that every driver has.
+        claim: The attribute that claims it, for what is no method.
+    """
+
+    methods: tuple[str, ...]
+    words: str = ""
+    without: Mapping[str, Any] | None = None
+    claim: str = ""
+
+
+#: From the first methods that one writes to the last.
+STEPS_OF_A_DRIVER = (
+    Step(("build_model", "build", "step"), "Make the model, make the trainer, take one optimizer step."),
+    Step(("save",)),
+    Step(("load",)),
+    *(Step((name,), without={"lacks": (name,)}) for name in OPTIONAL),
+    Step((), CLAIMS["reshards"], {"reshards": ()}, "reshards"),
+    Step((), CLAIMS["portable"], {"portable": {}}, "portable"),
+    Step(("rows",), CLAIMS["loaders"], {"loaders": {}}, "loaders"),
+)
+#: Cells in which a check may apply that does not in others, by the words for them.
+CELLS_OF_CHECKS = {
+    "": CELL,
+    "with `grad_accum`": Cell.of("fsdp2", "fp32", grad_accum=2),
+    "with `save_only_model`": Cell.of("fsdp2", "fp32", save_only_model=True),
+    "in `fp16_mixed`": Cell("ddp", "fp16_mixed"),
+    "in `fp8`": Cell("fsdp2", "fp8"),
+    "in `fp8` under ZeRO": Cell("zero2", "fp8"),
+    "in one cell alone": Cell("ddp", "fp32"),
+}
+#: A method that more runs call is called by nearly all.
+FEW_RUNS = 8
+
+
+def cell_of(one: Check, driver: type[Driver]) -> str | None:
+    """Return the words for the first cell in which the check applies to the driver; None if it does in none."""
+    return next((words for words, cell in CELLS_OF_CHECKS.items() if not one.not_applicable(cell, driver)), None)
+
+
+def needed_actions(one: Check) -> set[str]:
+    """Return the actions without which the check fails: those of its runs up to the last snapshot that it reads."""
+    cell = CELLS_OF_CHECKS[cell_of(one, Able) or ""]
+    last = {run: (action, nth) for run, action, nth in one.until}
+    needed: set[str] = set()
+    for run in one.runs(cell, Able).runs:
+        action, nth = last.get(run.name, ("", 0))
+        places = [place for place, name in enumerate(run.actions) if name == action]
+        if places and run.name not in one.raises:
+            needed.update(run.actions[: places[nth] + 1])
+        elif run.name in one.raises or not one.until:
+            needed.update(run.actions)
+    return needed
+
+
+def brought_by(step: Step) -> list[Check]:
+    """Return the checks that the methods of a row bring to a driver that has those of all rows above it."""
+    if step.without is not None:
+        without = type("Without", (Able,), dict(step.without))
+        cells = CELLS_OF_CHECKS.values()
+        return [
+            one
             for one in CHECKS.by_name.values()
             if any(one.not_applicable(cell, without) and not one.not_applicable(cell, Able) for cell in cells)
-        )
+        ]
+    required = [name for other in STEPS_OF_A_DRIVER if other.without is None for name in other.methods]
+    found = []
+    for one in CHECKS.by_name.values():
+        needed = needed_actions(one)
+        last = [name for name in required if name in needed][-1:]
+        if cell_of(one, Driver) is not None and last == [*step.methods[-1:]]:
+            found.append(one)
+    return found
+
+
+def runs_with(step: Step) -> str:
+    """Return the names of the runs in which a method of a row is called."""
+    found = []
+    for one in CHECKS.by_name.values():
+        for run in one.runs(CELLS_OF_CHECKS[cell_of(one, Able) or ""], Able).runs:
+            called = any(CALLED.get(action, action) in step.methods for action in run.actions)
+            # Some are the run of another cell under a name of their own.
+            if called and not run.same_as:
+                found.append(run.name)
+    return code(found) if len({*found}) <= FEW_RUNS else "all that train"
+
+
+def actions() -> str:
+    """Which checks become possible with each method or claim of a driver, from the first ones up."""
 
     def called(name: str) -> str:
-        if name not in OPTIONAL:
-            return ""
         given = list(inspect.signature(getattr(Driver, name)).parameters)[1:]
-        return f"({', '.join(given)})"
+        return f"`{name}({', '.join(given)})`"
+
+    def first_line(name: str) -> str:
+        return prose((getattr(Driver, name).__doc__ or "").strip().split("\n")[0])
+
+    def check_words(one: Check) -> str:
+        condition = cell_of(one, Able)
+        if one.limit:
+            condition = f"with `--distcompat-{one.limit}`"
+        return f"`{one.name}` {condition or ''}".strip()
 
     rows = (
         [
-            f"`{name}{called(name)}`",
-            prose((getattr(Driver, name).__doc__ or "").strip().split("\n")[0]) if name in OPTIONAL else CLAIMS[name],
-            brought(type("Without", (Able,), missing)),
+            ", ".join([*([f"`{step.claim}`"] if step.claim else []), *map(called, step.methods)]),
+            step.words or first_line(step.methods[0]),
+            runs_with(step),
+            ", ".join(map(check_words, brought_by(step))),
         ]
-        for name, missing in variants.items()
+        for step in STEPS_OF_A_DRIVER
     )
-    return table(("method or claim", "is", "checks that it brings"), rows)
+    return table(("method or claim", "is", "runs that call it", "checks that become possible"), rows)
 
 
 def node_faults() -> str:
@@ -365,6 +457,7 @@ MADE: Mapping[str, Callable[[], str]] = {
     "driver": example_driver,
     "beside_axes": beside_axes,
     "node_faults": node_faults,
+    **{name: functools.partial(api_page.section, name) for name in api_page.SECTIONS},
 }
 
 #: What the site alone has, by the name in the comment that it replaces.

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+import pytest_distcompat
 from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import REQUIRED_METHODS
 from pytest_distcompat.known import shipped
 from pytest_distcompat.models import BLANK, architecture, architectures, of_tasks
 from pytest_distcompat.models._architectures import UNKNOWN
@@ -91,6 +93,21 @@ def test_generated_blocks_are_up_to_date() -> None:
     assert set(found) == set(MADE)
     for name, text in found.items():
         assert text == made(name), f"{name}: run python -m tests.cli.generated"
+
+
+def test_the_python_api_is_readable_without_a_build() -> None:
+    text = page("api")
+    assert ":::" not in text
+    headings = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith("### ")}
+    # The registry of checks is for those who add one: docs/extend.md.
+    assert headings >= {*pytest_distcompat.__all__} - {"CHECKS"}
+    assert headings >= {"launch", "resume_roundtrip", "ScriptRun", "RoundTrip"}
+    for method in (*REQUIRED_METHODS, "loss", "make_optimizer", "reference", "export", "rows"):
+        assert f"- `{method}(" in text
+    assert "- `save_at`: The step after which the checkpoint is written." in text
+    assert "- Raises `Incompatible`: With the differences." in text
+    # What other pages lead to.
+    assert {"## Driver", "## Scripts"} <= {*text.splitlines()}
 
 
 def test_each_list_of_the_site_has_its_place() -> None:

@@ -80,7 +80,7 @@ def test_a_torch_loop_with_shards_resumes(module_host: Host, more_ranks: RoundTr
         ),
         (
             "moments are zero",
-            r"rank 0: optimizer: \d+ of \d+ values differ, first 'exp_avg of .* in step 4, 1 after the load",
+            r"ranks? 0(, 1)?: optimizer: \d+ of \d+ values differ, first 'exp_avg of .* in step 4, 1 after the load",
         ),
     ],
 )
@@ -137,6 +137,18 @@ def test_a_file_without_the_optimizer(host: Host, tmp_path: Path) -> None:
     script.write_text(text.replace('    optimizer.load_state_dict(checkpoint["optimizer"])\n', ""), encoding="utf-8")
     with pytest.raises(Incompatible, match="the optimizer's state is empty after the load at 2 ranks"):
         by_file(script, host)
+
+
+@pytest.mark.spawn
+def test_other_rows_are_told_before_what_follows_from_them(host: Host, tmp_path: Path) -> None:
+    script = tmp_path / "other_rows.py"
+    text = BY_FILE.read_text(encoding="utf-8")
+    script.write_text(text.replace("1000 * done + rank", "1000 * done + rank + 9 * arguments.resume"), encoding="utf-8")
+    with pytest.raises(Incompatible) as caught:
+        by_file(script, host)
+    first, second, *_ = str(caught.value).splitlines()
+    assert first == "ranks 0, 1: data: fed other data in step 4, 1 after the load"
+    assert second.startswith("rank 0: losses: ")
 
 
 @pytest.mark.nightly

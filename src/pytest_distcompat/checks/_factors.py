@@ -11,9 +11,9 @@ from pytest_distcompat.trace import RunTrace
 
 def factors_of(cell: Cell, run: RunTrace) -> dict[str, int]:
     """Return what a number may be too large or too small by, by name."""
-    # A pipeline splits a batch into more micro-batches than accumulation asks for.
-    split = max((len(one.inputs) for one in run.at("step")), default=1)
-    micros = split if cell.pp > 1 else int(cell.option("grad_accum"))
+    # A pipeline splits a batch into more micro-batches than accumulation asks for, and a trainer may accumulate unasked.
+    fed = max((len(one.inputs) for one in run.at("step")), default=1)
+    micros = max(fed, int(cell.option("grad_accum")))
     factors = {"the number of ranks": cell.world_size, "micro-batches a step": micros}
     factors |= {f"the size of {name}": int(cell.option(name)) for name in ("tp", "cp", "ep", "pp")}
     if cell.dp_size < cell.world_size:

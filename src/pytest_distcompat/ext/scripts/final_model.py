@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import and_others
+from pytest_distcompat.checks._base import and_others, named_ranks
 from pytest_distcompat.checks._values import adapter_name
 from pytest_distcompat.checks.export import names_in, same_values
 from pytest_distcompat.decode import decode
@@ -60,8 +60,9 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
     last = max(run.indices("step"), default=0) // STRIDE
     trained = list(_trained(run, last))
     if len(trained) < run.world_size:
-        ranks = ", ".join(str(snapshot.rank) for snapshot in trained) or "none"
-        yield f"the weights after step {last}, the last, were seen on ranks {ranks} only: the model was gone at the end"
+        gone = sorted({*range(run.world_size)} - {snapshot.rank for snapshot in trained})
+        ranks = named_ranks(gone, run.world_size)
+        yield f"the model of {ranks} was gone at the end: nothing says which weights it had after step {last}, the last"
         return
     saved = [Snapshot(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
     train = RunTrace("train", run.world_size, (first, *trained, *saved), cell=cell.id)

@@ -52,6 +52,9 @@ class Recorder:
         self.tracked = TrackedObjects(config.blocks)
         self._root: weakref.ref[Module] | None = None
         self._model: weakref.ref[Module] | None = None
+        #: The model since its last step: a script whose ``main`` returns has none when the process ends. Its optimizer is held
+        #: anyway, and with it the parameters.
+        self._held: Module | None = None
         #: True inside a step of a DeepSpeed engine, where the model is in an intermediate state.
         self.in_engine = False
         self._optimizer: Any = None
@@ -83,6 +86,7 @@ class Recorder:
             self.call_unobserved(self.record_final_model)
         for action, infos in {} if self._built else self._untrained_snapshots.items():
             self._write_snapshot(action, {"build_model": BUILD_MODEL, "load": LOAD}[action], **infos)
+        self._held = None
 
     @property
     def in_full(self) -> bool:
@@ -126,6 +130,8 @@ class Recorder:
         from pytest_distcompat.probe.observe import Hook
 
         if isinstance(value, torch.nn.Module):
+            # A script that goes on to another model may have left the last one.
+            self._held = None
             self.tracked.models.append(weakref.ref(value))
             # Before FSDP's own hook, to see the inputs of the rank and not those of its shard of the model.
             guarded = guard.guarded("a forward pre-hook of a model", self._forward)
@@ -205,6 +211,7 @@ class Recorder:
         """Read the model after a step of the optimizer or engine. ``finish_step`` adds the scheduler, which steps later."""
         if self._model is not None and not self.in_engine and not self._ignored_depth:
             self._pending = self._read_fields(whole=self.in_full)
+            self._held = self._model()
 
     def finish_step(self) -> None:
         """Write the snapshot of the last step, if it is not written yet."""

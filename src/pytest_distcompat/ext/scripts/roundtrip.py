@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.checks._base import pairs
+from pytest_distcompat.checks._base import message, pairs
 from pytest_distcompat.checks._values import differences, other_dtypes, settings, values
 from pytest_distcompat.ext.scripts.launching import RANKS, Host, check_arguments, launch, leave_directory
 from pytest_distcompat.ext.scripts.recorder import STRIDE
@@ -40,6 +41,8 @@ _READERS: Mapping[str, Callable[[Snapshot], Any]] = {
 }
 #: The quantities that can be compared, step by step and rank by rank.
 SAME = tuple(_READERS)
+#: The order in which differences of one step are reported: what all others follow from comes first.
+_CAUSES_FIRST = ("data", *(quantity for quantity in SAME if quantity != "data"))
 #: Relative tolerance of losses and gradient norms on a GPU, where the order of sums is not fixed.
 TOLERANCE = 1e-4
 #: Calls that write a checkpoint which the probe recognizes.
@@ -84,7 +87,7 @@ class RoundTrip:
         if findings := self.findings:
             runs = (self.through, self.stopped, self.resumed)
             logs = (f"logs: {run.directory}" for run in runs)
-            text = "\n".join((*findings, *self.resumed.labels, *logs))
+            text = "\n".join((message(findings), *self.resumed.labels, *logs))
             raise Incompatible(text, hard=any(run.hard for run in runs))
 
     def _wrong_steps(self) -> Iterator[str]:
@@ -129,12 +132,12 @@ class RoundTrip:
         reported: set[tuple[int, str]] = set()
         for number in range(self.save_at, self.total):
             expected, resumed = _step(self.through, number), _step(self.resumed, number - self.save_at)
-            for one, other in pairs(expected, resumed):
-                for quantity in self.same:
-                    if (one.rank, quantity) not in reported and not self._equal(quantity, one, other):
-                        reported.add((one.rank, quantity))
-                        when = f"in step {number + 1}, {number + 1 - self.save_at} after the load"
-                        yield f"rank {one.rank}: {quantity}: {_difference(quantity, one, other)} {when}"
+            quantities = [quantity for quantity in _CAUSES_FIRST if quantity in self.same]
+            for quantity, (one, other) in itertools.product(quantities, list(pairs(expected, resumed))):
+                if (one.rank, quantity) not in reported and not self._equal(quantity, one, other):
+                    reported.add((one.rank, quantity))
+                    when = f"in step {number + 1}, {number + 1 - self.save_at} after the load"
+                    yield f"rank {one.rank}: {quantity}: {_difference(quantity, one, other)} {when}"
 
     def _equal(self, quantity: str, one: Snapshot, other: Snapshot) -> bool:
         """Tell whether a quantity is equal on two ranks, within the tolerance on a GPU."""
