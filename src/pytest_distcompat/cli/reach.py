@@ -34,6 +34,12 @@ def add(commands: Any) -> None:
         metavar="EARLIER",
         help="the map of an earlier release: list new branches that no cell reaches",
     )
+    parser.add_argument(
+        "--changed",
+        metavar="PACKAGE@OLD_DIR..NEW_DIR",
+        help="list the cells that execute what differs in these two copies of a package, of which the map has the old one; "
+        "or PACKAGE@FILE.diff",
+    )
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write a page of the map too")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the map of all files into one")
     parser.set_defaults(call=_reach)
@@ -86,7 +92,9 @@ def _lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
     from pytest_distcompat.reach.store import read_map
     from pytest_distcompat.reach.text import functions, missing, overview, unreached
 
-    if options.compare:
+    if options.changed:
+        yield from _changed_lines(options.changed, found)
+    elif options.compare:
         news = compare(read_map(options.compare), found)
         yield from missing(news.unreached, "new branches that no cell reaches")
         yield ""
@@ -99,3 +107,13 @@ def _lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
         yield from functions(found, options.library)
     else:
         yield from overview(found)
+
+
+def _changed_lines(text: str, found: ReachMap) -> Iterator[str]:
+    from pytest_distcompat.reach.changed import reached_places, read_change
+    from pytest_distcompat.reach.text import changed
+
+    library, places = read_change(text)
+    if library not in found.libraries():
+        raise UsageProblem(f"--changed {text}: {library} is not in the map. Known: {', '.join(found.libraries())}.")
+    yield from changed(reached_places(found, places))

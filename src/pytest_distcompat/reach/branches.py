@@ -73,11 +73,24 @@ class SourceFile:
     """The functions of a file, and the branches in them.
 
     What a module does when it is imported is left out: fork servers import the libraries, not ranks.
+
+    Attributes:
+        statements: The first line of each statement, as bits; of these an executed line is one.
     """
 
     id: FileId
     functions: tuple[Function, ...]
     branches: tuple[Branch, ...]
+    statements: int = 0
+
+    def function_at(self, line: int) -> Function | None:
+        """Return the innermost function whose body has that line; None if none has."""
+        return next((function for function in self.functions if function.body >> line & 1), None)
+
+    def statement_at(self, line: int) -> int:
+        """Return the first line of the statement that a line is in; 0 if none begins before it."""
+        until = self.statements & ((1 << (line + 1)) - 1)
+        return max(until.bit_length() - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,8 @@ class AnalysedFile:
         source = self._reporter.source()
         self._lines = ["", *source.splitlines()]
         self._scopes = _Scopes(ast.parse(source), file_id)
-        self.file = SourceFile(file_id, self._scopes.functions, self._branches())
+        statements = bits_of(self._reporter.lines())
+        self.file = SourceFile(file_id, self._scopes.functions, self._branches(), statements)
         self._number = {(branch.line, branch.target): n for n, branch in enumerate(self.file.branches)}
         #: Where a line leads that leads to one only.
         self._only_target = self._single_targets()

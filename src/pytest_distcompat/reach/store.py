@@ -17,14 +17,15 @@ from pytest_distcompat.reach.map import Context, ReachMap
 FORMAT = 1
 _TABLES = """
 create table version (name text primary key, version text);
-create table file (id integer primary key, library text, path text);
+-- Lines are bits by number here and below.
+create table file (id integer primary key, library text, path text, statements blob);
 create table function (file integer, name text, first integer, body blob, public integer);
 create table branch (
     file integer, number integer, function text, line integer, target integer,
     text text, target_text text, rank integer
 );
 create table context (id integer primary key, driver text, cell text, action text);
--- Bits, of which many cells have the same: lines by number, branches by their number in the file.
+-- Many cells have the same. Branches are bits by their number in the file.
 create table executed (id integer primary key, lines blob, branches blob);
 create table reached (file integer, context integer, executed integer);
 """
@@ -47,7 +48,9 @@ def _write(database: sqlite3.Connection, found: ReachMap) -> None:
     file_numbers = {file_id: number for number, file_id in enumerate(found.files)}
     for file_id, number in file_numbers.items():
         file = found.files[file_id]
-        database.execute("insert into file values (?, ?, ?)", (number, file_id.library, file_id.path))
+        database.execute(
+            "insert into file values (?, ?, ?, ?)", (number, file_id.library, file_id.path, _blob(file.statements))
+        )
         database.executemany(
             "insert into function values (?, ?, ?, ?, ?)",
             [(number, one.name, one.first, _blob(one.body), one.public) for one in file.functions],
@@ -97,9 +100,11 @@ def read_map(path: Path) -> ReachMap:
 
 def _read(database: sqlite3.Connection) -> ReachMap:
     found = ReachMap(dict(database.execute("select name, version from version")))
-    file_ids = {
-        number: FileId(library, name) for number, library, name in database.execute("select * from file order by id")
-    }
+    file_ids: dict[int, FileId] = {}
+    statements: dict[int, int] = {}
+    for number, library, name, lines in database.execute("select id, library, path, statements from file order by id"):
+        file_ids[number] = FileId(library, name)
+        statements[number] = _bits(lines)
     functions: dict[int, list[Function]] = {number: [] for number in file_ids}
     for number, function in _functions(database):
         functions[number].append(function)
@@ -107,20 +112,26 @@ def _read(database: sqlite3.Connection) -> ReachMap:
     for number, branch in _branches(database):
         branches[number].append(branch)
     for number, file_id in file_ids.items():
-        found.files[file_id] = SourceFile(file_id, tuple(functions[number]), tuple(branches[number]))
-    contexts = {number: Context(*texts) for number, *texts in database.execute("select * from context")}
+        found.files[file_id] = SourceFile(
+            file_id, tuple(functions[number]), tuple(branches[number]), statements[number]
+        )
+    contexts = {
+        number: Context(*texts) for number, *texts in database.execute("select id, driver, cell, action from context")
+    }
     executed = {
         number: Executed(_bits(lines), _bits(taken))
-        for number, lines, taken in database.execute("select * from executed")
+        for number, lines, taken in database.execute("select id, lines, branches from executed")
     }
-    for file, context, number in database.execute("select * from reached"):
+    for file, context, number in database.execute("select file, context, executed from reached"):
         found.executed.setdefault(file_ids[file], {})[contexts[context]] = executed[number]
     return found
 
 
 def _functions(database: sqlite3.Connection) -> Iterator[tuple[int, Function]]:
     """Yield the number of a file and one of its functions."""
-    for file, name, first, body, public in database.execute("select * from function order by rowid"):
+    for file, name, first, body, public in database.execute(
+        "select file, name, first, body, public from function order by rowid"
+    ):
         yield file, Function(name, first, _bits(body), bool(public))
 
 

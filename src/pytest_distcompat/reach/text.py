@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_distcompat.reach.branches import Branch
+from pytest_distcompat.reach.changed import PlaceReach, cells_by_specificity
 from pytest_distcompat.reach.map import BranchReach, Context, Counts, FileReach, ReachMap
 
 #: The columns of a terminal that lines fit in.
@@ -140,6 +141,37 @@ def missing(branches: Iterable[BranchReach], title: str) -> Iterator[str]:
             kind = one.branch.rank.name.lower().replace("_", ", ")
             yield fitted(f"{one.file} {one.branch.function} ({kind})")
         yield fitted(f"    {_branch_text(one.branch)}")
+
+
+def changed(reached: Sequence[PlaceReach]) -> Iterator[str]:
+    """Yield the lines about a change: the cells that execute its places, the places, and those that no cell executes."""
+    executed = [one for one in reached if one.contexts]
+    files = len({one.place.file for one in reached})
+    yield f"{_counted(len(reached), 'changed place')} in {_counted(files, 'file')}; cells execute {len(executed)}"
+    yield ""
+    yield "cells, those first whose places few others execute"
+    for cell in cells_by_specificity(reached):
+        alone = f", {cell.alone} of them alone" if cell.alone else ""
+        yield fitted(f"  {cell.cell}: {_counted(cell.places, 'place')}{alone}")
+    yield ""
+    yield "places that cells execute, first those that few execute"
+    for one in sorted(executed, key=lambda one: len(one.cells)):
+        yield from _place_lines(one)
+        yield fitted(f"        {cells_text(one.contexts)}")
+    yield ""
+    unexecuted = [one for one in reached if one.function and not one.contexts]
+    new = [one for one in reached if one.place.defines]
+    for title, places in (("places that no cell executes", unexecuted), ("new functions and classes", new)):
+        yield f"{title}: {len(places)}"
+        for one in places:
+            yield from _place_lines(one)
+        yield ""
+    yield f"places outside functions, which run on import: {sum(one.on_import for one in reached)}"
+
+
+def _place_lines(one: PlaceReach) -> Iterator[str]:
+    yield fitted(f"  {one.place.file}:{one.place.line} {one.function}".rstrip())
+    yield fitted(f"      {one.place.text}")
 
 
 def unreached(found: ReachMap, libraries: Sequence[str]) -> Iterator[BranchReach]:
