@@ -19,10 +19,10 @@ SCRIPT = """
 import importlib.util, pathlib, sys
 from pytest_distcompat.launch.files import reach_file
 from pytest_distcompat.reach import tracer
-from pytest_distcompat.reach.libraries import FileId
+from pytest_distcompat.reach.libraries import Library
 
 path, out = map(pathlib.Path, sys.argv[1:])
-tracer.installed_files = lambda: {path.resolve(): FileId("lib", "library.py")}
+tracer.installed_libraries = lambda: {Library("lib", ("**/library.py",)): path.parent}
 spec = importlib.util.spec_from_file_location("library", path)
 library = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(library)

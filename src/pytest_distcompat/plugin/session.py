@@ -251,7 +251,8 @@ class DistcompatSession:
                 call = rank_session.COLLECT
                 payload = rank_session.describe(self.config)
                 own = rank_session.own_files(self.config)
-            modules, limit = tuple(dict.fromkeys(self.modules)), float(self.setting("warm_timeout").value)
+            traced = ("coverage", "pytest_distcompat.reach.tracer") if self.reach is not None else ()
+            modules, limit = tuple(dict.fromkeys((*self.modules, *traced))), float(self.setting("warm_timeout").value)
             warmth = Warmth(modules, call, payload, path=import_path(), own=own, timeout=limit)
             if self.simulated:
                 self._launcher = SimulatingLauncher()

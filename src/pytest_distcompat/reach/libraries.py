@@ -72,21 +72,20 @@ class FileId:
         return f"{self.library}/{self.path}"
 
 
-def directory_of(library: str) -> Path | None:
-    """Return the directory of an installed package, which is not imported; None if there is none."""
-    spec = importlib.util.find_spec(library)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(spec.submodule_search_locations[0]).resolve()
+def installed_libraries() -> dict[Library, Path]:
+    """Return the installed libraries, which are not imported, each with the directory of its package."""
+    found: dict[Library, Path] = {}
+    for library in LIBRARIES:
+        spec = importlib.util.find_spec(library.name)
+        if spec is not None and spec.submodule_search_locations:
+            found[library] = Path(spec.submodule_search_locations[0]).resolve()
+    return found
 
 
 def installed_files() -> dict[Path, FileId]:
     """Return the files of the installed libraries' training code, each with its name."""
     files: dict[Path, FileId] = {}
-    for library in LIBRARIES:
-        directory = directory_of(library.name)
-        if directory is None:
-            continue
+    for library, directory in installed_libraries().items():
         for path in library.files(directory):
             files[path.resolve()] = FileId(library.name, path.relative_to(directory).as_posix())
     return files

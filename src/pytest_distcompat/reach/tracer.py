@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.reach.libraries import installed_files
+from pytest_distcompat.reach.libraries import FileId, installed_libraries
 
 #: The actions before a rank's first one and after its last: the driver is made, the process group is left.
 BEFORE, AFTER = "start", "end"
@@ -33,10 +33,10 @@ class RankTracer:
 
         self._head = {"driver": driver, "cell": cell}
         self._path = path
-        self._files = installed_files()
-        self._coverage = Coverage(
-            data_file=None, config_file=False, branch=True, include=[str(file) for file in self._files]
-        )
+        self._libraries = installed_libraries()
+        # A pattern means to coverage what it means to pathlib. By all files' names a rank would begin half a second later.
+        patterns = [f"{directory}/{part}" for library, directory in self._libraries.items() for part in library.parts]
+        self._coverage = Coverage(data_file=None, config_file=False, branch=True, include=patterns)
         self._coverage.set_option("run:disable_warnings", _WARNINGS)
 
     def start(self) -> None:
@@ -63,7 +63,7 @@ class RankTracer:
         """Return the files, and for each action the arcs of each file, by its number: from, to, from, to and so on."""
         data = self._coverage.get_data()
         names = sorted(data.measured_files())
-        files = [self._files[Path(name)] for name in names]
+        files = [self._file_id(Path(name)) for name in names]
         actions: dict[str, dict[int, list[int]]] = {}
         for action in sorted(data.measured_contexts()):
             data.set_query_context(action)
@@ -74,6 +74,12 @@ class RankTracer:
                     arcs_of[number] = [line for arc in sorted(arcs) for line in arc]
             actions[action] = arcs_of
         return {"files": [[file.library, file.path] for file in files], "actions": actions}
+
+    def _file_id(self, path: Path) -> FileId:
+        library, directory = next(
+            (library, directory) for library, directory in self._libraries.items() if path.is_relative_to(directory)
+        )
+        return FileId(library.name, path.relative_to(directory).as_posix())
 
 
 def restart_monitoring() -> None:
