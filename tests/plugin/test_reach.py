@@ -31,6 +31,14 @@ class TestX(CompatSuite):
     driver = "accelerate"
     matrix = Matrix(strategies=("ddp", "fsdp2"), precisions=("fp32",))
 """
+FAILS = """
+from pytest_distcompat.drivers import DRIVERS
+
+class Fails(DRIVERS.get("accelerate")):
+    def build(self, model):
+        super().build(model)
+        raise RuntimeError("it does not build")
+"""
 LIBRARY = "def f(a):\n    if a:\n        return 1\n    return 2\n"
 FILE = FileId("lib", "library.py")
 
@@ -203,3 +211,29 @@ def test_the_command_refuses_what_is_not_there(
     path = write_example(tmp_path / "1.sqlite", "ddp-fp32-w2", 0b01)
     assert main(["reach", str(path), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.spawn
+def test_ranks_of_other_nodes_are_in_the_map(tmp_path: Path, run_pytest: RunPytest) -> None:
+    """Each node agent writes below a directory of its own."""
+    (tmp_path / "test_suite.py").write_text(SUITE, encoding="utf-8")
+    run = run_pytest(tmp_path, "--distcompat-nodes=2", "--distcompat-reach=r.sqlite", "-k", "ddp and names")
+    assert run.code == 0, run.out
+    found = read_map(tmp_path / "r.sqlite")
+    assert {context.place for context in found.contexts()} == {"accelerate/ddp-fp32-w2-n2"}
+    accelerator = found.coverage_of(FileId("accelerate", "accelerator.py"))
+    assert next(one for one in accelerator.functions() if one.function.name == "Accelerator.prepare").contexts
+
+
+@pytest.mark.spawn
+def test_a_rank_that_fails_leaves_what_it_executed(tmp_path: Path, run_pytest: RunPytest) -> None:
+    (tmp_path / "my_driver.py").write_text(FAILS, encoding="utf-8")
+    suite = SUITE.replace('"accelerate"', '"my_driver:Fails"')
+    (tmp_path / "test_suite.py").write_text(suite, encoding="utf-8")
+    run = run_pytest(tmp_path, "--distcompat-reach=r.sqlite", "-k", "ddp and names")
+    assert run.code == 1, run.out
+    assert "it does not build" in run.out
+    found = read_map(tmp_path / "r.sqlite")
+    prepare = found.coverage_of(FileId("accelerate", "accelerator.py")).functions()
+    (contexts,) = (one.contexts for one in prepare if one.function.name == "Accelerator.prepare")
+    assert [(one.place, one.action) for one in contexts] == [("my_driver:Fails/ddp-fp32-w2", "build")]
