@@ -110,7 +110,7 @@ class Runner:
             shutil.copytree(load_from, save_to, dirs_exist_ok=True)
         run_cell = run.cell(cell)
         names = str(save_to), str(load_from), str(export)
-        settings = (self.log_level, _on_each_node(cell, run), self.reach)
+        settings = (self.log_level, _on_each_node(cell, run), cell.id if self.reach else "")
         payload = SuitePayload(driver, run_cell.id, cell.dp_size, self.device, run, *names, *settings)
         request = Request(
             target=f"{WORKER}:run",

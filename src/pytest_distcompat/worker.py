@@ -84,7 +84,7 @@ def _traced(asked: SuitePayload, log: RankLog) -> Iterator[RankTracer | None]:
         return
     from pytest_distcompat.reach.tracer import RankTracer
 
-    tracer = RankTracer(asked.driver, asked.cell, reach_file(log.path.parent, log.rank))
+    tracer = RankTracer(asked.driver, asked.reach, reach_file(log.path.parent, log.rank))
     tracer.start()
     try:
         yield tracer

@@ -65,9 +65,9 @@ def test_the_map_of_a_session_is_written_from_the_files_of_its_ranks(
 ) -> None:
     def answer(request: Request) -> Ending:
         payload: dict[str, Any] = dict(request.payload)
-        assert payload["reach"]
+        assert payload["reach"] == payload["cell"]
         taken = [2, 3] if payload["cell"].startswith("ddp") else [2, 4]
-        data = {"driver": payload["driver"], "cell": payload["cell"], "files": [["lib", "library.py"]]}
+        data = {"driver": payload["driver"], "cell": payload["reach"], "files": [["lib", "library.py"]]}
         data["actions"] = {"save": {"0": taken}}
         (Path(request.directory) / "reach-0.json").write_text(json.dumps(data), encoding="utf-8")
         return ranks.well(request.world_size)
@@ -85,6 +85,22 @@ def test_the_map_of_a_session_is_written_from_the_files_of_its_ranks(
         "2 -> 3": {Context("accelerate", "ddp-fp32-w2", "save")},
         "2 -> 4": {Context("accelerate", "fsdp2-fp32-w2", "save")},
     }
+
+
+def test_a_run_is_of_the_cell_whose_check_needs_it(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    """A reference is in a cell that nobody can select."""
+    pytester.makepyfile(SUITE)
+    pytester.runpytest_inprocess("--distcompat-reach=r.sqlite", "-k", "fsdp2 and parity")
+    cells = {request.payload["cell"] for request in ranks.requests}
+    assert len(cells) > 1
+    assert {request.payload["reach"] for request in ranks.requests} == {"fsdp2-fp32-w2"}
+
+
+def test_a_session_without_a_suite_says_that_there_is_no_map(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test(): pass")
+    result = pytester.runpytest_inprocess("--distcompat-reach=r.sqlite")
+    result.stdout.fnmatch_lines(["reach: no cell of a suite ran; r.sqlite was not written"])
+    assert not (pytester.path / "r.sqlite").exists()
 
 
 def test_without_the_option_ranks_are_not_traced(pytester: pytest.Pytester, ranks: FakeRanks) -> None:

@@ -12,7 +12,10 @@ from pytest_distcompat.reach.libraries import FileId
 
 @dataclass(frozen=True, order=True)
 class Context:
-    """Who executed something: the cell of a run, its driver, and the action."""
+    """Who executed something: a driver, the cell whose check needs the run, and the action.
+
+    The run itself may be in another cell, as a reference on one process is. Of cells that share a run it is one.
+    """
 
     driver: str
     cell: str

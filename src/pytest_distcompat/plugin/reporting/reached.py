@@ -23,7 +23,10 @@ class Reached:
         """Write the map of all runs."""
         path = self.session.reach
         runs = self.session.store_path / "runs"
-        if path is None or session.config.option.collectonly or not runs.is_dir():
+        if path is None or session.config.option.collectonly:
+            return
+        if not runs.is_dir():
+            self._lines.append(f"reach: no cell of a suite ran; {path} was not written")
             return
         from pytest_distcompat.reach.collect import collect
         from pytest_distcompat.reach.store import write_map
