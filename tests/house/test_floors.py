@@ -165,6 +165,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-reuse-limit",
         "--distcompat-report",
         "--distcompat-baseline",
+        "--distcompat-reach",
         "--distcompat-launcher",
         "--distcompat-nodes",
         "--distcompat-worker-nodes",

@@ -23,6 +23,7 @@ EXTRAS = {
     "torch,xdist": ["--distcompat-drivers=torch", "-n2"],
     "torch,pairwise": ["--distcompat-drivers=torch"],
     "torch,otel": ["--distcompat-drivers=torch"],
+    "torch,reach": ["--distcompat-drivers=torch", "--distcompat-reach=reach.sqlite"],
 }
 
 #: The interpreter of those environments.

@@ -65,6 +65,16 @@ def log_file(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.log"
 
 
+def reach_file(run: Path, rank: int) -> Path:
+    """Return the file with what that rank of a suite executed, where that is traced (``reach/``)."""
+    return run / f"reach-{rank}.json"
+
+
+def reach_files(run: Path) -> list[Path]:
+    """Return those files of all ranks here; none where nothing is traced."""
+    return sorted(run.glob("reach-*.json"))
+
+
 def written(run: Path, rank: int, first: int = 0) -> Iterator[tuple[str, str]]:
     """Yield the end of what a rank of a suite wrote: ``stdout``, ``stderr`` or ``log``, and the text, if there is any.
 

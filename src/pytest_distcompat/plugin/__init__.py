@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_APPLIES_KNOWN] = bool(session.own) and ON_RANK not in config.stash
         if given:
             # Reading these properties checks the options behind them.
-            _ = session.world_size, session.verified
+            _ = session.world_size, session.verified, session.reach
             if session.over_nodes and _is_controller(config):
                 _end_by_sigterm(config)
 

@@ -25,4 +25,8 @@ def session_of(config: pytest.Config) -> DistcompatSession:
 
             config.pluginmanager.register(Results(session), "distcompat-results")
             config.pluginmanager.register(declared_of(session), "distcompat-declared")
+            if session.setting("reach").value is not None:
+                from pytest_distcompat.plugin.reporting.reached import Reached
+
+                config.pluginmanager.register(Reached(session), "distcompat-reached")
     return config.stash[SESSION]

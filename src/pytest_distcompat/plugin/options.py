@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,20 @@ def _read_report(path: Path) -> Any:
     return Report.read(path)
 
 
+def _reach(text: str, base: Path) -> Path | None:
+    """Return the path of a map's file; None for an empty text."""
+    if not text:
+        return None
+    path = base / text
+    if path.is_dir():
+        raise UsageProblem(f"{str(path)!r} is a directory; expected a file.")
+    if not path.absolute().parent.is_dir():
+        raise UsageProblem(f"{str(path)!r}: there is no directory {path.absolute().parent}.")
+    if importlib.util.find_spec("coverage") is None:
+        raise UsageProblem("it needs coverage: pip install 'pytest-distcompat[reach]'.")
+    return path
+
+
 #: The help begins with a verb and names the unit and the default, in the terms of docs/architecture.md.
 _ALL = (
     Option(
@@ -334,6 +349,14 @@ _ALL = (
         "",
         _baseline,
         "Compare with this earlier .json report: only what is newly broken or newly missing makes the run fail.",
+    ),
+    Option(
+        "reach",
+        "FILE",
+        "",
+        _reach,
+        "Write which functions and branches of the installed stack the cells execute to this file, which `distcompat reach` "
+        "shows. Needs pytest-distcompat[reach]; ranks take longer (default: none).",
     ),
     Option(
         "launcher",

@@ -259,7 +259,8 @@ class DistcompatSession:
                 call = rank_session.COLLECT
                 payload = rank_session.describe(self.config)
                 own = rank_session.own_files(self.config)
-            modules, limit = tuple(dict.fromkeys(self.modules)), float(self.setting("warm_timeout").value)
+            traced = ("coverage", "pytest_distcompat.reach.tracer") if self.reach is not None else ()
+            modules, limit = tuple(dict.fromkeys((*self.modules, *traced))), float(self.setting("warm_timeout").value)
             warmth = Warmth(modules, call, payload, path=import_path(), own=own, timeout=limit)
             if self.simulated:
                 self._launcher = SimulatingLauncher()
@@ -364,6 +365,16 @@ class DistcompatSession:
         return self._launcher.reuse_scope if self._launcher is not None else ""
 
     @functools.cached_property
+    def reach(self) -> Path | None:
+        """The file for the map of what cells execute, if one is asked for. Raises pytest.UsageError beside a simulation."""
+        path: Path | None = self.setting("reach").value
+        if path is not None and self.simulated:
+            raise pytest.UsageError(
+                "--distcompat-reach: a simulation executes no trainer; expected no --distcompat-simulate"
+            )
+        return path
+
+    @functools.cached_property
     def pool(self) -> Pool:
         """The pool that leases devices to the runs of all sessions of this user."""
         from pytest_distcompat.lease import Pool
@@ -439,6 +450,7 @@ class DistcompatSession:
         ini = self.config.getini("log_level") if self.config.pluginmanager.hasplugin("logging") else None
         level = str(self.config.getoption("log_level", None) or ini or "")
         settings: dict[str, Any] = {"notice": self.notice, "limits": self.limits, "log_level": level}
+        settings["reach"] = self.reach is not None
         return Runner(store, launcher, device=self.device, timeout=self.timeout, worker=self.worker, **settings)
 
     def new_directory(self, name: str) -> Path:

@@ -1,0 +1,97 @@
+"""The training code of the installed libraries: which files of their packages count, found in their directories."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_distcompat.installed import version_of
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library, and the part of its package that trains, saves and loads.
+
+    Attributes:
+        name: The package, which has the name of its distribution.
+        parts: Patterns of files below the package's directory.
+        without: Directories below it that ranks of a trainer do not use.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    without: tuple[str, ...] = ()
+
+    def files(self, directory: Path) -> Iterator[Path]:
+        """Yield the files of the training code below the directory of a package, installed or unpacked."""
+        left_out = [directory / name for name in self.without]
+        found: set[Path] = set()
+        for part in self.parts:
+            found.update(directory.glob(part))
+        for path in sorted(found):
+            if not any(path.is_relative_to(parent) for parent in left_out):
+                yield path
+
+
+#: Patterns and no list of files: a new release's new files count without a change here.
+LIBRARIES = (
+    Library("accelerate", ("**/*.py",), without=("commands", "test_utils")),
+    Library(
+        "transformers",
+        ("trainer*.py", "training_args*.py", "integrations/**/*.py", "distributed/**/*.py"),
+    ),
+    Library("deepspeed", ("runtime/**/*.py", "checkpoint/**/*.py", "launcher/**/*.py")),
+    Library(
+        "torch",
+        (
+            "distributed/fsdp/**/*.py",
+            "distributed/checkpoint/**/*.py",
+            "distributed/tensor/**/*.py",
+            "distributed/_composable/**/*.py",
+        ),
+    ),
+    # The hooks by which adapters come into a model and out of a checkpoint; of the tuners, LoRA is what cells train.
+    Library("peft", ("*.py", "utils/**/*.py", "tuners/*.py", "tuners/lora/**/*.py")),
+    # The hooks of FSDP2's gathers, and optimizers whose state is quantized.
+    Library("torchao", ("float8/**/*.py", "optim/**/*.py")),
+)
+BY_NAME: Mapping[str, Library] = {library.name: library for library in LIBRARIES}
+
+
+@dataclass(frozen=True, order=True)
+class FileId:
+    """A file of a library, named alike on all machines: by its path below the package's directory."""
+
+    library: str
+    path: str
+
+    def __str__(self) -> str:
+        """Return both as one path."""
+        return f"{self.library}/{self.path}"
+
+
+def installed_libraries() -> dict[Library, Path]:
+    """Return the installed libraries, which are not imported, each with the directory of its package."""
+    found: dict[Library, Path] = {}
+    for library in LIBRARIES:
+        spec = importlib.util.find_spec(library.name)
+        if spec is not None and spec.submodule_search_locations:
+            found[library] = Path(spec.submodule_search_locations[0]).resolve()
+    return found
+
+
+def installed_files() -> dict[Path, FileId]:
+    """Return the files of the installed libraries' training code, each with its name."""
+    files: dict[Path, FileId] = {}
+    for library, directory in installed_libraries().items():
+        for path in library.files(directory):
+            files[path.resolve()] = FileId(library.name, path.relative_to(directory).as_posix())
+    return files
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the release of each of the libraries that is installed."""
+    found = {library.name: version_of(library.name) for library in LIBRARIES}
+    return {name: version for name, version in found.items() if version}

@@ -1,0 +1,190 @@
+"""A change of a library: its places, the cells that execute them, and the places that no cell executes."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.reach.branches import AnalysedFile, Executed, bits_of
+from pytest_distcompat.reach.changed import (
+    ChangedPlace,
+    cells_by_specificity,
+    changed_places,
+    places_of_diff,
+    reached_places,
+    read_change,
+)
+from pytest_distcompat.reach.libraries import BY_NAME, FileId
+from pytest_distcompat.reach.map import Context, ReachMap
+from pytest_distcompat.reach.text import WIDTH, changed
+
+ACCELERATE = BY_NAME["accelerate"]
+FILE = FileId("accelerate", "accelerator.py")
+OLD = '''"""Module."""
+
+
+class Accelerator:
+    def prepare(self, model, shard=False):
+        """Prepare."""
+        if shard:
+            model = self.wrap(
+                model,
+                shard,
+            )
+        return model
+
+    def save(self, model):
+        # Save.
+        state = model.state_dict()
+        return state
+'''
+NEW = (
+    OLD.replace('"""Prepare."""', '"""Prepare a model."""')
+    .replace("                shard,\n", "                bool(shard),\n")
+    .replace("# Save.", "# Save it.")
+    .replace(
+        "        return state\n",
+        "        state.pop('x', None)\n        return state\n\n    def new(self):\n        return self\n",
+    )
+)
+BUILD = Context("accelerate", "fsdp2-fp32-w2", "build")
+DDP = Context("accelerate", "ddp-fp32-w2", "build")
+SAVE = Context("accelerate", "ddp-fp32-w2", "save")
+
+
+def line_of(text: str, source: str = OLD) -> int:
+    return next(number for number, line in enumerate(source.splitlines(), 1) if line.strip() == text)
+
+
+def package(directory: Path, source: str) -> Path:
+    (directory / "accelerate").mkdir(parents=True)
+    (directory / "accelerate" / "__init__.py").touch()
+    (directory / "accelerate" / "accelerator.py").write_text(source, encoding="utf-8")
+    return directory
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> tuple[Path, Path]:
+    return package(tmp_path / "old", OLD), package(tmp_path / "new", NEW)
+
+
+@pytest.fixture
+def found(copies: tuple[Path, Path]) -> ReachMap:
+    """FSDP2 executes the wrap; DDP prepares without it and saves."""
+    file = AnalysedFile(copies[0] / "accelerate" / "accelerator.py", FILE).file
+    found = ReachMap({"accelerate": "1.0"}, {FILE: file})
+    check, wrap, leave = line_of("if shard:"), line_of("model = self.wrap("), line_of("return model")
+    found.add(FILE, BUILD, Executed(bits_of([check, wrap, leave])))
+    found.add(FILE, DDP, Executed(bits_of([check, leave])))
+    found.add(FILE, SAVE, Executed(bits_of([line_of("state = model.state_dict()"), line_of("return state")])))
+    return found
+
+
+def texts(places: list[ChangedPlace]) -> list[str]:
+    return [place.text for place in places]
+
+
+def test_two_copies_differ_in_code_and_not_in_comments_and_docstrings(copies: tuple[Path, Path]) -> None:
+    _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
+    assert texts(places) == ["bool(shard),", "state.pop('x', None)", "def new(self):"]
+    assert [place.line for place in places] == [
+        line_of(text, NEW) for text in ("bool(shard),", "state.pop('x', None)", "def new(self):")
+    ]
+    # The package's own directory will do.
+    assert read_change(f"accelerate@{copies[0] / 'accelerate'}..{copies[1] / 'accelerate'}") == ("accelerate", places)
+
+
+@pytest.mark.parametrize("context_lines", [0, 3])
+def test_a_diff_says_the_same_whatever_it_shows_around(context_lines: int, tmp_path: Path) -> None:
+    names = ("a/src/accelerate/accelerator.py", "b/src/accelerate/accelerator.py")
+    old, new = (source.splitlines(keepends=True) for source in (OLD, NEW))
+    diff = "".join(difflib.unified_diff(old, new, *names, n=context_lines))
+    path = tmp_path / "change.diff"
+    path.write_text(f"diff --git {' '.join(names)}\nindex 1..2 100644\n{diff}", encoding="utf-8")
+    _, places = read_change(f"accelerate@{path}")
+    code = [place for place in places if '"""' not in place.text]
+    assert texts(code) == ["bool(shard),", "state.pop('x', None)", "def new(self):"]
+    assert code[0].removed == (line_of("shard,"),)
+    assert code[1].after == line_of("state = model.state_dict()")
+
+
+def test_files_of_another_package_are_passed_over() -> None:
+    diff = "--- a/tests/test_x.py\n+++ b/tests/test_x.py\n@@ -1 +1 @@\n-a = 1\n+a = 2\n"
+    assert list(places_of_diff(ACCELERATE, diff)) == []
+    there = diff.replace("tests/test_x.py", "src/accelerate/state.py")
+    assert [place.file.path for place in places_of_diff(ACCELERATE, there)] == ["state.py"]
+
+
+def test_a_new_and_a_removed_file(copies: tuple[Path, Path]) -> None:
+    (copies[1] / "accelerate" / "fresh.py").write_text("def f():\n    return 1\n", encoding="utf-8")
+    (copies[0] / "accelerate" / "gone.py").write_text("A = 1\n", encoding="utf-8")
+    places = list(changed_places(ACCELERATE, copies[0] / "accelerate", copies[1] / "accelerate"))
+    assert [(place.file.path, place.text) for place in places if place.file != FILE] == [
+        ("fresh.py", "def f():"),
+        ("gone.py", "A = 1"),
+    ]
+
+
+def test_cells_that_execute_changed_statements(copies: tuple[Path, Path], found: ReachMap) -> None:
+    """A line within a statement counts as the statement."""
+    _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
+    inner, added, new = reached_places(found, places)
+    assert (inner.function, inner.contexts) == ("Accelerator.prepare", (BUILD,))
+    assert (added.function, added.contexts) == ("Accelerator.save", (SAVE,))
+    # No line of the old release says who will call it.
+    assert new.contexts == ()
+
+
+def test_a_changed_signature_concerns_all_that_call_the_function(copies: tuple[Path, Path], found: ReachMap) -> None:
+    path = copies[1] / "accelerate" / "accelerator.py"
+    path.write_text(OLD.replace("shard=False", "shard=True"), encoding="utf-8")
+    _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
+    (one,) = reached_places(found, places)
+    assert set(one.cells) == {BUILD.place, DDP.place}
+
+
+def test_the_most_specific_cells_come_first(copies: tuple[Path, Path], found: ReachMap) -> None:
+    everywhere = ChangedPlace(FILE, 1, (line_of("if shard:"),), 0, "x", defines=False)
+    _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
+    reached = reached_places(found, [everywhere, places[0]])
+    cells = [(one.cell, one.places, one.alone) for one in cells_by_specificity(reached)]
+    assert cells == [(BUILD.place, 2, 1), (DDP.place, 1, 0)]
+
+
+def test_text(copies: tuple[Path, Path], found: ReachMap) -> None:
+    _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
+    lines = list(changed(reached_places(found, places)))
+    assert lines[0] == "3 changed places in 1 file; cells execute 2"
+    assert "  accelerate/ddp-fp32-w2: 1 place, 1 of them alone" in lines
+    assert "places that no cell executes: 0" in lines
+    assert lines[lines.index("new functions and classes: 1") + 2] == "      def new(self):"
+    assert lines[-1] == "places outside functions, which run on import: 0"
+    assert max(map(len, lines)) <= WIDTH
+
+
+def test_what_runs_on_import_is_counted_apart(copies: tuple[Path, Path], found: ReachMap) -> None:
+    path = copies[1] / "accelerate" / "accelerator.py"
+    path.write_text(OLD.replace('"""Module."""', '"""Module."""\nimport os'), encoding="utf-8")
+    _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
+    lines = list(changed(reached_places(found, places)))
+    assert "places that no cell executes: 0" in lines
+    assert lines[-1] == "places outside functions, which run on import: 1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("numpy@a..b", "expected PACKAGE@OLD_DIR..NEW_DIR or PACKAGE@FILE.diff, of accelerate, "),
+        ("accelerate", "expected PACKAGE@OLD_DIR..NEW_DIR"),
+        ("accelerate@old", "expected two directories as OLD_DIR..NEW_DIR"),
+        ("accelerate@no..no", "no: no package accelerate is there"),
+        ("accelerate@no.diff", "no.diff: No such file or directory"),
+    ],
+)
+def test_a_change_that_cannot_be_read(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageProblem, match=message.replace(".", r"\.")):
+        read_change(text)

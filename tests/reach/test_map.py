@@ -1,0 +1,196 @@
+"""Maps: from ranks' files to a file of SQLite and back, merged, selected, compared, as text and as a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.reach import collect as collecting
+from pytest_distcompat.reach.branches import Branch, Executed, Function, Rank, SourceFile, bits_of
+from pytest_distcompat.reach.collect import collect
+from pytest_distcompat.reach.compare import compare
+from pytest_distcompat.reach.libraries import FileId
+from pytest_distcompat.reach.map import Context, ReachMap
+from pytest_distcompat.reach.page import page
+from pytest_distcompat.reach.store import read_map, write_map
+from pytest_distcompat.reach.text import WIDTH, functions, headline, missing, overview, unreached
+
+FILE = FileId("lib", "trainer.py")
+BRANCHES = (
+    Branch("_inner", 20, 21, "if x < y:", "one()", Rank.INTERNAL),
+    Branch("_inner", 20, 30, "if x < y:", "two()", Rank.INTERNAL),
+    Branch("prepare", 40, 41, "if shard:", "three()", Rank.PUBLIC_SETTING),
+    Branch("prepare", 40, -39, "if shard:", "", Rank.PUBLIC_SETTING),
+)
+FUNCTIONS = (
+    Function("_inner", 19, bits_of(range(20, 31)), public=False),
+    Function("prepare", 39, bits_of(range(40, 42)), public=True),
+)
+SAVE = Context("torch", "fsdp2-fp32-w2", "save")
+STEP = Context("accelerate", "ddp-fp32-w2", "step")
+
+
+def a_map(version: str = "1.0", branches: tuple[Branch, ...] = BRANCHES) -> ReachMap:
+    return ReachMap({"lib": version, "python": "3.11"}, {FILE: SourceFile(FILE, FUNCTIONS, branches)})
+
+
+@pytest.fixture
+def found() -> ReachMap:
+    """One branch of ``prepare`` is executed by two cells, one of ``_inner`` by one."""
+    found = a_map()
+    found.add(FILE, SAVE, Executed(bits_of([20, 40, 41]), bits_of([0, 2])))
+    found.add(FILE, STEP, Executed(bits_of([40, 41]), bits_of([2])))
+    return found
+
+
+def contexts(found: ReachMap) -> dict[str, tuple[Context, ...]]:
+    return {one.branch.arrow: one.contexts for one in found.coverage_of(FILE).branches()}
+
+
+def test_branches_have_the_contexts_that_reach_them(found: ReachMap) -> None:
+    assert contexts(found) == {"20 -> 21": (SAVE,), "20 -> 30": (), "40 -> 41": (STEP, SAVE), "40 -> exit": ()}
+    counts = found.coverage_of(FILE).counts()
+    assert (counts.branches, counts.reached_branches, counts.reached_functions, counts.percent) == (4, 2, 2, 50.0)
+
+
+def test_a_file_holds_all_of_a_map(found: ReachMap, tmp_path: Path) -> None:
+    path = tmp_path / "r.sqlite"
+    path.write_text("a report of another program", encoding="utf-8")
+    write_map(path, found)
+    assert read_map(path) == found
+    assert [one.name for one in tmp_path.iterdir()] == ["r.sqlite"]
+
+
+def test_equal_cells_share_a_row(found: ReachMap, tmp_path: Path) -> None:
+    """Hundreds of cells execute the same lines of a file."""
+    import sqlite3
+
+    for number in range(50):
+        found.add(FILE, Context("torch", f"ddp-fp32-w{number + 2}", "step"), Executed(bits_of([40]), 0))
+    write_map(tmp_path / "r.sqlite", found)
+    with sqlite3.connect(tmp_path / "r.sqlite") as database:
+        ((rows,),) = database.execute("select count(*) from executed")
+    assert rows == 3
+
+
+@pytest.mark.parametrize("content", [None, b"no database at all, but long enough to look like one" * 20, b""])
+def test_another_file_is_refused_by_name(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "r.sqlite"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageProblem, match=r"r\.sqlite: "):
+        read_map(path)
+
+
+def test_shards_are_one_map(found: ReachMap) -> None:
+    other = a_map()
+    other.add(FILE, STEP, Executed(bits_of([20]), bits_of([1])))
+    found.merge(other)
+    assert contexts(found)["20 -> 30"] == (STEP,)
+    assert contexts(found)["40 -> 41"] == (STEP, SAVE)
+
+
+def test_maps_of_different_releases_are_not_merged(found: ReachMap) -> None:
+    with pytest.raises(ValueError, match=r"different releases: lib 1\.0 and 2\.0"):
+        found.merge(a_map("2.0"))
+
+
+@pytest.mark.parametrize("pattern", ["ddp-*", "accelerate/*", "ddp-fp32-w2", "accelerate/ddp-fp32-w2"])
+def test_cells_are_selected_by_id_and_pattern(pattern: str, found: ReachMap) -> None:
+    assert contexts(found.only(pattern)) == {"20 -> 21": (), "20 -> 30": (), "40 -> 41": (STEP,), "40 -> exit": ()}
+
+
+def test_what_no_cell_reaches_is_sorted_by_what_users_run_into(found: ReachMap) -> None:
+    lines = list(missing(unreached(found, ["lib"]), "branches that no cell reaches"))
+    assert lines == [
+        "branches that no cell reaches: 2",
+        "public functions first, then those that read an argument or a setting",
+        "lib/trainer.py prepare (public, setting)",
+        "    40 -> exit      if shard:",
+        "lib/trainer.py _inner (internal)",
+        "    20 -> 30        if x < y:",
+    ]
+
+
+def test_text_of_a_library(found: ReachMap) -> None:
+    assert list(functions(found, "lib")) == [
+        "lib 1.0",
+        "",
+        "lib/trainer.py: 2 of 4 branches",
+        "  prepare: 1 of 2 branches, 2 cells in step save: accelerate/ddp-fp32-w2, torch/fsdp2-fp32-w2",
+        "    40 -> 41        if shard:",
+        "        2 cells in step save: accelerate/ddp-fp32-w2, torch/fsdp2-fp32-w2",
+        "    40 -> exit      if shard:",
+        "        no cell",
+        "  _inner: 1 of 2 branches, 1 cell in save: torch/fsdp2-fp32-w2",
+        "    20 -> 21        if x < y:",
+        "        1 cell in save: torch/fsdp2-fp32-w2",
+        "    20 -> 30        if x < y:",
+        "        no cell",
+    ]
+
+
+def test_text_fits_a_terminal() -> None:
+    long = "x" * 300
+    branch = Branch(long, 123456, -1, long, long, Rank.PUBLIC)
+    file_id = FileId("lib", f"{long}.py")
+    found = ReachMap({"lib": long}, {file_id: SourceFile(file_id, (Function(long, 1, 2, public=True),), (branch,))})
+    found.add(file_id, Context(long, long, long), Executed(2, 1))
+    found.add(file_id, Context(long, "b", long), Executed(2, 1))
+    for line in [*overview(found), *functions(found, "lib"), *missing(unreached(found.only("no"), ["lib"]), long)]:
+        assert len(line) <= WIDTH, line
+
+
+def test_the_headline_counts(found: ReachMap) -> None:
+    assert headline(found) == "2 of 4 branches (50.0 %) are executed by 2 cells of 2 drivers"
+
+
+def test_the_page_has_branches_and_escapes_source(found: ReachMap) -> None:
+    text = page(found)
+    assert "if x &lt; y:" in text
+    assert "<script" not in text
+    assert "2 of 4 branches (50.0 %)" in text
+    assert "torch/fsdp2-fp32-w2" in text
+
+
+def test_new_code_of_a_release_that_no_cell_reaches(found: ReachMap) -> None:
+    new = (
+        Branch("prepare", 90, 91, "if new:", "four()", Rank.PUBLIC),
+        Branch("prepare", 90, 95, "if new:", "five()", Rank.PUBLIC),
+    )
+    # The old ones have moved by ten lines.
+    moved = tuple(
+        Branch(one.function, one.line + 10, one.target + 10, one.text, one.target_text, one.rank) for one in BRANCHES
+    )
+    later = a_map("2.0", (*moved, *new))
+    later.add(FILE, SAVE, Executed(bits_of([30, 90]), bits_of([0, 4])))
+    news = compare(found, later)
+    assert [one.branch for one in news.unreached] == [new[1]]
+    assert [one.branch for one in news.reached] == [new[0]]
+    assert [one.branch.text for one in news.lost] == ["if shard:"]
+
+
+def test_a_library_that_is_only_in_one_map_is_no_news(found: ReachMap) -> None:
+    """An environment that lacks a library does not make all of it new."""
+    assert compare(ReachMap({}, {}), found).unreached == ()
+
+
+def test_files_of_ranks_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "trainer.py"
+    source.write_text("def f(a):\n    if a:\n        return 1\n    return 2\n", encoding="utf-8")
+    monkeypatch.setattr(collecting, "installed_files", lambda: {source: FILE})
+    monkeypatch.setattr(collecting, "installed_versions", lambda: {"lib": "1.0"})
+    files = [["lib", "trainer.py"], ["lib", "gone.py"]]
+    for run, rank, arcs in (("a", 0, [-1, 2, 2, 3]), ("a", 1, [2, 4]), ("b", 0, [-1, 2])):
+        (tmp_path / run).mkdir(exist_ok=True)
+        data = {"driver": "torch", "cell": run, "files": files, "actions": {"step": {"0": arcs, "1": arcs}}}
+        (tmp_path / run / f"reach-{rank}.json").write_text(json.dumps(data), encoding="utf-8")
+    found = collect([tmp_path / "a", tmp_path / "b", tmp_path / "none"])
+    context = Context("torch", "a", "step")
+    assert contexts(found) == {"2 -> 3": (context,), "2 -> 4": (context,)}
+    # A file of another release on another node has no lines here.
+    assert set(found.executed) == {FILE}
+    assert found.versions["lib"] == "1.0"
