@@ -391,3 +391,26 @@ def test_verify_with_the_torchrun_launcher_is_a_usage_error(run_pytest: RunPytes
     assert "compares warm ranks with torchrun's" in result.out
     assert result.code == pytest.ExitCode.USAGE_ERROR
     assert "expected a number from 0 to 100" in run_pytest(tmp_path, "--distcompat-verify=lots").out
+
+
+@pytest.mark.spawn
+def test_a_module_that_raises_on_ranks_alone_is_told_with_its_error(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import os
+        import pytest
+
+        if "RANK" in os.environ:
+            raise RuntimeError("not where a rank imports it")
+
+        @pytest.mark.distcompat(world_size=2)
+        def test_it(): pass
+        """
+    )
+    result = pytester.runpytest_subprocess("--distcompat-gpus=0")
+    result.assert_outcomes(failed=1, warnings=1)
+    result.stdout.fnmatch_lines(
+        [
+            "rank 0 raised LookupError: *.py cannot be collected on this rank: *RuntimeError: not where a rank imports it*"
+        ]
+    )

@@ -272,6 +272,9 @@ def _collected(config: pytest.Config) -> pytest.Session:
     """
     from pytest_distcompat.launch import preload
 
+    errors = CollectionErrors()
+    config.stash[_COLLECTION_ERRORS] = errors
+    config.pluginmanager.register(errors)
     config._do_configure()  # noqa: SLF001 - see the docstring
     preload.finishing = config._ensure_unconfigure  # noqa: SLF001 - see the docstring
     session = pytest.Session.from_config(config)
@@ -281,6 +284,29 @@ def _collected(config: pytest.Config) -> pytest.Session:
     if capture is not None:
         capture.stop_global_capturing()
     return session
+
+
+class CollectionErrors:
+    """Plugin of a rank's session that remembers what could not be collected: no terminal shows it."""
+
+    def __init__(self) -> None:
+        #: By node id, pytest's own words for the error.
+        self.texts: dict[str, str] = {}
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Remember a module that raised, for example."""
+        if report.failed:
+            self.texts[report.nodeid] = report.longreprtext
+
+    def text_about(self, nodeid: str) -> str:
+        """Return the error of the module or class that has that item; empty if it was collected."""
+        for collector, text in self.texts.items():
+            if nodeid.startswith(f"{collector}::"):
+                return text
+        return ""
+
+
+_COLLECTION_ERRORS: pytest.StashKey[CollectionErrors] = pytest.StashKey()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +344,7 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         if request_loop.reused is not None:
             request_loop.reused.reset_baseline()
     items = _items(preload.collected)
-    item = _find(items, asked.nodeid)
+    item = _find(items, asked.nodeid, preload.collected.config.stash[_COLLECTION_ERRORS])
     next_item = items.get(asked.next or "")
     if request_loop.reused is not None:
         _reset_between_items(request_loop.reused, item)
@@ -369,8 +395,12 @@ def _items(session: pytest.Session) -> Mapping[str, pytest.Item]:
     return {item.nodeid: item for item in session.items}
 
 
-def _find(items: Mapping[str, pytest.Item], nodeid: str) -> pytest.Item:
+def _find(items: Mapping[str, pytest.Item], nodeid: str, errors: CollectionErrors) -> pytest.Item:
     if nodeid not in items:
+        error = errors.text_about(nodeid)
+        if error:
+            last = error.splitlines()[-1].removeprefix("E").strip()
+            raise LookupError(f"{nodeid.partition('::')[0]} cannot be collected on this rank: {last}\n\n{error}")
         close = difflib.get_close_matches(nodeid, items, n=3)
         hint = f"; close to it: {', '.join(close)}" if close else ""
         raise LookupError(
