@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_distcompat.cli import main, side_by_side
+from pytest_distcompat.cli import main
+from pytest_distcompat.ext.upstream import side_by_side
 from pytest_distcompat.ext.upstream.releases import Run, table
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.document import Report
