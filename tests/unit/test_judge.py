@@ -360,9 +360,9 @@ def test_a_crash_or_hang_prints_no_declaration(kind: str) -> None:
 def test_a_method_that_is_not_written_prints_no_declaration(text: str) -> None:
     """Pasted into expect, it would make a suite green that runs nothing."""
     end = ended("raised", "build", f"NotImplementedError: {text}")
-    assert declaration(toy(), CELL, Trace.of("hand-made", [lived(TRAIN_RUN, end)])) is None
+    assert declaration(toy(), CELL, Trace.of("hand-made", [lived(TRAIN_RUN, end, together=True)])) is None
     refused = ended("raised", "build", "NotImplementedError: no FSDP here")
-    assert declaration(toy(), CELL, Trace.of("hand-made", [lived(TRAIN_RUN, refused)])) is not None
+    assert declaration(toy(), CELL, Trace.of("hand-made", [lived(TRAIN_RUN, refused, together=True)])) is not None
 
 
 def test_a_declaration_that_ended_no_longer_excuses_and_says_so() -> None:
