@@ -7,19 +7,25 @@ from pytest_distcompat.checks._base import Check, check
 from pytest_distcompat.registry import Registry
 
 CHECKS: Registry[Check] = Registry(__name__, Check, "check")
-#: The check of profile ``walk``, whose runs are drawn.
+#: The check of profile ``walk``: its runs are sequences of calls that are drawn at random.
 WALK: Check = _walk.walk
-#: The same check of one walk, of every read-only call: what the default profile has of it.
+#: The same check for the default profile, in which its only walk makes every read-only call.
 OBSERVERS_WALK = dataclasses.replace(WALK)
 
 __all__ = ["CHECKS", "OBSERVERS_WALK", "WALK", "Check", "all_check_names", "check", "find_check"]
 
 
 def all_check_names() -> tuple[str, ...]:
-    """Return the names of all checks, that of profile ``walk`` too."""
+    """Return the names of all checks, including that of profile ``walk``."""
     return (*CHECKS.names(), WALK.name)
 
 
 def find_check(name: str) -> Check:
-    """Return the check of that name. Raises UsageProblem, with the names, if there is none."""
-    return WALK if name == WALK.name else CHECKS.get(name)
+    """Return the check of that name.
+
+    Raises:
+        UsageProblem: If there is none; the message lists the names.
+    """
+    if name == WALK.name:
+        return WALK
+    return CHECKS.get(name)

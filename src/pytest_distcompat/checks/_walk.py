@@ -150,7 +150,9 @@ def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCal
         yield f"{call}: {named_ranks(ranks, run.world_size)}: {text}"
     for text in _inexact_loss(cell, call, snapshots, reference_snapshots[0]):
         yield f"{call}: {text}"
-    for text in _inexact_values(cell, names, snapshots, reference_snapshots[0]):
+    for text in _inexact_live_values(cell, names, snapshots, reference_snapshots[0]):
+        yield f"{call}: {text}"
+    for text in _inexact_returned_values(cell, names, snapshots, reference_snapshots[0]):
         yield f"{call}: {text}"
 
 
@@ -208,9 +210,10 @@ def _structure_changes(built: Snapshot, after: Snapshot) -> Iterator[str]:
 
 def _structure(snapshot: Snapshot) -> dict[str, Any]:
     """Return, by live name, what a call must never change of a parameter."""
-    return {
-        info.name: (info.kind, info.shape, info.dtype, info.layout, info.local_numel) for info in snapshot.parameters
-    }
+    structure: dict[str, Any] = {}
+    for info in snapshot.parameters:
+        structure[info.name] = (info.kind, info.shape, info.dtype, info.layout, info.local_numel)
+    return structure
 
 
 def _differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Iterator[str]:
@@ -289,42 +292,61 @@ def _inexact_numbers(cell: Cell, call: Call, snapshot: Snapshot, reference: Snap
         yield f"outputs are up to {furthest:.2g} off the reference's, which are up to {largest:.2g}"
 
 
-def _inexact_values(cell: Cell, names: Names, snapshots: Sequence[Snapshot], reference: Snapshot) -> Iterator[str]:
-    """Yield the parameters and buffers, live or returned, that are not the reference's, and those that were not returned."""
-    precision = PRECISIONS.get(cell.precision)
-    tolerance = ROUNDED_TOLERANCE
-    if precision.compute == "float32":
-        tolerance = TOLERANCE
+def _inexact_live_values(cell: Cell, names: Names, snapshots: Sequence[Snapshot], reference: Snapshot) -> Iterator[str]:
+    """Yield a finding for the live parameters and buffers that are not the reference's."""
     expected: Mapping[str, Sums] = {}
     if reference.call:
         expected = reference.call.sums
-    live_by_rank: list[dict[str, Sums]] = []
-    returned_by_rank: list[dict[str, Sums]] = []
-    for snapshot in snapshots:
-        if snapshot.call is None:
-            continue
-        live_by_rank.append({names(name): sums for name, sums in snapshot.call.sums.items()})
-        # Only some ranks return anything, such as one that writes a file.
-        if snapshot.call.returned:
-            returned_by_rank.append({names(name): sums for name, sums in snapshot.call.returned.items()})
+    calls = [snapshot.call for snapshot in snapshots if snapshot.call]
+    live_by_rank = [_by_unwrapped_name(names, call.sums) for call in calls]
+    tolerance = _tolerance_of_sums(cell)
     yield from _inexact_sums("parameters are not the reference's", names, live_by_rank, expected, tolerance)
-    # Of gradients and moments the reference returns its own.
-    if reference.call and reference.call.returned is not None:
-        expected = reference.call.returned
-        tolerance = 2 * precision.norm_tolerance
+
+
+def _inexact_returned_values(
+    cell: Cell, names: Names, snapshots: Sequence[Snapshot], reference: Snapshot
+) -> Iterator[str]:
+    """Yield what a call returned that is not the reference's, and the trained parameters that it did not return."""
+    expected: Mapping[str, Sums] = {}
+    tolerance = _tolerance_of_sums(cell)
+    if reference.call:
+        expected = reference.call.sums
+        # Of gradients and moments the reference returns its own.
+        if reference.call.returned is not None:
+            expected = reference.call.returned
+            tolerance = 2 * PRECISIONS.get(cell.precision).norm_tolerance
     known_by_rank: list[dict[str, Sums]] = []
     known_names: set[str] = set()
-    for returned in returned_by_rank:
+    for snapshot in snapshots:
+        # Only some ranks return anything, such as one that writes a file.
+        if snapshot.call is None or not snapshot.call.returned:
+            continue
+        returned = _by_unwrapped_name(names, snapshot.call.returned)
         known = {name: sums for name, sums in returned.items() if name in expected}
         known_by_rank.append(known)
         known_names.update(known)
-    yield from _inexact_sums("what it returned is not the reference's", names, known_by_rank, expected, tolerance)
-    if not returned_by_rank:
+    if not known_by_rank:
         return
-    trained = [info.name for info in reference.parameters if info.trainable and info.name in expected]
-    lacking = [repr(name) for name in trained if name not in known_names]
+    yield from _inexact_sums("what it returned is not the reference's", names, known_by_rank, expected, tolerance)
+    lacking: list[str] = []
+    for info in reference.parameters:
+        if not info.trainable or info.name not in expected:
+            continue
+        if info.name not in known_names:
+            lacking.append(repr(info.name))
     if lacking:
         yield f"what it returned lacks {', '.join(lacking)}"
+
+
+def _tolerance_of_sums(cell: Cell) -> float:
+    """Return how far sums of parameters may be from the reference's, relative to the largest possible."""
+    if PRECISIONS.get(cell.precision).compute == "float32":
+        return TOLERANCE
+    return ROUNDED_TOLERANCE
+
+
+def _by_unwrapped_name(names: Names, sums_by_live_name: Mapping[str, Sums]) -> dict[str, Sums]:
+    return {names(live): sums for live, sums in sums_by_live_name.items()}
 
 
 def _inexact_sums(
@@ -382,8 +404,9 @@ def _close(actual: Sums, expected: Sums, tolerance: float) -> bool:
 
 def _differing(title: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
     """Yield a finding for the names whose values differ, or that only one of both has."""
-    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    yield from _difference_of(title, before, after, names)
+    all_names = {**before, **after}
+    differing = [name for name in all_names if before.get(name) != after.get(name)]
+    yield from _difference_of(title, before, after, differing)
 
 
 def _difference_of(

@@ -135,7 +135,11 @@ def _wrapping(cell: Cell, run: RunTrace, model: ModelInfo) -> Iterator[str]:
     if alone and strategy.kind_alone:
         kinds.add(strategy.kind_alone)
     left_out = _left_out_predicate(cell, run)
-    others = [info for info in model.parameters if info.kind not in kinds and not left_out(info.name)]
+    others: list[ParameterInfo] = []
+    for info in model.parameters:
+        if info.kind in kinds or left_out(info.name):
+            continue
+        others.append(info)
     of_another_kind = f"{len(others)} of {len(model.parameters)} parameters are not of kind {strategy.kind}"
     if others:
         yield f"{of_another_kind}, {others[0].name!r} is a {others[0].kind}"
@@ -195,7 +199,7 @@ def _blocks_without_cut_layers(cell: Cell, run: RunTrace, snapshot: Snapshot) ->
     """Yield a finding if tensor parallelism has cut some layers, and none of a block: a plan's names do not fit a wrapped one."""
     if cell.tp == 1 or run.unwrapped is None:
         return
-    if not any(cut_along(info, "tp") for info in snapshot.parameters):
+    if not _sizes_along("tp", snapshot):
         return  # ``_model_parallel`` reports that nothing is cut
     names = Names(run, run.unwrapped)
     cut_by_name: list[tuple[str, bool]] = []
@@ -265,7 +269,13 @@ def _context_parallel(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
 
 def _collectives_of_floats(snapshot: Snapshot, ranks: set[int]) -> list[CollectiveInfo]:
     """Return the collectives of these ranks, and no others, that carried floating-point numbers."""
-    return [info for info in snapshot.collectives if set(info.ranks) == ranks and "float" in info.dtype]
+    collectives: list[CollectiveInfo] = []
+    for info in snapshot.collectives:
+        if "float" not in info.dtype:
+            continue
+        if set(info.ranks) == ranks:
+            collectives.append(info)
+    return collectives
 
 
 def _secondary_partition(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
@@ -311,7 +321,11 @@ class _StoredModel:
     @property
     def numel(self) -> int:
         """Return the number of elements that are sharded or replicated."""
-        return sum(numel for name, numel in self.full_numel_by_name.items() if not self.left_out(name))
+        total = 0
+        for name, numel in self.full_numel_by_name.items():
+            if not self.left_out(name):
+                total += numel
+        return total
 
     def copies(self, holders: Iterable[_Holder]) -> float:
         """Return how many copies of all these parameters the holders store together."""
@@ -509,8 +523,12 @@ def _differing_replicas(run: RunTrace, trained: tuple[Snapshot, ...], when: str)
         for difference in differences:
             of_stages = _named_stages(stages, difference)
             first = f"first {difference.names[0]!r}{of_stages}"
-            text = f"{len(difference.names)} {kind} differ from rank {difference.peer}'s after {when}, {first}"
-            yield f"rank {difference.rank}: {text}; replicas must stay equal"
+            tensors_of_kind = f"{len(difference.names)} {kind}"
+            peer = f"rank {difference.peer}"
+            yield (
+                f"rank {difference.rank}: {tensors_of_kind} differ from {peer}'s after {when}, {first}; "
+                "replicas must stay equal"
+            )
         if differences:
             return  # what is made from them differs too
 
@@ -532,7 +550,11 @@ def _replica_differences(tensors: Iterable[_HeldTensor]) -> list[_ReplicaDiffere
         first = first_replicas.setdefault((tensor.name, tensor.region), tensor)
         if first.rank != tensor.rank and first.value != tensor.value:
             names_by_ranks[tensor.rank, first.rank].append(tensor.name)
-    return [_ReplicaDifference(rank, peer, names) for (rank, peer), names in sorted(names_by_ranks.items())]
+    differences: list[_ReplicaDifference] = []
+    for (rank, peer), names in sorted(names_by_ranks.items()):
+        difference = _ReplicaDifference(rank, peer, names)
+        differences.append(difference)
+    return differences
 
 
 def _held_parameters(trained: tuple[Snapshot, ...], name_of: Callable[[str], str]) -> Iterator[_HeldTensor]:

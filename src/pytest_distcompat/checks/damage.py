@@ -11,10 +11,14 @@ from pytest_distcompat.checks._base import check, every_rank, only_where_it_diff
 from pytest_distcompat.checks._values import differences, flat_parameters, settings, values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import BLOCKED_RUN, DAMAGE, NAMED_RUN, PATHS, PATHS_AT_BUILD, Scenario
-from pytest_distcompat.trace import RunTrace, Trace
+from pytest_distcompat.trace import RunFailure, RunTrace, Trace
 
+#: The frames of a traceback: a line ``File "..."``, and the lines below it that are indented further.
 _FRAMES = re.compile(r'^( +)File ".*\n(?:\1  .*\n?)*', re.MULTILINE)
+#: What a file is after each way to corrupt it, as ``FileInfo.holds`` names the way.
 _CORRUPTIONS = {"truncate": "cut in half", "remove": "gone"}
+#: The actions in which a checkpoint may be read; a later error is not about its files.
+_LOADING = frozenset({"load", "build"})
 
 
 @check(
@@ -34,22 +38,28 @@ def damage(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: missing weights were initialized anew, or a rank waits for another that failed to read its shard.
     """
     for name in ("truncated", "removed"):
-        yield from _judged(trace.run(name))
+        yield from _loaded_without_error(trace.run(name))
 
 
-def _judged(run: RunTrace) -> Iterator[str]:
+def _loaded_without_error(run: RunTrace) -> Iterator[str]:
+    """Yield a finding unless the run ends, while it loads, in an error that names the corrupted file."""
     snapshot = run.first("damage")
     if snapshot is None or not snapshot.files:
         yield f"{run.name}: no file was corrupted"
         return
     corrupted = snapshot.files[0]
-    damaged = f"file {corrupted.path!r} is {_CORRUPTIONS[corrupted.holds]}"
-    end = run.end
-    if end is None or end.action not in {"load", "build"}:
-        after = "went on" if end is None else f"failed in {end.action!r} only: {short(end.message)}"
-        yield f"{damaged}: it was loaded without an error, and training {after}"
-    elif PurePath(corrupted.path).name not in without_frames(end.text):
-        yield f"{damaged}: the error does not name it: {short(end.message)}"
+    problem = f"file {corrupted.path!r} is {_CORRUPTIONS[corrupted.holds]}"
+    if run.end is None or run.end.action not in _LOADING:
+        yield f"{problem}: it was loaded without an error, and training {_later(run.end)}"
+    elif PurePath(corrupted.path).name not in without_frames(run.end.text):
+        yield f"{problem}: the error does not name it: {short(run.end.message)}"
+
+
+def _later(end: RunFailure | None) -> str:
+    """Return what training did after an action that should have raised, for the end of a finding."""
+    if end is None:
+        return "went on"
+    return f"failed in {end.action!r} only: {short(end.message)}"
 
 
 def without_frames(text: str) -> str:
@@ -59,16 +69,23 @@ def without_frames(text: str) -> str:
 
 def short(message: str) -> str:
     """Return the first and the last line: an exception of several ranks lists the ranks' own between them."""
-    lines = [line for line in message.splitlines() if line.strip()] or [""]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+    lines = [line for line in message.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    if len(lines) == 1:
+        return lines[0]
+    return f"{lines[0]} ... {lines[-1]}"
 
 
-def _runs(_cell: Cell, driver: type[Driver]) -> Scenario:
-    return PATHS_AT_BUILD if driver.knows_directory else PATHS
+def _paths_runs(_cell: Cell, driver: type[Driver]) -> Scenario:
+    """Return the runs ``named``, ``reopened`` and ``blocked``; the last ends with the build of a trainer that looks then."""
+    if driver.knows_directory:
+        return PATHS_AT_BUILD
+    return PATHS
 
 
 @check(
-    scenario=_runs,
+    scenario=_paths_runs,
     costly=True,
     until=(("named", "step", 1), ("reopened", "step", 0), ("blocked", "damage", 0)),
     order=14,
@@ -85,8 +102,10 @@ def paths(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: a file is probably found by a word anywhere in its path
     (https://github.com/huggingface/accelerate/pull/4119), or nobody looks at the directory before hours of training.
     """
-    named, reopened = trace.run("named"), trace.run("reopened")
-    saved, loaded = named.at("save"), reopened.at("load")
+    named = trace.run("named")
+    reopened = trace.run("reopened")
+    saved = named.at("save")
+    loaded = reopened.at("load")
     when = f"after the load from {NAMED_RUN.directory!r}"
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
@@ -98,11 +117,10 @@ def paths(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _blocked(run: RunTrace) -> Iterator[str]:
     """Yield a finding unless the run ends in an error in time that names the directory."""
-    end, blocked = run.end, f"a file is where the checkpoint's directory {BLOCKED_RUN.directory!r} should be"
-    if end is None and not run.at("step"):
-        yield f"{blocked}: the trainer was built without an error, although it knows then where to save"
-    elif end is None or (run.at("save") and end.action != "save"):
-        after = "went on" if end is None else f"failed in {end.action!r} only: {short(end.message)}"
-        yield f"{blocked}: nothing was raised in the save, and training {after}"
-    elif BLOCKED_RUN.directory not in without_frames(end.text):
-        yield f"{blocked}: the error does not name it: {short(end.message)}"
+    problem = f"a file is where the checkpoint's directory {BLOCKED_RUN.directory!r} should be"
+    if run.end is None and not run.at("step"):
+        yield f"{problem}: the trainer was built without an error, although it knows then where to save"
+    elif run.end is None or (run.at("save") and run.end.action != "save"):
+        yield f"{problem}: nothing was raised in the save, and training {_later(run.end)}"
+    elif BLOCKED_RUN.directory not in without_frames(run.end.text):
+        yield f"{problem}: the error does not name it: {short(run.end.message)}"

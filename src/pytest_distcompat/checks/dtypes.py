@@ -83,12 +83,19 @@ def _has_products(cell: Cell, run: RunTrace, snapshot: Snapshot) -> bool:
 
 def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding if trainable parameters are stored in another dtype."""
-    trainable = [info for info in snapshot.parameters if info.trainable and info.local_numel]
-    others = [info for info in trainable if _real(info.dtype) != row.storage]
+    trainable = 0
+    others: list[ParameterInfo] = []
+    dtypes: set[str] = set()
+    for info in snapshot.parameters:
+        if not info.trainable or not info.local_numel:
+            continue
+        trainable += 1
+        if _real(info.dtype) != row.storage:
+            others.append(info)
+            dtypes.add(info.dtype)
     if not others:
         return
-    dtypes = _list(info.dtype for info in others)
-    stored = f"{len(others)} of {len(trainable)} trainable parameters are stored in {dtypes}"
+    stored = f"{len(others)} of {trainable} trainable parameters are stored in {_list(dtypes)}"
     yield f"{stored}, first {others[0].name!r}; expected {row.storage}"
 
 
@@ -104,10 +111,13 @@ def _frozen(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[
     """Yield a finding for frozen parameters wider than loaded: float32 copies of a frozen model only waste memory."""
     strategy = STRATEGIES.get(cell.strategy)
     loaded_dtypes = {info.name: info.dtype for info in unwrapped.parameters}
-    frozen = [info for info in model.parameters if not info.trainable and info.local_numel]
     trained_units = {_unit(model, info) for info in model.parameters if info.trainable}
+    frozen = 0
     wider: list[_OtherDtype] = []
-    for info in frozen:
+    for info in model.parameters:
+        if info.trainable or not info.local_numel:
+            continue
+        frozen += 1
         # FSDP1 keeps all of a unit in one flat parameter, which has one dtype.
         if "FSDP1" in info.kind and _unit(model, info) in trained_units:
             continue
@@ -118,7 +128,7 @@ def _frozen(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[
     if not wider:
         return
     first = wider[0]
-    stored = f"{len(wider)} of {len(frozen)} frozen parameters are stored in {first.info.dtype}"
+    stored = f"{len(wider)} of {frozen} frozen parameters are stored in {first.info.dtype}"
     yield f"{stored}, first {first.info.name!r}; loaded in {first.expected}"
 
 
@@ -198,17 +208,21 @@ def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
 
 def _quantized(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding for each kind of state that is not quantized where it is large enough, and only there."""
-    moments = [state for state in snapshot.states if _is_moment(state) and state.numel]
-    if not any(is_quantized(state) for state in moments):
-        yield "no state is large enough to be quantized"
+    keys: list[str] = []
     large_dtypes: dict[str, set[str]] = defaultdict(set)
     small_dtypes: dict[str, set[str]] = defaultdict(set)
-    for state in moments:
+    for state in snapshot.states:
+        if not _is_moment(state) or not state.numel:
+            continue
+        if state.key not in keys:
+            keys.append(state.key)
         if is_quantized(state):
             large_dtypes[state.key].add(state.dtype)
         else:
             small_dtypes[state.key].add(state.dtype)
-    for key in dict.fromkeys(state.key for state in moments):
+    if not large_dtypes:
+        yield "no state is large enough to be quantized"
+    for key in keys:
         if large_dtypes[key] - {"uint8"}:
             yield f"{key} is kept in {_list(large_dtypes[key])}; expected uint8"
         if small_dtypes[key] - {row.state}:

@@ -110,12 +110,16 @@ class _ExpectedKeys:
     def of(cls, cell: Cell, unwrapped: UnwrappedInfo) -> _ExpectedKeys:
         """Return what the files of a model should have."""
         model_names = frozenset(unwrapped.state_dict)
+        names = model_names
+        shapes: dict[str, tuple[int, ...]] = {}
         if cell.option("lora"):
-            shapes = {adapter_name(info.name): tuple(info.shape) for info in unwrapped.parameters if info.trainable}
+            for info in unwrapped.parameters:
+                if info.trainable:
+                    shapes[adapter_name(info.name)] = tuple(info.shape)
             names = frozenset(shapes)
         else:
-            shapes = {info.name: tuple(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
-            names = model_names
+            for info in (*unwrapped.parameters, *unwrapped.buffers):
+                shapes[info.name] = tuple(info.shape)
         tied: dict[str, frozenset[str]] = {}
         for group in unwrapped.tied:
             tied.update(dict.fromkeys(group, frozenset(group)))
@@ -201,11 +205,15 @@ def _file_name(path: str) -> str:
 def _index(index: FileInfo, models: list[FileInfo]) -> Iterator[str]:
     """Yield findings for an index that names other files for its keys than they are in, or another size."""
     directory = _directory(index.path)
-    file_by_name = {_file_name(file.path): file for file in models if _directory(file.path) == directory}
+    file_by_name: dict[str, FileInfo] = {}
+    for file in models:
+        if _directory(file.path) == directory:
+            file_by_name[_file_name(file.path)] = file
     # Pairs of a key and the name of a file that has it; a dict, because their order is that of the findings.
     stored: dict[tuple[str, str], None] = {}
     for file_name, file in file_by_name.items():
-        stored.update(dict.fromkeys((key, file_name) for key in file.keys))
+        for key in file.keys:
+            stored[key, file_name] = None
     lost = [pair for pair in index.files.items() if pair not in stored]
     in_second_file: list[tuple[str, str]] = []
     not_in_index: list[tuple[str, str]] = []
@@ -278,8 +286,10 @@ def _outputs(
         yield "the reloaded model computed nothing"
         return
     expected = reloaded[0].outputs
-    finite = [value for value in expected if math.isfinite(value)]
-    infinite = len(expected) - len(finite)
+    infinite = 0
+    for value in expected:
+        if not math.isfinite(value):
+            infinite += 1
     if infinite:
         yield f"{infinite} of {len(expected)} outputs of the reloaded model are infinite; expected finite numbers"
         return
@@ -336,7 +346,11 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
         return  # flat parameters have no unwrapped names to compare by
     trained = values(run, at_save)
     yield from trained.wrong
-    wrong = [name for name, digests in weights.items() if not digests <= _trained_digests(trained, name)]
+    wrong: list[str] = []
+    for name, digests in weights.items():
+        trained_digests = _trained_digests(trained, name)
+        if not digests <= trained_digests:
+            wrong.append(name)
     if wrong:
         others = f"{len(wrong)} of {len(names)} weights have other values in the checkpoint than at the save"
         yield f"{others}, first {first_three(wrong)}"

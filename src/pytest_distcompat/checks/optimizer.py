@@ -12,7 +12,7 @@ from pytest_distcompat.checks._values import cut_along, named_stage, stages_of, 
 from pytest_distcompat.digests import is_zero
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import RunTrace, Snapshot, StateInfo, Trace
+from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, StateInfo, Trace
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=2)
@@ -26,29 +26,34 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     together.
     """
     run = trace.run()
-    built, trained = run.at("build"), run.at("step", 2)
+    built = run.at("build")
+    trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
     trainable = _trainable(cell, run, built)
     for snapshot in built:
-        yield from _held(snapshot, trainable)
+        yield from _entries(snapshot, trainable)
     if STRATEGIES.get(cell.strategy).flat_masters:
-        yield from _partitions(cell, built, trainable)
-    yield from _moves(run, built, trained, trainable)
+        yield from _flat_masters(cell, built, trainable)
+    yield from _movements(run, built, trained, trainable)
 
 
 def _trainable(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Mapping[str, bool]:
     """Return, for each live name, whether it should be trained: as in the unwrapped model, not as in the trainer."""
-    # The live parameter decides where it has no counterpart there: a flat or a renamed one.
-    unwrapped = {info.name: info.trainable for info in (run.unwrapped.parameters if run.unwrapped else ())}
     strategy = STRATEGIES.get(cell.strategy)
-    return {
-        info.name: unwrapped.get(strategy.canonical(info.name, cell, unwrapped), info.trainable)
-        for snapshot in built
-        for info in snapshot.parameters
-    }
+    unwrapped: dict[str, bool] = {}
+    if run.unwrapped:
+        unwrapped = {info.name: info.trainable for info in run.unwrapped.parameters}
+    trainable: dict[str, bool] = {}
+    for snapshot in built:
+        for info in snapshot.parameters:
+            name = strategy.canonical(info.name, cell, unwrapped)
+            # The live parameter decides where it has no counterpart there: a flat or a renamed one.
+            trainable[info.name] = unwrapped.get(name, info.trainable)
+    return trainable
 
 
-def _held(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]:
+def _entries(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]:
+    """Yield findings unless a rank's optimizer holds each trainable parameter once, and nothing else."""
     where = f"rank {snapshot.rank}"
     if snapshot.optimizer is None or snapshot.model is None:
         yield f"{where}: no optimizer after build; the driver must set self.model and self.optimizer"
@@ -56,62 +61,115 @@ def _held(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]:
     if snapshot.optimizer.foreign:
         yield f"{where}: {stale(snapshot.optimizer)}"
     for info in snapshot.model.parameters:
-        if trainable[info.name] and info.held is not None and info.held != 1:
-            count = "not in the optimizer" if not info.held else f"in the optimizer {info.held} times"
-            yield f"{where}: trainable parameter {info.name!r} is {count}; expected once"
+        # ZeRO's optimizers hold flat copies instead (None): ``_flat_masters``.
+        if not trainable[info.name] or info.held in {None, 1}:
+            continue
+        entries = "not in the optimizer"
+        if info.held:
+            entries = f"in the optimizer {info.held} times"
+        yield f"{where}: trainable parameter {info.name!r} is {entries}; expected once"
 
 
-def _partitions(cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
+def _flat_masters(cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
     """Yield a finding unless each element of each trainable parameter is in the flat master of exactly one rank.
 
     What tensor parallelism leaves whole each of its ranks has.
     """
-    held = Counter[str]()
+    elements = Counter[str]()
+    parameters: dict[str, ParameterInfo] = {}
     for snapshot in built:
-        held.update(snapshot.optimizer.partitioned if snapshot.optimizer else {})
-    for info in {info.name: info for snapshot in built for info in snapshot.parameters}.values():
-        expected, times = math.prod(info.shape), 1 if cut_along(info, "tp") else cell.tp
-        if trainable[info.name] and held[info.name] != expected * times:
-            found = (
-                f"{held[info.name]} of {expected} elements of trainable parameter {info.name!r} are in the optimizer"
-            )
-            often = "once" if times == 1 else f"{times} times"
-            yield f"all ranks together: {found}; expected each one {often}"
+        if snapshot.optimizer:
+            elements.update(snapshot.optimizer.partitioned)
+        parameters.update({info.name: info for info in snapshot.parameters})
+    for info in parameters.values():
+        if not trainable[info.name]:
+            continue
+        numel = math.prod(info.shape)
+        copies = cell.tp
+        if cut_along(info, "tp"):
+            copies = 1
+        if elements[info.name] != numel * copies:
+            times = "once" if copies == 1 else f"{copies} times"
+            partitioned = f"{elements[info.name]} of {numel} elements of trainable parameter {info.name!r}"
+            yield f"all ranks together: {partitioned} are in the optimizer; expected each one {times}"
 
 
-def _moves(
+def _movements(
     run: RunTrace, built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...], trainable: Mapping[str, bool]
 ) -> Iterator[str]:
     """Yield findings for trainable parameters that no rank changed, unless unused, and for frozen ones that changed."""
-    # Of a master its change is enough, if any live parameter changed: a bfloat16 copy near 1 takes more than three steps
-    # to change.
-    before, after, without_any = _digests(built), _digests(trained), unused(run)
-    ranks = {one.rank for one in trained if one.model} & {one.rank for one in built if one.model}
-    without_gradient, masters = _without_gradient(trained), _masters_moved(built, trained)
-    live = {name for name in trainable if any(before[name].get(rank) != after[name].get(rank) for rank in ranks)}
-    for name, train in trainable.items():
-        if train and name in without_any:
+    ranks = _ranks_with_model(built) & _ranks_with_model(trained)
+    built_digests = _digests(built)
+    moved = _moved(built, trained)
+    never_updated = unused(run)
+    without_gradient = _without_gradient(trained)
+    for name, is_trainable in trainable.items():
+        if not is_trainable:
+            if name in moved:
+                yield f"frozen parameter {name!r} moved"
+        elif name in never_updated:
             continue
-        moved = name in live or bool(live and name in masters)
-        if train and ranks and not moved:
-            holders = sorted(before[name].keys() & ranks)
-            where = "on any rank" if not stages_of(run) else f"on {named_stage(run, holders)}, where it is"
+        elif ranks and name not in moved:
+            where = "on any rank"
+            if stages_of(run):
+                holders = built_digests[name].keys() & ranks
+                where = f"on {named_stage(run, sorted(holders))}, where it is"
             yield f"trainable parameter {name!r} did not move in three steps, {where}"
-        elif train and name in without_gradient:
+        elif name in without_gradient:
             yield f"trainable parameter {name!r} had no gradient in three steps: its state in the optimizer is all zero"
-        elif moved and not train:
-            yield f"frozen parameter {name!r} moved"
-    for name in sorted(without_gradient - set(trainable)):
-        yield f"{name} of the optimizer had no gradient in three steps: its state is all zero"
+    for owner in sorted(without_gradient - trainable.keys()):
+        yield f"{owner} of the optimizer had no gradient in three steps: its state is all zero"
 
 
-def _masters_moved(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -> set[str]:
+def _moved(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -> set[str]:
+    """Return the live names of parameters that changed on any rank."""
+    before = _digests(built)
+    after = _digests(trained)
+    ranks = _ranks_with_model(built) & _ranks_with_model(trained)
+    moved: set[str] = set()
+    for name in before:
+        if any(before[name].get(rank) != after[name].get(rank) for rank in ranks):
+            moved.add(name)
+    if moved:
+        # Of a master its change is enough, if any live parameter changed: a bfloat16 copy near 1 takes more than three steps
+        # to change.
+        moved |= _moved_masters(built, trained)
+    return moved
+
+
+def _ranks_with_model(snapshots: tuple[Snapshot, ...]) -> set[int]:
+    return {snapshot.rank for snapshot in snapshots if snapshot.model}
+
+
+def _digests(snapshots: tuple[Snapshot, ...]) -> dict[str, dict[int, str]]:
+    """Return the digests of live parameters, by name and rank."""
+    digests: dict[str, dict[int, str]] = defaultdict(dict)
+    for snapshot in snapshots:
+        for info in snapshot.parameters:
+            digests[info.name][snapshot.rank] = info.digest
+    return digests
+
+
+def _moved_masters(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -> set[str]:
     """Return the parameters whose master changed on any rank that had one after build."""
-    before, after = (
-        {(one.rank, state.owner): state.digest for one in some for state in _states(one) if state.key == "master"}
-        for some in (built, trained)
-    )
-    return {owner for (rank, owner), digest in after.items() if before.get((rank, owner), digest) != digest}
+    before = _master_digests(built)
+    after = _master_digests(trained)
+    moved: set[str] = set()
+    for key in before.keys() & after.keys():
+        if before[key] != after[key]:
+            _, owner = key
+            moved.add(owner)
+    return moved
+
+
+def _master_digests(snapshots: tuple[Snapshot, ...]) -> dict[tuple[int, str], str]:
+    """Return the digests of masters, by rank and owner."""
+    digests: dict[tuple[int, str], str] = {}
+    for snapshot in snapshots:
+        for state in _states(snapshot):
+            if state.key == "master":
+                digests[snapshot.rank, state.owner] = state.digest
+    return digests
 
 
 def _states(snapshot: Snapshot) -> tuple[StateInfo, ...]:
@@ -121,13 +179,13 @@ def _states(snapshot: Snapshot) -> tuple[StateInfo, ...]:
 
 def _without_gradient(trained: tuple[Snapshot, ...]) -> set[str]:
     """Return the owners of optimizer state that is all zero on every rank, step counts and masters aside."""
-    states = [state for one in trained for state in _states(one) if state.key not in {"step", "master"} and state.numel]
-    return {state.owner for state in states} - {state.owner for state in states if not is_zero(state.digest)}
-
-
-def _digests(snapshots: tuple[Snapshot, ...]) -> dict[str, dict[int, str]]:
-    found: dict[str, dict[int, str]] = defaultdict(dict)
-    for snapshot in snapshots:
-        for info in snapshot.parameters:
-            found[info.name][snapshot.rank] = info.digest
-    return found
+    owners: set[str] = set()
+    with_gradient: set[str] = set()
+    for snapshot in trained:
+        for state in _states(snapshot):
+            if state.key in {"step", "master"} or not state.numel:
+                continue
+            owners.add(state.owner)
+            if not is_zero(state.digest):
+                with_gradient.add(state.owner)
+    return owners - with_gradient

@@ -29,44 +29,64 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import SAVED, Scenario
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import RunTrace, Trace
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 
-def _not_by_name(cell: Cell) -> str | None:
+def _why_not_comparable_by_name(cell: Cell) -> str | None:
     """Return why shards of two world sizes cannot be compared by name; None if they can."""
     if cell.option("save_only_model"):
         return "checkpoints hold the model alone: there is no training to resume"
-    flat = "FSDP1 keeps flat parameters: they have no names by which the shards of two world sizes could be compared"
-    return None if cell.option("use_orig_params") else flat
+    if not cell.option("use_orig_params"):
+        return (
+            "FSDP1 keeps flat parameters: they have no names by which the shards of two world sizes could be compared"
+        )
+    return None
 
 
-def _not_resharded(cell: Cell, driver: type[Driver]) -> str | None:
+def _why_not_resharded(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why the check does not apply to the cell; None if it does."""
     if cell.strategy not in driver.reshards:
         return f"the driver does not claim that {cell.strategy} loads a checkpoint of another world size"
     if cell.per_node and STRATEGIES.get(cell.strategy).flat_masters:
         return "each node has the shards of its own ranks, and other ranks would need those of all"
-    return _not_by_name(cell) or saved_as_elsewhere(cell)
+    return _why_not_comparable_by_name(cell) or saved_as_elsewhere(cell)
 
 
-def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
+def _reshard_runs(cell: Cell, driver: type[Driver]) -> Scenario:
     """Return the runs ``train``, ``up``, ``back`` and ``one``, whose world sizes and meshes depend on the cell's."""
     if cell.tp == 1:
         return scenario.reshard(cell)
     # Back into as many parts as the driver can cut.
-    rest, sizes = cell.without("tp").options, (int(size) for size in OPTIONS["tp"].values)
-    cells = [
-        Cell(cell.strategy, cell.precision, cell.world_size, (*rest, ("tp", tp)), cell.nodes)
-        for tp in sizes
-        if cell.world_size // cell.cp // cell.pp % (tp * cell.ep) == 0
-    ]
-    return scenario.reshard(cell, max(one.tp for one in cells if one == cell or not driver.unsupported_reason(one)))
+    largest = 1
+    for value in OPTIONS["tp"].values:
+        tp = int(value)
+        ranks = cell.world_size // cell.cp // cell.pp
+        if ranks % (tp * cell.ep):
+            continue
+        options = (*cell.without("tp").options, ("tp", tp))
+        cell_of_size = Cell(cell.strategy, cell.precision, cell.world_size, options, cell.nodes)
+        if cell_of_size == cell or not driver.unsupported_reason(cell_of_size):
+            largest = max(largest, cell_of_size.tp)
+    return scenario.reshard(cell, largest)
 
 
-_UNTIL = (("train", "step", SAVED), ("up", "save", 0), ("up", "step", 1), ("back", "step", 0), ("one", "step", 0))
+_UNTIL_RESHARDED = (
+    ("train", "step", SAVED),
+    ("up", "save", 0),
+    ("up", "step", 1),
+    ("back", "step", 0),
+    ("one", "step", 0),
+)
 
 
-@check(scenario=_runs, until=_UNTIL, order=11, not_applicable=_not_resharded, costly=True, depends_on=RESHARDED)
+@check(
+    scenario=_reshard_runs,
+    until=_UNTIL_RESHARDED,
+    order=11,
+    not_applicable=_why_not_resharded,
+    costly=True,
+    depends_on=RESHARDED,
+)
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded at another world size, or on another mesh, is bit by bit what was saved.
 
@@ -78,62 +98,97 @@ def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     torch.distributed.checkpoint (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), or convert first,
     as DeepSpeed does (https://www.deepspeed.ai/tutorials/universal-checkpointing/).
     """
-    for name, source in (("up", "train"), ("back", "up"), ("one", "train")):
-        if name in trace.runs:
-            yield from _changes(trace.run(source), trace.run(name))
+    for loading, saving in (("up", "train"), ("back", "up"), ("one", "train")):
+        # A cell of one rank has no run ``one``.
+        if loading in trace.runs:
+            yield from _not_loaded_as_saved(trace.run(saving), trace.run(loading))
 
 
-def _changes(source: RunTrace, run: RunTrace) -> Iterator[str]:
+def _not_loaded_as_saved(saving: RunTrace, loading: RunTrace) -> Iterator[str]:
     """Yield findings for everything that one run did not load as the other saved it."""
-    ranks, cell = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks", Cell.parse(run.cell)
-    ranks += "".join(f" with {name} {size}" for name, size in (("tp", cell.tp), ("pp", cell.pp)) if size > 1)
+    ranks = _described_mesh(loading)
     when = f"after the load at {ranks}"
-    saved, loaded = source.at("save"), run.at("load")
-    yield from every_rank(saved, source.world_size, "save")
-    yield from every_rank(loaded, run.world_size, f"the load at {ranks}")
-    yield from differences(values(source, saved), values(run, loaded), when)
+    saved = saving.at("save")
+    loaded = loading.at("load")
+    yield from every_rank(saved, saving.world_size, "save")
+    yield from every_rank(loaded, loading.world_size, f"the load at {ranks}")
+    yield from differences(values(saving, saved), values(loading, loaded), when)
     yield from settings(saved, loaded, when)
-    yield from step_counts(source, run, when)
-    yield from finite_losses(run.at("step"), f"the first step {when}")
+    yield from step_counts(saving, loading, when)
+    yield from finite_losses(loading.at("step"), f"the first step {when}")
 
 
-def _not_portable(cell: Cell, driver: type[Driver]) -> str | None:
-    target = driver.portable.get(cell.strategy)
-    if target is None:
+def _described_mesh(run: RunTrace) -> str:
+    """Return the words for a run's ranks in a finding, as "4 ranks with tp 2"."""
+    cell = Cell.parse(run.cell)
+    words = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
+    if cell.tp > 1:
+        words += f" with tp {cell.tp}"
+    if cell.pp > 1:
+        words += f" with pp {cell.pp}"
+    return words
+
+
+def _why_not_portable(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the check does not apply to the cell; None if it does."""
+    if cell.strategy not in driver.portable:
         return f"the driver does not claim that another strategy loads a checkpoint of {cell.strategy}"
     if cell.option("save_only_model"):
         return "checkpoints hold the model alone: there is no training to resume"
-    if _by_weights(cell) and not (driver.can("export") and driver.can("reload")):
-        return "only weights can be moved from DeepSpeed's checkpoints, and the driver has no export() and reload()"
-    if _by_weights(cell) and cell.per_node:
-        return "the weights are exported on the node of rank 0 alone"
-    if _by_weights(cell) and cell.option("lora"):
-        return "PEFT loads an exported adapter frozen, so it cannot be trained on"
-    if elsewhere := saved_as_elsewhere(cell):
-        return elsewhere
-    there = _port_runs(cell, driver).runs[-1].cell(cell)
-    # The device is not known here, so only what both devices cannot do is left out.
-    problem = STRATEGIES.get(target).unsupported_reason(there) or (
-        driver.unsupported_reason(there, "cpu") and driver.unsupported_reason(there, "cuda")
-    )
-    return f"{target} cannot go on from it: {problem}" if problem else None
+    if _moves_weights_only(cell):
+        reason = _why_weights_cannot_move(cell, driver)
+        if reason:
+            return reason
+    return saved_as_elsewhere(cell) or _why_target_cannot_go_on(cell, driver)
 
 
-def _by_weights(cell: Cell) -> bool:
+def _moves_weights_only(cell: Cell) -> bool:
     """Tell whether only exported weights can be moved: DeepSpeed alone can load its optimizer states."""
     return STRATEGIES.get(cell.strategy).flat_masters
 
 
-def _port_runs(cell: Cell, driver: type[Driver]) -> Scenario:
+def _why_weights_cannot_move(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why exported weights cannot be trained on under another strategy; None if they can."""
+    if not driver.can("export") or not driver.can("reload"):
+        return "only weights can be moved from DeepSpeed's checkpoints, and the driver has no export() and reload()"
+    if cell.per_node:
+        return "the weights are exported on the node of rank 0 alone"
+    if cell.option("lora"):
+        return "PEFT loads an exported adapter frozen, so it cannot be trained on"
+    return None
+
+
+def _why_target_cannot_go_on(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the other strategy cannot run the cell; None if it can."""
     target = driver.portable[cell.strategy]
-    return scenario.port_weights(target) if _by_weights(cell) else scenario.port(target)
+    target_cell = _port_runs(cell, driver).runs[-1].cell(cell)
+    reason = STRATEGIES.get(target).unsupported_reason(target_cell)
+    if not reason and driver.unsupported_reason(target_cell, "cpu"):
+        # The device is not known here, so only what both devices cannot do is left out.
+        reason = driver.unsupported_reason(target_cell, "cuda")
+    if reason:
+        return f"{target} cannot go on from it: {reason}"
+    return None
 
 
-_PORT_UNTIL = (("train", "step", SAVED + 1), ("port", "step", 0))
+def _port_runs(cell: Cell, driver: type[Driver]) -> Scenario:
+    """Return the runs ``train`` and ``port``."""
+    target = driver.portable[cell.strategy]
+    if _moves_weights_only(cell):
+        return scenario.port_weights(target)
+    return scenario.port(target)
+
+
+_UNTIL_PORTED = (("train", "step", SAVED + 1), ("port", "step", 0))
 
 
 @check(
-    scenario=_port_runs, until=_PORT_UNTIL, order=12, not_applicable=_not_portable, costly=True, depends_on=RESHARDED
+    scenario=_port_runs,
+    until=_UNTIL_PORTED,
+    order=12,
+    not_applicable=_why_not_portable,
+    costly=True,
+    depends_on=RESHARDED,
 )
 def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded under another strategy at the same world size is bit by bit what was saved.
@@ -144,60 +199,85 @@ def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: look for what is saved by position, rank or flat parameter instead of by name. State that several
     parameters share, such as the ``step`` of FSDP1's flat one, is incremented once for each.
     """
-    train, port = trace.run("train"), trace.run("port")
-    when = f"after the load under {Cell.parse(port.cell).strategy}"
-    if _by_weights(cell):
-        yield from _weights(train, port)
+    train = trace.run("train")
+    port = trace.run("port")
+    if _moves_weights_only(cell):
+        yield from _other_weights(train, port)
         return
-    saved, loaded = train.at("save"), port.at("load")
+    when = f"after the load under {Cell.parse(port.cell).strategy}"
+    saved = train.at("save")
+    loaded = port.at("load")
     yield from every_rank(saved, train.world_size, "save")
     yield from every_rank(loaded, port.world_size, "the load")
-    yield from trained_again(loaded, (snapshot for nth in range(SAVED) for snapshot in train.at("step", nth)))
+    steps_before_save: list[Snapshot] = []
+    for nth in range(SAVED):
+        steps_before_save += train.at("step", nth)
+    yield from trained_again(loaded, steps_before_save)
     if flat_parameters(saved):
-        yield from _counts(train, port, when)
+        yield from _other_flat_step_counts(train, port, when)
     else:
         yield from differences(values(train, saved), values(port, loaded), when)
         yield from step_counts(train, port, when)
     yield from settings(saved, loaded, when)
-    yield from _losses(cell, train, port, when)
+    yield from _other_losses(cell, train, port, when)
 
 
-def _counts(train: RunTrace, port: RunTrace, when: str) -> Iterator[str]:
+def _other_flat_step_counts(train: RunTrace, port: RunTrace, when: str) -> Iterator[str]:
     """Yield a finding for wrong step counts of flat parameters: they have no names to compare by, but one count."""
-    expected = {digest for found in values(train, train.at("step", SAVED)).of("step").values() for digest in found}
-    found = values(port, port.at("step")).of("step")
-    wrong = {name: (digest,) for name, held in found.items() for digest in held if digest not in expected}
+    expected: set[str] = set()
+    for digests in values(train, train.at("step", SAVED)).of("step").values():
+        expected.update(digests)
+    wrong: dict[str, tuple[str, ...]] = {}
+    for name, digests in values(port, port.at("step")).of("step").items():
+        for digest in digests:
+            if digest not in expected:
+                wrong[name] = (digest,)
     if wrong:
-        yield from compare("step", dict.fromkeys(wrong, tuple(sorted(expected))), wrong, f"one step {when}")
+        expected_by_name = dict.fromkeys(wrong, tuple(sorted(expected)))
+        yield from compare("step", expected_by_name, wrong, f"one step {when}")
 
 
-def _weights(train: RunTrace, port: RunTrace) -> Iterator[str]:
+def _other_weights(train: RunTrace, port: RunTrace) -> Iterator[str]:
+    """Yield findings for parameters that are not, once built, the exported ones."""
     built = port.at("build")
+    when = "after the export and build"
     yield from every_rank(built, port.world_size, "build")
-    expected = exported_weights(train, port)
-    found = values(port, built)
-    yield from (f"{text} after the export and build" for text in found.wrong)
-    yield from compare("parameter", expected, found.of("parameter"), "after the export and build")
+    exported = exported_weights(train, port)
+    loaded = values(port, built)
+    for text in loaded.wrong:
+        yield f"{text} {when}"
+    yield from compare("parameter", exported, loaded.of("parameter"), when)
     yield from finite_losses(port.at("step"), "the first step")
 
 
-def _losses(cell: Cell, train: RunTrace, port: RunTrace, when: str) -> Iterator[str]:
+def _other_losses(cell: Cell, train: RunTrace, port: RunTrace, when: str) -> Iterator[str]:
     """Yield findings for losses that differ by more than twice the tolerance: each is within it of one reference."""
-    # In lower precision, where each strategy rounds in other places, only those of flat parameters are compared, which
-    # have no names.
-    precision = PRECISIONS.get(cell.precision)
-    rounds = precision.compute != "float32" and not flat_parameters(train.at("save"))
-    # Ranks that were peers of tensor parallelism are fed other batches now.
-    compares = not rounds and Cell.parse(port.cell).dp_size == cell.dp_size
+    compares = _losses_are_comparable(cell, train, port)
     tolerance = 2 * precision_of_products(cell, train).loss_tolerance
     for nth in range(2):
-        whole = {snapshot.rank: snapshot.loss for snapshot in train.at("step", SAVED + nth)}
+        expected_losses = {snapshot.rank: snapshot.loss for snapshot in train.at("step", SAVED + nth)}
         for snapshot in port.at("step", nth):
-            expected = whole.get(snapshot.rank)
+            expected = expected_losses.get(snapshot.rank)
             if compares and (snapshot.loss is None or expected is None):
                 yield f"rank {snapshot.rank}: no loss to compare; expected step() to return it"
-            elif infinite := [*finite_losses([snapshot], f"step {nth + 1} {when}")]:
-                yield from infinite
-            elif compares and not math.isclose(snapshot.loss or 0.0, expected or 0.0, rel_tol=tolerance):
-                finding = f"loss {nth + 1} {when} is {snapshot.loss:.6g}; {expected:.6g} in the run that never stopped"
-                yield f"rank {snapshot.rank}: {finding} ({tolerance:.0e} allowed)"
+                continue
+            infinite = list(finite_losses([snapshot], f"step {nth + 1} {when}"))
+            yield from infinite
+            if infinite or not compares or snapshot.loss is None or expected is None:
+                continue
+            if not math.isclose(snapshot.loss, expected, rel_tol=tolerance):
+                loss = f"loss {nth + 1} {when} is {snapshot.loss:.6g}"
+                expectation = f"{expected:.6g} in the run that never stopped ({tolerance:.0e} allowed)"
+                yield f"rank {snapshot.rank}: {loss}; {expectation}"
+
+
+def _losses_are_comparable(cell: Cell, train: RunTrace, port: RunTrace) -> bool:
+    """Tell whether each rank's losses under the other strategy should be those of the uninterrupted run."""
+    # Ranks that were peers of tensor parallelism are given other batches now.
+    if Cell.parse(port.cell).dp_size != cell.dp_size:
+        return False
+    if PRECISIONS.get(cell.precision).compute == "float32":
+        return True
+    # In lower precision each strategy rounds in other places. Of flat parameters, which have no names to compare values by,
+    # losses are compared nevertheless.
+    return flat_parameters(train.at("save"))

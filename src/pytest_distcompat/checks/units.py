@@ -16,15 +16,18 @@ from pytest_distcompat.trace import ModelInfo, Snapshot, Trace, UnwrappedInfo
 _WITH_UNITS = frozenset({"FSDP1", "FSDP2"})
 
 
-def _no_units(cell: Cell, driver: type[Driver]) -> str | None:
-    if STRATEGIES.get(cell.strategy).wrapper in _WITH_UNITS:
-        return None
-    if cell.option("activation_checkpointing") or cell.option("compile"):
+def _why_no_units(cell: Cell, driver: type[Driver]) -> str | None:
+    if _has_units(cell) or cell.option("activation_checkpointing") or cell.option("compile"):
         return None
     return f"{cell.strategy} cuts no units, and nothing is recomputed or compiled"
 
 
-@check(scenario=TRAIN, until=(("train", "step", 2),), order=7, not_applicable=_no_units)
+def _has_units(cell: Cell) -> bool:
+    """Tell whether the strategy shards a model unit by unit: FSDP gathers the parameters of one at a time."""
+    return STRATEGIES.get(cell.strategy).wrapper in _WITH_UNITS
+
+
+@check(scenario=TRAIN, until=(("train", "step", 2),), order=7, not_applicable=_why_no_units)
 def units(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that FSDP's units, activation checkpointing and torch.compile apply to the model's blocks.
 
@@ -34,144 +37,200 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: compare the policy's class names with the model's. One unit for all gathers the whole model at once,
     one for each child costs a collective each.
     """
-    run, unwrapped = trace.run(), trace.run().unwrapped
-    if unwrapped is None:
+    run = trace.run()
+    if run.unwrapped is None:
         yield "the unwrapped model was not recorded"
         return
-    if unknown := _unknown(cell, unwrapped):
-        yield unknown
+    reason = _why_not_known(cell, run.unwrapped)
+    if reason:
+        yield reason
         return
     trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
-    for here, part in by_stage(run, trained):
-        for snapshot in here:
-            if snapshot.model is None or part is None:
-                yield f"rank {snapshot.rank}: no model to read units from"
-                continue
-            for judge in (_cut, _recomputed, _compiled, _left_out):
-                yield from (f"rank {snapshot.rank}: {text}" for text in judge(cell, part, snapshot.model))
-            yield from (f"rank {snapshot.rank}: {text}" for text in _computed_again(cell, snapshot))
+    for snapshots, stage_model in by_stage(run, trained):
+        for snapshot in snapshots:
+            for text in _of_rank(cell, stage_model, snapshot):
+                yield f"rank {snapshot.rank}: {text}"
 
 
-def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:
+def _of_rank(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
+    """Yield what is not as the cell says on one rank, given the part of the unwrapped model that its stage has."""
+    if snapshot.model is None or unwrapped is None:
+        yield "no model to read units from"
+        return
+    yield from _sharded_modules(cell, unwrapped, snapshot.model)
+    yield from _recomputed_modules(cell, unwrapped, snapshot.model)
+    yield from _compiled_modules(cell, unwrapped, snapshot.model)
+    yield from _ignored_modules(cell, unwrapped, snapshot.model)
+    yield from _recomputed_operators(cell, snapshot)
+
+
+def _why_not_known(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:
     """Return a finding if the expected units are not known, so that the check cannot pass; None otherwise."""
     if cell.option("ignored_modules") and not unwrapped.ignored_modules:
         return "it is not known which module was to be left out of the sharding"
-    sharded = STRATEGIES.get(cell.strategy).wrapper in _WITH_UNITS and cell.option("wrap_policy") != "size"
-    compiled = cell.option("compile") in {"regional", "partial"}
-    if not (sharded or compiled or cell.option("activation_checkpointing")):
+    if not _needs_blocks(cell):
         return None
     classes = " or ".join(map(repr, unwrapped.block_classes))
     if "" in unwrapped.blocks:
         return f"the whole model that was seen is one block, a {classes}: nothing wraps what is around it"
     if unwrapped.blocks:
         return None
-    reason = f"no module of it is a {classes}" if classes else "it declares none (_no_split_modules)"
+    reason = "it declares none (_no_split_modules)"
+    if classes:
+        reason = f"no module of it is a {classes}"
     hint = "name their classes by blocks= of launch, or blocks of the driver"
     return f"the model's blocks are not known: {reason}; {hint}"
 
 
-def _names(cell: Cell, unwrapped: UnwrappedInfo, live: Collection[str]) -> set[str]:
+def _needs_blocks(cell: Cell) -> bool:
+    """Tell whether something is to be done block by block."""
+    if _has_units(cell) and cell.option("wrap_policy") != "size":
+        return True
+    if cell.option("compile") in {"regional", "partial"}:
+        return True
+    return bool(cell.option("activation_checkpointing"))
+
+
+def _module(name: str) -> str:
+    """Return the name of the module that has the parameter."""
+    return name.rpartition(".")[0]
+
+
+def _unwrapped_names(cell: Cell, unwrapped: UnwrappedInfo, live: Collection[str]) -> set[str]:
     """Return the unwrapped model's names of live modules; the root's is empty, whatever wraps it."""
     strategy = STRATEGIES.get(cell.strategy)
-    known = {info.name.rpartition(".")[0] for info in unwrapped.parameters} | set(unwrapped.blocks)
+    known = {_module(info.name) for info in unwrapped.parameters}
+    known.update(unwrapped.blocks)
     return {strategy.canonical(name, cell, known) for name in live}
 
 
-def _cut(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    if STRATEGIES.get(cell.strategy).wrapper not in _WITH_UNITS:
+def _sharded_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+    """Yield a finding unless FSDP's units are the blocks and the root, and none is inside a block."""
+    if not _has_units(cell):
         return
-    found = _names(cell, unwrapped, model.units)
-    if cell.only_tp and not found:
+    fsdp_units = _unwrapped_names(cell, unwrapped, model.units)
+    if cell.only_tp and not fsdp_units:
         return
     if cell.option("wrap_policy") == "size":
-        if len(found) < 2:
+        if len(fsdp_units) < 2:
             yield "FSDP has one unit for the whole model; expected one for each part that is large enough"
         return
+    inside_blocks = {unit for unit in fsdp_units if _is_inside(unit, unwrapped.blocks)}
     # A model may declare a module inside a block to be a block too.
-    inside = {name for name in found if _under(name, unwrapped.blocks)} - set(unwrapped.blocks) - _adapted(unwrapped)
+    inside_blocks -= set(unwrapped.blocks)
+    inside_blocks -= _adapters(unwrapped)
+    expected = set(unwrapped.blocks)
     # Of several stages on a rank each is a root, and none of them the model's.
-    wanted = {*unwrapped.blocks, *([""] if cell.stages == cell.pp else [])}
+    if cell.stages == cell.pp:
+        expected.add("")
     # Embeddings and heads may be units of their own.
-    if inside or not wanted <= found:
-        expected = _list(wanted)
-        yield f"FSDP's units are {_list(found)}; expected {expected}, and none inside a block"
+    if inside_blocks or not expected <= fsdp_units:
+        yield f"FSDP's units are {_listed(fsdp_units)}; expected {_listed(expected)}, and none inside a block"
 
 
-def _adapted(unwrapped: UnwrappedInfo) -> set[str]:
+def _adapters(unwrapped: UnwrappedInfo) -> set[str]:
     """Return the trained layers of blocks that are frozen otherwise."""
     # PEFT's policy for FSDP1 makes a unit of each, apart from the frozen ones: https://huggingface.co/docs/peft/accelerate/fsdp.
-    owners: set[str] = set()
+    layers: set[str] = set()
     for block in unwrapped.blocks:
-        held = [info for info in unwrapped.parameters if info.name.startswith(f"{block}.")]
-        if not all(info.trainable for info in held):
-            owners |= {info.name.rpartition(".")[0] for info in held if info.trainable}
-    return owners
+        parameters = [info for info in unwrapped.parameters if info.name.startswith(f"{block}.")]
+        trained = [info for info in parameters if info.trainable]
+        if len(trained) < len(parameters):
+            layers.update(_module(info.name) for info in trained)
+    return layers
 
 
-def _recomputed(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    found = _names(cell, unwrapped, model.checkpointed) & _inside(unwrapped)
+def _recomputed_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+    """Yield a finding unless the activations of each block are recomputed, or of none without activation checkpointing."""
+    recomputed = _unwrapped_names(cell, unwrapped, model.checkpointed)
+    # A parent of blocks may be marked without being recomputed.
+    recomputed &= _blocks_and_modules_inside(unwrapped)
     if not cell.option("activation_checkpointing"):
         # A script may turn it on by itself; a driver that supports the option was given the cell's value.
-        if found and requested(cell, unwrapped, "activation_checkpointing"):
-            yield f"the activations of {_list(found)} are recomputed without activation_checkpointing"
+        if recomputed and requested(cell, unwrapped, "activation_checkpointing"):
+            yield f"the activations of {_listed(recomputed)} are recomputed without activation_checkpointing"
         return
-    if found != (expected := set(unwrapped.blocks)):
-        yield f"the activations are recomputed of {_list(found)}; expected {_list(expected)}"
+    blocks = set(unwrapped.blocks)
+    if recomputed != blocks:
+        yield f"the activations are recomputed of {_listed(recomputed)}; expected {_listed(blocks)}"
 
 
-def _computed_again(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+def _blocks_and_modules_inside(unwrapped: UnwrappedInfo) -> set[str]:
+    """Return the names of blocks, and of all modules inside them that have parameters."""
+    names = set(unwrapped.blocks)
+    for info in unwrapped.parameters:
+        module = _module(info.name)
+        while module:
+            if _is_inside(module, unwrapped.blocks):
+                names.add(module)
+            module = _module(module)
+    return names
+
+
+def _recomputed_operators(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     """Yield findings for what blocks did not compute again, or did although it was to be kept; nothing if that was not seen."""
-    mode, seen = cell.option("activation_checkpointing"), snapshot.recomputed
-    if not mode or not seen.get("products"):
+    mode = cell.option("activation_checkpointing")
+    counts = snapshot.recomputed
+    if not mode or not counts.get("products"):
         return
-    again = seen.get("products again", 0)
-    counted = f"blocks computed {again} of {seen['products']} matrix products again"
+    again = counts.get("products again", 0)
+    counted = f"blocks computed {again} of {counts['products']} matrix products again"
     if mode == "selective" and again:
         yield f"{counted}; expected none in selective activation checkpointing"
-    elif not again and not seen.get("others again"):
+    elif not again and not counts.get("others again"):
         yield "blocks computed nothing again in the backward pass"
     # A recomputation ends with what it needs, so that the last product of a block is not computed again.
-    elif mode is True and not again and seen["products"] > seen["calls"]:
+    elif mode is True and not again and counts["products"] > counts["calls"]:
         yield f"{counted}; expected all but the last of each block"
 
 
-def _inside(unwrapped: UnwrappedInfo) -> set[str]:
-    """Return the blocks and all modules inside them; a parent of blocks may be marked without being recomputed."""
-    owners = {info.name.rpartition(".")[0] for info in unwrapped.parameters}
-    parts = {".".join(owner.split(".")[:n]) for owner in owners for n in range(1, owner.count(".") + 2)}
-    return set(unwrapped.blocks) | {part for part in parts if _under(part, unwrapped.blocks)}
+def _is_inside(name: str, modules: Collection[str]) -> bool:
+    """Tell whether the module or parameter of that name is inside one of the modules."""
+    return any(name.startswith(f"{module}.") for module in modules)
 
 
-def _under(name: str, blocks: Collection[str]) -> bool:
-    return any(name.startswith(f"{block}.") for block in blocks)
-
-
-def _compiled(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+def _compiled_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+    """Yield findings unless torch.compile has compiled what the cell says: the model, each block, or one of them."""
     mode = cell.option("compile")
     if not mode:
         return
     if not model.graphs:
         yield "torch.compile made no graph in three steps: the model runs uncompiled"
-    found = _names(cell, unwrapped, model.compiled)
-    if mode == "partial" and not any(_under(name, unwrapped.blocks) or name in unwrapped.blocks for name in found):
-        yield f"what is compiled is {_list(found)}; expected one of the blocks"
-    elif mode == "regional" and not set(unwrapped.blocks) <= found:
-        yield f"what is compiled is {_list(found)}; expected each of {_list(set(unwrapped.blocks))}"
+    blocks = set(unwrapped.blocks)
+    compiled = _unwrapped_names(cell, unwrapped, model.compiled)
+    if mode == "partial":
+        inside_blocks = {name for name in compiled if _is_inside(name, blocks)}
+        if not inside_blocks and blocks.isdisjoint(compiled):
+            yield f"what is compiled is {_listed(compiled)}; expected one of the blocks"
+    elif mode == "regional":
+        if not blocks <= compiled:
+            yield f"what is compiled is {_listed(compiled)}; expected each of {_listed(blocks)}"
     elif mode in {True, "aot_eager"} and not model.compiled:
         yield "nothing is wrapped by torch.compile"
 
 
-def _left_out(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+def _ignored_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+    """Yield a finding for each parameter that is sharded although its module was to be left out of the sharding."""
     strategy = STRATEGIES.get(cell.strategy)
-    names = {info.name: info.local_numel for info in unwrapped.parameters}
+    # Then the strategy shards no live parameters, as DDP.
+    if strategy.kind == "Tensor":
+        return
+    numel_by_name = {info.name: info.local_numel for info in unwrapped.parameters}
     for info in model.parameters:
-        name = strategy.canonical(info.name, cell, names)
-        cut = info.kind == strategy.kind != "Tensor" and info.local_numel != names.get(name, 0)
-        if cut and _under(name, unwrapped.ignored_modules):
+        name = strategy.canonical(info.name, cell, numel_by_name)
+        if info.kind != strategy.kind or info.local_numel == numel_by_name.get(name, 0):
+            continue
+        if _is_inside(name, unwrapped.ignored_modules):
             yield f"{name!r} is sharded ({info.kind}, {info.layout}); it was to be left out of the sharding"
 
 
-def _list(names: Collection[str]) -> str:
+def _listed(names: Collection[str]) -> str:
+    """Return the words for some modules in a finding: the first six, and how many more."""
     quoted = sorted(repr(name) if name else "the root" for name in names)
-    return ", ".join(quoted[:6]) + (f" and {len(quoted) - 6} more" if len(quoted) > 6 else "") if quoted else "nothing"
+    if not quoted:
+        return "nothing"
+    listed = ", ".join(quoted[:6])
+    if len(quoted) > 6:
+        listed += f" and {len(quoted) - 6} more"
+    return listed
