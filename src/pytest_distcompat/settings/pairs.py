@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from pytest_distcompat.failures import UsageProblem
 
@@ -23,8 +23,18 @@ def covering_rows(values: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
         from covertable import make
     except ImportError:
         raise UsageProblem("pairs need covertable: pip install 'pytest-distcompat[pairwise]'") from None
-    factors = [["", *(f"{name}={value}" for value in found)] for name, found in values.items()]
-    return [tuple(filter(None, row)) for row in make(factors)] if len(factors) > 1 else []
+    levels_by_field = []
+    for name, field_values in values.items():
+        settings = [f"{name}={value}" for value in field_values]
+        # The empty text is the field's default.
+        levels_by_field.append(["", *settings])
+    if len(levels_by_field) < 2:
+        return []
+    return [_without_defaults(levels) for levels in make(levels_by_field)]
+
+
+def _without_defaults(levels: Iterable[str]) -> tuple[str, ...]:
+    return tuple(level for level in levels if level)
 
 
 def smallest(row: tuple[str, ...], fails: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
@@ -34,7 +44,8 @@ def smallest(row: tuple[str, ...], fails: Callable[[tuple[str, ...]], bool]) -> 
     """
     size = max(len(row) // 2, 1)
     while True:
-        start, before = 0, row
+        start = 0
+        before = row
         while start < len(row):
             rest = row[:start] + row[start + size :]
             if rest and fails(rest):
@@ -56,9 +67,25 @@ def reduced_failures(
     """
     for part in found:
         if set(part) <= set(row):
-            row = tuple(one for one in row if one != part[-1])
-    while row and (how := outcome(row)):
-        alike = _CHANCE.sub("", how)
-        part = smallest(row, lambda rest, alike=alike: _CHANCE.sub("", outcome(rest)) == alike)  # type: ignore[misc]
-        yield part, how
-        row = tuple(one for one in row if one != part[-1])
+            row = _without(row, part[-1])
+    while row:
+        failure = outcome(row)
+        if not failure:
+            return
+        part = _smallest_with_failure(row, outcome, failure)
+        yield part, failure
+        row = _without(row, part[-1])
+
+
+def _smallest_with_failure(row: tuple[str, ...], outcome: Outcome, failure: str) -> tuple[str, ...]:
+    """Return a smallest part of a row that fails as the row does, chance aside."""
+    cause = _CHANCE.sub("", failure)
+
+    def fails_alike(part: tuple[str, ...]) -> bool:
+        return _CHANCE.sub("", outcome(part)) == cause
+
+    return smallest(row, fails_alike)
+
+
+def _without(row: tuple[str, ...], setting: str) -> tuple[str, ...]:
+    return tuple(other for other in row if other != setting)
