@@ -23,7 +23,14 @@ from unittest import mock
 #: Whole numbers and fractions to try: small ones, a prime, and one that is larger than any tiny model.
 NUMBERS = (0, 1, 2, 7, 1_000_003)
 FRACTIONS = (0.0, 0.5, 1.0)
-_VALUES: Mapping[type, tuple[Any, ...]] = {type(None): (None,), bool: (True, False), int: NUMBERS, float: FRACTIONS}
+_VALUES: Mapping[type, tuple[Any, ...]] = {
+    type(None): (None,),
+    bool: (True, False),
+    int: NUMBERS,
+    float: FRACTIONS,
+}
+#: A function that reads its configuration from a dictionary.
+_ConfigReader = Callable[[dict[str, Any]], Any]
 #: A key that no config model has, so that the model's error names the model.
 _UNKNOWN_KEY = "distcompat_unknown"
 #: Libraries that a driver may do without.
@@ -394,7 +401,7 @@ class _Recorder(dict[str, Any]):
         return super().__getitem__(key)
 
 
-def _keys(reader: Callable[[dict[str, Any]], Any]) -> Iterator[_Member]:
+def _keys(reader: _ConfigReader) -> Iterator[_Member]:
     """Yield the keys that the function reads from a dictionary, and those that it reads from dictionaries inside."""
     read: dict[str, Any] = {}
     _call(reader, _Recorder({}, read))
@@ -413,7 +420,7 @@ def _keys(reader: Callable[[dict[str, Any]], Any]) -> Iterator[_Member]:
             yield _Member(f"{key}.{inner_key}", type(inner_default), inner_default)
 
 
-def _model_of_key(reader: Callable[[dict[str, Any]], Any], key: str) -> Any:
+def _model_of_key(reader: _ConfigReader, key: str) -> Any:
     """Return the pydantic model that the function makes of what stands under a key, None if it makes none."""
     error = _call(reader, {key: {_UNKNOWN_KEY: 1}})
     model = _model_named(getattr(error, "title", ""))
@@ -425,7 +432,7 @@ def _model_of_key(reader: Callable[[dict[str, Any]], Any], key: str) -> Any:
     return model
 
 
-def _call(reader: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> Exception | None:
+def _call(reader: _ConfigReader, config: dict[str, Any]) -> Exception | None:
     """Return the exception with which the function ends: it has no whole config, and has read what it reads."""
     try:
         reader(config)

@@ -7,13 +7,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from pytest_distcompat.failures import UsageProblem
 
+#: Settings that are tried together, or a part of them.
+_Row = tuple[str, ...]
 #: What came of a row: nothing if all claims hold, else how it failed.
-Outcome = Callable[[tuple[str, ...]], str]
+Outcome = Callable[[_Row], str]
 #: What differs between failures of one cause: it is chance which rank fails first, and other settings give other numbers.
 _CHANCE = re.compile(r"\branks? \d+|\d[\d.e+-]*")
 
 
-def covering_rows(values: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
+def covering_rows(values: Mapping[str, Sequence[str]]) -> list[_Row]:
     """Return a covering array of strength 2: rows of settings, in which each two values of two fields meet.
 
     Args:
@@ -33,11 +35,11 @@ def covering_rows(values: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
     return [_without_defaults(levels) for levels in make(levels_by_field)]
 
 
-def _without_defaults(levels: Iterable[str]) -> tuple[str, ...]:
+def _without_defaults(levels: Iterable[str]) -> _Row:
     return tuple(level for level in levels if level)
 
 
-def smallest(row: tuple[str, ...], fails: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
+def smallest(row: _Row, fails: Callable[[_Row], bool]) -> _Row:
     """Return a part of a failing row that fails, and no longer does without any one of its settings.
 
     By removing halves, quarters and so on (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input").
@@ -57,9 +59,7 @@ def smallest(row: tuple[str, ...], fails: Callable[[tuple[str, ...]], bool]) -> 
         size = max(size // 2, 1)
 
 
-def reduced_failures(
-    row: tuple[str, ...], outcome: Outcome, found: Collection[tuple[str, ...]] = ()
-) -> Iterator[tuple[tuple[str, ...], str]]:
+def reduced_failures(row: _Row, outcome: Outcome, found: Collection[_Row] = ()) -> Iterator[tuple[_Row, str]]:
     """Yield each smallest failing part of a row, with its outcome.
 
     What was found, in this row or an earlier one, is taken out by its last setting, and the rest is tried again: a refusal
@@ -77,15 +77,15 @@ def reduced_failures(
         row = _without(row, part[-1])
 
 
-def _smallest_with_failure(row: tuple[str, ...], outcome: Outcome, failure: str) -> tuple[str, ...]:
+def _smallest_with_failure(row: _Row, outcome: Outcome, failure: str) -> _Row:
     """Return a smallest part of a row that fails as the row does, chance aside."""
     cause = _CHANCE.sub("", failure)
 
-    def fails_alike(part: tuple[str, ...]) -> bool:
+    def fails_alike(part: _Row) -> bool:
         return _CHANCE.sub("", outcome(part)) == cause
 
     return smallest(row, fails_alike)
 
 
-def _without(row: tuple[str, ...], setting: str) -> tuple[str, ...]:
+def _without(row: _Row, setting: str) -> _Row:
     return tuple(other for other in row if other != setting)
