@@ -10,7 +10,8 @@ import datetime as dt
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,12 @@ else:
 FORMAT = 1
 
 #: ``may_refuse``: only some machines support it; ``may_fail``: it fails only sometimes.
-KINDS: dict[str, Callable[..., Expectation]] = {make.__name__: make for make in (fails, may_fail, refuses, may_refuse)}
+KINDS: dict[str, Callable[..., Expectation]] = {
+    "fails": fails,
+    "may_fail": may_fail,
+    "refuses": refuses,
+    "may_refuse": may_refuse,
+}
 
 _TEXTS = ("id", "link", "reason", "match", "also", "kind", "device", "fixed_in", "script", "test", "until")
 #: The keys that an issue needs, and those that one that is shipped needs besides, since others read it too.
@@ -46,12 +52,25 @@ _EVERY = "*"
 class KnownIssue:
     """One bug in another project.
 
-    ``packages`` are requirements (``accelerate>=1.7``) that must all be installed and fit for the bug to be there.
-    ``drivers`` are the libraries that have it: it applies to suites whose driver names one of them; without any, to every
-    suite. ``match`` is a regular expression for the findings, ``also`` one for further findings of the same bug.
-    ``cells``, ``check``, ``device`` (``cpu``, ``cuda``; empty for both) and ``test`` (a regular expression for node ids) say
-    where it occurs. ``kind`` is one of KINDS. ``strict``: whether
-    each item that it covers must fail; ``until`` the last day on which it excuses; ``where`` is the entry, for messages.
+    Attributes:
+        id: Its name.
+        link: Its report in that project.
+        reason: What is wrong, in a sentence.
+        check: The checks that it fails, ``*`` for every.
+        match: A regular expression for the findings.
+        also: One for further findings of the same bug.
+        kind: What is expected, one of KINDS.
+        packages: Requirements (``accelerate>=1.7``) that must all be installed and fit for the bug to be there.
+        drivers: The libraries that have it: it applies to suites whose driver names one of them; without any, to every suite.
+        cells: The cells in which it occurs, by their facets.
+        device: ``cpu`` or ``cuda``; empty for both.
+        fixed_in: The release that mends it.
+        script: A file that shows it without this plugin.
+        test: A regular expression for the node ids of the tests in which it occurs.
+        until: The last day on which it excuses.
+        strict: Whether each item that it covers must fail.
+        where: The entry in its file, for messages.
+        requirements: ``packages``, parsed.
     """
 
     id: str
@@ -84,26 +103,29 @@ class KnownIssue:
 
     def waits_for(self, device: str) -> tuple[str, ...]:
         """Return why it does not apply here: requirements that are not met, and its device."""
-        pairs = zip(self.packages, self.requirements, strict=True)
-        # A marker is a condition such as python_version or sys_platform.
-        missing = [
-            text
-            for text, one in pairs
-            if (one.marker and not one.marker.evaluate({"extra": ""})) or not fits(one, version_of(one.name))
-        ]
-        return (*missing, *([self.device] if self.device not in {"", device} else []))
+        packages = zip(self.packages, self.requirements, strict=True)
+        missing = [text for text, requirement in packages if not _is_met(requirement)]
+        if self.device not in {"", device}:
+            missing.append(self.device)
+        return tuple(missing)
 
     @functools.cached_property
     def expectations(self) -> tuple[Expectation, ...]:
         """Return an expectation for each check and each entry of ``cells``; cached, since every item reads all issues."""
-        reason = f"{self.reason} ({self.link})" if self.link else self.reason
-        make, texts = KINDS[self.kind], {"match": self.match, "reason": reason, "until": self.until}
         if self.also and "refuse" in self.kind:
             raise UsageProblem(f"also is for what checks find; kind {self.kind!r} has one error")
+        reason = f"{self.reason} ({self.link})" if self.link else self.reason
+        texts = {"match": self.match, "reason": reason, "until": self.until}
         if self.also:
             texts["also"] = self.also
-        made = [make(check, **texts, **cells) for check in self.check for cells in self.cells]
-        return tuple(replace(one, strict=one.strict and self.strict) for one in made)
+        make = KINDS[self.kind]
+        expectations = []
+        for check in self.check:
+            for cells in self.cells:
+                expectation = make(check, **texts, **cells)
+                strict = expectation.strict and self.strict
+                expectations.append(replace(expectation, strict=strict))
+        return tuple(expectations)
 
     def speaks_of(self, nodeid: str) -> bool:
         """Tell whether ``test`` matches that item."""
@@ -116,10 +138,22 @@ class KnownIssue:
         """
         if self.drivers or self.check != (_EVERY,) or not self.speaks_of(nodeid):
             return None
-        for one in self.expectations:
-            if one.kind == "fails" and (not one.facets or (cell is not None and one.covers(cell, _EVERY))):
-                return one
+        for expectation in self.expectations:
+            if expectation.kind != "fails":
+                continue
+            if not expectation.facets:
+                return expectation
+            if cell is not None and expectation.covers(cell, _EVERY):
+                return expectation
         return None
+
+
+def _is_met(requirement: Requirement) -> bool:
+    """Tell whether an installed version fits the requirement, and its marker holds here."""
+    # A marker is a condition such as python_version or sys_platform.
+    if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+        return False
+    return fits(requirement, version_of(requirement.name))
 
 
 @functools.cache
@@ -135,58 +169,35 @@ def read_file(path: Path, needed: Iterable[str] = _NEEDED) -> tuple[KnownIssue, 
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageProblem(f"known issues {path}: {error}") from error
     if data.get("version") != FORMAT:
-        found = f"version is {data.get('version')!r}"
-        raise UsageProblem(f"known issues {path}: {found}; this release reads version {FORMAT}")
-    wrong = sorted(set(data) - {"version", "issue"})
-    if wrong:
-        raise UsageProblem(f"known issues {path}: no key named {wrong[0]!r}. Known: issue, version")
+        version = data.get("version")
+        raise UsageProblem(f"known issues {path}: version is {version!r}; this release reads version {FORMAT}")
+    unknown = sorted(set(data) - {"version", "issue"})
+    if unknown:
+        raise UsageProblem(f"known issues {path}: no key named {unknown[0]!r}. Known: issue, version")
     return _issues(data.get("issue", []), f"known issues {path}: issue", needed)
 
 
 def _issues(entries: Any, where: str, needed: Iterable[str]) -> tuple[KnownIssue, ...]:
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise UsageProblem(f"{where}: expected tables, [[...]], got {entries!r}")
-    found = tuple(_issue(entry, f"{where} {n}", needed) for n, entry in enumerate(entries, 1))
-    ids = [issue.id for issue in found if issue.id]
-    twice = {name for name in ids if ids.count(name) > 1}
-    if twice:
-        raise UsageProblem(f"{where.rpartition(':')[0] or where}: more than one issue has the id {min(twice)!r}")
-    return found
+    issues = [_issue(entry, f"{where} {number}", needed) for number, entry in enumerate(entries, 1)]
+    ids = Counter(issue.id for issue in issues if issue.id)
+    duplicates = [name for name, count in ids.items() if count > 1]
+    if duplicates:
+        file = where.rpartition(":")[0] or where
+        raise UsageProblem(f"{file}: more than one issue has the id {min(duplicates)!r}")
+    return tuple(issues)
 
 
 def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> KnownIssue:
-    name = entry.get("id") or ("no id" if "id" in needed else entry.get("reason", "no reason"))
-    where += f" ({name})"
-    for name in needed:
-        if not entry.get(name):
-            raise UsageProblem(f"{where}: {name} is missing")
-    wrong = sorted(set(entry) - _KEYS)
-    if wrong:
-        raise UsageProblem(f"{where}: no key named {wrong[0]!r}. Known: {', '.join(sorted(_KEYS))}")
+    """Return the issue of an entry. Raises UsageProblem, which begins with ``where``."""
+    where = f"{where} ({_title(entry, needed)})"
     if isinstance(entry.get("until"), dt.date):  # TOML has days of its own
         entry = {**entry, "until": str(entry["until"])}
-    for name in _TEXTS:
-        # Reject a list: as a regular expression, its text would be a character class that matches everything.
-        if not isinstance(entry.get(name, ""), str):
-            raise UsageProblem(f"{where}: {name}={entry[name]!r}; expected a text")
-    if entry.get("device", "") not in {"", "cpu", "cuda"}:
-        raise UsageProblem(f"{where}: device {entry['device']!r}; expected cpu or cuda")
-    if entry.get("kind", "fails") not in KINDS:
-        raise UsageProblem(f"{where}: kind {entry['kind']!r}; expected one of {', '.join(KINDS)}")
-    if "when" in entry and "packages" in entry:
-        raise UsageProblem(f"{where}: when and packages are one thing; give one of them")
+    for problem in _problems(entry, needed):
+        raise UsageProblem(f"{where}: {problem}")
     try:
-        packages = _names(entry.get("when", entry.get("packages", ())), "when, packages")
-        issue = KnownIssue(
-            **{"id": "", "link": "", **{name: entry[name] for name in _TEXTS if name in entry}},
-            check=_names(entry.get("check", _EVERY), "check"),
-            packages=packages,
-            drivers=_names(entry.get("drivers", ()), "drivers"),
-            cells=tuple(_facets(one) for one in _sets(entry.get("cells", {}))),
-            strict=_strict(entry),
-            where=where,
-            requirements=tuple(Requirement(text) for text in packages),
-        )
+        issue = _parsed(entry, where)
         issue.expectations  # noqa: B018 - validates the entry
         re.compile(issue.test)
     except (InvalidRequirement, UsageProblem) as error:
@@ -194,6 +205,54 @@ def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> Known
     except re.error as error:
         raise UsageProblem(f"{where}: test={entry['test']!r} is no regular expression: {error}") from error
     return issue
+
+
+def _title(entry: Mapping[str, Any], needed: Iterable[str]) -> Any:
+    """Return what names an entry in messages: its id, else its reason where an id is not needed."""
+    if entry.get("id"):
+        return entry["id"]
+    if "id" in needed:
+        return "no id"
+    return entry.get("reason", "no reason")
+
+
+def _problems(entry: Mapping[str, Any], needed: Iterable[str]) -> Iterator[str]:
+    """Yield what is wrong with the keys of an entry and with their values."""
+    for name in needed:
+        if not entry.get(name):
+            yield f"{name} is missing"
+    unknown = sorted(set(entry) - _KEYS)
+    if unknown:
+        yield f"no key named {unknown[0]!r}. Known: {', '.join(sorted(_KEYS))}"
+    for name in _TEXTS:
+        # Reject a list: as a regular expression, its text would be a character class that matches everything.
+        if not isinstance(entry.get(name, ""), str):
+            yield f"{name}={entry[name]!r}; expected a text"
+    if entry.get("device", "") not in {"", "cpu", "cuda"}:
+        yield f"device {entry['device']!r}; expected cpu or cuda"
+    if entry.get("kind", "fails") not in KINDS:
+        yield f"kind {entry['kind']!r}; expected one of {', '.join(KINDS)}"
+    if "when" in entry and "packages" in entry:
+        yield "when and packages are one thing; give one of them"
+
+
+def _parsed(entry: Mapping[str, Any], where: str) -> KnownIssue:
+    """Return the issue of an entry whose keys are right. Raises UsageProblem or InvalidRequirement."""
+    texts = {"id": "", "link": ""}
+    for name in _TEXTS:
+        if name in entry:
+            texts[name] = entry[name]
+    packages = _names(entry.get("when", entry.get("packages", ())), "when, packages")
+    return KnownIssue(
+        **texts,
+        check=_names(entry.get("check", _EVERY), "check"),
+        packages=packages,
+        drivers=_names(entry.get("drivers", ()), "drivers"),
+        cells=tuple(_facets(cells) for cells in _sets(entry.get("cells", {}))),
+        strict=_strict(entry),
+        where=where,
+        requirements=tuple(Requirement(text) for text in packages),
+    )
 
 
 def _strict(entry: Mapping[str, Any]) -> bool:
@@ -210,26 +269,31 @@ def _strict(entry: Mapping[str, Any]) -> bool:
 
 
 def _names(entry: Any, name: str) -> tuple[str, ...]:
-    names = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, (list, tuple)) else (None,)
-    if not all(isinstance(one, str) for one in names):
+    """Return a text or a list of texts as a tuple. Raises UsageProblem, which names the key, for anything else."""
+    if isinstance(entry, str):
+        return (entry,)
+    if not isinstance(entry, (list, tuple)) or not all(isinstance(text, str) for text in entry):
         raise UsageProblem(f"{name}: expected a text or a list of texts, got {entry!r}")
-    return names
+    return tuple(entry)
 
 
 def _sets(cells: Any) -> list[Mapping[str, Any]]:
     """Return the sets of cells, from one table or a list of them. Raises UsageProblem for an empty list."""
-    found = [cells] if isinstance(cells, Mapping) else cells
-    if not isinstance(found, list) or not found or not all(isinstance(one, Mapping) for one in found):
+    if isinstance(cells, Mapping):
+        return [cells]
+    if not isinstance(cells, list) or not cells or not all(isinstance(table, Mapping) for table in cells):
         raise UsageProblem(f"cells={cells!r}: expected a table of facets, or a list of such")
-    return found
+    return cells
 
 
 def _facets(entry: Mapping[str, Any]) -> dict[str, FacetValue]:
     """Return the facets of an expectation: TOML has lists where it has tuples."""
-    empty = [name for name, value in entry.items() if value == []]
-    if empty:
-        raise UsageProblem(f"cells: {empty[0]} = [] is no cell; leave it out for all")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+    facets: dict[str, FacetValue] = {}
+    for name, value in entry.items():
+        if value == []:
+            raise UsageProblem(f"cells: {name} = [] is no cell; leave it out for all")
+        facets[name] = tuple(value) if isinstance(value, list) else value
+    return facets
 
 
 def concerned(driver: type[Driver]) -> tuple[str, ...]:
@@ -242,12 +306,24 @@ def concerning(issues: Iterable[KnownIssue], libraries: Iterable[str], device: s
 
     Issues that name neither check nor test come last, since others are more specific.
     """
-    named = set(libraries)
-    found = [issue for issue in issues if (not issue.drivers or named & set(issue.drivers)) and issue.there(device)]
-    return tuple(sorted(found, key=lambda issue: not (issue.strict or issue.test or issue.check != (_EVERY,))))
+    names = set(libraries)
+    chosen = []
+    for issue in issues:
+        of_driver = not issue.drivers or names.intersection(issue.drivers)
+        if of_driver and issue.there(device):
+            chosen.append(issue)
+    return tuple(sorted(chosen, key=_names_nothing))
+
+
+def _names_nothing(issue: KnownIssue) -> bool:
+    """Tell whether an issue names neither a check nor a test."""
+    return not issue.strict and not issue.test and issue.check == (_EVERY,)
 
 
 def applying(issues: Iterable[KnownIssue], libraries: Iterable[str], device: str) -> tuple[Expectation, ...]:
     """Return the expectations of the issues that apply to all items, without those that name a ``test``."""
-    chosen = (issue for issue in concerning(issues, libraries, device) if issue.speaks_of(""))
-    return tuple(expectation for issue in chosen for expectation in issue.expectations)
+    expectations: list[Expectation] = []
+    for issue in concerning(issues, libraries, device):
+        if issue.speaks_of(""):
+            expectations += issue.expectations
+    return tuple(expectations)

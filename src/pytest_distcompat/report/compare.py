@@ -23,6 +23,9 @@ SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "no
 #: The counts in the last line: a suite that stops running shows in the first three.
 COUNTED = ("selected", "ran", "skipped", "unreached", "red", "known", "fixed?")
 
+#: A value before and now.
+BeforeAndNow = tuple[str, str]
+
 
 @dataclass
 class Comparison:
@@ -40,8 +43,8 @@ class Comparison:
     otherwise: list[Change] = field(default_factory=list)
     new: list[Change] = field(default_factory=list)
     #: Package or setting to its value before and now.
-    versions: dict[str, tuple[str, str]] = field(default_factory=dict)
-    settings: dict[str, tuple[str, str]] = field(default_factory=dict)
+    versions: dict[str, BeforeAndNow] = field(default_factory=dict)
+    settings: dict[str, BeforeAndNow] = field(default_factory=dict)
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
@@ -80,7 +83,7 @@ class Comparison:
         }
 
 
-def _changed_values(changed: Mapping[str, tuple[str, str]]) -> str:
+def _changed_values(changed: Mapping[str, BeforeAndNow]) -> str:
     texts = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
     return ", ".join(texts)
 
@@ -258,7 +261,7 @@ def _settings(report: Report) -> dict[str, str]:
     return values
 
 
-def differing(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def differing(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, BeforeAndNow]:
     """Return the names whose values differ, each with its value before and after."""
     names = dict.fromkeys((*before, *after))
     different = {}

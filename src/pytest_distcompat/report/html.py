@@ -133,9 +133,13 @@ def _anchors(results: list[Verdict]) -> dict[str, str]:
     return {place(first): anchor for anchor, first in first_of_tile.items()}
 
 
-def _overview(results: list[Verdict]) -> dict[str, dict[str, list[tuple[Status, int]]]]:
+#: How many verdicts have which status.
+_Counts = list[tuple[Status, int]]
+
+
+def _overview(results: list[Verdict]) -> dict[str, dict[str, _Counts]]:
     """Return the count of each status by driver and strategy: the worst status first, then the most frequent."""
-    overview: dict[str, dict[str, list[tuple[Status, int]]]] = {}
+    overview: dict[str, dict[str, _Counts]] = {}
     for (driver, strategy), statuses in _statuses_by_tile(results).items():
         counts = list(Counter(statuses).items())
         counts.sort(key=lambda item: (item[0].weight, item[1]), reverse=True)

@@ -96,12 +96,12 @@ def _session(sessions: Sequence[_Session]) -> _Session:
     missing = _missing_shards(sessions)
     merged: _Session = {
         "versions": _versions(sessions),
-        "device": _joined(str(session.get("device", "?")) for session in sessions),
-        "gpu": _joined(session.get("gpu", "") for session in sessions),
+        "device": _joined(map(str, _values(sessions, "device", "?"))),
+        "gpu": _joined(_values(sessions, "gpu", "")),
         "world_size": _world_size(sessions),
         "began": _first_begin(sessions),
-        "seconds": sum(session.get("seconds", 0.0) for session in sessions),
-        "runs": sum(session.get("runs", 0) for session in sessions),
+        "seconds": sum(_values(sessions, "seconds", 0.0)),
+        "runs": sum(_values(sessions, "runs", 0)),
         "ending": _worst_ending(sessions, missing),
     }
     if missing:
@@ -113,23 +113,31 @@ def _session(sessions: Sequence[_Session]) -> _Session:
     return merged
 
 
+def _values(mappings: Iterable[dict[str, Any]], key: str, default: Any) -> list[Any]:
+    """Return what each mapping has under a key, the default for one that does not have it."""
+    return [mapping.get(key, default) for mapping in mappings]
+
+
 def _versions(sessions: Iterable[_Session]) -> dict[str, str]:
     """Return the versions of each package that any session names; ``none`` stands for a session that does not."""
-    all_versions = [session.get("versions", {}) for session in sessions]
+    all_versions = _values(sessions, "versions", {})
     joined = {}
     for package in _keys(all_versions):
-        joined[package] = _joined(versions.get(package, "none") for versions in all_versions)
+        joined[package] = _joined(_values(all_versions, package, "none"))
     return joined
 
 
 def _settings(sessions: Iterable[_Session]) -> dict[str, dict[str, Any]]:
     """Return each setting with its values in all sessions, and where the last session has it from."""
-    all_settings = [session.get("settings", {}) for session in sessions]
+    all_settings = _values(sessions, "settings", {})
     joined = {}
     for name in _keys(all_settings):
-        settings = [settings[name] for settings in all_settings if name in settings]
-        value = _joined(str(setting["value"]) for setting in settings)
-        joined[name] = {"value": value, "from": settings[-1]["from"]}
+        values = []
+        for settings in all_settings:
+            if name in settings:
+                values.append(str(settings[name]["value"]))
+                origin = settings[name]["from"]
+        joined[name] = {"value": _joined(values), "from": origin}
     return joined
 
 
@@ -143,10 +151,10 @@ def _keys(mappings: Iterable[dict[str, Any]]) -> list[str]:
 
 def _world_size(sessions: Iterable[_Session]) -> Any:
     """Return the sessions' world size; a text that names all of them where they differ."""
-    sizes = list(dict.fromkeys(session.get("world_size", "?") for session in sessions))
+    sizes = list(dict.fromkeys(_values(sessions, "world_size", "?")))
     if len(sizes) == 1:
         return sizes[0]
-    return _joined(str(size) for size in sizes)
+    return _joined(map(str, sizes))
 
 
 def _first_begin(sessions: Iterable[_Session]) -> str:
@@ -155,10 +163,11 @@ def _first_begin(sessions: Iterable[_Session]) -> str:
 
 
 def _worst_ending(sessions: Iterable[_Session], missing: Sequence[str]) -> str:
-    endings = [session.get("ending", "finished") for session in sessions]
+    endings = _values(sessions, "ending", "finished")
     if missing:
         endings.append("stopped")
-    return min(endings, key=ENDINGS.index, default="finished")
+    worst: str = min(endings, key=ENDINGS.index, default="finished")
+    return worst
 
 
 def _missing_shards(sessions: Sequence[_Session]) -> list[str]:

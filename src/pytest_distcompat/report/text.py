@@ -15,6 +15,8 @@ from pytest_distcompat.status import Status, Verdict
 #: A text and its style: ``good``, ``known``, ``bad``, ``dim``, ``head`` or nothing.
 Span = tuple[str, str]
 Line = tuple[Span, ...]
+#: An entry of a report's runs, timeline or gaps.
+_Entry = dict[str, Any]
 
 #: The statuses whose reasons are listed, each with the word before them.
 _TITLES = {"known": "known", "simulated": "weaker than ok", "skipped": "not run", "refused": "refused"}
@@ -25,6 +27,11 @@ CAUSES = 20
 SETTINGS = 12
 #: The longest headline in the list of causes, in characters.
 HEADLINE = 240
+
+
+def _line(text: str, style: str = "") -> Line:
+    """Return a line of one span."""
+    return ((text, style),)
 
 
 def cut(text: str, length: int) -> str:
@@ -41,15 +48,15 @@ def matrix_text(results: Iterable[Verdict], cells: Iterable[Row] = (), width: in
     """
     all_rows = list(cells)
     for table in tables(results):
-        yield ((table.title, "head"),)
+        yield _line(table.title, "head")
         yield from _blocks(table, width)
         for status, title in _TITLES.items():
             for reason, names in by_reason(table.results, status).items():
-                yield ((f"  {title}: {reason} [{shortened(names)}]", ""),)
+                yield _line(f"  {title}: {reason} [{shortened(names)}]")
         first = table.results[0]
         table_rows = [row for row in all_rows if (row.suite, row.driver) == (first.suite, first.driver)]
         for (check, reason), names in not_applicable_reasons(table_rows).items():
-            yield ((f"  not applicable: {check}: {reason} [{shortened(names)}]", "dim"),)
+            yield _line(f"  not applicable: {check}: {reason} [{shortened(names)}]", "dim")
 
 
 @dataclass(frozen=True)
@@ -121,18 +128,24 @@ def causes_text(results: Iterable[Verdict]) -> Iterator[Line]:
     """Yield each cause of failure with its cells and checks, and the command that reproduces one of them."""
     all_causes = causes(results)
     if all_causes:
-        yield (("failures by cause", "head"),)
+        yield _line("failures by cause", "head")
     for number, cause in enumerate(all_causes[:CAUSES], 1):
         cells = cause.cells
-        counted = f"{_counted(len(cause.results), 'verdict')} in {_counted(len(cells), 'cell')}{follows(cause)}"
+        verdicts = _counted(len(cause.results), "verdict")
+        affected = _counted(len(cells), "cell")
         headline = cut(cause.headline, HEADLINE)
-        yield ((f"  {number}. ", ""), (cause.words, "bad"), (f" {counted}: {headline}", ""))
+        yield (
+            (f"  {number}. ", ""),
+            (cause.words, "bad"),
+            (f" {verdicts} in {affected}{follows(cause)}: {headline}", ""),
+        )
         cell_texts = [f"{cell}: {shortened(checks, 6)}" for cell, checks in cells.items()]
-        yield ((f"     {'; '.join(cell_texts[:3])}{_more(len(cell_texts) - 3)}", ""),)
+        shown = "; ".join(cell_texts[:3])
+        yield _line(f"     {shown}{_more(len(cell_texts) - 3)}")
         if cause.reproduce:
-            yield ((f"     reproduce: {cause.reproduce}", ""),)
+            yield _line(f"     reproduce: {cause.reproduce}")
     if len(all_causes) > CAUSES:
-        yield ((f"  {unshown(len(all_causes) - CAUSES)}", ""),)
+        yield _line(f"  {unshown(len(all_causes) - CAUSES)}")
 
 
 def _counted(count: int, noun: str) -> str:
@@ -149,7 +162,7 @@ def settings_text(results: Iterable[Verdict]) -> Iterator[Line]:
         if not rows:
             continue
         title = f"{table.title}: {len(rows)} of {len(table.cells)} settings fail or are refused"
-        yield ((title, "head"),)
+        yield _line(title, "head")
         label_width = max(len(row.setting) for row in rows[:SETTINGS])
         for row in rows[:SETTINGS]:
             spans: list[Span] = [(f"  {row.setting.ljust(label_width)}", "")]
@@ -158,7 +171,7 @@ def settings_text(results: Iterable[Verdict]) -> Iterator[Line]:
                 spans.append((verdict.status.word, verdict.status.style))
             yield tuple(spans)
         if len(rows) > SETTINGS:
-            yield ((f"  and {len(rows) - SETTINGS} more, which the HTML and Markdown reports have", "dim"),)
+            yield _line(f"  and {len(rows) - SETTINGS} more, which the HTML and Markdown reports have", "dim")
 
 
 def follows(cause: Cause) -> str:
@@ -169,7 +182,9 @@ def follows(cause: Cause) -> str:
 
 
 def runs_text(
-    runs: Iterable[dict[str, Any]], timeline: Iterable[dict[str, Any]] = (), gaps: Iterable[dict[str, Any]] = ()
+    runs: Iterable[_Entry],
+    timeline: Iterable[_Entry] = (),
+    gaps: Iterable[_Entry] = (),
 ) -> Iterator[Line]:
     """Yield the slowest runs, the fraction of the time in which each device was in use, and why they were not."""
     yield from _slowest_runs(runs)
@@ -177,15 +192,19 @@ def runs_text(
     yield from _idle_devices(gaps)
 
 
-def _slowest_runs(runs: Iterable[dict[str, Any]]) -> Iterator[Line]:
+def _slowest_runs(runs: Iterable[_Entry]) -> Iterator[Line]:
     timed_runs = [run for run in runs if run["seconds"]]
     timed_runs.sort(key=lambda run: run["seconds"], reverse=True)
-    texts = [f"{run['seconds']:.1f} s {run['cell']} {run['name']} ({run['driver']})" for run in timed_runs[:SLOWEST]]
+    texts = [_run_text(run) for run in timed_runs[:SLOWEST]]
     if texts:
-        yield ((f"slowest runs: {', '.join(texts)}", ""),)
+        yield _line(f"slowest runs: {', '.join(texts)}")
 
 
-def _device_use(timeline: Iterable[dict[str, Any]]) -> Iterator[Line]:
+def _run_text(run: _Entry) -> str:
+    return f"{run['seconds']:.1f} s {run['cell']} {run['name']} ({run['driver']})"
+
+
+def _device_use(timeline: Iterable[_Entry]) -> Iterator[Line]:
     """Yield the fraction of the time, from the first lease to the last, in which each device was leased."""
     leases = list(timeline)
     begin = min((lease["begin"] for lease in leases), default=0)
@@ -200,10 +219,10 @@ def _device_use(timeline: Iterable[dict[str, Any]]) -> Iterator[Line]:
         seconds = (lease["end"] - lease["begin"]) * lease.get("part", 1)
         used[device] = used.get(device, 0.0) + seconds
     fractions = [f"{device} {seconds / length:.0%}" for device, seconds in sorted(used.items())]
-    yield ((f"devices in use, of {length:.0f} s: {', '.join(fractions)}", ""),)
+    yield _line(f"devices in use, of {length:.0f} s: {', '.join(fractions)}")
 
 
-def _idle_devices(gaps: Iterable[dict[str, Any]]) -> Iterator[Line]:
+def _idle_devices(gaps: Iterable[_Entry]) -> Iterator[Line]:
     """Yield the reasons for which devices were not in use, the longest first, without those of less than a second."""
     idle: dict[str, float] = {}
     for gap in gaps:
@@ -215,7 +234,7 @@ def _idle_devices(gaps: Iterable[dict[str, Any]]) -> Iterator[Line]:
     longest_first = sorted(idle.items(), key=lambda item: -item[1])
     texts = [f"{seconds:.0f} s {reason}" for reason, seconds in longest_first if seconds >= 1]
     if texts:
-        yield ((f"devices not in use, all together: {'; '.join(texts)}", ""),)
+        yield _line(f"devices not in use, all together: {'; '.join(texts)}")
 
 
 def counts_text(report: Report) -> str:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import constant_part, unshown
-from pytest_distcompat.report.compare import differing
+from pytest_distcompat.report.compare import BeforeAndNow, differing
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.merge import merge
 from pytest_distcompat.report.text import CAUSES, HEADLINE, cut, shortened
 from pytest_distcompat.status import Status, Verdict
+
+#: A figure for each night, None where there is none.
+_Figures = list[float | None]
+#: The seconds of a cell's items, and its peak memory in bytes.
+_Costs = tuple[_Figures, _Figures]
 
 #: Kinds of history, in the order of the page; those of the last two have no row of their own.
 KINDS = ("broken", "flaky", "fixed", "never red", "never run")
@@ -29,7 +35,7 @@ class Night:
     began: str
     seconds: float
     versions: Mapping[str, str]
-    changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    changed: Mapping[str, BeforeAndNow] = field(default_factory=dict)
     ran: int = 0
     red: int = 0
     found: int = 0
@@ -38,6 +44,15 @@ class Night:
     def __str__(self) -> str:
         """Return the minute in which it began."""
         return self.began[:16].replace("T", " ")
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Consecutive nights in which a check in a cell had the same status, None where it had no verdict."""
+
+    status: Status | None
+    first_night: int
+    last_night: int
 
 
 @dataclass(frozen=True)
@@ -62,8 +77,8 @@ class History:
     before: int | None = None
     since: int = 0
     until: int | None = None
-    changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    mended: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    changed: Mapping[str, BeforeAndNow] = field(default_factory=dict)
+    mended: Mapping[str, BeforeAndNow] = field(default_factory=dict)
 
     @property
     def ran(self) -> list[tuple[int, Status]]:
@@ -75,16 +90,15 @@ class History:
         return nights
 
     @property
-    def strip(self) -> list[tuple[Status | None, int, int]]:
-        """Return each stretch of equal statuses, with its first and last night."""
-        stretches: list[tuple[Status | None, int, int]] = []
+    def strip(self) -> list[Strip]:
+        """Return the stretches of equal statuses."""
+        strips: list[Strip] = []
         for night, status in enumerate(self.statuses):
-            if stretches and stretches[-1][0] == status:
-                _, first_night, _ = stretches.pop()
+            if strips and strips[-1].status == status:
+                strips[-1] = dataclasses.replace(strips[-1], last_night=night)
             else:
-                first_night = night
-            stretches.append((status, first_night, night))
-        return stretches
+                strips.append(Strip(status, night, night))
+        return strips
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ class Trend:
 
     nights: tuple[Night, ...]
     histories: tuple[History, ...]
-    costs: Mapping[str, tuple[list[float | None], list[float | None]]]
+    costs: Mapping[str, _Costs]
 
     @property
     def headline(self) -> str:
@@ -170,7 +184,7 @@ class _Story:
     cause: str
 
 
-def changes(changed: Mapping[str, tuple[str, str]]) -> str:
+def changes(changed: Mapping[str, BeforeAndNow]) -> str:
     """Return the changed versions as one text."""
     texts = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
     return ", ".join(texts) or "no version changed"
@@ -193,8 +207,6 @@ class _Session:
 
 #: A check in a cell of a suite: ``suite``, ``place``, ``cell`` and ``check`` of its verdicts.
 _CheckKey = tuple[str, str, str, str]
-#: For each night the seconds of a cell's items, and its peak memory in bytes; None without a figure.
-_Costs = tuple[list[float | None], list[float | None]]
 
 
 def trend(reports: Iterable[Report]) -> Trend:
@@ -253,12 +265,16 @@ def _costs_by_cell(sessions: Sequence[_Session]) -> dict[str, _Costs]:
             if result.status is Status.SKIPPED:
                 continue
             cell = f"{result.place}[{result.cell}]"
-            if cell not in costs:
-                costs[cell] = ([None] * len(sessions), [None] * len(sessions))
-            seconds, peaks = costs[cell]
+            seconds, peaks = costs.setdefault(cell, _no_costs(len(sessions)))
             seconds[night] = (seconds[night] or 0.0) + result.seconds
             peaks[night] = session.peak_memory.get(cell)
     return costs
+
+
+def _no_costs(nights: int) -> _Costs:
+    seconds: _Figures = [None] * nights
+    peaks: _Figures = [None] * nights
+    return seconds, peaks
 
 
 @dataclass
@@ -309,12 +325,12 @@ def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], first_
     position = red_positions[-1]
     last_red = stretches[position]
     before = None
-    changed: Mapping[str, tuple[str, str]] = {}
+    changed: Mapping[str, BeforeAndNow] = {}
     if position > 0:
         before = stretches[position - 1].last_night
         changed = differing(nights[before].versions, nights[last_red.first_night].versions)
     until = None
-    mended: Mapping[str, tuple[str, str]] = {}
+    mended: Mapping[str, BeforeAndNow] = {}
     if position + 1 < len(stretches):
         until = stretches[position + 1].first_night
         mended = differing(nights[last_red.last_night].versions, nights[until].versions)
@@ -352,8 +368,10 @@ def _compared(nights: Sequence[Night], histories: Iterable[History]) -> Iterator
         for number, status in history.ran:
             counts[number]["ran"] += 1
             counts[number]["red"] += int(status.red)
-            counts[number]["found"] += int(number > 0 and status.red and not red_before)
-            counts[number]["fixed"] += int(red_before and not status.red)
+            turned_red = number > 0 and status.red and not red_before
+            turned_back = red_before and not status.red
+            counts[number]["found"] += int(turned_red)
+            counts[number]["fixed"] += int(turned_back)
             red_before = status.red
     for number, night in enumerate(nights):
         changed = {}

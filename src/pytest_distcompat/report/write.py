@@ -13,7 +13,12 @@ from pytest_distcompat.report.html import html
 from pytest_distcompat.report.markdown import chat, markdown
 
 #: Suffix of the file to the function that makes its text.
-FORMATS: Mapping[str, Callable[[Report], str]] = {".json": Report.to_text, ".md": markdown, ".html": html, ".txt": chat}
+FORMATS: Mapping[str, Callable[[Report], str]] = {
+    ".json": Report.to_text,
+    ".md": markdown,
+    ".html": html,
+    ".txt": chat,
+}
 
 #: The longest summary of a step on GitHub, in bytes
 #: (https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#step-isolation-and-limits).

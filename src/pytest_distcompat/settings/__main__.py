@@ -12,6 +12,6 @@ if __name__ == "__main__":
     # Libraries write to the standard output when they are imported.
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    sources = [decode(Source, one) for one in json.loads(sys.argv[1])]
+    sources = [decode(Source, source) for source in json.loads(sys.argv[1])]
     json.dump([dataclasses.asdict(field) for field in read_fields(sources)], answer)
     answer.close()

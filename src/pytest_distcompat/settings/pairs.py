@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from pytest_distcompat.failures import UsageProblem
 
+#: Settings that are tried together, or a part of them.
+_Row = tuple[str, ...]
 #: What came of a row: nothing if all claims hold, else how it failed.
-Outcome = Callable[[tuple[str, ...]], str]
+Outcome = Callable[[_Row], str]
 #: What differs between failures of one cause: it is chance which rank fails first, and other settings give other numbers.
 _CHANCE = re.compile(r"\branks? \d+|\d[\d.e+-]*")
 
 
-def covering_rows(values: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
+def covering_rows(values: Mapping[str, Sequence[str]]) -> list[_Row]:
     """Return a covering array of strength 2: rows of settings, in which each two values of two fields meet.
 
     Args:
@@ -23,18 +25,29 @@ def covering_rows(values: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
         from covertable import make
     except ImportError:
         raise UsageProblem("pairs need covertable: pip install 'pytest-distcompat[pairwise]'") from None
-    factors = [["", *(f"{name}={value}" for value in found)] for name, found in values.items()]
-    return [tuple(filter(None, row)) for row in make(factors)] if len(factors) > 1 else []
+    levels_by_field = []
+    for name, field_values in values.items():
+        settings = [f"{name}={value}" for value in field_values]
+        # The empty text is the field's default.
+        levels_by_field.append(["", *settings])
+    if len(levels_by_field) < 2:
+        return []
+    return [_without_defaults(levels) for levels in make(levels_by_field)]
 
 
-def smallest(row: tuple[str, ...], fails: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
+def _without_defaults(levels: Iterable[str]) -> _Row:
+    return tuple(level for level in levels if level)
+
+
+def smallest(row: _Row, fails: Callable[[_Row], bool]) -> _Row:
     """Return a part of a failing row that fails, and no longer does without any one of its settings.
 
     By removing halves, quarters and so on (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input").
     """
     size = max(len(row) // 2, 1)
     while True:
-        start, before = 0, row
+        start = 0
+        before = row
         while start < len(row):
             rest = row[:start] + row[start + size :]
             if rest and fails(rest):
@@ -46,9 +59,7 @@ def smallest(row: tuple[str, ...], fails: Callable[[tuple[str, ...]], bool]) -> 
         size = max(size // 2, 1)
 
 
-def reduced_failures(
-    row: tuple[str, ...], outcome: Outcome, found: Collection[tuple[str, ...]] = ()
-) -> Iterator[tuple[tuple[str, ...], str]]:
+def reduced_failures(row: _Row, outcome: Outcome, found: Collection[_Row] = ()) -> Iterator[tuple[_Row, str]]:
     """Yield each smallest failing part of a row, with its outcome.
 
     What was found, in this row or an earlier one, is taken out by its last setting, and the rest is tried again: a refusal
@@ -56,9 +67,25 @@ def reduced_failures(
     """
     for part in found:
         if set(part) <= set(row):
-            row = tuple(one for one in row if one != part[-1])
-    while row and (how := outcome(row)):
-        alike = _CHANCE.sub("", how)
-        part = smallest(row, lambda rest, alike=alike: _CHANCE.sub("", outcome(rest)) == alike)  # type: ignore[misc]
-        yield part, how
-        row = tuple(one for one in row if one != part[-1])
+            row = _without(row, part[-1])
+    while row:
+        failure = outcome(row)
+        if not failure:
+            return
+        part = _smallest_with_failure(row, outcome, failure)
+        yield part, failure
+        row = _without(row, part[-1])
+
+
+def _smallest_with_failure(row: _Row, outcome: Outcome, failure: str) -> _Row:
+    """Return a smallest part of a row that fails as the row does, chance aside."""
+    cause = _CHANCE.sub("", failure)
+
+    def fails_alike(part: _Row) -> bool:
+        return _CHANCE.sub("", outcome(part)) == cause
+
+    return smallest(row, fails_alike)
+
+
+def _without(row: _Row, setting: str) -> _Row:
+    return tuple(other for other in row if other != setting)

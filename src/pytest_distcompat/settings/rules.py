@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import resources
@@ -60,73 +60,131 @@ class Setting:
     @property
     def cells(self) -> tuple[str, ...]:
         """Return what option ``set`` has in the cells of the sweep."""
-        return (*(f"{self.name}={value}" for value in self.values), *self.twice)
+        single = [f"{self.name}={value}" for value in self.values]
+        return (*single, *self.twice)
 
 
 @functools.cache
 def rules() -> list[dict[str, Any]]:
     """Return the rules. A rule may be for several fields, and several rules for one; the later ones add to the earlier."""
-    found: list[dict[str, Any]] = json.loads((resources.files(__package__) / "rules.json").read_text(encoding="utf-8"))
-    for rule in found:
-        if not rule.get("reason") or not rule.get("fields") or set(rule) - _KEYS - {"fields", "reason"}:
+    file = resources.files(__package__) / "rules.json"
+    all_rules: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    for rule in all_rules:
+        unknown_keys = set(rule) - _KEYS - {"fields", "reason"}
+        if not rule.get("reason") or not rule.get("fields") or unknown_keys:
             raise ValueError(f"rules.json: {rule}: expected fields, a reason, and any of {', '.join(sorted(_KEYS))}")
-    return found
+    return all_rules
 
 
 def rule_of(name: str) -> dict[str, Any]:
     """Return what the rules say together about a field of that full name."""
-    rule: dict[str, Any] = {}
-    for one in rules():
-        if any(fnmatchcase(name, pattern) for pattern in one["fields"]):
+    combined: dict[str, Any] = {}
+    for rule in rules():
+        if not _matches(name, rule["fields"]):
+            continue
+        excluded_before = combined.get("excluded") and "excluded" not in rule
+        excluding_reason = combined.get("reason")
+        combined.update(rule)
+        if excluded_before:
             # What excludes a field is why it is excluded, whatever later rules say about others like it.
-            reason = {"reason": rule["reason"]} if rule.get("excluded") and "excluded" not in one else {}
-            rule = {**rule, **one, **reason}
-    return rule
+            combined["reason"] = excluding_reason
+    return combined
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def meant_to_fail(setting: str) -> list[str]:
     """Return the checks that a setting is meant to fail; none for the value that the driver itself gives."""
     name, _, value = setting.partition("=")
     rule = rule_of(name)
-    own = value in {_AUTO, *rule.get("twice", ())[:1]} and "twice" in rule
-    return [] if own else list(rule.get("without", ()))
+    if "twice" in rule:
+        # The driver gives the first value of ``twice``, and "auto" leaves it to the driver.
+        drivers_values = {_AUTO, *rule["twice"][:1]}
+        if value in drivers_values:
+            return []
+    return list(rule.get("without", ()))
 
 
 def contradiction(settings: Iterable[str]) -> tuple[str, ...]:
     """Return the settings that say different values of the same; the fields of one rule with ``twice`` say the same."""
-    said = {one.partition("=")[0]: one for one in settings if not one.endswith(f"={_AUTO}")}
-    for patterns in (rule["fields"] for rule in rules() if "twice" in rule):
-        found = [one for name, one in said.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
-        if len({one.partition("=")[2] for one in found}) > 1:
-            return tuple(found)
+    setting_by_name = {}
+    for setting in settings:
+        if not setting.endswith(f"={_AUTO}"):
+            name, _, _ = setting.partition("=")
+            setting_by_name[name] = setting
+    for rule in rules():
+        if "twice" not in rule:
+            continue
+        same = [setting for name, setting in setting_by_name.items() if _matches(name, rule["fields"])]
+        values = {setting.partition("=")[2] for setting in same}
+        if len(values) > 1:
+            return tuple(same)
     return ()
 
 
-def _twice(found: Field, values: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
+def _twice(field_read: Field, values: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
     """Return the field beside each other setting that says the same: with equal values, different ones and "auto"."""
-    rule = rule_of(found.name)
-    plain = [one for one in dict.fromkeys((*values, found.default)) if one not in {"", "null"}]
-    texts = rule.get("twice", plain[:2])
+    rule = rule_of(field_read.name)
+    texts = rule.get("twice", _two_values(field_read, values))
+    if not texts:
+        return ()
     cells: list[str] = []
-    for place in found.places if texts else ():
-        other, in_json = rule_of(place), place.startswith("ds_config.")
-        if (in_json or place in known) and ("twice" in other or not (other.get("excluded") or rule.get("excluded"))):
-            pairs = [(texts[0], texts[0]), *itertools.permutations(texts), *([(_AUTO, texts[0])] if in_json else [])]
-            cells += [f"{rule.get('beside', '')}{place}={theirs}+{found.name}={mine}" for theirs, mine in pairs]
+    for place in field_read.places:
+        if not _is_tried_beside(rule, place, known):
+            continue
+        pairs = [(texts[0], texts[0]), *itertools.permutations(texts)]
+        if place.startswith("ds_config."):
+            pairs.append((_AUTO, texts[0]))
+        prefix = rule.get("beside", "")
+        cells += [f"{prefix}{place}={other}+{field_read.name}={own}" for other, own in pairs]
     return tuple(cells)
 
 
-def ruled(found: Field, known: Collection[str] = ()) -> Setting:
+def _two_values(field_read: Field, values: Iterable[str]) -> list[str]:
+    """Return the first two different values, the default last, without those that say nothing."""
+    candidates = dict.fromkeys((*values, field_read.default))
+    return [value for value in candidates if value not in {"", "null"}][:2]
+
+
+def _is_tried_beside(rule: Mapping[str, Any], place: str, known: Collection[str]) -> bool:
+    """Tell whether a field with this rule is tried together with the setting ``place``, which says the same."""
+    if not place.startswith("ds_config.") and place not in known:
+        return False
+    other_rule = rule_of(place)
+    if "twice" in other_rule:
+        return True
+    return not (other_rule.get("excluded") or rule.get("excluded"))
+
+
+def ruled(field_read: Field, known: Collection[str] = ()) -> Setting:
     """Return what the rules say about a field; ``known`` are the names of all fields of its driver."""
-    rule = rule_of(found.name)
-    values = tuple(rule.get("values", found.values))
-    state = "excluded" if rule.get("excluded") else "hinted" if "values" in rule else "swept" if values else "unknown"
-    strategies = tuple(one for one in found.strategies if one in rule.get("strategies", found.strategies))
-    without, checks = tuple(rule.get("without", ())), tuple(rule.get("checks", ()))
-    where = strategies, rule.get("precision", found.precision), rule.get("options", {})
-    tried = () if state == "excluded" else values
-    twice = _twice(found, values, known)
-    return Setting(found.name, state, tried, rule.get("reason", ""), *where, without, checks, twice)
+    rule = rule_of(field_read.name)
+    values = tuple(rule.get("values", field_read.values))
+    allowed_strategies = rule.get("strategies", field_read.strategies)
+    state = _state(rule, values)
+    return Setting(
+        name=field_read.name,
+        state=state,
+        values=() if state == "excluded" else values,
+        reason=rule.get("reason", ""),
+        strategies=tuple(strategy for strategy in field_read.strategies if strategy in allowed_strategies),
+        precision=rule.get("precision", field_read.precision),
+        options=rule.get("options", {}),
+        without=tuple(rule.get("without", ())),
+        checks=tuple(rule.get("checks", ())),
+        twice=_twice(field_read, values, known),
+    )
+
+
+def _state(rule: Mapping[str, Any], values: Sequence[str]) -> str:
+    """Return the state of a setting with this rule and these values, as ``Setting`` has it."""
+    if rule.get("excluded"):
+        return "excluded"
+    if "values" in rule:
+        return "hinted"
+    return "swept" if values else "unknown"
 
 
 @functools.cache
@@ -144,27 +202,28 @@ def read(sources: tuple[Source, ...], shared: Path | None = None) -> tuple[Field
     if shared is None:
         text = _read(data)
     else:
-        place = shared / f"settings-{zlib.crc32(data.encode()):08x}.json"
-        with FileLock(f"{place}.lock"):
-            if not place.exists():
-                place.write_text(_read(data), encoding="utf-8")
-            text = place.read_text(encoding="utf-8")
-    return tuple(decode(Field, one) for one in json.loads(text))
+        file = shared / f"settings-{zlib.crc32(data.encode()):08x}.json"
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                file.write_text(_read(data), encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
+    return tuple(decode(Field, entry) for entry in json.loads(text))
 
 
 def _read(data: str) -> str:
-    done = subprocess.run([sys.executable, "-m", __package__, data], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UsageProblem(f"the settings of the installed libraries cannot be read: {done.stderr.strip()[-2000:]}")
-    return done.stdout
+    """Return the JSON of the fields of these sources, from a process that imports the libraries."""
+    process = subprocess.run([sys.executable, "-m", __package__, data], capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise UsageProblem(f"the settings of the installed libraries cannot be read: {process.stderr.strip()[-2000:]}")
+    return process.stdout
 
 
 def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[Setting]:
     """Return the settings of these sources, in the order of the fields, each once; ``shared`` as for ``read``."""
     fields: dict[str, Field] = {}
-    for found in read(tuple(sources), shared):
-        was = fields.get(found.name, found)
-        strategies = tuple(dict.fromkeys((*was.strategies, *found.strategies)))
-        places = tuple(dict.fromkeys((*was.places, *found.places)))
-        fields[found.name] = dataclasses.replace(was, strategies=strategies, places=places)
-    return [ruled(found, fields) for found in fields.values()]
+    for field_read in read(tuple(sources), shared):
+        same = fields.get(field_read.name, field_read)
+        strategies = dict.fromkeys((*same.strategies, *field_read.strategies))
+        places = dict.fromkeys((*same.places, *field_read.places))
+        fields[field_read.name] = dataclasses.replace(same, strategies=tuple(strategies), places=tuple(places))
+    return [ruled(field_read, fields) for field_read in fields.values()]

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,12 @@ from pytest_distcompat.walk.sequence import Walk, allowed
 #: Walks that failed once: driver, strategies, calls. ``avoid`` matches the walks that a bug, not mended yet, makes fail.
 CORPUS = Path(__file__).with_name("corpus.json")
 #: How many calls a walk has at most, and how many walks the profile draws in a cell.
-LENGTH, WALKS = 10, 20
+LENGTH = 10
+WALKS = 20
 #: The calls that half of those drawn are.
 UPDATES = frozenset({"micro", "step"})
+#: The calls of a walk, or of its beginning.
+_Calls = tuple[Call, ...]
 
 
 class WalkFailed(Exception):
@@ -50,50 +53,59 @@ class Explorer:
     cell: Cell
     note: Callable[[Walk, Sequence[str]], None] = lambda walk, wrong: None  # noqa: ARG005
     #: The calls of walks that failed, up to the call that did, with what is wrong; and of beginnings that passed.
-    failed: dict[tuple[Call, ...], list[str]] = field(default_factory=dict)
-    passed: set[tuple[Call, ...]] = field(default_factory=set)
+    failed: dict[_Calls, list[str]] = field(default_factory=dict)
+    passed: set[_Calls] = field(default_factory=set)
     #: The runs of the walks that failed, by those calls.
-    runs: dict[tuple[Call, ...], dict[str, RunTrace]] = field(default_factory=dict)
+    runs: dict[_Calls, dict[str, RunTrace]] = field(default_factory=dict)
 
     @property
     def kind(self) -> type[Driver]:
         """Return the driver's class."""
         return find_driver(self.driver)
 
-    def check(self, calls: Sequence[Call]) -> tuple[Call, ...]:
+    def check(self, calls: Sequence[Call]) -> _Calls:
         """Run a walk; return its calls up to the one that failed, or nothing.
 
         One that begins like another that failed, or is the beginning of one that passed, is not run.
         """
         walk = Walk(tuple(calls), self.kind.walk_calls)
-        beginnings = (walk.calls[:length] for length in range(1, len(walk.calls) + 1))
-        if known := next((one for one in beginnings if one in self.failed), None):
-            return known
+        for length in range(1, len(walk.calls) + 1):
+            beginning = walk.calls[:length]
+            if beginning in self.failed:
+                return beginning
         if walk.calls in self.passed:
             return ()
+        return self._run(walk)
+
+    def _run(self, walk: Walk) -> _Calls:
+        """Run a walk and note what came of it; return its calls up to the one that failed, or nothing."""
         scenario = walk.scenario()
         trace = self.runner.trace(self.driver, self.cell, scenario)
-        sound, wrong = findings(self.cell, trace, scenario.runs[-1].name)
+        sound_calls, wrong = findings(self.cell, trace, scenario.runs[-1].name)
         for directory in self.runner.directories(self.driver, self.cell, scenario):
             shutil.rmtree(directory, ignore_errors=True)
-        self.passed |= {walk.calls[:length] for length in range(sound + 1)}
+        for length in range(sound_calls + 1):
+            self.passed.add(walk.calls[:length])
         self.note(walk, wrong)
         if not wrong:
             return ()
-        found = walk.calls[: sound + 1]
-        self.failed[found], self.runs[found] = wrong, dict(trace.runs)
-        return found
+        failed = walk.calls[: sound_calls + 1]
+        self.failed[failed] = wrong
+        self.runs[failed] = dict(trace.runs)
+        return failed
 
-    def corpus(self) -> Iterator[tuple[tuple[Call, ...], Mapping[str, Any]]]:
+    def corpus(self) -> Iterator[tuple[_Calls, Mapping[str, Any]]]:
         """Yield the walks that failed once in this driver and strategy."""
         for entry in json.loads(CORPUS.read_text(encoding="utf-8")):
             if entry["driver"] == self.kind.name and self.cell.strategy in entry["strategies"]:
-                yield tuple(map(Call.parse, entry["calls"])), entry
+                calls = tuple(Call.parse(text) for text in entry["calls"])
+                yield calls, entry
 
     @property
     def seed(self) -> int:
         """Return what a session draws by: the same number until a release of the driver's libraries changes."""
-        return zlib.crc32(" ".join(str(version_of(name)) for name in self.kind.libraries).encode())
+        versions = [str(version_of(library)) for library in self.kind.libraries]
+        return zlib.crc32(" ".join(versions).encode())
 
     def explore(self, examples: int, seed: int, length: int = LENGTH) -> Trace:
         """Replay the corpus, make every read-only call, then draw; return the runs of the walks that fail.
@@ -103,44 +115,61 @@ class Explorer:
             seed: What they are drawn by.
             length: How many calls a walk has at most.
         """
-        replayed = [self.check(calls) for calls, entry in self.corpus() if "hangs" not in entry]
-        observed = self.check_observers()
-        drawn = self.draw(examples, seed, length)
-        runs = [run for calls in (*replayed, observed, drawn) for run in self.runs.get(calls, {}).values()]
+        failed = [self.check(calls) for calls, entry in self.corpus() if "hangs" not in entry]
+        failed.append(self.check_observers())
+        failed.append(self.draw(examples, seed, length))
+        runs: list[RunTrace] = []
+        for calls in failed:
+            runs += self._runs_of(calls)
         return Trace.of(self.driver, runs)
 
     def observe(self) -> Trace:
         """Make every read-only call; return the runs of the walk that fails, none if all is well."""
-        return Trace.of(self.driver, self.runs.get(self.check_observers(), {}).values())
+        return Trace.of(self.driver, self._runs_of(self.check_observers()))
 
-    def check_observers(self) -> tuple[Call, ...]:
+    def _runs_of(self, failed: _Calls) -> list[RunTrace]:
+        """Return the runs of a walk that failed by the calls that ``check`` returned, none for no calls."""
+        return list(self.runs.get(failed, {}).values())
+
+    def check_observers(self) -> _Calls:
         """Run a walk of every read-only call between two steps; return the shortest part that fails, or nothing."""
-        step, calls = Call("step"), self.observers()
-        found = self.check([step, *calls, step])
-        # Any of them may have caused what only the next step shows.
-        for call in (found[-1:] if found[-1:] != (step,) else calls) if found else ():
-            if alone := self.check([step, call, step]):
-                return alone
-        return found
+        step = Call("step")
+        observers = self.observers()
+        failed = self.check([step, *observers, step])
+        if not failed:
+            return ()
+        suspects = [failed[-1]]
+        if failed[-1] == step:
+            # Any of them may have caused what only the next step shows.
+            suspects = observers
+        for call in suspects:
+            failed_alone = self.check([step, call, step])
+            if failed_alone:
+                return failed_alone
+        return failed
 
     def observers(self) -> list[Call]:
         """Return all read-only calls, with each of their arguments, but those that are known to be broken."""
-        kind, step, found = self.kind.walk_calls, Call("step"), list[Call]()
+        kind = self.kind.walk_calls
         assert kind is not None
-        reasons, known = refused(kind, self.cell.strategy), self.known
+        step = Call("step")
+        reasons = refused(kind, self.cell.strategy)
+        known = self.known
+        observers: list[Call] = []
         for call in offered(kind):
-            text = ", ".join(map(str, [step, *found, call, step]))
-            observes = kind_of(kind, call.name) == "observer" and call not in reasons
-            if observes and allowed([step, *found], call, kind.own) and not any(one.search(text) for one in known):
-                found.append(call)
-        return found
+            if kind_of(kind, call.name) != "observer" or call in reasons:
+                continue
+            before = [step, *observers]
+            if allowed(before, call, kind.own) and not _matches(known, [*before, call, step]):
+                observers.append(call)
+        return observers
 
     @property
     def known(self) -> list[re.Pattern[str]]:
         """Return what matches the walks that a bug, not mended yet, makes fail."""
         return [re.compile(entry["avoid"]) for _, entry in self.corpus() if "avoid" in entry]
 
-    def draw(self, examples: int, seed: int, length: int = LENGTH) -> tuple[Call, ...]:
+    def draw(self, examples: int, seed: int, length: int = LENGTH) -> _Calls:
         """Run drawn walks until one fails; return the shortest that Hypothesis makes of it, or nothing."""
         try:
             from hypothesis import HealthCheck, Phase, Verbosity, given, settings, strategies
@@ -148,13 +177,14 @@ class Explorer:
         except ImportError:
             raise UsageProblem("walks need hypothesis: pip install 'pytest-distcompat[walk]'") from None
 
-        reasons, own = refused(self.kind.walk_calls, self.cell.strategy), self.kind.walk_calls.own
-        possible = [call for call in offered(self.kind.walk_calls) if call not in reasons]
+        kind = self.kind.walk_calls
+        reasons = refused(kind, self.cell.strategy)
+        possible = [call for call in offered(kind) if call not in reasons]
         # Observers are many: of 20 walks that draw all calls alike, in DeepSpeed 4 step, and 1 steps after a micro-batch.
         updates = [call for call in possible if call.name in UPDATES] or possible
         call = strategies.one_of(strategies.sampled_from(updates), strategies.sampled_from(possible))
         known = self.known
-        failed: set[tuple[Call, ...]] = set()
+        failed: set[_Calls] = set()
 
         @seeded(seed)
         @settings(
@@ -170,13 +200,13 @@ class Explorer:
         @given(strategies.lists(call, max_size=length + length // 2))
         def run(drawn: list[Call]) -> None:
             calls: list[Call] = []
-            for one in drawn:
+            for next_call in drawn:
                 # What is known to be broken would be all that is found.
-                text = ", ".join(map(str, [*calls, one]))
-                if allowed(calls, one, own) and not any(pattern.search(text) for pattern in known):
-                    calls.append(one)
-            if found := self.check(calls[:length]):
-                failed.add(found)
+                if allowed(calls, next_call, kind.own) and not _matches(known, [*calls, next_call]):
+                    calls.append(next_call)
+            failed_calls = self.check(calls[:length])
+            if failed_calls:
+                failed.add(failed_calls)
                 raise WalkFailed
 
         try:
@@ -184,3 +214,9 @@ class Explorer:
         except WalkFailed:
             return min(failed, key=lambda calls: (len(calls), len(str(calls))))
         return ()
+
+
+def _matches(patterns: Iterable[re.Pattern[str]], calls: Iterable[Call]) -> bool:
+    """Tell whether any pattern is in the text of a walk: ``step(), save(), step()``."""
+    text = ", ".join(str(call) for call in calls)
+    return any(pattern.search(text) for pattern in patterns)

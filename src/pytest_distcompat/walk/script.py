@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
 
@@ -26,33 +26,57 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
         return None
     from pytest_distcompat.models import _modules
 
-    calls = [*map(str, walk.calls), *["step()"] * 2]
-    model = map(inspect.getsource, (_modules.Block, _modules.MLP))
-    classes = (*_classes(walk.kind, [call.partition("(")[0] for call in calls]), *model)
-    numbers = {"max_norm": MAX_NORM, "clip_value": CLIP_VALUE, "slower": SLOWER, "epoch": EPOCH_STEPS}
-    numbers |= {"ranks": cell.world_size, "rate": LEARNING_RATE, "decay": DECAY, "gamma": GAMMA}
-    build = textwrap.indent(textwrap.dedent(built).strip(), "    ")
-    texts = {"walk": walk, "finding": finding, "calls": calls, "kind": walk.kind.__name__, "build": build}
+    calls = [str(call) for call in walk.calls] + ["step()", "step()"]
+    methods = [call.partition("(")[0] for call in calls]
+    classes = _classes(walk.kind, methods)
+    classes.append(inspect.getsource(_modules.Block))
+    classes.append(inspect.getsource(_modules.MLP))
     template = Template(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.substitute(numbers | texts, classes="\n\n".join(classes))
+    return template.substitute(
+        walk=walk,
+        finding=finding,
+        calls=calls,
+        kind=walk.kind.__name__,
+        build=textwrap.indent(textwrap.dedent(built).strip(), "    "),
+        classes="\n\n".join(classes),
+        ranks=cell.world_size,
+        rate=LEARNING_RATE,
+        decay=DECAY,
+        gamma=GAMMA,
+        epoch=EPOCH_STEPS,
+        max_norm=MAX_NORM,
+        clip_value=CLIP_VALUE,
+        slower=SLOWER,
+    )
 
 
 def _classes(kind: type[Calls], names: Sequence[str]) -> list[str]:
     """Return the source of the classes, with no more methods than the calls need."""
-    classes = [one for one in reversed(kind.__mro__) if issubclass(one, Calls)]
-    needed = {"__init__", "outputs", "save", "load"} & set(dir(kind)) | set(names)
-    sources: dict[tuple[str, str], str] = {}
-    while new := [
-        (one, name) for one in classes for name in needed if name in vars(one) and (one.__name__, name) not in sources
-    ]:
-        for one, name in new:
-            member = vars(one)[name]
-            source = inspect.getsource(getattr(member, "fget", member))
-            sources[one.__name__, name] = source
-            needed |= set(re.findall(r"(?:self|super\(\))\.(\w+)", source))
+    classes = [base for base in reversed(kind.__mro__) if issubclass(base, Calls)]
+    helpers = {"__init__", "outputs", "save", "load"} & set(dir(kind))
+    sources_by_class = _method_sources(classes, helpers | set(names))
     texts = []
-    for one in classes:
-        base = "" if one is Calls else f"({one.__bases__[0].__name__})"
-        methods = [source for (owner, _), source in sorted(sources.items()) if owner == one.__name__]
-        texts.append(f"class {one.__name__}{base}:\n" + "\n".join(methods or ["    pass\n"]))
+    for owner in classes:
+        base = "" if owner is Calls else f"({owner.__bases__[0].__name__})"
+        sources = sources_by_class[owner.__name__]
+        methods = [sources[name] for name in sorted(sources)]
+        body = "\n".join(methods) or "    pass\n"
+        texts.append(f"class {owner.__name__}{base}:\n{body}")
     return texts
+
+
+def _method_sources(classes: Sequence[type[Calls]], names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the source of these methods, and of those that they call, by class and method."""
+    sources: dict[str, dict[str, str]] = {owner.__name__: {} for owner in classes}
+    unread = list(names)
+    while unread:
+        name = unread.pop()
+        for owner in classes:
+            class_sources = sources[owner.__name__]
+            if name in vars(owner) and name not in class_sources:
+                member = vars(owner)[name]
+                # A property's source is that of its function.
+                source = inspect.getsource(getattr(member, "fget", member))
+                class_sources[name] = source
+                unread += re.findall(r"(?:self|super\(\))\.(\w+)", source)
+    return sources
