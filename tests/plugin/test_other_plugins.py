@@ -151,6 +151,16 @@ def test_coverage_counts_lines_run_on_ranks(run_pytest: RunPytest, tmp_path: Pat
     assert missing == ["return 1"], run.out
 
 
+@pytest.mark.parametrize("workers", [[], ["-n1"]])
+def test_ranks_are_not_traced_twice(workers: list[str], pytester: pytest.Pytester) -> None:
+    """Python has one trace function: the second would end the first."""
+    (pytester.path / ".coveragerc").write_text("[run]\npatch = subprocess, _exit\n", encoding="utf-8")
+    pytester.makepyfile("import pytest\n@pytest.mark.distcompat\ndef test(): pytest.fail('no')\n")
+    result = pytester.runpytest_subprocess("--cov", "--cov-report=", "--distcompat-reach=r.sqlite", *workers)
+    assert result.ret
+    assert "coverage measures ranks already" in result.stdout.str() + result.stderr.str()
+
+
 @pytest.mark.parametrize(
     ("settings", "more", "warnings"),
     [

@@ -1,9 +1,11 @@
-"""Warning if the coverage of this process is measured, by pytest-cov or ``coverage run``, and that of ranks is not."""
+"""What to say if the coverage of this process is measured, by pytest-cov or ``coverage run``: ranks are not, or twice."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+
+import pytest
 
 from pytest_distcompat.plugin.session import DistcompatSession
 
@@ -14,18 +16,36 @@ _PATCHES = ("subprocess", "_exit")
 
 def warn(session: DistcompatSession) -> None:
     """Emit the warning, once for all xdist workers."""
-    # Imported by whoever measures.
-    coverage: Any = sys.modules.get("coverage")
-    measuring = coverage.Coverage.current() if coverage is not None else None
-    if measuring is None or session.worker not in {"", "gw0"}:
+    patched = _patched()
+    if patched is None or session.worker not in {"", "gw0"}:
         return
-    try:
-        patched = measuring.get_option("run:patch") or ()
-    except coverage.CoverageException:
-        # An older release has no such option.
-        patched = ()
-    if not {*_PATCHES} <= {*patched}:
+    if not {*_PATCHES} <= patched:
         session.notice(
             "the coverage of ranks is not measured: it needs coverage 7.10 or newer, and in its settings "
             f"[run] patch = {', '.join(_PATCHES)}"
         )
+
+
+def refuse_second_tracer() -> None:
+    """Raise pytest.UsageError if ranks are measured, and ``--distcompat-reach`` would trace them too.
+
+    A process has one trace function: the second would end the first.
+    """
+    if "subprocess" in (_patched() or ()):
+        raise pytest.UsageError(
+            "--distcompat-reach: coverage measures ranks already ([run] patch = subprocess); expected no --cov beside it"
+        )
+
+
+def _patched() -> set[str] | None:
+    """Return what the coverage that measures this process patches; None if none does."""
+    # Imported by whoever measures.
+    coverage: Any = sys.modules.get("coverage")
+    measuring = coverage.Coverage.current() if coverage is not None else None
+    if measuring is None:
+        return None
+    try:
+        return set(measuring.get_option("run:patch") or ())
+    except coverage.CoverageException:
+        # An older release has no such option.
+        return set()

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.plugin.rank_coverage import refuse_second_tracer
+
 if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
 
@@ -16,6 +18,15 @@ class Reached:
     def __init__(self, session: DistcompatSession) -> None:
         self.session = session
         self._lines: list[str] = []
+
+    def pytest_collection_finish(self) -> None:
+        """Refuse a second tracer on ranks, in a session without xdist."""
+        refuse_second_tracer()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self) -> None:
+        """Refuse it under xdist: an error of a worker would be one of xdist."""
+        refuse_second_tracer()
 
     # tryfirst: pytest's own hook removes its temporary directories, and with them the store.
     @pytest.hookimpl(tryfirst=True)
