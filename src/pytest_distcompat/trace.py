@@ -318,6 +318,10 @@ class DropoutInfo:
     zeros: str
 
 
+#: The entry of ``Snapshot.recomputed`` for blocks that are recomputed re-entrantly without an input that requires a gradient.
+WITHOUT_GRADIENT = "without gradient"
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """Record of one rank's probe after one action.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.checks._values import unused
-from pytest_distcompat.trace import Snapshot, StateInfo
+from pytest_distcompat.trace import WITHOUT_GRADIENT, Snapshot, StateInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
@@ -220,6 +220,18 @@ def test_a_parameter_that_no_loss_depends_on(sound: Sound, cell: str) -> None:
     story = with_unused(sound(cell)).file(1, keys=("inlet.weight",))
     for check in ("optimizer", "names", "memory", "dtypes", "active"):
         assert story.findings(check) == [], check
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
+def test_a_parameter_whose_gradient_a_recomputation_lost(sound: Sound, cell: str) -> None:
+    """torch only warns where no input of a re-entrantly recomputed block requires a gradient."""
+    story = with_unused(sound(cell)).snapshot("step", {"recomputed": {WITHOUT_GRADIENT: 1}}, rank=0, nth=1)
+    (finding,) = story.findings("optimizer")
+    name = story.live("outlet.weight")
+    assert finding.startswith(
+        f"trainable parameter {name!r} had no gradient in three steps: a block is recomputed with"
+    )
+    assert sound(cell).snapshot("step", {"recomputed": {WITHOUT_GRADIENT: 1}}).findings("optimizer") == []
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])

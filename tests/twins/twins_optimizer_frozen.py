@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
@@ -89,3 +90,20 @@ class FrozenUnasked(Torch):
     def build(self, model: Module) -> None:
         model.get_submodule("outlet").requires_grad_(requires_grad=False)
         super().build(model)
+
+
+@twin(
+    "optimizer",
+    "fsdp2-fp32-w2-model_mlp",
+    match=r"trainable parameter 'inlet\.weight' had no gradient in three steps: a block is recomputed with use_reentrant=True",
+    also={**PARITY, **CLIPPING, **GRADIENTS},
+)
+class RecomputesTheFirst(Torch):
+    """Recomputes its first layer re-entrantly: its input is data, which requires no gradient."""
+
+    def build(self, model: Module) -> None:
+        from torch.utils.checkpoint import checkpoint
+
+        super().build(model)
+        inlet: Any = self.model.inlet
+        inlet.forward = functools.partial(checkpoint, inlet.forward, use_reentrant=True)

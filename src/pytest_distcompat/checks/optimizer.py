@@ -12,7 +12,13 @@ from pytest_distcompat.checks._values import cut_along, named_stage, stages_of, 
 from pytest_distcompat.digests import is_zero
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, StateInfo, Trace
+from pytest_distcompat.trace import WITHOUT_GRADIENT, ParameterInfo, RunTrace, Snapshot, StateInfo, Trace
+
+#: Why a parameter has no gradient that its model uses, and what to do.
+_LOST = (
+    "a block is recomputed with use_reentrant=True, and none of its inputs requires a gradient; "
+    "use_reentrant=False, or enable_input_require_grads() in transformers, gives them theirs"
+)
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=2)
@@ -20,7 +26,8 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the optimizer updates every trainable parameter of the live model, and no other.
 
     The optimizer holds each parameter once, as the model's current tensor; under ZeRO each element is in one rank's
-    flat master. A gradient changes each within three steps, unless it is None (not zero) on all ranks.
+    flat master. A gradient changes each within three steps, unless it is None (not zero) on all ranks: then the model does
+    not use it, if no re-entrant recomputation has lost it.
 
     If it fails: the optimizer was probably made before wrapping. Make it afterwards, or pass both to ``prepare``
     together.
@@ -103,12 +110,14 @@ def _movements(
     moved = _moved(built, trained)
     never_updated = unused(run)
     without_gradient = _without_gradient(trained)
+    loses_gradients = _loses_gradients(run)
     for name, is_trainable in trainable.items():
         if not is_trainable:
             if name in moved:
                 yield f"frozen parameter {name!r} moved"
         elif name in never_updated:
-            continue
+            if loses_gradients:
+                yield f"trainable parameter {name!r} had no gradient in three steps: {_LOST}"
         elif ranks and name not in moved:
             where = "on any rank"
             if stages_of(run):
@@ -119,6 +128,15 @@ def _movements(
             yield f"trainable parameter {name!r} had no gradient in three steps: its state in the optimizer is all zero"
     for owner in sorted(without_gradient - trainable.keys()):
         yield f"{owner} of the optimizer had no gradient in three steps: its state is all zero"
+
+
+def _loses_gradients(run: RunTrace) -> bool:
+    """Tell whether a block was recomputed in a way in which its parameters get no gradient."""
+    for step in range(3):
+        for snapshot in run.at("step", step):
+            if snapshot.recomputed.get(WITHOUT_GRADIENT):
+                return True
+    return False
 
 
 def _moved(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -> set[str]:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from pytest_distcompat.probe.blocks import is_a, multiplies
 from pytest_distcompat.probe.layouts import secondary_ranks
 from pytest_distcompat.probe.optimizer import numbers_of, read_gradients
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype, valueless
-from pytest_distcompat.trace import CollectiveInfo, DropoutInfo, StepInfo
+from pytest_distcompat.trace import WITHOUT_GRADIENT, CollectiveInfo, DropoutInfo, StepInfo
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -174,10 +175,36 @@ class Observer:
         self.active, self._outer_modes = True, len(_get_current_dispatch_mode_stack())
         self._stepping = 0
         try:
-            yield
+            with self._recording_lost_gradients():
+                yield
         finally:
             self.active = False
             self.record_operators(on=False)
+
+    @contextlib.contextmanager
+    def _recording_lost_gradients(self) -> Iterator[None]:
+        """Count blocks that are recomputed re-entrantly, and none of whose inputs requires a gradient.
+
+        Parameters inside then get none, and torch only warns: https://docs.pytorch.org/docs/stable/checkpoint.html
+        """
+        # A rank that recomputes nothing has not imported it.
+        checkpoint: Any = sys.modules.get("torch.utils.checkpoint")
+        if checkpoint is None:
+            yield
+            return
+        check_by_torch = checkpoint.check_backward_validity
+
+        def check(inputs: Iterable[Any]) -> None:
+            tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+            if not any(tensor.requires_grad for tensor in tensors):
+                self.recomputed[WITHOUT_GRADIENT] += 1
+            check_by_torch(tensors)
+
+        checkpoint.check_backward_validity = check
+        try:
+            yield
+        finally:
+            checkpoint.check_backward_validity = check_by_torch
 
     def record_operators(self, *, on: bool) -> None:
         """Turn the recording of single operators on or off: while on, a tiny model's step takes four times as long."""
