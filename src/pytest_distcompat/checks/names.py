@@ -155,17 +155,30 @@ class _ExpectedNames:
         self.first_names: dict[str, str] = {}
         for group in unwrapped.tied:
             self.first_names.update(dict.fromkeys(group, group[0] if group else ""))
-        self.parameters = {self.first_name(info.name) for info in unwrapped.parameters}
-        self.trainable = {self.first_name(info.name) for info in unwrapped.parameters if info.trainable}
-        self.persistent = {info.name for info in unwrapped.buffers if info.persistent}
-        self.not_persistent = {info.name for info in unwrapped.buffers} - self.persistent
+        self.parameters: set[str] = set()
+        self.trainable: set[str] = set()
+        for info in unwrapped.parameters:
+            name = self.first_name(info.name)
+            self.parameters.add(name)
+            if info.trainable:
+                self.trainable.add(name)
+        self.persistent: set[str] = set()
+        self.not_persistent: set[str] = set()
+        for info in unwrapped.buffers:
+            if info.persistent:
+                self.persistent.add(info.name)
+            else:
+                self.not_persistent.add(info.name)
         self.state_dict = set(unwrapped.state_dict)
         if cell.option("lora"):
-            self.first_names.update({adapter_name(name): name for name in self.trainable})
+            for name in self.trainable:
+                self.first_names[adapter_name(name)] = name
             self.state_dict |= set(self.first_names)
         self.in_files = self._names_in_files()
         self.written = set(unwrapped.written_names)
-        self.shapes = {info.name: tuple(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for info in (*unwrapped.parameters, *unwrapped.buffers):
+            self.shapes[info.name] = tuple(info.shape)
         self.updated = self.trainable - {self.unwrapped_name(live) for live in unused}
 
     def _names_in_files(self) -> set[str]:
@@ -173,7 +186,10 @@ class _ExpectedNames:
 
         A hook of the model may save a parameter under other names, as torchtitan's does for fused projections.
         """
-        own = {self.first_name(name) for name in self.unwrapped.state_dict if not name.endswith("_extra_state")}
+        own: set[str] = set()
+        for name in self.unwrapped.state_dict:
+            if not name.endswith("_extra_state"):
+                own.add(self.first_name(name))
         renamed = self.parameters - own
         if not own or not renamed:
             return self.parameters
@@ -215,6 +231,10 @@ class _ExpectedNames:
     def written_by_library(self, keys: Iterable[str]) -> bool:
         """Tell whether some keys are names that the library alone gives to parameters."""
         return not self.written.isdisjoint(set(keys) - self.state_dict)
+
+    def has_key_of_model(self, file: FileInfo) -> bool:
+        """Tell whether any key of the file is a name of the unwrapped model, as ``is_of_model`` tells it."""
+        return any(self.is_of_model(key) for key in file.keys)
 
     def is_of_model(self, key: str) -> bool:
         """Tell whether the key is a name of the unwrapped model, perhaps with more before it or in it, or cut off in front."""
@@ -317,8 +337,12 @@ def _optimizer_state(expected: _ExpectedNames, trained: tuple[Snapshot, ...]) ->
         if snapshot.optimizer is None:
             yield f"rank {snapshot.rank}: no optimizer to read names from"
             return
-        owners.update(state.owner for state in snapshot.states if not state.owner.startswith("partition "))
-        owners.update(name for name, numel in snapshot.optimizer.partitioned.items() if numel)
+        for state in snapshot.states:
+            if not state.owner.startswith("partition "):
+                owners.add(state.owner)
+        for name, numel in snapshot.optimizer.partitioned.items():
+            if numel:
+                owners.add(name)
     if flat_parameters(trained) or not _has_state(trained) or _state_under_one_parameter(trained):
         return
     names = {expected.unwrapped_name(owner) for owner in owners}
@@ -410,7 +434,7 @@ def _keys(expected: _ExpectedNames, files: list[FileInfo]) -> Iterator[str]:
     """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
     models = [file for file in files if file.holds == "model"]
     # Beside the model's there may be files of other tensors: random states, statistics of the data.
-    of_model = [file for file in models if any(expected.is_of_model(key) for key in file.keys)]
+    of_model = [file for file in models if expected.has_key_of_model(file)]
     if not of_model:
         of_model = models
     for file in files:

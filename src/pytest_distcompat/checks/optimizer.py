@@ -146,8 +146,10 @@ def _moved(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -> set[st
     ranks = _ranks_with_model(built) & _ranks_with_model(trained)
     moved: set[str] = set()
     for name in before:
-        if any(before[name].get(rank) != after[name].get(rank) for rank in ranks):
-            moved.add(name)
+        for rank in ranks:
+            digest = before[name].get(rank)
+            if digest != after[name].get(rank):
+                moved.add(name)
     if moved:
         # Of a master its change is enough, if any live parameter changed: a bfloat16 copy near 1 takes more than three steps
         # to change.

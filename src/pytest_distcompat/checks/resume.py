@@ -210,7 +210,10 @@ def same_state(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffer
 
 def _optimizer_states(snapshot: Snapshot) -> _Tensors:
     """Return the tensors of a rank's optimizer state."""
-    return {f"{state.key} of {state.owner}": (state.digest, state.dtype) for state in held_states(snapshot)}
+    states: dict[str, _Value] = {}
+    for state in held_states(snapshot):
+        states[f"{state.key} of {state.owner}"] = (state.digest, state.dtype)
+    return states
 
 
 def _same_model(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers) -> Iterator[str]:

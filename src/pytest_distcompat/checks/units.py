@@ -134,10 +134,17 @@ def _adapters(unwrapped: UnwrappedInfo) -> set[str]:
     # PEFT's policy for FSDP1 makes a unit of each, apart from the frozen ones: https://huggingface.co/docs/peft/accelerate/fsdp.
     layers: set[str] = set()
     for block in unwrapped.blocks:
-        parameters = [info for info in unwrapped.parameters if info.name.startswith(f"{block}.")]
-        trained = [info for info in parameters if info.trainable]
-        if len(trained) < len(parameters):
-            layers.update(_module(info.name) for info in trained)
+        trained: set[str] = set()
+        has_frozen = False
+        for info in unwrapped.parameters:
+            if not info.name.startswith(f"{block}."):
+                continue
+            if info.trainable:
+                trained.add(_module(info.name))
+            else:
+                has_frozen = True
+        if has_frozen:
+            layers |= trained
     return layers
 
 
