@@ -37,7 +37,11 @@ _COMPARED = ("resume", "reference", "rounded")
 class StoredRun:
     """One run in the store, without its snapshots: a session has hundreds of runs, and a training many megabytes.
 
-    ``done`` is what the runner has written (``runner.DONE``); empty for a run that has not ended.
+    Attributes:
+        directory: Where its files are.
+        payload: What the ranks were asked to do.
+        world_size: The number of its ranks.
+        done: What the runner has written (``runner.DONE``); empty for a run that has not ended.
     """
 
     directory: Path
@@ -179,7 +183,17 @@ def _is_for(stored: StoredRun, cell: Cell, by_id: Mapping[str, StoredRun]) -> bo
 
 @dataclass(frozen=True)
 class Running:
-    """Run in progress: the ``action`` of rank 0, and its number among ``actions``, from 1; 0 before the first."""
+    """Run in progress.
+
+    Attributes:
+        cell: The cell's id.
+        run: The name of the run in its scenario.
+        action: What rank 0 does; empty before its first action.
+        number: The number of that action, from 1; 0 before the first.
+        actions: How many there are.
+        seconds: How long it has run.
+        timeout: How many seconds it may run.
+    """
 
     cell: str
     run: str

@@ -23,7 +23,12 @@ _RANKS = re.compile(r"\branks (\d+)")
 
 @dataclass(frozen=True)
 class Cause:
-    """Failed verdicts with the same message, numbers aside; ``follows`` is the number of the cause that may explain it."""
+    """Failed verdicts with the same message, numbers aside.
+
+    Attributes:
+        results: The verdicts.
+        follows: The number of the cause that may explain this one, counted from 1; None if there is none.
+    """
 
     results: tuple[Verdict, ...]
     follows: int | None = None

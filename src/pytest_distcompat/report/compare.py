@@ -31,9 +31,17 @@ BeforeAndNow = tuple[str, str]
 class Comparison:
     """Differences between two reports.
 
-    ``broken``: red now and not before, or red in another way (a crash instead of a finding, or with a failed teardown);
-    ``missing``: ran before and not now; ``new``: not selected before, and not red; ``otherwise``: still broken with another
-    message, numbers aside.
+    Attributes:
+        broken: Verdicts that are red now and were not, or are red in another way: a crash instead of a finding, or with a
+            failed teardown.
+        fixed: Verdicts that were red, or known failures, and are neither now.
+        missing: Verdicts that ran before and not now.
+        still: Verdicts that are as red as they were.
+        otherwise: Those of ``still`` that have another message, numbers aside.
+        new: Verdicts that were not selected before, and are not red.
+        versions: The packages whose versions differ.
+        settings: The settings that differ, of those that select cells.
+        counts: How many verdicts there were, and are now, as ``COUNTED`` names them.
     """
 
     broken: list[Change] = field(default_factory=list)
@@ -42,7 +50,6 @@ class Comparison:
     still: list[Change] = field(default_factory=list)
     otherwise: list[Change] = field(default_factory=list)
     new: list[Change] = field(default_factory=list)
-    #: Package or setting to its value before and now.
     versions: dict[str, BeforeAndNow] = field(default_factory=dict)
     settings: dict[str, BeforeAndNow] = field(default_factory=dict)
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -58,8 +58,12 @@ _SCHEMA_TYPES: Mapping[str, _SchemaType] = {
 class Report:
     """Results of one session, or of several merged.
 
-    ``session``: versions, device, settings, how the session ended. ``runs``: the process groups (``evidence.store``).
-    ``unreached``: the node ids of the items that were collected and never ran.
+    Attributes:
+        session: Versions, device, settings, how the session ended.
+        results: The verdicts.
+        rows: What is known about each cell besides its verdicts.
+        runs: The process groups, as ``evidence.store`` has them.
+        unreached: The node ids of the items that were collected and never ran.
     """
 
     session: dict[str, Any] = field(default_factory=dict)

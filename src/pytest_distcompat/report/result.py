@@ -14,9 +14,23 @@ from pytest_distcompat.status import Status, Verdict
 class Row:
     """Data of a cell besides its verdicts.
 
-    ``not_applicable``: the checks without a verdict, each with the reason. ``cost``: the fields of ``cost.Cost``. ``runs``: the
-    ids of the runs that its checks read. ``names``, ``dtypes``, ``mesh``, ``steps``, ``memory``, ``tensor_bytes`` and ``sent``:
-    the evidence of its training (``evidence.cells``).
+    From ``names`` on it is the evidence of its training, which ``evidence.cells`` fills in.
+
+    Attributes:
+        suite: The name of the suite.
+        driver: The suite's driver.
+        cell: The cell's id.
+        place: The suite's node id.
+        not_applicable: The checks without a verdict, each with the reason.
+        cost: The fields of ``cost.Cost``; None for a number that JSON does not have.
+        runs: The ids of the runs that its checks read.
+        names: The parameters, each with its name in the unwrapped model, in the live one and in files.
+        dtypes: The dtypes of each kind of tensor, as promised and as seen.
+        mesh: The ranks at their coordinates, and the parts of the parameters that they hold; None for a plain list of ranks.
+        steps: Curves such as the loss: a number for each step.
+        memory: The peak memory of each rank, in bytes.
+        tensor_bytes: The bytes of each kind of tensor, by rank.
+        sent: What rank 0 sends in a simulated step, by kind of collective and mesh dimension.
     """
 
     suite: str
@@ -24,7 +38,6 @@ class Row:
     cell: str
     place: str = ""
     not_applicable: dict[str, str] = field(default_factory=dict)
-    #: A value is None for a number that JSON does not have.
     cost: dict[str, float | None] = field(default_factory=dict)
     runs: list[str] = field(default_factory=list)
     names: list[dict[str, Any]] = field(default_factory=list)

@@ -28,8 +28,15 @@ KINDS = ("broken", "flaky", "fixed", "never red", "never run")
 class Night:
     """One session: when it began, its seconds, and its versions with those of the machine.
 
-    ``changed``: what differs from the night before. ``found`` and ``fixed``: verdicts that turned red, or ended being red, since
-    their check last ran.
+    Attributes:
+        began: When it began, in ISO 8601.
+        seconds: How long it took.
+        versions: The versions of packages, and what is known of the machine.
+        changed: What of these differs from the night before.
+        ran: How many checks in cells came to a verdict.
+        red: How many of these verdicts are red.
+        found: How many turned red since their check last ran.
+        fixed: How many ended being red since their check last ran.
     """
 
     began: str
@@ -63,6 +70,7 @@ class History:
 
     Attributes:
         last: The last red verdict; the last of all if none was red.
+        statuses: The status in each night.
         kind: broken: red since ``since``; flaky: it turned and turned back with all versions equal.
         before: The last night with a verdict before ``since``, None if there is none.
         since: The first night of the last time it was red.
@@ -105,7 +113,11 @@ class History:
 class Trend:
     """Nights in the order of time, a history for each check of each cell, and the cost of each cell.
 
-    ``costs``: for each night the seconds of all items, and the peak memory of the fullest rank in bytes; None without a figure.
+    Attributes:
+        nights: The sessions.
+        histories: The verdicts on each check of each cell.
+        costs: By cell, for each night the seconds of all items, and the peak memory of the fullest rank in bytes; None
+            without a figure.
     """
 
     nights: tuple[Night, ...]

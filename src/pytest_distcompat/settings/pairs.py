@@ -59,13 +59,17 @@ def smallest(row: _Row, fails: Callable[[_Row], bool]) -> _Row:
         size = max(size // 2, 1)
 
 
-def reduced_failures(row: _Row, outcome: Outcome, found: Collection[_Row] = ()) -> Iterator[tuple[_Row, str]]:
+def reduced_failures(row: _Row, outcome: Outcome, known: Collection[_Row] = ()) -> Iterator[tuple[_Row, str]]:
     """Yield each smallest failing part of a row, with its outcome.
 
-    What was found, in this row or an earlier one, is taken out by its last setting, and the rest is tried again: a refusal
-    must not hide other pairs.
+    A part that fails loses its last setting, and the rest of the row is tried again: a refusal must not hide other pairs.
+
+    Args:
+        row: The settings.
+        outcome: Tries settings.
+        known: Failing parts of earlier rows, which are taken out before.
     """
-    for part in found:
+    for part in known:
         if set(part) <= set(row):
             row = _without(row, part[-1])
     while row:

@@ -24,8 +24,9 @@ from pytest_distcompat.walk.sequence import Walk, allowed
 
 #: Walks that failed once: driver, strategies, calls. ``avoid`` matches the walks that a bug, not mended yet, makes fail.
 CORPUS = Path(__file__).with_name("corpus.json")
-#: How many calls a walk has at most, and how many walks the profile draws in a cell.
+#: How many calls a walk has at most.
 LENGTH = 10
+#: How many walks the profile draws in a cell.
 WALKS = 20
 #: The calls that half of those drawn are.
 UPDATES = frozenset({"micro", "step"})
