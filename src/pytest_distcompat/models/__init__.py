@@ -25,4 +25,6 @@ __all__ = [
 def model_of(cell: Cell) -> TinyModel:
     """Return the model of a cell."""
     name = str(cell.option("model"))
-    return architecture(name) if name.startswith(PREFIX) else MODELS.get(name)
+    if name.startswith(PREFIX):
+        return architecture(name)
+    return MODELS.get(name)

@@ -13,16 +13,27 @@ if TYPE_CHECKING:
 
     Batch = dict[str, torch.Tensor]
 
+#: Tokens at the start of a row that have no label. Uneven over ranks and steps: equal numbers would hide a trainer that averages
+#: averages (https://github.com/huggingface/transformers/pull/34191).
+PROMPT_LENGTHS = (0, 13, 6, 10, 3)
+
+
+def prompt_length(step: int, rank: int) -> int:
+    """Return how many tokens at the start of each row are not trained on, in a rank's batch for a step."""
+    return PROMPT_LENGTHS[(step + 2 * rank) % len(PROMPT_LENGTHS)]
+
 
 @dataclass(frozen=True)
 class Stages:
-    """How a model is cut into the stages of a pipeline.
+    """How a model is cut into the stages of a pipeline; ``strategies/_pipeline.py`` says what a stage is.
 
     Attributes:
         parts: Names of modules in the order of the forward; those of one part stay together.
-        forward: ``forward(model, received, first=, last=)`` returns what a stage of it sends on, the last one the logits.
+        forward: ``forward(model, received, first=, last=)`` returns what a stage sends to the next one: hidden states of shape
+            (rows, tokens, hidden size), or logits from the last stage.
         loss: ``loss(logits, labels)`` returns the loss of the last stage's logits.
-        shapes: ``shapes(model, batch)`` returns tensors like those that the first stage gets, stages send, and the last returns.
+        shapes: ``shapes(model, batch)`` returns tensors like the first stage's tokens, the hidden states between stages, and
+            the last stage's logits.
     """
 
     parts: tuple[tuple[str, ...], ...]
@@ -50,8 +61,7 @@ class TinyModel:
         lora_targets: Names of the modules that option ``lora`` adapts.
         in_8_bits: Whether it has layers with sizes divisible by 16, as products in 8 bits need.
         largest: How many elements its largest matrix has, of a model whose optimizer state is quantized.
-        spread: Factor on the loss tolerance of precisions below float32: the fewer samples are averaged, the more rounding
-            shows.
+        spread: Factor on the loss tolerance of precisions below float32: rounding shows the more, the fewer samples are averaged.
         gpu_spread: Factor in place of ``spread`` for bfloat16 on a GPU, if it is larger: products are added up in another order.
         norm_spread: Factor on the tolerance of gradient norms, in every precision.
         tp_plan: Name of a module, with ``*`` for numbers -> how tensor parallelism cuts it, see ``strategies/_tensor.py``.
@@ -59,9 +69,9 @@ class TinyModel:
             dimension, DeepSpeed's has a module for each. Empty without one.
         driver: Name of the only driver that can train it, empty if all can.
         stages: How pipeline parallelism cuts it; None if it cannot.
-        random: Whether its forward draws random numbers, which no one process draws as the ranks do.
-        only_float32: Whether what it computes turns on rounding.
-        one_batch: Whether its forward computes over the rows of all ranks, which the reference takes as one batch.
+        random: Whether its forward draws random numbers; the reference in one process cannot draw those of several ranks.
+        only_float32: Whether it is numerically unstable: rounding decides what it computes.
+        one_batch: Whether its forward computes over the rows of all ranks, so that the reference takes them as one batch.
         unused: Whether its forward may use a parameter on one rank and not on another.
         without_loss: Whether no loss comes with its outputs, which then learn fixed targets.
         not_on_cpu: Why it cannot train on CPU ranks; empty if it can.

@@ -29,6 +29,7 @@ class Block(nn.Module):
 class MLP(nn.Module):
     """Classifier with uneven sizes, buffers and a frozen layer: (batch, features) -> (batch, classes).
 
+    It calls no function of this module: a script for a bug report (``walk/script.py``) has its source and Block's alone.
     Buffers are cast where they are used, because neither FSDP2 nor DeepSpeed casts them: a bfloat16 activation times a
     float32 buffer is float32, which the next layer's bfloat16 weights do not accept.
     """
@@ -56,6 +57,22 @@ class MLP(nn.Module):
         return logits
 
 
+def _enter(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Return the output of a model's first layer for float32 features, in the dtype of the layer's weight."""
+    hidden: torch.Tensor = layer(x.to(layer.weight.dtype))
+    return hidden
+
+
+def _balance(chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Return the auxiliary loss of a mixture of experts (https://arxiv.org/abs/2101.03961, equation 4), a scalar.
+
+    Args:
+        chosen: One-hot (rows, experts): the expert of each row.
+        scores: Probabilities (rows, experts), in float32.
+    """
+    return scores.shape[1] * (chosen.float().mean(0) * scores.mean(0)).sum()
+
+
 class OneBlock(nn.Module):
     """The layers of a classifier with one block; a subclass says how they are used."""
 
@@ -75,9 +92,8 @@ class Twice(OneBlock):
     def __init__(self, features: int, width: int, classes: int) -> None:
         super().__init__(features, width, classes)
         parameters = list(self.parameters())
-        pieces = torch.split(
-            torch.cat([one.detach().flatten() for one in parameters]), [one.numel() for one in parameters]
-        )
+        storage = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        pieces = torch.split(storage, [parameter.numel() for parameter in parameters])
         for parameter, piece in zip(parameters, pieces, strict=True):
             parameter.data = piece.view_as(parameter)
         self.block.gain = 1.0  # type: ignore[assignment]  # a number, no module
@@ -91,7 +107,10 @@ class Twice(OneBlock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
-        x = self.block(self.block(self.inlet(x.to(self.inlet.weight.dtype)))) * self.gain
+        x = _enter(self.inlet, x)
+        x = self.block(x)
+        x = self.block(x)
+        x = x * self.gain
         return functional.linear(x, self.outlet.weight, self.outlet.bias)
 
 
@@ -104,7 +123,10 @@ class Dropout(OneBlock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
-        x = self.dropout(self.block(self.dropout(self.inlet(x.to(self.inlet.weight.dtype)))))
+        x = _enter(self.inlet, x)
+        x = self.dropout(x)
+        x = self.block(x)
+        x = self.dropout(x)
         logits: torch.Tensor = self.outlet(x)
         return logits
 
@@ -118,8 +140,10 @@ class BatchNorm(OneBlock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
-        # A bias right before it would have no gradient but rounding.
-        x = self.norm(torch.tanh(self.inlet(x.to(self.inlet.weight.dtype))))
+        x = _enter(self.inlet, x)
+        # A bias right before the norm would have no gradient but rounding.
+        x = torch.tanh(x)
+        x = self.norm(x)
         logits: torch.Tensor = self.outlet(self.block(x))
         return logits
 
@@ -135,7 +159,7 @@ class SyncBatchNorm(BatchNorm):
 class MixtureOfExperts(OneBlock):
     """Classifier that sends each row to one of four experts, and learns to rate all of them alike.
 
-    A row's largest feature chooses the expert, as in https://arxiv.org/abs/2106.04426: a choice by scores would turn on rounding.
+    A row's largest feature chooses the expert, as in https://arxiv.org/abs/2106.04426: rounding could decide a choice by scores.
     """
 
     def __init__(self, features: int, width: int, classes: int) -> None:
@@ -145,23 +169,33 @@ class MixtureOfExperts(OneBlock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
-        chosen = x[:, :4].argmax(-1)
-        x = self.block(self.inlet(x.to(self.inlet.weight.dtype)))
+        expert_of_row = x[:, :4].argmax(-1)
+        x = self.block(_enter(self.inlet, x))
         scores = torch.softmax(self.router(x).float(), dim=-1)
-        found = x
+        output = x
         # An expert computes on no rows too: all ranks call the same modules, and each parameter has a gradient.
         for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero().flatten()
-            found = found.index_add(0, rows, (expert(x[rows]) * scores[rows, number, None].to(x.dtype)).to(x.dtype))
-        # Its auxiliary loss (https://arxiv.org/abs/2101.03961, equation 4): a trainer that takes the loss from logits alone
-        # learns from it too.
-        balance = 4 * (functional.one_hot(chosen, 4).float().mean(0) * scores.mean(0)).sum()
-        logits: torch.Tensor = self.outlet(found) / (1 + 0.1 * balance).to(found.dtype)
+            rows = (expert_of_row == number).nonzero().flatten()
+            computed = expert(x[rows])
+            weights = scores[rows, number, None].to(x.dtype)
+            weighted = (computed * weights).to(x.dtype)
+            output = output.index_add(0, rows, weighted)
+        # In the logits: a trainer that takes the loss from logits alone learns from the auxiliary loss too.
+        balance = _balance(functional.one_hot(expert_of_row, 4), scores)
+        logits: torch.Tensor = self.outlet(output) / (1 + 0.1 * balance).to(output.dtype)
         return logits
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a tensor that expert parallelism has sharded; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class Experts(nn.Module):
-    """Linear layers in one tensor; of tensors that expert parallelism has cut, those that are here."""
+    """Linear layers with their weights in one tensor: (experts, width, width), and biases (experts, width).
+
+    Under expert parallelism the tensors are sharded on their first dimension, and a rank computes its own experts.
+    """
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
@@ -169,10 +203,19 @@ class Experts(nn.Module):
         self.bias = nn.Parameter(torch.zeros(count, width))
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return (rows, width) for rows in the order of their experts, of which each has so many."""
-        own: list[Any] = [one.to_local() if isinstance(one, DTensor) else one for one in (self.weight, self.bias)]
-        parts = zip(torch.split(rows, counts.tolist()), *own, strict=True)
-        return torch.cat([functional.linear(part, weight, bias) for part, weight, bias in parts])
+        """Return (rows, width) for rows of the same shape.
+
+        Args:
+            rows: Rows in the order of their experts.
+            counts: How many rows each expert has.
+        """
+        weights = _local(self.weight)
+        biases = _local(self.bias)
+        rows_by_expert = torch.split(rows, counts.tolist())
+        outputs = []
+        for rows_of_expert, weight, bias in zip(rows_by_expert, weights, biases, strict=True):
+            outputs.append(functional.linear(rows_of_expert, weight, bias))
+        return torch.cat(outputs)
 
 
 class FusedMixture(OneBlock):
@@ -185,13 +228,15 @@ class FusedMixture(OneBlock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
-        chosen = x[:, :4].argmax(-1)
-        x = self.block(self.inlet(x.to(self.inlet.weight.dtype)))
+        expert_of_row = x[:, :4].argmax(-1)
+        x = self.block(_enter(self.inlet, x))
         scores = torch.softmax(self.router(x).float(), dim=-1)
-        order = chosen.argsort(stable=True)
-        found = self.experts(x[order], torch.bincount(chosen, minlength=4))[order.argsort()]
-        x = x + (found * scores.gather(1, chosen[:, None]).to(x.dtype)).to(x.dtype)
-        balance = 4 * (functional.one_hot(chosen, 4).float().mean(0) * scores.mean(0)).sum()
+        order = expert_of_row.argsort(stable=True)
+        counts = torch.bincount(expert_of_row, minlength=4)
+        computed = self.experts(x[order], counts)[order.argsort()]
+        weights = scores.gather(1, expert_of_row[:, None]).to(x.dtype)
+        x = x + (computed * weights).to(x.dtype)
+        balance = _balance(functional.one_hot(expert_of_row, 4), scores)
         logits: torch.Tensor = self.outlet(x) / (1 + 0.1 * balance).to(x.dtype)
         return logits
 
@@ -223,21 +268,27 @@ class DeepSpeedMixture(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
         chosen = functional.one_hot(x[:, :4].argmax(-1), 4)
-        x = self.block(self.inlet(x.to(self.inlet.weight.dtype)))
+        x = self.block(_enter(self.inlet, x))
         x = torch.cat([x, chosen.to(x.dtype)], dim=1)
         # Only an engine connects the layer; the reference is plain torch on the same parameters.
-        found, balance = self.moe(x)[:2] if self.moe.deepspeed_moe.ep_group is not None else self._in_one_process(x)
-        logits: torch.Tensor = self.outlet(x + found) / (1 + 0.1 * balance).to(x.dtype)
+        if self.moe.deepspeed_moe.ep_group is None:
+            computed, balance = self._in_one_process(x)
+        else:
+            computed, balance = self.moe(x)[:2]
+        logits: torch.Tensor = self.outlet(x + computed) / (1 + 0.1 * balance).to(x.dtype)
         return logits
 
     def _in_one_process(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the experts compute, and the auxiliary loss (https://arxiv.org/abs/2101.03961, equation 4)."""
-        layer, found = self.moe.deepspeed_moe, torch.zeros_like(x)
+        """Return what the experts compute, and the auxiliary loss."""
+        layer = self.moe.deepspeed_moe
+        output = torch.zeros_like(x)
         scores = torch.softmax(functional.linear(x.float(), layer.gate.wg.weight.float()), dim=-1)
         chosen = functional.one_hot(scores.argmax(-1), scores.shape[1])
         for number, expert in enumerate(layer.experts.deepspeed_experts):
-            found = found + (expert(x) * (scores * chosen)[:, number, None]).to(x.dtype)
-        return found, scores.shape[1] * (chosen.float().mean(0) * scores.mean(0)).sum()
+            computed = expert(x)
+            weights = (scores * chosen)[:, number, None]
+            output = output + (computed * weights).to(x.dtype)
+        return output, _balance(chosen, scores)
 
 
 class Odd(nn.Module):
@@ -265,9 +316,11 @@ class Odd(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
-        x = self.inlet(x.to(self.inlet.weight.dtype))
-        x = torch.where(self.mask, x, x * self.counts.to(x.dtype) / len(self.counts))
-        x = self.module["module"](x) * self.phase.real[0].to(x.dtype)
+        x = _enter(self.inlet, x)
+        scaled = x * self.counts.to(x.dtype) / len(self.counts)
+        x = torch.where(self.mask, x, scaled)
+        x = self.module["module"](x)
+        x = x * self.phase.real[0].to(x.dtype)
         logits: torch.Tensor = self.outlet(x) * self.gain + self.nothing.sum()
         return logits
 
@@ -281,7 +334,8 @@ class Scalar(OneBlock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
-        logits: torch.Tensor = self.outlet(self.block(self.inlet(x.to(self.inlet.weight.dtype))))
+        x = self.block(_enter(self.inlet, x))
+        logits: torch.Tensor = self.outlet(x)
         return logits / self.temperature
 
 
@@ -296,7 +350,8 @@ class Transposed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
-        return functional.linear(self.block(self.inlet(x.to(self.inlet.weight.dtype))), self.weight)
+        x = self.block(_enter(self.inlet, x))
+        return functional.linear(x, self.weight)
 
 
 class WrapperNames(nn.Module):
@@ -306,13 +361,14 @@ class WrapperNames(nn.Module):
         super().__init__()
         self.inlet = nn.Linear(features, width)
         inner = nn.Sequential(OrderedDict(_checkpoint_wrapped_module=Block(width)))
-        # Of torch.compile and of FSDP1; the innermost is that of activation checkpointing.
+        # The names of torch.compile and of FSDP1; the innermost is that of activation checkpointing.
         self._orig_mod = nn.Sequential(OrderedDict(_fsdp_wrapped_module=inner))
         self.outlet = nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
-        logits: torch.Tensor = self.outlet(self._orig_mod(self.inlet(x.to(self.inlet.weight.dtype))))
+        x = self._orig_mod(_enter(self.inlet, x))
+        logits: torch.Tensor = self.outlet(x)
         return logits
 
 
@@ -326,7 +382,7 @@ class Branch(OneBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
         needed = x[:, :1] > 0
-        x = self.block(self.inlet(x.to(self.inlet.weight.dtype)))
+        x = self.block(_enter(self.inlet, x))
         if needed.any():
             x = x + self.branch(x) * needed
         logits: torch.Tensor = self.outlet(x)
@@ -334,8 +390,8 @@ class Branch(OneBlock):
 
 
 class Elsewhere(nn.Module):
-    """Place of a module that another stage of the pipeline has."""
+    """Placeholder of a module that another stage of the pipeline has."""
 
     def forward(self, received: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Return what the module was to work on."""
+        """Return the input."""
         return received

@@ -58,10 +58,10 @@ def _batch(step: int, rank: int) -> Batch:
 
 
 def _batch_of_branch(step: int, rank: int) -> Batch:
-    """Return rows that all need the branch, or of which none does."""
+    """Return rows that all need the branch (their first feature is positive), or of which none does."""
     batch = _batch(step, rank)
-    first = batch["features"][:, 0].abs()
-    batch["features"][:, 0] = first if (step + rank) % 2 else -first
+    sign = 1 if (step + rank) % 2 else -1
+    batch["features"][:, 0] = sign * batch["features"][:, 0].abs()
     return batch
 
 
@@ -86,17 +86,17 @@ def _reload(class_name: str, width: int, directory: Path) -> Module:
     from safetensors.torch import load_file
 
     model = _make(class_name, width)
-    found = load_file(directory / "model.safetensors")
+    saved = load_file(directory / "model.safetensors")
     for name, parameter in model.named_parameters():
         # load_state_dict copies into the parameters, which would round or widen what was saved.
-        if name in found:
-            parameter.data = parameter.data.to(found[name].dtype)
-    model.load_state_dict(found)
+        if name in saved:
+            parameter.data = parameter.data.to(saved[name].dtype)
+    model.load_state_dict(saved)
     return model
 
 
 def _tp_plan(*layers: str) -> dict[str, str]:
-    """Return a plan by which each activation between the layers is whole on each rank."""
+    """Return a plan of tensor parallelism (``strategies/_tensor.py``): each rank has full activations between the layers."""
     return {**dict.fromkeys(("inlet", *layers), "colwise_gather"), "outlet": "rowwise_split"}
 
 
@@ -132,8 +132,8 @@ SYNCBATCHNORM = _classifier(
 #: Mixture of experts: each row goes to one of them, and an expert may get none on a rank. 1.7e-3 measured in bf16_upcast
 #: (torch).
 MOE = _classifier("moe", "MixtureOfExperts", spread=2.5, order=10)
-#: Mixture of experts whose weights are one tensor, which expert parallelism can cut. As torchtitan has it: the router stays
-#: whole, experts are cut by the driver (``strategies/_expert.py``).
+#: Mixture of experts whose weights are one tensor, which expert parallelism can shard. As torchtitan has it: the router is
+#: replicated, experts are sharded by the driver (``strategies/_expert.py``).
 MOE_FUSED = _classifier(
     "moe_fused",
     "FusedMixture",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from pytest_distcompat.models._base import Stages, TinyModel
+from pytest_distcompat.models._base import Stages, TinyModel, prompt_length
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.models._base import Batch
 
 VOCABULARY, HIDDEN = 128, 32
+#: Rows of a batch, and tokens of a row.
+ROWS, TOKENS = 2, 16
 #: Names of the models below.
 LLAMAS = ("llama", "llama_tied", "llama_dropout")
 
@@ -39,8 +41,7 @@ def _make(*, tied: bool, dropout: float) -> Module:
         for layer in model.model.layers:
             layer.mlp.dropout = torch.nn.Dropout(dropout)
             layer.mlp.register_forward_hook(_drop)
-    found: Module = model
-    return found
+    return cast("Module", model)
 
 
 def _drop(module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -51,13 +52,12 @@ def _drop(module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
 
 def _batch(step: int, rank: int) -> Batch:
     """Return two rows of 16 tokens; how many of them are trained on differs between ranks and between batches."""
-    # Equal numbers would hide a trainer that averages averages (https://github.com/huggingface/transformers/pull/34191).
     import torch
 
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    tokens = torch.randint(0, VOCABULARY, (2, 16), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator)
     labels = tokens.clone()
-    labels[:, : (0, 13, 6, 10, 3)[(step + 2 * rank) % 5]] = -100
+    labels[:, : prompt_length(step, rank)] = -100
     return {"input_ids": tokens, "labels": labels}
 
 
@@ -90,15 +90,20 @@ _PRELOAD = (
 )
 
 
-#: As transformers has it (``LlamaConfig.base_model_tp_plan``), with the embeddings, and what sequence parallelism needs.
+#: As transformers has it (``LlamaConfig.base_model_tp_plan``), with the embeddings, and what sequence parallelism needs;
+#: ``strategies/_tensor.py`` says what each style means.
 _TP_PLAN = {
-    **dict.fromkeys((f"model.layers.*.self_attn.{name}_proj" for name in "qkv"), "colwise"),
-    **dict.fromkeys(("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"), "colwise"),
-    **dict.fromkeys(("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"), "rowwise"),
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
     "model.layers.0": "sequence",
-    **dict.fromkeys(
-        ("model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"), "norm"
-    ),
+    "model.layers.*.input_layernorm": "norm",
+    "model.layers.*.post_attention_layernorm": "norm",
+    "model.norm": "norm",
     "model.layers.*.self_attn": "gather:hidden_states",
     "model.layers.*.mlp": "gather",
 }
@@ -107,11 +112,14 @@ _EMBEDDINGS = {"model.embed_tokens": "rowwise_split", "lm_head": "colwise_gather
 
 
 def _forward(model: Any, received: torch.Tensor, *, first: bool, last: bool) -> torch.Tensor:
+    """Return what a stage of the pipeline sends on: hidden states (rows, tokens, hidden size), the last one logits."""
     inputs = {"input_ids" if first else "inputs_embeds": received}
-    found: torch.Tensor = (
-        type(model).forward(model, **inputs).logits if last else model.model(**inputs).last_hidden_state
-    )
-    return found
+    if last:
+        # The stage's own ``forward`` is this function.
+        logits: torch.Tensor = type(model).forward(model, **inputs).logits
+        return logits
+    hidden: torch.Tensor = model.model(**inputs).last_hidden_state
+    return hidden
 
 
 def _loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -122,8 +130,11 @@ def _loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _shapes(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, dtype = batch["input_ids"], next(model.parameters()).dtype
-    hidden, logits = (tokens.new_empty(*tokens.shape, size, dtype=dtype) for size in (HIDDEN, VOCABULARY))
+    """Return tensors like the tokens, the hidden states and the logits of a batch."""
+    tokens = batch["input_ids"]
+    dtype = next(model.parameters()).dtype
+    hidden = tokens.new_empty(*tokens.shape, HIDDEN, dtype=dtype)
+    logits = tokens.new_empty(*tokens.shape, VOCABULARY, dtype=dtype)
     return tokens, hidden.requires_grad_(), logits.requires_grad_()
 
 
@@ -137,6 +148,14 @@ _STAGES = Stages(
 
 
 def _llama(name: str, order: int, *, tied: bool = False, dropout: float = 0.0) -> TinyModel:
+    """Return a tiny Llama.
+
+    Args:
+        name: The value of option ``model``.
+        order: Where the model stands in lists.
+        tied: Whether input and output embeddings are one parameter.
+        dropout: Probability with which elements of each MLP's output are dropped.
+    """
     return TinyModel(
         name,
         ("LlamaDecoderLayer",),
