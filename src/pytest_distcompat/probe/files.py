@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,39 @@ from pytest_distcompat.probe.tensors import digest
 from pytest_distcompat.trace import FileInfo
 
 
+@dataclass(frozen=True)
+class SavedFile:
+    """A file that a trainer saved.
+
+    Attributes:
+        path: A path that torch and safetensors can open.
+        name: The path from the checkpoint's directory on, as messages have it.
+        key_prefix: What comes before the file's keys in the whole model's state dict: ``2.`` in the module directory
+            ``2_Dense`` of a composite model, else empty.
+    """
+
+    path: Path
+    name: str
+    key_prefix: str
+
+
 def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
     """Return every file below the directory that holds keys of a model or an optimizer, as ``prefix`` and path.
 
     Call it when all ranks have finished writing. The keys of a composite model begin with the name of their module.
     """
-    return tuple(
-        info.renamed(lambda key: module + key) if module and info.holds != "optimizer" else info  # noqa: B023 - called here
-        for path, name, module in _files(directory)
-        for info in _infos(path, prefix, name)
-    )
+    infos: list[FileInfo] = []
+    for file in _files(directory):
+        stored = _infos(file.path, prefix, file.name)
+        infos.extend(_with_key_prefix(info, file.key_prefix) for info in stored)
+    return tuple(infos)
+
+
+def _with_key_prefix(info: FileInfo, key_prefix: str) -> FileInfo:
+    """Return the file's description with ``key_prefix`` before each key; an optimizer's keys are not a module's."""
+    if not key_prefix or info.holds == "optimizer":
+        return info
+    return info.renamed(lambda key: key_prefix + key)
 
 
 def read_saved(directory: Path) -> tuple[FileInfo, ...]:
@@ -34,22 +58,27 @@ def read_saved(directory: Path) -> tuple[FileInfo, ...]:
 
     Call it when all ranks have finished writing. It reads all tensors of the model, which is too slow for every cell.
     """
-    infos = []
-    for path, name, module in _files(directory):
-        for holds, content in _values(path):
-            named = {f"{module if holds == 'model' else ''}{key}": value for key, value in content.items()}
-            digests = {key: digest(value) for key, value in named.items()} if holds == "model" else {}
-            if named:
-                infos.append(FileInfo(name, "", holds, tuple(named), digests=digests))
+    infos: list[FileInfo] = []
+    for file in _files(directory):
+        for holds, content in _values(file.path):
+            if not content:
+                continue
+            if holds == "model":
+                digests = {f"{file.key_prefix}{key}": digest(value) for key, value in content.items()}
+                infos.append(FileInfo(file.name, "", holds, tuple(digests), digests=digests))
+            else:
+                keys = dict.fromkeys(str(key) for key in content)
+                infos.append(FileInfo(file.name, "", holds, tuple(keys), digests={}))
     return tuple(infos)
 
 
-def _files(directory: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield each file below the directory: its path, that path from the directory on, and what comes before its keys."""
+def _files(directory: Path) -> Iterator[SavedFile]:
+    """Yield each file below the directory, sorted by path."""
     with readable(directory) as root:
-        for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        paths = [path for path in root.rglob("*") if path.is_file()]
+        for path in sorted(paths):
             name = path.relative_to(root)
-            yield path, str(name), module_prefix(directory / name.parent)
+            yield SavedFile(path, str(name), module_prefix(directory / name.parent))
 
 
 def _infos(path: Path, prefix: str, relative: str) -> Iterator[FileInfo]:
@@ -59,14 +88,23 @@ def _infos(path: Path, prefix: str, relative: str) -> Iterator[FileInfo]:
         shapes, dtypes = _safetensors(path)
         yield FileInfo(name, "safetensors", "model", tuple(shapes), shapes, dtypes)
     elif path.name.endswith(INDEX):
+        # What is no index is another file of that name, and no business of ours.
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            index = json.loads(path.read_text(encoding="utf-8"))
-            files, size = index["weight_map"], (index.get("metadata") or {}).get("total_size")
-            yield FileInfo(name, "index", "index", tuple(files), files=dict(files.items()), total_size=size)
+            yield _index(path, name)
     elif path.name == ".metadata":
         yield from _dcp(path.parent, prefix + str(Path(relative).parent))
     elif path.suffix in PICKLED:
         yield from _pickled(_load(path), name)
+
+
+def _index(path: Path, name: str) -> FileInfo:
+    """Return the index of sharded weights: the file of each key, and the size of all in bytes."""
+    index = json.loads(path.read_text(encoding="utf-8"))
+    file_by_key = dict(index["weight_map"].items())
+    metadata = index.get("metadata") or {}
+    return FileInfo(
+        name, "index", "index", tuple(file_by_key), files=file_by_key, total_size=metadata.get("total_size")
+    )
 
 
 def _values(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -77,17 +115,30 @@ def _values(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield "model", load_file(path)
     elif path.name == ".metadata":
         yield from _dcp_values(path.parent)
-    elif path.suffix in PICKLED and isinstance(data := _load(path), Mapping):
-        # A state dict, an optimizer's, a scheduler's, or several by name.
-        if "param_groups" in data and "state" in data:
-            yield "optimizer", data
-        elif "last_epoch" in data:
-            yield "scheduler", data
-        elif data and all(isinstance(value, torch.Tensor) for value in data.values()):
-            yield "model", data
-        else:
-            names = ((part, name) for part, names in _PARTS.items() for name in names)
-            yield from ((part, data[name]) for part, name in names if isinstance(data.get(name), Mapping))
+    elif path.suffix in PICKLED:
+        data = _load(path)
+        if isinstance(data, Mapping):
+            yield from _pickled_values(data)
+
+
+def _pickled_values(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the parts of a file of ``torch.save``: one state dict, or several by name."""
+    if "param_groups" in data and "state" in data:
+        yield "optimizer", data
+    elif "last_epoch" in data:
+        yield "scheduler", data
+    elif _is_state_dict(data):
+        yield "model", data
+    else:
+        for part, names in _PARTS.items():
+            for name in names:
+                if isinstance(data.get(name), Mapping):
+                    yield part, data[name]
+
+
+def _is_state_dict(data: Mapping[Any, Any]) -> bool:
+    """Tell whether it has tensors, and nothing else."""
+    return bool(data) and all(isinstance(value, torch.Tensor) for value in data.values())
 
 
 def module_directories(directory: Path) -> dict[str, str]:
@@ -95,19 +146,30 @@ def module_directories(directory: Path) -> dict[str, str]:
     # sentence-transformers writes each module of its Sequential into a directory of its own, the first one (its name is empty)
     # into the model's, and lists them in modules.json: https://sbert.net/docs/sentence_transformer/usage/custom_models.html.
     try:
-        listed = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
+        modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    named = {str(entry.get("path")): str(entry.get("name")) for entry in entries if {"path", "name"} <= entry.keys()}
-    return {path: name for path, name in named.items() if not path or (Path(path).name == path != "..")}
+    if not isinstance(modules, list):
+        return {}
+    name_by_directory: dict[str, str] = {}
+    for entry in modules:
+        if isinstance(entry, dict) and "path" in entry and "name" in entry:
+            name_by_directory[str(entry["path"])] = str(entry["name"])
+    return {path: name for path, name in name_by_directory.items() if _is_own_or_child(path)}
+
+
+def _is_own_or_child(path: str) -> bool:
+    """Tell whether a module's path is that of the model itself (empty), or of a directory directly inside."""
+    return not path or (Path(path).name == path and path != "..")
 
 
 def module_prefix(directory: Path) -> str:
     """Return what comes before the keys of files in a composite model's module directory: ``2.`` for ``2_Dense``."""
-    own, beside = module_directories(directory), module_directories(directory.parent)
-    name = own.get("", beside.get(directory.name))
-    return f"{name}." if name is not None else ""
+    # The directory is the model's own, where its first module is, or that of another module of the model above.
+    name = module_directories(directory).get("")
+    if name is None:
+        name = module_directories(directory.parent).get(directory.name)
+    return "" if name is None else f"{name}."
 
 
 @contextlib.contextmanager
@@ -154,12 +216,18 @@ _DTYPES = {
 
 
 def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return the shape and the dtype of each tensor in a safetensors file, by key."""
     from safetensors import safe_open
 
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
     with safe_open(path, framework="pt") as file:
-        parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - no mapping
-        dtypes = {key: _DTYPES.get(part.get_dtype(), part.get_dtype()) for key, part in parts.items()}
-        return {key: tuple(part.get_shape()) for key, part in parts.items()}, dtypes
+        for key in file.keys():  # noqa: SIM118 - no mapping
+            tensor = file.get_slice(key)
+            dtype = tensor.get_dtype()
+            shapes[key] = tuple(tensor.get_shape())
+            dtypes[key] = _DTYPES.get(dtype, dtype)
+    return shapes, dtypes
 
 
 def _dcp(directory: Path, name: str) -> Iterator[FileInfo]:
@@ -167,16 +235,20 @@ def _dcp(directory: Path, name: str) -> Iterator[FileInfo]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     metadata = FileSystemReader(directory).read_metadata()
-    parts = dcp_parts(metadata)
-    stored = {inner: metadata.state_dict_metadata[key] for key, (part, inner) in parts.items() if part == "model"}
-    sizes = {inner: tuple(getattr(entry, "size", ())) for inner, entry in stored.items()}
-    # ``state.layers.0.weight.exp_avg`` -> ``layers.0.weight``
-    states = [inner for part, inner in parts.values() if part == "optimizer" and inner.startswith("state.")]
-    optimizer = tuple(dict.fromkeys(inner.removeprefix("state.").rpartition(".")[0] for inner in states))
+    sizes: dict[str, tuple[int, ...]] = {}
+    # An ordered set: the names of parameters that have an optimizer state.
+    with_state: dict[str, None] = {}
+    for key, (part, inner) in dcp_parts(metadata).items():
+        if part == "model":
+            sizes[inner] = tuple(getattr(metadata.state_dict_metadata[key], "size", ()))
+        elif part == "optimizer" and inner.startswith("state."):
+            # ``state.layers.0.weight.exp_avg`` -> ``layers.0.weight``
+            parameter, _, _ = inner.removeprefix("state.").rpartition(".")
+            with_state[parameter] = None
     if sizes:
         yield FileInfo(name, "dcp", "model", tuple(sizes), {key: size for key, size in sizes.items() if size})
-    if optimizer:
-        yield FileInfo(name, "dcp", "optimizer", optimizer)
+    if with_state:
+        yield FileInfo(name, "dcp", "optimizer", tuple(with_state))
 
 
 def _dcp_values(directory: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -186,16 +258,21 @@ def _dcp_values(directory: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     metadata = FileSystemReader(directory).read_metadata()
-    stored, parts = metadata.state_dict_metadata, dcp_parts(metadata)
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in stored.items()
-        if parts[key][0] == "model" and isinstance(entry, TensorStorageMetadata)
-    }
+    stored = metadata.state_dict_metadata
+    parts = dcp_parts(metadata)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, entry in stored.items():
+        part, _ = parts[key]
+        if part == "model" and isinstance(entry, TensorStorageMetadata):
+            tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     load(tensors, checkpoint_id=directory, no_dist=True)
-    yield "model", {parts[key][1]: tensor for key, tensor in tensors.items()}
-    for part in ("optimizer", "scheduler"):
-        yield part, {key: entry for key, entry in stored.items() if parts[key][0] == part}
+    model: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        _, inner = parts[key]
+        model[inner] = tensor
+    yield "model", model
+    for wanted in ("optimizer", "scheduler"):
+        yield wanted, {key: entry for key, entry in stored.items() if parts[key][0] == wanted}
 
 
 def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
@@ -207,50 +284,82 @@ def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
     torchtitan saves it like this, beside ``optimizer``.
     """
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    paths = {
-        key: [str(segment) for segment in planned.get(key) or key.split(".", 1)]
-        for key in sorted(metadata.state_dict_metadata)
-    }
-    parts = {key: _part_of(path) or ("", key) for key, path in paths.items()}
-    if not any(part == "model" for part, _ in parts.values()):
-        stored = metadata.state_dict_metadata
-        parts |= {key: ("model", key) for key in parts if len(paths[key]) == 1 and hasattr(stored[key], "size")}
+    stored = metadata.state_dict_metadata
+    parts: dict[str, tuple[str, str]] = {}
+    top_level_tensors: list[str] = []
+    has_model = False
+    for key in sorted(stored):
+        segments = planned.get(key) or key.split(".", 1)
+        path = [str(segment) for segment in segments]
+        part = _part_of(path)
+        parts[key] = part or ("", key)
+        if len(path) == 1 and hasattr(stored[key], "size"):
+            top_level_tensors.append(key)
+        if part is not None and part[0] == "model":
+            has_model = True
+    if not has_model:
+        for key in top_level_tensors:
+            parts[key] = ("model", key)
     return parts
 
 
 def _part_of(path: list[str]) -> tuple[str, str] | None:
     """Return the part that the path leads into and the rest of the path; None if no segment names a part."""
-    found = ((part, depth) for depth, one in enumerate(path[:-1]) for part, names in _PARTS.items() if one in names)
-    return next(((part, ".".join(path[depth + 1 :])) for part, depth in found), None)
+    for depth, segment in enumerate(path[:-1]):
+        for part, names in _PARTS.items():
+            if segment in names:
+                return part, ".".join(path[depth + 1 :])
+    return None
 
 
 def _pickled(data: Any, name: str) -> Iterator[FileInfo]:
     """Yield the parts of a torch.save file: DeepSpeed's model states, a full state dict, an optimizer's."""
     if not isinstance(data, Mapping):
         return
-    deepspeed = isinstance(data.get("param_shapes"), list)
-    if deepspeed:
-        trained = {str(key): tuple(shape) for group in data["param_shapes"] for key, shape in group.items()}
-        frozen = {str(key): tuple(shape) for key, shape in (data.get("frozen_param_shapes") or {}).items()}
-        for entry, shapes in (("param_shapes", trained), ("frozen_param_shapes", frozen)):
-            if shapes:
-                yield FileInfo(f"{name}:{entry}", "deepspeed", "model", tuple(shapes), _uncut(data, shapes))
+    is_deepspeed = isinstance(data.get("param_shapes"), list)
+    if is_deepspeed:
+        yield from _deepspeed_shapes(data, name)
     for part in MODEL:
         if isinstance(data.get(part), Mapping):
             form = "deepspeed" if part == "module" else "torch"
-            tensors = _uncut(data, _shapes(data[part]))
-            if deepspeed:
+            shapes = _uncut(data, _shapes(data[part]))
+            if is_deepspeed:
                 # ZeRO-3 writes empty tensors here for the parameters that it partitioned: their values are elsewhere.
-                tensors = {key: shape for key, shape in tensors.items() if shape != (0,)}
-            if tensors:
-                yield FileInfo(f"{name}:{part}", form, "model", tuple(tensors), tensors)
-    nested = next((data[part] for part in OPTIMIZER if part in data), None)
-    state = data if isinstance(data.get("state"), Mapping) else nested if isinstance(nested, Mapping) else {}
-    names = [key for key in state.get("state", {}) if isinstance(key, str)]
-    if names:
-        yield FileInfo(name, "torch", "optimizer", tuple(names))
-    if data and all(isinstance(value, torch.Tensor) for value in data.values()):
-        yield FileInfo(name, "torch", "model", tuple(shapes := _shapes(_of_average(data))), shapes)
+                shapes = {key: shape for key, shape in shapes.items() if shape != (0,)}
+            if shapes:
+                yield FileInfo(f"{name}:{part}", form, "model", tuple(shapes), shapes)
+    state = _optimizer_state(data)
+    parameters = [key for key in state.get("state", {}) if isinstance(key, str)]
+    if parameters:
+        yield FileInfo(name, "torch", "optimizer", tuple(parameters))
+    if _is_state_dict(data):
+        shapes = _shapes(_of_average(data))
+        yield FileInfo(name, "torch", "model", tuple(shapes), shapes)
+
+
+def _deepspeed_shapes(data: Mapping[str, Any], name: str) -> Iterator[FileInfo]:
+    """Yield the shapes of the trained and of the frozen parameters, which DeepSpeed's file of model states lists."""
+    trained: dict[str, tuple[int, ...]] = {}
+    for group in data["param_shapes"]:
+        for key, shape in group.items():
+            trained[str(key)] = tuple(shape)
+    frozen_shapes = data.get("frozen_param_shapes") or {}
+    frozen = {str(key): tuple(shape) for key, shape in frozen_shapes.items()}
+    if trained:
+        yield FileInfo(f"{name}:param_shapes", "deepspeed", "model", tuple(trained), _uncut(data, trained))
+    if frozen:
+        yield FileInfo(f"{name}:frozen_param_shapes", "deepspeed", "model", tuple(frozen), _uncut(data, frozen))
+
+
+def _optimizer_state(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the optimizer's state dict: the file itself, or its part of that name; empty if there is none."""
+    if isinstance(data.get("state"), Mapping):
+        return data
+    for part in OPTIMIZER:
+        if part in data:
+            state = data[part]
+            return state if isinstance(state, Mapping) else {}
+    return {}
 
 
 def _of_average(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -258,7 +367,9 @@ def _of_average(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
     # It has the model as ``module`` and counts in ``n_averaged``, a buffer:
     # https://docs.pytorch.org/docs/stable/generated/torch.optim.swa_utils.AveragedModel.html
     inner = {key.removeprefix("module."): value for key, value in state.items() if str(key).startswith("module.")}
-    return inner if len(inner) == len(state) - 1 and "n_averaged" in state else state
+    if "n_averaged" in state and len(inner) == len(state) - 1:
+        return inner
+    return state
 
 
 def _shapes(state: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
@@ -267,14 +378,19 @@ def _shapes(state: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _uncut(data: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of wholes for those of the parts that one rank of DeepSpeed's AutoTP has saved."""
-    # What the file itself says, for its conversion (https://github.com/deepspeedai/DeepSpeed/pull/7908), of parts in that shape.
-    found, info = dict(shapes), data.get("universal_checkpoint_info") or {}
-    for pattern, entry in info.get("affine_map", {}).get("params", {}).items():
-        parts = [tuple(one["shard_shape"]) for one in entry["ranks"].values()]
-        whole = tuple(entry["logical_shape"])
-        found |= {key: whole for key, shape in shapes.items() if shape in parts and re.fullmatch(pattern, key)}
-    return found
+    """Return the shapes with the full one for each tensor of which a rank of DeepSpeed's AutoTP has saved its shard."""
+    # The file itself says so, for its conversion (https://github.com/deepspeedai/DeepSpeed/pull/7908): a pattern of names, the
+    # shapes of the ranks' shards, and the full shape.
+    full_shapes = dict(shapes)
+    info = data.get("universal_checkpoint_info") or {}
+    sharded = info.get("affine_map", {}).get("params", {})
+    for pattern, entry in sharded.items():
+        shard_shapes = [tuple(shard["shard_shape"]) for shard in entry["ranks"].values()]
+        logical_shape = tuple(entry["logical_shape"])
+        for key, shape in shapes.items():
+            if shape in shard_shapes and re.fullmatch(pattern, key):
+                full_shapes[key] = logical_shape
+    return full_shapes
 
 
 def _load(path: Path) -> Any:
