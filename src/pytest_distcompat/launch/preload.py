@@ -272,38 +272,53 @@ def postpone_nvml() -> None:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
         return
-    init, shutdown = nvml.nvmlInit, nvml.nvmlShutdown
-    postponed = 0
+    _PostponedNvml(nvml).install()
 
-    def postpone() -> None:
-        nonlocal postponed
-        if os.getpid() != _server:
-            init()
+
+class _PostponedNvml:
+    """Stand-ins for functions of NVML, and how many calls of ``nvmlInit`` wait for the first question.
+
+    Args:
+        nvml: The module ``pynvml``.
+    """
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        self._init = nvml.nvmlInit
+        self._shutdown = nvml.nvmlShutdown
+        self._waiting = 0
+
+    def install(self) -> None:
+        """Put the stand-ins into the module."""
+        self._nvml.nvmlInit = self._postpone
+        self._nvml.nvmlShutdown = self._take_back
+        for name in _FIRST_QUESTIONS:
+            if hasattr(self._nvml, name):
+                setattr(self._nvml, name, self._initialised(getattr(self._nvml, name)))
+
+    def _postpone(self) -> None:
+        if os.getpid() == _server:
+            self._waiting += 1
         else:
-            postponed += 1
+            self._init()
 
-    def take_back() -> None:
-        nonlocal postponed
-        if postponed:
-            postponed -= 1
+    def _take_back(self) -> None:
+        if self._waiting:
+            self._waiting -= 1
         else:
-            shutdown()
+            self._shutdown()
 
-    def initialised(function: Callable[..., Any]) -> Callable[..., Any]:
+    def _initialised(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with the calls of ``nvmlInit`` made that wait."""
+
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            nonlocal postponed
-            while postponed:
-                postponed -= 1
-                init()
+            while self._waiting:
+                self._waiting -= 1
+                self._init()
             return function(*args)
 
         return call
-
-    nvml.nvmlInit, nvml.nvmlShutdown = postpone, take_back
-    for name in _FIRST_QUESTIONS:
-        if hasattr(nvml, name):
-            setattr(nvml, name, initialised(getattr(nvml, name)))
 
 
 def _unfit(threads_of_libraries: Counter[str]) -> str:

@@ -227,40 +227,59 @@ def _is_lazy(mark: pytest.Mark) -> bool:
 
 def _watch_hooks(config: pytest.Config, watch: Watch) -> None:
     """Watch hooks of the user's own plugins, most of all of conftest.py files."""
+    hooks = _WatchedHooks(watch)
+    watch.undo.callback(config.pluginmanager.add_hookcall_monitoring(hooks.before, hooks.after))
 
-    def is_own(function: Any) -> bool:
+
+class _WatchedHooks:
+    """Monitor of pluggy's hook calls that has the watch look at those of the user's own functions.
+
+    Args:
+        watch: Looks at what such a call does to the process.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        #: Of the hook calls that run, the innermost last.
+        self._running: list[contextlib.ExitStack] = []
+
+    def before(self, name: str, implementations: Sequence[Any], arguments: Mapping[str, Any]) -> None:
+        """Begin a hook call: the first half of ``add_hookcall_monitoring``."""
+        own = [implementation for implementation in implementations if self._is_own(implementation.function)]
+        call = contextlib.ExitStack()
+        if own or self._calls_own(name, arguments):
+            call.enter_context(self._watch.hook(name))
+        if name in _ONCE:
+            for implementation in own:
+                self._watch_alone(name, implementation, call)
+        self._running.append(call)
+
+    def after(self, *_: Any) -> None:
+        """End a hook call."""
+        self._running.pop().close()
+
+    def _is_own(self, function: Any) -> bool:
         code = getattr(inspect.unwrap(function), "__code__", None)
-        return code is not None and watch.is_own(code.co_filename)
+        return code is not None and self._watch.is_own(code.co_filename)
 
-    def calls_own(name: str, arguments: Mapping[str, Any]) -> bool:
+    def _calls_own(self, name: str, arguments: Mapping[str, Any]) -> bool:
         """Tell whether pytest's own function for that hook calls one of the user."""
         if name == "pytest_make_collect_report":
-            return is_own(type(arguments["collector"]).collect)
+            return self._is_own(type(arguments["collector"]).collect)
         return name == "pytest_generate_tests" and any(map(_is_lazy, arguments["metafunc"].definition.iter_markers()))
 
-    def watched(name: str, function: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            with watch.hook(name, alone=True):
+    def _watch_alone(self, name: str, implementation: Any, call: contextlib.ExitStack) -> None:
+        """Watch one implementation by itself until the hook call ends; a wrapper runs around others."""
+        if implementation.wrapper or implementation.hookwrapper:
+            return
+        function = implementation.function
+        call.callback(setattr, implementation, "function", function)
+
+        def watched(*arguments: Any) -> Any:
+            with self._watch.hook(name, alone=True):
                 return function(*arguments)
 
-        return call
-
-    def before(name: str, implementations: Sequence[Any], arguments: Mapping[str, Any]) -> None:
-        own = [implementation for implementation in implementations if is_own(implementation.function)]
-        block = contextlib.ExitStack()
-        if own or calls_own(name, arguments):
-            block.enter_context(watch.hook(name))
-        for implementation in own if name in _ONCE else ():
-            if not (implementation.wrapper or implementation.hookwrapper):
-                block.callback(setattr, implementation, "function", implementation.function)
-                implementation.function = watched(name, implementation.function)
-        running.append(block)
-
-    def after(*_: Any) -> None:
-        running.pop().close()
-
-    running: list[contextlib.ExitStack] = []
-    watch.undo.callback(config.pluginmanager.add_hookcall_monitoring(before, after))
+        implementation.function = watched
 
 
 def _collected(config: pytest.Config) -> pytest.Session:

@@ -62,9 +62,6 @@ def read_mark(mark: pytest.Mark) -> Mark:
     Raises:
         ValueError: An argument is wrong; the message says what is right.
     """
-    from pytest_distcompat.precisions import PRECISIONS
-    from pytest_distcompat.strategies import STRATEGIES
-
     if mark.args:
         raise ValueError(f"@pytest.mark.{MARK} takes keyword arguments only: {', '.join(ARGUMENTS)}")
     for name in mark.kwargs:
@@ -72,14 +69,29 @@ def read_mark(mark: pytest.Mark) -> Mark:
             raise ValueError(f"@pytest.mark.{MARK} has no argument {name!r}. Known: {', '.join(ARGUMENTS)}")
     arguments = dict(mark.kwargs)
     for name in ("strategies", "precisions", "options"):
-        if isinstance(arguments.get(name, ()), (str, Mapping)) or not isinstance(arguments.get(name, ()), Iterable):
-            raise ValueError(f"@pytest.mark.{MARK}({name}=...) takes a list, got {arguments[name]!r}")
-        arguments[name] = tuple(arguments.get(name, ()))
+        arguments[name] = _read_list(name, arguments.get(name, ()))
+    _check_numbers(arguments)
+    if arguments.get("reuse", "never") not in REUSE:
+        raise ValueError(f"@pytest.mark.{MARK}(reuse={arguments['reuse']!r}): known are {', '.join(REUSE)}")
+    _check_cells(arguments)
+    return Mark(**arguments)
+
+
+def _read_list(name: str, value: Any) -> tuple[Any, ...]:
+    """Return the list that an argument has; a text or a dict is none, though one can iterate over it."""
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"@pytest.mark.{MARK}({name}=...) takes a list, got {value!r}")
+    return tuple(value)
+
+
+def _check_numbers(arguments: Mapping[str, Any]) -> None:
+    """Check the numbers of ranks and nodes, and the time limit in seconds."""
     for name in ("world_size", "nodes"):
         count = arguments.get(name)
         if count is not None and (type(count) is not int or count < 1):
             raise ValueError(f"@pytest.mark.{MARK}({name}={count!r}): expected a whole number of at least 1")
-    size, nodes = arguments.get("world_size"), arguments.get("nodes")
+    size = arguments.get("world_size")
+    nodes = arguments.get("nodes")
     if size and nodes and size % nodes:
         raise ValueError(
             f"@pytest.mark.{MARK}(world_size={size}, nodes={nodes}): expected a world size that nodes divides"
@@ -87,8 +99,13 @@ def read_mark(mark: pytest.Mark) -> Mark:
     timeout = arguments.get("timeout")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise ValueError(f"@pytest.mark.{MARK}(timeout={timeout!r}): expected a number of seconds above 0")
-    if arguments.get("reuse", "never") not in REUSE:
-        raise ValueError(f"@pytest.mark.{MARK}(reuse={arguments['reuse']!r}): known are {', '.join(REUSE)}")
+
+
+def _check_cells(arguments: Mapping[str, Any]) -> None:
+    """Check the names of strategies and precisions, and the options of cells."""
+    from pytest_distcompat.precisions import PRECISIONS
+    from pytest_distcompat.strategies import STRATEGIES
+
     for strategy in arguments["strategies"]:
         STRATEGIES.get(strategy)
     for precision in arguments["precisions"]:
@@ -99,7 +116,6 @@ def read_mark(mark: pytest.Mark) -> Mark:
                 f"@pytest.mark.{MARK}(options=...) takes a list of dicts like {{'compile': True}}, got {options!r}"
             )
         Matrix(options=(options,))
-    return Mark(**arguments)
 
 
 def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSession) -> None:

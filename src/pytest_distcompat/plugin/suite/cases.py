@@ -84,20 +84,8 @@ def is_base(suite: type[CompatSuite]) -> bool:
 
 def validate(suite: type[CompatSuite], world_size: int) -> None:
     """Raise UsageProblem for an override, an unknown name, or an expectation that covers no cell."""
-    for name in vars(CompatSuite):
-        if name.startswith("test") and getattr(suite, name, None) is not getattr(CompatSuite, name):
-            raise UsageProblem(
-                f"{suite.__name__} overrides {name!r}. A standard test is not overridden: say what does not hold with "
-                "expect = (fails(...), refuses(...))"
-            )
-    for name, kind in (("driver", str), ("matrix", Matrix), ("expect", tuple)):
-        if not isinstance(getattr(suite, name), kind):
-            raise UsageProblem(f"{suite.__name__}.{name} is {getattr(suite, name)!r}; expected a {kind.__name__}")
-    if not suite.driver:
-        raise UsageProblem(
-            f"{suite.__name__} has no driver (driver = {suite.driver!r}): expected module:attribute, or one of "
-            f"{', '.join(DRIVERS.names())}"
-        )
+    _check_overrides(suite)
+    _check_kinds(suite)
     driver = find_driver(suite.driver)
     for expectation in suite.expect:
         if not isinstance(expectation, Expectation):
@@ -108,17 +96,50 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
         STRATEGIES.get(cell.strategy)
         PRECISIONS.get(cell.precision)
     for expectation in suite.expect:
-        facets = expectation.facets
-        if not suite.matrix.world_sizes:
-            # An option sets the world size, and an expectation for another size covers cells of another session.
-            facets = tuple((name, wanted) for name, wanted in facets if name != "world_size")
-        if not suite.matrix.nodes:
-            facets = tuple((name, wanted) for name, wanted in facets if name != "nodes")
-        applicable = dataclasses.replace(expectation, facets=facets)
-        if not any(applicable.covers(cell, check) for cell in cells for check in CHECKS.names()):
+        if not _covers_any(suite, expectation, cells):
             raise UsageProblem(
                 f"{suite.__name__}.expect: {expectation} covers no cell of the matrix ({driver.name or suite.driver})"
             )
+
+
+def _check_overrides(suite: type[CompatSuite]) -> None:
+    for name in vars(CompatSuite):
+        if name.startswith("test") and getattr(suite, name, None) is not getattr(CompatSuite, name):
+            raise UsageProblem(
+                f"{suite.__name__} overrides {name!r}. A standard test is not overridden: say what does not hold with "
+                "expect = (fails(...), refuses(...))"
+            )
+
+
+def _check_kinds(suite: type[CompatSuite]) -> None:
+    """Check the types of the class's attributes, and that it has a driver."""
+    for name, kind in (("driver", str), ("matrix", Matrix), ("expect", tuple)):
+        if not isinstance(getattr(suite, name), kind):
+            raise UsageProblem(f"{suite.__name__}.{name} is {getattr(suite, name)!r}; expected a {kind.__name__}")
+    if not suite.driver:
+        raise UsageProblem(
+            f"{suite.__name__} has no driver (driver = {suite.driver!r}): expected module:attribute, or one of "
+            f"{', '.join(DRIVERS.names())}"
+        )
+
+
+def _covers_any(suite: type[CompatSuite], expectation: Expectation, cells: Iterable[Cell]) -> bool:
+    """Tell whether an expectation covers a check in any of these cells.
+
+    An option sets the world size and the nodes of a suite that has none, and an expectation for another size covers cells of
+    another session.
+    """
+    ignored = set()
+    if not suite.matrix.world_sizes:
+        ignored.add("world_size")
+    if not suite.matrix.nodes:
+        ignored.add("nodes")
+    facets = tuple((name, wanted) for name, wanted in expectation.facets if name not in ignored)
+    applicable = dataclasses.replace(expectation, facets=facets)
+    for cell in cells:
+        if any(applicable.covers(cell, check) for check in CHECKS.names()):
+            return True
+    return False
 
 
 def _all_cells(suite: type[CompatSuite], world_size: int) -> Iterator[Cell]:
