@@ -7,7 +7,7 @@ import fnmatch
 import inspect
 import itertools
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,7 +28,8 @@ class Call:
     arguments: tuple[tuple[str, str | bool], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments)})"
+        arguments = [f"{name}={value!r}" for name, value in self.arguments]
+        return f"{self.name}({', '.join(arguments)})"
 
     @classmethod
     def parse(cls, text: str) -> Call:
@@ -39,7 +40,8 @@ class Call:
             tree = None
         if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
             raise ValueError(f"{text!r} is no call; one reads like step(clip='no')")
-        return cls(tree.func.id, tuple((str(one.arg), ast.literal_eval(one.value)) for one in tree.keywords))
+        arguments = [(str(keyword.arg), ast.literal_eval(keyword.value)) for keyword in tree.keywords]
+        return cls(tree.func.id, tuple(arguments))
 
 
 def training(method: Method) -> Method:
@@ -60,23 +62,39 @@ def observer(method: Method) -> Method:
 
 def kind_of(calls: type, name: str) -> str:
     """Return what a method is declared as, by the class or by one that it overrides; empty for one that is no call."""
-    declared = (getattr(vars(base).get(name), "kind", "") for base in calls.__mro__)
-    return next(filter(None, declared), "")
+    for base in calls.__mro__:
+        kind: str = getattr(vars(base).get(name), "kind", "")
+        if kind:
+            return kind
+    return ""
 
 
 def offered(calls: type) -> list[Call]:
     """Return all declared methods, each with all its arguments: those with defaults first, which are left out of a call."""
-    found: list[Call] = []
-    for name in sorted(name for name in dir(calls) if kind_of(calls, name)):
-        method = getattr(calls, name)
-        hints, defaults = typing.get_type_hints(method), method.__defaults__ or ()
-        arguments = dict(zip(method.__code__.co_varnames[1:], defaults, strict=False))
-        values = {one: (typing.get_args(hints[one]) or (False, True)) for one in arguments}
-        ordered = [[arguments[one], *(value for value in values[one] if value != arguments[one])] for one in arguments]
-        for chosen in itertools.product(*ordered):
-            given = zip(arguments, chosen, strict=True)
-            found.append(Call(name, tuple((one, value) for one, value in given if value != arguments[one])))
-    return found
+    offers: list[Call] = []
+    for name in sorted(dir(calls)):
+        if kind_of(calls, name):
+            offers.extend(_calls_of_method(name, getattr(calls, name)))
+    return offers
+
+
+def _calls_of_method(name: str, method: Callable[..., Any]) -> Iterator[Call]:
+    """Yield a call for each choice of the method's arguments; an argument of no ``Literal`` type is a bool."""
+    hints = typing.get_type_hints(method)
+    # Methods of a class, without ``self``: all other arguments have defaults.
+    parameters = method.__code__.co_varnames[1:]
+    defaults = dict(zip(parameters, method.__defaults__ or (), strict=False))
+    choices: list[list[Any]] = []
+    for parameter, default in defaults.items():
+        values = typing.get_args(hints[parameter]) or (False, True)
+        others = [value for value in values if value != default]
+        choices.append([default, *others])
+    for chosen in itertools.product(*choices):
+        arguments: list[tuple[str, str | bool]] = []
+        for (parameter, default), value in zip(defaults.items(), chosen, strict=True):
+            if value != default:
+                arguments.append((parameter, value))
+        yield Call(name, tuple(arguments))
 
 
 def read_calls(text: str, calls: type) -> list[Call]:
@@ -90,30 +108,44 @@ def read_calls(text: str, calls: type) -> list[Call]:
         trees = ast.parse(f"[{text}]", mode="eval").body
     except SyntaxError:
         raise ValueError(f"{text!r} is no list of calls; one reads like step(), step(clip='no')") from None
-    every, found = offered(calls), []
-    for tree in trees.elts if isinstance(trees, ast.List) else [trees]:
-        call = Call.parse(ast.unparse(tree))
-        known = [one for one in every if one.name == call.name]
-        if not known:
-            names = ", ".join(dict.fromkeys(one.name for one in every))
-            raise ValueError(f"{call}: no such call. Known: {names}")
-        defaults = inspect.signature(getattr(calls, call.name)).parameters
-        given = {
-            name: value for name, value in call.arguments if name not in defaults or value != defaults[name].default
-        }
-        same = next((one for one in known if dict(one.arguments) == given), None)
-        if same is None:
-            raise ValueError(f"{call}: no such arguments. Known: {', '.join(map(str, known))}")
-        found.append(same)
-    return found
+    offers = offered(calls)
+    elements = trees.elts if isinstance(trees, ast.List) else [trees]
+    return [_as_offered(Call.parse(ast.unparse(tree)), calls, offers) for tree in elements]
+
+
+def _as_offered(call: Call, calls: type, offers: list[Call]) -> Call:
+    """Return the offered call that is the same, its defaults left out. Raises ValueError if there is none."""
+    same_method = [offer for offer in offers if offer.name == call.name]
+    if not same_method:
+        names = ", ".join(dict.fromkeys(offer.name for offer in offers))
+        raise ValueError(f"{call}: no such call. Known: {names}")
+    parameters = inspect.signature(getattr(calls, call.name)).parameters
+    arguments: dict[str, str | bool] = {}
+    for name, value in call.arguments:
+        if name in parameters and value == parameters[name].default:
+            continue
+        arguments[name] = value
+    for offer in same_method:
+        if dict(offer.arguments) == arguments:
+            return offer
+    known = ", ".join(str(offer) for offer in same_method)
+    raise ValueError(f"{call}: no such arguments. Known: {known}")
 
 
 def refused(calls: Any, strategy: str) -> dict[Call, str]:
     """Return the calls that a driver does not have under a strategy, as its ``refused`` says, each with the reason."""
     patterns: Mapping[str, str] = {**calls.refused.get("*", {}), **calls.refused.get(strategy, {})}
-    found = {}
+    reasons: dict[Call, str] = {}
     for call in offered(calls):
-        reasons = (why for pattern, why in patterns.items() if fnmatch.fnmatchcase(str(call), pattern))
-        if reason := next(reasons, ""):
-            found[call] = reason
-    return found
+        reason = _refusal_reason(call, patterns)
+        if reason:
+            reasons[call] = reason
+    return reasons
+
+
+def _refusal_reason(call: Call, patterns: Mapping[str, str]) -> str:
+    """Return the reason of the first pattern that the call matches; empty if none matches."""
+    for pattern, reason in patterns.items():
+        if fnmatch.fnmatchcase(str(call), pattern):
+            return reason
+    return ""

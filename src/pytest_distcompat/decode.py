@@ -47,31 +47,63 @@ def prepare(*kinds: type) -> None:
 def _reader(kind: Any) -> Callable[[Any], Any] | None:
     """Return the function that decodes a value of that type, None where JSON's own value is right."""
     # Cached by type: a session reads millions of values, and inspecting the type of each took longer than all checks.
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _reader_of_fields(kind)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if origin is types.UnionType or origin is typing.Union:
-        one = _reader(next(one for one in arguments if one is not type(None)))
-        return None if one is None else lambda data: None if data is None else one(data)
+        return _reader_of_optional(arguments)
     if origin is tuple:
-        part = _reader(arguments[0])
-        return tuple if part is None else lambda data: tuple(map(part, data))
+        return _reader_of_tuple(_reader(arguments[0]))
     if origin is not None and issubclass(origin, Mapping):
-        value = _reader(arguments[1])
-        return None if value is None else lambda data: {key: value(each) for key, each in data.items()}
+        return _reader_of_mapping(_reader(arguments[1]))
     return None
 
 
+def _reader_of_optional(members: tuple[Any, ...]) -> Callable[[Any], Any] | None:
+    """Return the reader of ``X | None``: of the first member that is not None."""
+    others = [member for member in members if member is not type(None)]
+    reader = _reader(others[0])
+    if reader is None:
+        return None
+
+    def read(data: Any) -> Any:
+        if data is None:
+            return None
+        return reader(data)
+
+    return read
+
+
+def _reader_of_tuple(reader: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """Return the reader of ``tuple[X, ...]``, from that of its elements."""
+    if reader is None:
+        return tuple
+    return lambda data: tuple(map(reader, data))
+
+
+def _reader_of_mapping(reader: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    """Return the reader of ``Mapping[str, X]``, from that of its values."""
+    if reader is None:
+        return None
+    return lambda data: {key: reader(value) for key, value in data.items()}
+
+
 def _reader_of_fields(kind: type) -> Callable[[Any], Any]:
-    every = typing.get_type_hints(kind)
-    hints = {field.name: every[field.name] for field in dataclasses.fields(kind) if field.init}
-    readers = {name: reader for name, hint in hints.items() if (reader := _reader(hint)) is not None}
+    hint_by_name = typing.get_type_hints(kind)
+    # A field that is not in ``__init__`` follows from the others, and is not written.
+    names = dict.fromkeys(field.name for field in dataclasses.fields(kind) if field.init)
+    readers: dict[str, Callable[[Any], Any]] = {}
+    for name in names:
+        reader = _reader(hint_by_name[name])
+        if reader is not None:
+            readers[name] = reader
 
     def read(data: Mapping[str, Any]) -> Any:
         # Skip the keys that a newer version wrote.
-        values = {name: value for name, value in data.items() if name in hints}
+        values = {name: value for name, value in data.items() if name in names}
         for name, reader in readers.items():
             if name in values:
                 values[name] = reader(values[name])

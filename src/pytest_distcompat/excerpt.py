@@ -22,14 +22,20 @@ def name_patterns(names: Sequence[str]) -> list[str]:
     """Return the names in their order, several that differ in their numbers alone as one: ``layers.*.router.weight``."""
     patterns = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
     counts = Counter(patterns.values())
-    return list(dict.fromkeys(kind if counts[kind] > 1 else name for name, kind in patterns.items()))
+    # A dict, because it keeps the order and has each only once.
+    shown: dict[str, None] = {}
+    for name, pattern in patterns.items():
+        shown[pattern if counts[pattern] > 1 else name] = None
+    return list(shown)
 
 
 def listed(names: Sequence[str]) -> str:
     """Return the names for a sentence, several that differ in their numbers alone as one, of many the first few."""
-    kinds = name_patterns(names)
-    more = f" and {len(kinds) - LISTED} others" if len(kinds) > LISTED else ""
-    return f"{', '.join(kinds[:LISTED])}{more}"
+    patterns = name_patterns(names)
+    text = ", ".join(patterns[:LISTED])
+    if len(patterns) > LISTED:
+        return f"{text} and {len(patterns) - LISTED} others"
+    return text
 
 
 def encodable(text: str) -> str:
@@ -43,7 +49,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069
 
 def visible(text: str) -> str:
     """Return the text as one line without effect on a terminal: control characters as Python writes them."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def explained(message: str) -> str:
@@ -63,14 +69,18 @@ def name_nodes(text: str, nodes: Sequence[str]) -> str:
     ``nodes`` has the name of each rank's node, in rank order; without nodes, and for numbers beyond, nothing changes.
     """
 
-    def named(found: re.Match[str]) -> str:
-        by_node: dict[str, list[str]] = {}
-        for number in re.findall(r"\d+", found[1]):
-            if int(number) >= len(nodes):
-                return found[0]
-            by_node.setdefault(nodes[int(number)], []).append(number)
-        return ", ".join(
-            f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)} on {node}" for node, ranks in by_node.items()
-        )
+    def with_nodes(match: re.Match[str]) -> str:
+        ranks_by_node: dict[str, list[str]] = {}
+        for rank in re.findall(r"\d+", match[1]):
+            if int(rank) >= len(nodes):
+                return match[0]
+            ranks_by_node.setdefault(nodes[int(rank)], []).append(rank)
+        parts: list[str] = []
+        for node, ranks in ranks_by_node.items():
+            noun = "ranks" if len(ranks) > 1 else "rank"
+            parts.append(f"{noun} {', '.join(ranks)} on {node}")
+        return ", ".join(parts)
 
-    return _RANKS.sub(named, text) if nodes else text
+    if not nodes:
+        return text
+    return _RANKS.sub(with_nodes, text)

@@ -48,11 +48,14 @@ class Expectation:
         for name, expected in self.facets:
             wanted = expected if isinstance(expected, tuple) else (expected,)
             if name in _COUNTS:
-                if not any(_allows(one, int(values[name])) for one in wanted):
+                if not any(_allows(count, int(values[name])) for count in wanted):
                     return False
                 continue
-            # A cell may have several settings, and a bug is about one of them.
-            if not any(one in wanted for one in ((*cell.set, values[name]) if name == "set" else (values[name],))):
+            actual = [values[name]]
+            if name == "set":
+                # A cell may have several settings, and a bug is about one of them.
+                actual += cell.set
+            if not any(value in wanted for value in actual):
                 return False
         return True
 
@@ -66,8 +69,12 @@ class Expectation:
 
     def __str__(self) -> str:
         facets = "".join(f", {name}={value!r}" for name, value in self.facets)
-        more = "".join(f", {name}={text!r}" for name in ("also", "until") if (text := getattr(self, name)))
-        return f"{self.kind}({self.check!r}{facets}, reason={self.reason!r}, match={self.match!r}{more})"
+        optional = ""
+        if self.also:
+            optional += f", also={self.also!r}"
+        if self.until:
+            optional += f", until={self.until!r}"
+        return f"{self.kind}({self.check!r}{facets}, reason={self.reason!r}, match={self.match!r}{optional})"
 
 
 def fails(
@@ -92,8 +99,8 @@ def fails(
     """
     if not reason:
         raise UsageProblem(f"fails({check!r}): say why, best with a link: reason='org/repo#1234'")
-    made = _expectation("fails", check, facets, reason=reason, match=match, until=until)
-    return replace(made, also=_regular(f"fails({check!r}): also", also))
+    expectation = _expectation("fails", check, facets, reason=reason, match=match, until=until)
+    return replace(expectation, also=_regular(f"fails({check!r}): also", also))
 
 
 def may_fail(
@@ -142,7 +149,9 @@ def _expectation(
         if name in _COUNTS and not all(_is_count(value) for value in values):
             expected = "a number, a lower bound as '>=2', or a tuple of them"
             raise UsageProblem(f"{kind}({check!r}): {name} takes {expected}, got {facet!r}")
-        wrong = [value for value in values if name in OPTIONS and not OPTIONS[name].accepts(value)]
+        if name not in OPTIONS:
+            continue
+        wrong = [value for value in values if not OPTIONS[name].accepts(value)]
         if wrong:
             known = ", ".join(repr(value) for value in OPTIONS[name].values)
             raise UsageProblem(f"{kind}({check!r}): {name} has no value {wrong[0]!r}. Known: {known}")

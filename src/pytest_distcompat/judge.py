@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from pytest_distcompat.expect import Expectation, fails, may_refuse, refuses
 from pytest_distcompat.scenario import OTHER_REFERENCE
 from pytest_distcompat.settings.rules import contradiction, meant_to_fail
 from pytest_distcompat.status import Status, Verdict
-from pytest_distcompat.trace import RunFailure, Trace
+from pytest_distcompat.trace import RunFailure, Snapshot, Trace
 
 #: Why a claim that holds in a simulation has not passed.
 NO_VALUES = "simulated: no values were computed"
@@ -43,7 +43,7 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     """
     if trace.simulated:
         # A bug may show only in values.
-        expectations = [replace(one, strict=False) for one in expectations]
+        expectations = [replace(expectation, strict=False) for expectation in expectations]
     verdict = _judge(check, cell, trace, expectations)
     if trace.simulated and verdict.status is Status.PASSED:
         return replace(verdict, status=Status.SIMULATED, reason=NO_VALUES)
@@ -52,31 +52,64 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
 
 def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation]) -> Verdict:
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
-    if over := [one for one in covering if one.ended]:
-        verdict = _judge(check, cell, trace, [one for one in covering if one not in over])
-        excused = next((one for one in over if one.matches(verdict.message)), None)
-        if excused and verdict.status is Status.FAILED:
-            ended = f"the quarantine ended on {excused.until}: {excused}"
-            return replace(verdict, message=f"{verdict.message}\n\n{ended}")
-        return verdict
-    end = _broken_off(check, trace)
-    if end is not None and end.kind != "raised":
-        return Verdict(check.name, cell.id, Status(end.kind), end.text)
-    failure = end or next((run.end for run in trace if run.end is not None), None)
+    ended = [expectation for expectation in covering if expectation.ended]
+    if ended:
+        current = [expectation for expectation in covering if expectation not in ended]
+        verdict = _judge(check, cell, trace, current)
+        return _with_ended_excuse(verdict, ended)
+    broken_off = _broken_off(check, trace)
+    if broken_off is not None and broken_off.kind != "raised":
+        return Verdict(check.name, cell.id, Status(broken_off.kind), broken_off.text)
+    failure = broken_off or _first_failure(trace)
     if cell.set:
         # A swept setting is accepted or refused, and may mend what is known to fail without it.
-        covering = [*(replace(one, strict=False) for one in covering), *_refused_setting(failure)]
-    if refusal := _expected_refusal(covering, failure):
+        covering = [replace(expectation, strict=False) for expectation in covering]
+        covering += _refused_setting(failure)
+    refusal = _expected_refusal(covering, failure)
+    if refusal is not None:
         return _refusal(check, cell, trace, refusal, failure)
-    if end is not None:
-        found = [end.text or end.message or "broke off without a word"]
+    if broken_off is not None:
+        findings = [broken_off.text or broken_off.message or "broke off without a word"]
     else:
-        found = _findings(check, cell, trace)
-    text, failures = "\n".join(found), [one for one in covering if one.kind == "fails"]
-    # An issue that names no check covers this failure only if its message matches.
-    if declared := [one for one in failures if one.strict or one.check != "*" or one.matches(text)]:
-        return _known(check, cell, declared, found, whole=end is None)
-    return Verdict(check.name, cell.id, Status.FAILED if found else Status.PASSED, message(found))
+        findings = _findings(check, cell, trace)
+    declared = _declared_failures(covering, findings)
+    if declared:
+        return _known(check, cell, declared, findings, complete=broken_off is None)
+    status = Status.FAILED if findings else Status.PASSED
+    return Verdict(check.name, cell.id, status, message(findings))
+
+
+def _with_ended_excuse(verdict: Verdict, ended: Iterable[Expectation]) -> Verdict:
+    """Return the verdict; of a failure its message says which expectation excused it until its last day."""
+    if verdict.status is not Status.FAILED:
+        return verdict
+    for expectation in ended:
+        if expectation.matches(verdict.message):
+            excuse = f"the quarantine ended on {expectation.until}: {expectation}"
+            return replace(verdict, message=f"{verdict.message}\n\n{excuse}")
+    return verdict
+
+
+def _first_failure(trace: Trace) -> RunFailure | None:
+    """Return how the first run that failed has ended; None if all ran to their end."""
+    for run in trace:
+        if run.end is not None:
+            return run.end
+    return None
+
+
+def _declared_failures(covering: Iterable[Expectation], findings: list[str]) -> list[Expectation]:
+    """Return the known bugs that are about these findings, or that must show here."""
+    text = "\n".join(findings)
+    declared: list[Expectation] = []
+    for expectation in covering:
+        if expectation.kind != "fails":
+            continue
+        # An issue that names no check covers this failure only if its message matches.
+        names_the_check = expectation.check != "*"
+        if expectation.strict or names_the_check or expectation.matches(text):
+            declared.append(expectation)
+    return declared
 
 
 def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
@@ -84,40 +117,56 @@ def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
 
     A method that is not written yet is none: once declared, a suite would pass without a run.
     """
-    end = _broken_off(check, trace)
-    if end is not None and _UNWRITTEN.search(end.message):
+    broken_off = _broken_off(check, trace)
+    if broken_off is not None and _UNWRITTEN.search(broken_off.message):
         return None
     facets: dict[str, Any] = {"strategy": cell.strategy, "precision": cell.precision, **dict(cell.options)}
-    found = [_without_rank(end) or end.text] if end else _findings(check, cell, trace)
-    if end is not None and end.action in _BUILDS:
-        made = refuses(match=_constant_part(found[0]) or ".", **facets)
+    if broken_off is not None:
+        findings = [_without_rank(broken_off) or broken_off.text]
     else:
-        match = "|".join(dict.fromkeys(map(_constant_part, found)))
-        made = fails(check.name, reason="a link to the issue", match=match, **facets)
-    declared = judge(check, cell, trace, [made]).status in {Status.KNOWN, Status.REFUSED}
-    return made if declared and len(made.match) <= _LONGEST_MATCH else None
+        findings = _findings(check, cell, trace)
+    if broken_off is not None and broken_off.action in _BUILDS:
+        expectation = refuses(match=_constant_part(findings[0]) or ".", **facets)
+    else:
+        patterns = dict.fromkeys(_constant_part(finding) for finding in findings)
+        expectation = fails(check.name, reason="a link to the issue", match="|".join(patterns), **facets)
+    verdict = judge(check, cell, trace, [expectation])
+    excuses = verdict.status in {Status.KNOWN, Status.REFUSED}
+    if excuses and len(expectation.match) <= _LONGEST_MATCH:
+        return expectation
+    return None
 
 
 def _constant_part(finding: str) -> str:
     """Return the longest part of a finding's first line that has no numbers and nothing to escape."""
-    return max(_VARIABLE.split(finding.strip().partition("\n")[0]), key=len).strip(" ,;:")
+    first_line, _, _ = finding.strip().partition("\n")
+    return max(_VARIABLE.split(first_line), key=len).strip(" ,;:")
 
 
 def _broken_off(check: Check, trace: Trace) -> RunFailure | None:
     """Return the failure of a run that ended before the snapshots that the check needs, None if there is none."""
     for run in trace:
-        if (end := run.end) is None:
+        failure = run.end
+        if failure is None:
             continue
-        needed = [run.at(action, nth) for name, action, nth in check.until if name == run.name]
-        broken = end.index < 0 or any(not reached or end.index <= reached[0].index for reached in needed)
-        if (run.name in check.raises and end.kind != "raised") or (needed and broken):
-            return end
+        if run.name in check.raises and failure.kind != "raised":
+            return failure
+        for name, action, nth in check.until:
+            if name == run.name and _ended_before(failure, run.at(action, nth)):
+                return failure
     return None
+
+
+def _ended_before(failure: RunFailure, snapshots: Sequence[Snapshot]) -> bool:
+    """Tell whether a run ended before it had taken these snapshots, or in that action itself."""
+    if failure.index < 0 or not snapshots:
+        return True
+    return failure.index <= snapshots[0].index
 
 
 def _findings(check: Check, cell: Cell, trace: Trace) -> list[str]:
     """Return what the check finds; if nothing, whether it and another check hold with one setting each of two."""
-    return check.findings(cell, trace) or [*_mixed(check, cell, trace)]
+    return check.findings(cell, trace) or list(_mixed(check, cell, trace))
 
 
 def _mixed(check: Check, cell: Cell, trace: Trace) -> Iterator[str]:
@@ -125,26 +174,34 @@ def _mixed(check: Check, cell: Cell, trace: Trace) -> Iterator[str]:
     settings = contradiction(cell.set)
     if not settings or OTHER_REFERENCE not in trace.runs:
         return
-    own, driver = check.agrees_with(cell, trace), find_driver(trace.driver)
-    meant = {name for setting in cell.set for name in meant_to_fail(setting)}
+    own = check.agrees_with(cell, trace)
+    driver = find_driver(trace.driver)
+    meant: set[str] = set()
+    for setting in cell.set:
+        meant.update(meant_to_fail(setting))
     for other in CHECKS.by_name.values():
-        compared = not other.not_applicable(cell, driver) and other.runs(cell, driver) == check.runs(cell, driver)
-        if other.name in meant or not compared or _broken_off(other, trace):
+        comparable = not other.not_applicable(cell, driver) and other.runs(cell, driver) == check.runs(cell, driver)
+        if other.name in meant or not comparable or _broken_off(other, trace):
             continue
         # A claim that holds against neither is a finding of its own.
-        theirs = other.agrees_with(cell, trace)
-        if len(own) == len(theirs) == 1 and own != theirs:
+        others = other.agrees_with(cell, trace)
+        if len(own) == len(others) == 1 and own != others:
             yield (
                 f"a mix of two settings that contradict each other: {check.name} holds with {settings[own[0]]} alone, "
-                f"{other.name} with {settings[theirs[0]]} alone; expected one of them everywhere"
+                f"{other.name} with {settings[others[0]]} alone; expected one of them everywhere"
             )
 
 
-def _expected_refusal(covering: Iterable[Expectation], end: RunFailure | None) -> Expectation | None:
+def _expected_refusal(covering: Iterable[Expectation], failure: RunFailure | None) -> Expectation | None:
     """Return the declared refusal that matches the failure, else one that must occur, else None."""
-    refusals = [one for one in covering if one.kind == "refuses"]
-    strict = (one for one in refusals if one.strict)
-    return next((one for one in refusals if _refused(one, end)), next(strict, None))
+    refusals = [expectation for expectation in covering if expectation.kind == "refuses"]
+    for refusal in refusals:
+        if _refused(refusal, failure):
+            return refusal
+    for refusal in refusals:
+        if refusal.strict:
+            return refusal
+    return None
 
 
 def _refused_setting(end: RunFailure | None) -> list[Expectation]:
@@ -152,32 +209,51 @@ def _refused_setting(end: RunFailure | None) -> list[Expectation]:
 
     Errors of Python itself in a library's code (``AttributeError``) speak of nothing that a user has set.
     """
-    early = end is not None and end.action in _BUILDS
-    return [may_refuse(match=rf"raised (?!{_ACCIDENTS})[\w.]+: \S")] if early else []
+    if end is None or end.action not in _BUILDS:
+        return []
+    return [may_refuse(match=rf"raised (?!{_ACCIDENTS})[\w.]+: \S")]
 
 
 def _refused(refusal: Expectation, end: RunFailure | None) -> bool:
+    """Tell whether the run ended with the exception that the refusal declares."""
     return end is not None and end.kind == "raised" and refusal.matches(f"{end.message}\n{end.text}")
 
 
 def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: RunFailure | None) -> Verdict:
-    declared, status, reason = f"declared: {refusal}", Status.FAILED, refusal.reason
+    """Return the verdict where a refusal is declared, by how the run ended; ``end`` is None if it ran to the end."""
+    declared = f"declared: {refusal}"
+    status = Status.FAILED
+    reason = refusal.reason
+    built = [] if end is None else _ranks_that_built(trace, end)
     if end is None:
-        wanted = f"expected to be refused at build with a message like {refusal.match!r}"
-        text = f"{wanted}, but it ran to the end\n{declared}"
+        expected = f"expected to be refused at build with a message like {refusal.match!r}"
+        text = f"{expected}, but it ran to the end\n{declared}"
     elif end.kind != "raised":
-        status, text = Status(end.kind), end.text
+        status = Status(end.kind)
+        text = end.text
     elif not _refused(refusal, end):
         text = f"{end.text}\n\nrefused with another message than {refusal.match!r}\n{declared}"
     elif end.action not in _BUILDS:
-        text = f"refused only at {end.action!r}, after build; expected at build\n{declared}\n\n{end.text}"
         status = Status.LATE
-    elif built := sorted(snapshot.rank for run in trace if run.end == end for snapshot in run.at("build")):
-        ranks = f"rank{'s' * (len(built) > 1)} {', '.join(map(str, built))}"
+        text = f"refused only at {end.action!r}, after build; expected at build\n{declared}\n\n{end.text}"
+    elif built:
+        plural = "s" if len(built) > 1 else ""
+        ranks = f"rank{plural} {', '.join(str(rank) for rank in built)}"
         text = f"refused on some ranks only; built on {ranks}\n{declared}\n\n{end.text}"
     else:
-        status, text, reason = Status.REFUSED, end.message, refusal.reason or _without_rank(end) or end.message
+        status = Status.REFUSED
+        text = end.message
+        reason = refusal.reason or _without_rank(end) or end.message
     return Verdict(check.name, cell.id, status, text, reason)
+
+
+def _ranks_that_built(trace: Trace, end: RunFailure) -> list[int]:
+    """Return the ranks of the run that ended so on which ``build`` went well, ascending."""
+    ranks: list[int] = []
+    for run in trace:
+        if run.end == end:
+            ranks.extend(snapshot.rank for snapshot in run.at("build"))
+    return sorted(ranks)
 
 
 def _without_rank(end: RunFailure) -> str:
@@ -185,28 +261,49 @@ def _without_rank(end: RunFailure) -> str:
     return end.message.partition(" raised ")[2]
 
 
-def _known(check: Check, cell: Cell, declared: list[Expectation], found: list[str], *, whole: bool) -> Verdict:
-    """Return the verdict where bugs are declared. ``whole``: the run ended well, so ``found`` has all findings."""
-    text = "\n".join(found)  # all findings, also those that the message cuts
-    # Of several bugs declared for the check, those whose message matches.
-    shown = [one for one in declared if found and any(map(one.matches, (text, *found)))]
-    missing = [one for one in declared if one.strict and one not in shown]
-    gone = f"fixed? Then remove {' and '.join(map(str, missing))}"
-    if not found and not missing:
+def _known(check: Check, cell: Cell, declared: list[Expectation], findings: list[str], *, complete: bool) -> Verdict:
+    """Return the verdict where bugs are declared. ``complete``: the run ended well, so ``findings`` are all there are."""
+    occurred = _occurred(declared, findings)
+    missing = [expectation for expectation in declared if expectation.strict and expectation not in occurred]
+    fixed = f"fixed? Then remove {' and '.join(str(expectation) for expectation in missing)}"
+    if not findings and not missing:
         return Verdict(check.name, cell.id, Status.PASSED)
-    if not found:
-        return Verdict(check.name, cell.id, Status.FIXED, f"declared to fail, but it passes: {gone}", missing[0].reason)
-    known = (shown or declared)[0]
-    if not shown:
-        text = f"{message(found)}\n\nfails otherwise than declared: {known}"
-        return Verdict(check.name, cell.id, Status.FAILED, text, known.reason)
+    if not findings:
+        text = f"declared to fail, but it passes: {fixed}"
+        return Verdict(check.name, cell.id, Status.FIXED, text, missing[0].reason)
+    if not occurred:
+        text = f"{message(findings)}\n\nfails otherwise than declared: {declared[0]}"
+        return Verdict(check.name, cell.id, Status.FAILED, text, declared[0].reason)
+    known = occurred[0]
     # Each finding must be declared: a known bug must not hide another one.
-    others = [one for one in found if whole and not any(each.explains(one) for each in declared)]
+    others = _unexplained(findings, declared) if complete else []
     if others:
         text = f"{message(others)}\n\nfails as declared too: {known}"
         return Verdict(check.name, cell.id, Status.FAILED, text, known.reason)
-    if missing and whole:
-        text = f"fails as declared ({known}), and not as declared besides: {gone}\n\n{message(found)}"
+    if missing and complete:
+        text = f"fails as declared ({known}), and not as declared besides: {fixed}\n\n{message(findings)}"
         return Verdict(check.name, cell.id, Status.FIXED, text, missing[0].reason)
-    reasons = tuple(dict.fromkeys(one.reason for one in shown))
-    return Verdict(check.name, cell.id, Status.KNOWN, message(found), "; and ".join(reasons), reasons)
+    reasons = tuple(dict.fromkeys(expectation.reason for expectation in occurred))
+    return Verdict(check.name, cell.id, Status.KNOWN, message(findings), "; and ".join(reasons), reasons)
+
+
+def _occurred(declared: Iterable[Expectation], findings: list[str]) -> list[Expectation]:
+    """Return the declared bugs whose message matches a finding, or all findings together."""
+    if not findings:
+        return []
+    # All findings, also those that the verdict's message cuts.
+    texts = ["\n".join(findings), *findings]
+    return [expectation for expectation in declared if _matches_any(expectation, texts)]
+
+
+def _matches_any(expectation: Expectation, texts: Iterable[str]) -> bool:
+    return any(expectation.matches(text) for text in texts)
+
+
+def _unexplained(findings: Iterable[str], declared: Sequence[Expectation]) -> list[str]:
+    """Return the findings that no declared bug explains."""
+    return [finding for finding in findings if not _is_explained(finding, declared)]
+
+
+def _is_explained(finding: str, declared: Iterable[Expectation]) -> bool:
+    return any(expectation.explains(finding) for expectation in declared)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,10 +16,36 @@ from pytest_distcompat.trace import FLAT, REPLICATE, STAGE, Layout, MeshDim, hel
 if TYPE_CHECKING:
     from torch.nn import Module
 
-#: Placements of one tensor, each as its text, its tensor dimension (None unless it shards) and its split factor.
-_Placements = tuple[tuple[str, int | None, int], ...]
-#: The ranks of a mesh, its sizes, and this rank's coordinate: empty if the rank is no part of it.
-_Place = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+class Placement(NamedTuple):
+    """How a DTensor lies along one dimension of its mesh.
+
+    A named tuple, because it is part of a cache's key that is hashed for each tensor of each snapshot.
+
+    Attributes:
+        text: ``Shard(0)``, ``Replicate``, ``StridedShard(0, 2)``.
+        dim: The dimension of the tensor that is sharded; None where none is.
+        split_factor: In how many pieces another mesh dimension has sharded that dimension before; 1 if none has.
+    """
+
+    text: str
+    dim: int | None
+    split_factor: int
+
+
+class MeshPlace(NamedTuple):
+    """A device mesh, and where this rank is in it; a named tuple as ``Placement`` is.
+
+    Attributes:
+        ranks: The ranks of the mesh, flattened.
+        sizes: The size of each mesh dimension.
+        coordinate: This rank's index in each mesh dimension; empty if it is no part of the mesh.
+    """
+
+    ranks: tuple[int, ...]
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
 
 #: This rank holds the whole tensor.
 WHOLE = Layout()
@@ -31,12 +56,14 @@ def layout_of(tensor: Any, other: Layout = WHOLE) -> Layout:
     if not hasattr(tensor, "placements"):
         return other
     mesh = tensor.device_mesh
-    return _layout(tuple(mesh.mesh_dim_names or ("",) * mesh.ndim), _place(mesh), _placements(tensor))
+    names = tuple(mesh.mesh_dim_names or ("",) * mesh.ndim)
+    return _layout(names, _place(mesh), _placements(tensor))
 
 
 def starts_of(tensor: Any) -> torch.Tensor | None:
     """Return where the runs of a tensor's local part start in the flattened whole, see ``tensors.digest``; None for 0 alone."""
-    if cut := autotp_cut(tensor):
+    cut = autotp_cut(tensor)
+    if cut is not None:
         return cut.starts()
     if not hasattr(tensor, "placements"):
         return None
@@ -45,9 +72,15 @@ def starts_of(tensor: Any) -> torch.Tensor | None:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Part of a parameter that DeepSpeed's AutoTP left on this rank: ``size`` indices of dimension ``dim``, from ``first``.
+    """The shard of a parameter that DeepSpeed's AutoTP left on this rank.
 
-    ``shape`` is that of the whole, ``ranks`` are those of tensor parallelism.
+    Attributes:
+        shape: The shape of the full parameter.
+        dim: The dimension of the parameter that is sharded.
+        first: The shard's first index of that dimension.
+        size: How many indices of that dimension it has.
+        ranks: The ranks of tensor parallelism.
+        coordinate: Which of them this rank is.
     """
 
     shape: tuple[int, ...]
@@ -65,15 +98,26 @@ class Cut:
             numel = run * math.prod(self.shape[: self.dim])
         if not numel:
             return None
-        at = torch.arange(start, start + numel, math.gcd(run, start, numel))
-        return at // run * (self.shape[self.dim] * inner) + self.first * inner + at % run
+        local = torch.arange(start, start + numel, math.gcd(run, start, numel))
+        row = local // run
+        full_row_numel = self.shape[self.dim] * inner
+        return row * full_row_numel + self.first * inner + local % run
 
     def layout(self, other: Layout = WHOLE) -> Layout:
         """Return the layout of this part, or of this rank's piece of it that has the ``other`` layout."""
-        own = self.ranks[self.coordinate]
-        holders = {one + peer - own for one in other.holders or (own,) for peer in self.ranks}
+        rank = self.ranks[self.coordinate]
+        holders: set[int] = set()
+        for holder in other.holders or (rank,):
+            # A holder's peers in tensor parallelism are as far from it as this rank's are from this rank.
+            holders.update(holder + peer - rank for peer in self.ranks)
         dim = MeshDim("tp", len(self.ranks), self.coordinate, f"Shard({self.dim})")
-        return Layout((*other.dims, dim), tuple(sorted(holders)) if len(holders) > 1 else ())
+        return Layout((*other.dims, dim), _several(holders))
+
+
+def _several(ranks: Iterable[int]) -> tuple[int, ...]:
+    """Return the ranks in ascending order; none if there is only one, as ``Layout.holders`` wants it."""
+    ordered = tuple(sorted(ranks))
+    return ordered if len(ordered) > 1 else ()
 
 
 def autotp_cut(parameter: Any) -> Cut | None:
@@ -87,45 +131,68 @@ def autotp_cut(parameter: Any) -> Cut | None:
     from torch import distributed
 
     ranks = _ranks_of(groups.get_tensor_model_parallel_group())
-    coordinate, sizes = ranks.index(distributed.get_rank()), meta["partition_sizes"]
-    first, shape = sum(sizes[:coordinate]), tuple(meta["logical_shape"])
-    return Cut(shape, meta["partition_dim"], first, sizes[coordinate], ranks, coordinate)
+    coordinate = ranks.index(distributed.get_rank())
+    sizes = meta["partition_sizes"]
+    return Cut(
+        shape=tuple(meta["logical_shape"]),
+        dim=meta["partition_dim"],
+        first=sum(sizes[:coordinate]),
+        size=sizes[coordinate],
+        ranks=ranks,
+        coordinate=coordinate,
+    )
 
 
 def secondary_ranks(model: Module | None) -> int:
-    """Return among how many ranks ZeRO++ has cut all weights a second time (hpZ); 0 if it has not, or not now."""
+    """Return over how many ranks ZeRO++ shards its second copy of all weights (hpZ); 0 if there is none, or not now."""
     # DeepSpeed drops these partitions at the end of each step, makes them again in the next forward, and has no public name for
     # them; a test of ``tests/launch/test_private_names.py`` fails when it changes.
-    cut = (one for one in _parameters(model) if hasattr(one, "ds_secondary_tensor"))
-    sizes = {one.ds_secondary_tensor_group_size if one.ds_secondary_tensor is not None else 0 for one in cut}
+    sizes: set[Any] = set()
+    for parameter in _parameters(model):
+        if hasattr(parameter, "ds_secondary_tensor"):
+            is_kept = parameter.ds_secondary_tensor is not None
+            sizes.add(parameter.ds_secondary_tensor_group_size if is_kept else 0)
     return int(sizes.pop()) if len(sizes) == 1 else 0
 
 
 def _parameters(model: Module | None) -> list[Any]:
-    return list(model.parameters()) if model is not None else []
+    return [] if model is None else list(model.parameters())
+
+
+def _modules(model: Module | None) -> list[Any]:
+    return [] if model is None else list(model.modules())
 
 
 @dataclasses.dataclass(frozen=True)
 class Expert:
-    """A parameter of one expert of DeepSpeed's MoE: the numbers of its expert on this rank and among all, and its ranks.
+    """Where one expert of DeepSpeed's MoE is: its number and the ranks that share the experts.
 
-    ``peers`` hold all experts together, ``replicas`` this one each.
+    Attributes:
+        local_number: Its number among the experts of this rank, from 0.
+        number: Its number among all experts.
+        peers: The ranks of expert parallelism: together they hold all experts.
+        replicas: The ranks that hold this expert, each the whole of it.
     """
 
-    here: int
+    local_number: int
     number: int
     peers: tuple[int, ...]
     replicas: tuple[int, ...]
 
     def layout(self, rank: int, *, flat: bool = False) -> Layout:
-        """Return the layout of the parameter, or of this rank's piece of its master that its replicas have cut flat."""
-        name, placement = ("dp_shard", FLAT) if flat else ("dp_replicate", REPLICATE)
-        dims = (
-            MeshDim(name, len(self.replicas), self.replicas.index(rank), placement),
-            MeshDim("ep", len(self.peers), self.peers.index(rank), STAGE),
-        )
-        others = self.replicas if flat else (rank,)
-        return Layout(dims, tuple(sorted(one + peer - rank for one in others for peer in self.peers)))
+        """Return the layout of the parameter, or of this rank's piece of its master that is sharded flat over the replicas."""
+        if flat:
+            data_parallel = MeshDim("dp_shard", len(self.replicas), self.replicas.index(rank), FLAT)
+            same_expert = self.replicas
+        else:
+            data_parallel = MeshDim("dp_replicate", len(self.replicas), self.replicas.index(rank), REPLICATE)
+            same_expert = (rank,)
+        expert_parallel = MeshDim("ep", len(self.peers), self.peers.index(rank), STAGE)
+        holders: list[int] = []
+        for holder in same_expert:
+            # A holder's peers in expert parallelism are as far from it as this rank's are from this rank.
+            holders.extend(holder + peer - rank for peer in self.peers)
+        return Layout((data_parallel, expert_parallel), tuple(sorted(holders)))
 
 
 def moe_experts(model: Module | None) -> Mapping[int, Expert]:
@@ -134,114 +201,174 @@ def moe_experts(model: Module | None) -> Mapping[int, Expert]:
     # ``tests/launch/test_private_names.py`` fails when they change.
     from torch import distributed
 
-    found: dict[int, Expert] = {}
-    modules: list[Any] = list(model.modules()) if model is not None else []
-    groups: Mapping[str, Any] = next(
-        (one.expert_data_parallel_group for one in modules if hasattr(one, "expert_data_parallel_group")), {}
-    )
-    for moe in modules if groups else ():
-        if hasattr(moe, "deepspeed_moe") and moe.ep_size > 1:
-            peers, replicas = map(_ranks_of, (moe.deepspeed_moe.ep_group, groups[moe.expert_group_name]))
-            first = peers.index(distributed.get_rank()) * moe.num_local_experts
-            for here, expert in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
-                place = Expert(here, first + here, peers, replicas)
-                found |= {id(parameter): place for parameter in expert.parameters()}
-    return found
+    experts: dict[int, Expert] = {}
+    modules = _modules(model)
+    replica_groups = _expert_data_parallel_groups(modules)
+    if not replica_groups:
+        return experts
+    for moe in modules:
+        if not hasattr(moe, "deepspeed_moe") or moe.ep_size <= 1:
+            continue
+        peers = _ranks_of(moe.deepspeed_moe.ep_group)
+        replicas = _ranks_of(replica_groups[moe.expert_group_name])
+        first = peers.index(distributed.get_rank()) * moe.num_local_experts
+        for local_number, module in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
+            expert = Expert(local_number, first + local_number, peers, replicas)
+            for parameter in module.parameters():
+                experts[id(parameter)] = expert
+    return experts
+
+
+def _expert_data_parallel_groups(modules: list[Any]) -> Mapping[str, Any]:
+    """Return the process groups of DeepSpeed's engine in which the replicas of an expert are, by the name of a MoE's group."""
+    for module in modules:
+        if hasattr(module, "expert_data_parallel_group"):
+            groups: Mapping[str, Any] = module.expert_data_parallel_group
+            return groups
+    return {}
 
 
 def named_parameters(model: Module) -> Iterator[tuple[str, Any]]:
     """Yield what the model's ``named_parameters`` yields, experts of DeepSpeed's MoE by their numbers among all, as in files."""
     experts = moe_experts(model)
     for name, parameter in model.named_parameters():
-        place = experts.get(id(parameter))
-        here, number = (f".deepspeed_experts.{one}." for one in (place.here, place.number)) if place else ("", "")
-        yield name.replace(here, number) if place else name, parameter
+        expert = experts.get(id(parameter))
+        if expert is None:
+            yield name, parameter
+        else:
+            local = f".deepspeed_experts.{expert.local_number}."
+            yield name.replace(local, f".deepspeed_experts.{expert.number}."), parameter
 
 
 #: Mesh -> rank -> place. A mesh computes its ranks anew each time, in a millisecond.
 _places: Any = weakref.WeakKeyDictionary()
 
 
-def _place(mesh: Any) -> _Place:
+def _place(mesh: Any) -> MeshPlace:
     from torch import distributed
 
-    rank, known = distributed.get_rank(), _places.setdefault(mesh, {})
-    if rank not in known:
-        ranks, sizes = tuple(mesh.mesh.flatten().tolist()), tuple(mesh.shape)
-        rest, coordinate = ranks.index(rank) if rank in ranks else -1, list[int]()
-        for size in reversed(sizes if rest >= 0 else ()):
-            rest, at = divmod(rest, size)
-            coordinate.insert(0, at)
-        known[rank] = ranks, sizes, tuple(coordinate)
-    place: _Place = known[rank]
-    return place
+    rank = distributed.get_rank()
+    place_by_rank: dict[int, MeshPlace] = _places.setdefault(mesh, {})
+    if rank not in place_by_rank:
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        sizes = tuple(mesh.shape)
+        coordinate = _unraveled(ranks.index(rank), sizes) if rank in ranks else ()
+        place_by_rank[rank] = MeshPlace(ranks, sizes, coordinate)
+    return place_by_rank[rank]
 
 
-def _placements(tensor: Any) -> _Placements:
+def _unraveled(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index in each dimension for an index in the flattened mesh, as ``numpy.unravel_index``."""
+    coordinate: list[int] = []
+    for size in reversed(sizes):
+        index, along = divmod(index, size)
+        coordinate.insert(0, along)
+    return tuple(coordinate)
+
+
+def _placements(tensor: Any) -> tuple[Placement, ...]:
     # ``_StridedShard``, as FSDP2 shards what tensor parallelism has sharded before, is private; its attributes are read.
-    found = []
+    placements: list[Placement] = []
     for placement in tensor.placements:
-        dimension, factor = getattr(placement, "dim", None), int(getattr(placement, "split_factor", 1))
+        dim = getattr(placement, "dim", None)
+        factor = int(getattr(placement, "split_factor", 1))
         text = type(placement).__name__.lstrip("_")
-        text += "" if dimension is None else f"({dimension})" if factor == 1 else f"({dimension}, {factor})"
-        found.append((text, dimension, factor))
-    return tuple(found)
+        if dim is not None and factor == 1:
+            text = f"{text}({dim})"
+        elif dim is not None:
+            text = f"{text}({dim}, {factor})"
+        placements.append(Placement(text, dim, factor))
+    return tuple(placements)
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(names: tuple[str, ...], place: _Place, placements: _Placements) -> Layout:
-    ranks, sizes, coordinate = place
-    if not coordinate:
+def _layout(names: tuple[str, ...], place: MeshPlace, placements: tuple[Placement, ...]) -> Layout:
+    if not place.coordinate:
         return WHOLE
-    dims = zip(names, sizes, coordinate, (text for text, _, _ in placements), strict=True)
-    along = [slice(None) if dim is not None else at for at, (_, dim, _) in zip(coordinate, placements, strict=True)]
-    holders = torch.tensor(ranks).view(sizes)[tuple(along)].flatten().tolist()
-    return Layout(tuple(itertools.starmap(MeshDim, dims)), tuple(sorted(holders)) if len(holders) > 1 else ())
+    dims: list[MeshDim] = []
+    # Which ranks of the mesh hold the other shards: all along a dimension that shards, else those of this rank's index.
+    selection: list[int | slice] = []
+    for name, size, index, placement in zip(names, place.sizes, place.coordinate, placements, strict=True):
+        dims.append(MeshDim(name, size, index, placement.text))
+        selection.append(index if placement.dim is None else slice(None))
+    holders = torch.tensor(place.ranks).view(place.sizes)[tuple(selection)].flatten().tolist()
+    return Layout(tuple(dims), _several(holders))
 
 
 @functools.lru_cache(maxsize=1024)
-def _starts(shape: tuple[int, ...], place: _Place, placements: _Placements) -> torch.Tensor | None:
-    along = zip(*place[1:], placements, strict=False)
-    cuts = ((dim, factor, size, at) for size, at, (_, dim, factor) in along if dim is not None)
-    held = [torch.tensor(indices, dtype=torch.int64) for indices in held_indices(shape, cuts)]
-    cut = [dim for dim, size in enumerate(shape) if len(held[dim]) != size]
-    if not cut or not all(map(len, held)):
+def _starts(shape: tuple[int, ...], place: MeshPlace, placements: tuple[Placement, ...]) -> torch.Tensor | None:
+    cuts: list[tuple[int, int, int, int]] = []
+    # A rank that is no part of the mesh has no coordinate, so for it nothing is sharded.
+    for size, index, placement in zip(place.sizes, place.coordinate, placements, strict=False):
+        if placement.dim is not None:
+            cuts.append((placement.dim, placement.split_factor, size, index))
+    local_indices = [torch.tensor(indices, dtype=torch.int64) for indices in held_indices(shape, cuts)]
+    sharded_dims = [dim for dim, size in enumerate(shape) if len(local_indices[dim]) != size]
+    is_empty = any(len(indices) == 0 for indices in local_indices)
+    if not sharded_dims or is_empty:
         return None
-    *leading, last = (held[dim] * math.prod(shape[dim + 1 :]) for dim in range(cut[-1] + 1))
-    # Of the last dimension that is cut, the elements in between are held whole: a run is as many rows as follow each other.
-    breaks = (torch.diff(held[cut[-1]]) != 1).nonzero().flatten().tolist()
-    ends = [0, *(end + 1 for end in breaks), len(last)]
-    starts = last[:: math.gcd(*(end - start for start, end in itertools.pairwise(ends)))]
-    for offsets in reversed(leading):
+    last_dim = sharded_dims[-1]
+    # All dimensions after the last sharded one are whole: a run is as many of its rows as follow each other.
+    starts = local_indices[last_dim] * math.prod(shape[last_dim + 1 :])
+    starts = starts[:: _common_run_length(local_indices[last_dim])]
+    for dim in reversed(range(last_dim)):
+        offsets = local_indices[dim] * math.prod(shape[dim + 1 :])
         starts = (offsets[:, None] + starts).flatten()
     return starts
 
 
+def _common_run_length(indices: torch.Tensor) -> int:
+    """Return the greatest length that divides all runs of consecutive indices: 2 for 0 1 2 3, 8 9."""
+    breaks = (torch.diff(indices) != 1).nonzero().flatten().tolist()
+    ends = [end + 1 for end in breaks]
+    ends.append(len(indices))
+    length = 0
+    start = 0
+    for end in ends:
+        length = math.gcd(length, end - start)
+        start = end
+    return length
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sharding:
+    """The shape of a DTensor, and how it lies on its mesh."""
+
+    shape: tuple[int, ...]
+    place: MeshPlace
+    placements: tuple[Placement, ...]
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's part of the DTensor on rank 0's mesh.
+
+        A rank that is not on that mesh has a mesh of its own, of the same shape: a rank with another ``tp`` coordinate, say, that
+        shares a norm.
+        """
+        ranks = self.place.ranks
+        cuts: list[tuple[int, int, int, int]] = []
+        stride = math.prod(self.place.sizes)
+        for size, placement in zip(self.place.sizes, self.placements, strict=True):
+            # Of the flattened mesh: how far apart neighbours in this dimension are.
+            stride //= size
+            if placement.dim is None or size == 1:
+                continue
+            along = ranks.index(rank) // stride if rank in ranks else rank // ranks[stride]
+            cuts.append((placement.dim, placement.split_factor, size, along % size))
+        return tuple(len(indices) for indices in held_indices(self.shape, cuts))
+
+
 def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
     """Return all ranks in classes that hold parts of the same sizes, by the layouts of rank 0; the last rank is by itself."""
-    placed = (one for one in tensors if hasattr(one, "placements"))
-    cut = {(tuple(one.shape), _place(one.device_mesh), _placements(one)) for one in placed}
-    found: dict[Any, list[int]] = {}
+    shardings: set[_Sharding] = set()
+    for tensor in tensors:
+        if hasattr(tensor, "placements"):
+            shardings.add(_Sharding(tuple(tensor.shape), _place(tensor.device_mesh), _placements(tensor)))
+    classes: dict[Any, list[int]] = {}
     for rank in range(size):
-        parts = tuple(_part(*one, rank) for one in cut)
-        found.setdefault((parts, rank == size - 1 > 0), []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
-
-
-def _part(shape: tuple[int, ...], place: _Place, placements: _Placements, rank: int) -> tuple[int, ...]:
-    """Return the shape of a rank's part of a DTensor on rank 0's mesh.
-
-    A rank that is not on that mesh has its own, of the same shape: those of another ``tp`` coordinate, say, that share a norm.
-    """
-    (ranks, sizes, _), cuts = place, list[tuple[int, int, int, int]]()
-    below = math.prod(sizes)
-    index = ranks.index(rank) if rank in ranks else None
-    for size, (_, dim, pieces) in zip(sizes, placements, strict=True):
-        below //= size
-        if dim is not None and size > 1:
-            at = rank // ranks[below] if index is None else index // below
-            cuts.append((dim, pieces, size, at % size))
-    return tuple(map(len, held_indices(shape, cuts)))
+        local_shapes = tuple(sharding.local_shape(rank) for sharding in shardings)
+        is_last = rank == size - 1 > 0
+        classes.setdefault((local_shapes, is_last), []).append(rank)
+    return [tuple(ranks) for ranks in classes.values()]
 
 
 def _ranks_of(group: Any) -> tuple[int, ...]:
@@ -255,43 +382,57 @@ def flat_layout(group: Any, name: str = "dp_shard") -> Layout:
     from torch import distributed
 
     ranks = _ranks_of(group)
-    dims = (MeshDim(name, len(ranks), ranks.index(distributed.get_rank()), FLAT),)
-    return Layout(dims, ranks if len(ranks) > 1 else ())
+    dim = MeshDim(name, len(ranks), ranks.index(distributed.get_rank()), FLAT)
+    return Layout((dim,), ranks if len(ranks) > 1 else ())
 
 
 def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:
     """Map the ``id`` of each parameter that FSDP1 or ZeRO has sharded, or DDP or ZeRO replicated, to its layout."""
+    from torch import distributed
+
+    layouts = _fsdp1_and_ddp_layouts(model)
+    for parameter in _parameters(model):
+        if hasattr(parameter, "ds_tensor"):
+            layouts[id(parameter)] = flat_layout(parameter.ds_process_group)
+        elif hasattr(parameter, "_hp_mapping"):
+            # See ``partition_layout`` for the private names.
+            group = parameter._dp_group  # noqa: SLF001 - see above
+            layouts[id(parameter)] = _replicated(flat_layout(group, "dp_replicate"))
+        cut = autotp_cut(parameter)
+        if cut is not None:
+            layouts[id(parameter)] = cut.layout(layouts.get(id(parameter), WHOLE))
+    for parameter_id, expert in moe_experts(model).items():
+        layouts[parameter_id] = expert.layout(distributed.get_rank())
+    return layouts
+
+
+def _fsdp1_and_ddp_layouts(model: Module | None) -> dict[int, Layout]:
+    """Map the ``id`` of each parameter that FSDP1 has flattened, or that DDP replicates, to its layout."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.nn.parallel import DistributedDataParallel
 
-    found: dict[int, Layout] = {}
-    for module in model.modules() if model is not None else ():
+    layouts: dict[int, Layout] = {}
+    for module in _modules(model):
         if isinstance(module, FullyShardedDataParallel):
             # Inner modules come later, and their groups count. What FSDP1 has flattened has a private mark;
             # ``tests/scripts/test_private_names.py`` fails when it changes.
             layout = flat_layout(module.process_group)
             if module.sharding_strategy == ShardingStrategy.NO_SHARD:
                 layout = _replicated(layout)
-            found |= {id(one): layout for one in module.parameters() if getattr(one, "_fsdp_flattened", False)}
+            for parameter in module.parameters():
+                if getattr(parameter, "_fsdp_flattened", False):
+                    layouts[id(parameter)] = layout
         elif isinstance(module, DistributedDataParallel):
             layout = _replicated(flat_layout(module.process_group, "dp_replicate"))
-            found |= {id(one): layout for one in module.parameters() if not hasattr(one, "placements")}
-    for parameter in _parameters(model):
-        if hasattr(parameter, "ds_tensor"):
-            found[id(parameter)] = flat_layout(parameter.ds_process_group)
-        elif hasattr(parameter, "_hp_mapping"):
-            found[id(parameter)] = _replicated(flat_layout(parameter._dp_group, "dp_replicate"))  # noqa: SLF001 - see below
-        if cut := autotp_cut(parameter):
-            found[id(parameter)] = cut.layout(found.get(id(parameter), WHOLE))
-    if experts := moe_experts(model):
-        from torch import distributed
-
-        found |= {parameter: place.layout(distributed.get_rank()) for parameter, place in experts.items()}
-    return found
+            for parameter in module.parameters():
+                if not hasattr(parameter, "placements"):
+                    layouts[id(parameter)] = layout
+    return layouts
 
 
 def _replicated(layout: Layout) -> Layout:
-    return Layout(tuple(MeshDim(dim.name, dim.size, dim.coordinate, REPLICATE) for dim in layout.dims))
+    """Return the layout of a tensor that every rank holds whole, on the same mesh."""
+    return Layout(tuple(dataclasses.replace(dim, placement=REPLICATE) for dim in layout.dims))
 
 
 def partition_layout(model: Module | None, layouts: Mapping[int, Layout]) -> Layout:
@@ -302,8 +443,11 @@ def partition_layout(model: Module | None, layouts: Mapping[int, Layout]) -> Lay
         layouts: The ``wrapper_layouts`` of the model.
     """
     # ``_dp_group`` and ``_hp_mapping`` of ZeRO-1 and 2 are private; ``tests/launch/test_private_names.py`` fails when they go.
-    # That of experts is by itself.
+    # Experts have a partition of their own, with another group: they are what is not reduced over all ranks (``allreduce``).
     for parameter in _parameters(model):
         if hasattr(parameter, "_hp_mapping") and getattr(parameter, "allreduce", True):
             return flat_layout(parameter._dp_group)  # noqa: SLF001 - see above
-    return next((layout for layout in layouts.values() if layout.flat), WHOLE)
+    for layout in layouts.values():
+        if layout.flat:
+            return layout
+    return WHOLE

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,22 +42,29 @@ def several(optimizer: Any) -> list[Any]:
     # ``torch.optim.Muon`` needs a second one for parameters that are no matrices.
     if optimizer is None:
         return []
-    return list(optimizer) if isinstance(optimizer, Iterable) and not isinstance(optimizer, str) else [optimizer]
+    if isinstance(optimizer, Iterable) and not isinstance(optimizer, str):
+        return list(optimizer)
+    return [optimizer]
 
 
 def entries(optimizer: Any) -> list[torch.Tensor]:
     """Return the parameters of all the optimizers, in the order of their groups."""
-    groups = (group for one in several(optimizer) for group in torch_optimizer(one).param_groups)
-    return [parameter for group in groups for parameter in group["params"]]
+    parameters: list[torch.Tensor] = []
+    for wrapped in several(optimizer):
+        for group in torch_optimizer(wrapped).param_groups:
+            parameters.extend(group["params"])
+    return parameters
 
 
 def chain(optimizer: Any) -> list[Any]:
     """Return the wrappers of one optimizer, the outermost first, and at the end the torch optimizer."""
     # AcceleratedOptimizer, DeepSpeedOptimizerWrapper and DeepSpeed's ZeRO optimizers all have the inner one as ``.optimizer``.
     links = [optimizer]
-    while (inner := getattr(links[-1], "optimizer", None)) is not None and inner not in links:
+    while True:
+        inner = getattr(links[-1], "optimizer", None)
+        if inner is None or inner in links:
+            return links
         links.append(inner)
-    return links
 
 
 def _delegate(optimizer: Any) -> Any:
@@ -68,7 +76,8 @@ def _delegate(optimizer: Any) -> Any:
 
 def links(optimizer: Any) -> Iterator[Any]:
     """Yield the wrappers and the torch optimizer of each of the trainer's optimizers."""
-    return (link for one in several(optimizer) for link in chain(one))
+    for wrapped in several(optimizer):
+        yield from chain(wrapped)
 
 
 def torch_optimizer(optimizer: Any) -> Any:
@@ -80,16 +89,31 @@ def master_copies(optimizer: Any) -> dict[int, torch.Tensor]:
     """Map the ``id`` of each float32 master copy to the parameter in low precision that it is a copy of."""
     # DeepSpeed has them where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that are not documented;
     # ``tests/launch/test_private_names.py`` fails when they change.
-    groups = ((getattr(link, "fp16_groups", None), getattr(link, "fp32_groups", None)) for link in links(optimizer))
-    low, high = next(((low, high) for low, high in groups if low and high), ((), ()))
-    copies = (zip(*group, strict=True) for group in zip(low, high, strict=True))
-    return {id(master): parameter for group in copies for parameter, master in group}
+    for link in links(optimizer):
+        low_precision_groups = getattr(link, "fp16_groups", None)
+        master_groups = getattr(link, "fp32_groups", None)
+        if low_precision_groups and master_groups:
+            return _paired(low_precision_groups, master_groups)
+    return {}
+
+
+def _paired(low_precision_groups: Any, master_groups: Any) -> dict[int, torch.Tensor]:
+    """Map the ``id`` of each master to the parameter at the same place of the same group."""
+    parameter_by_master: dict[int, torch.Tensor] = {}
+    for parameters, masters in zip(low_precision_groups, master_groups, strict=True):
+        for parameter, master in zip(parameters, masters, strict=True):
+            parameter_by_master[id(master)] = parameter
+    return parameter_by_master
 
 
 def owner_names(model: Module, optimizer: Any) -> dict[int, str]:
     """Map the ``id`` of each live parameter, and of each master copy of one, to the parameter's name."""
-    live = {id(parameter): name for name, parameter in named_parameters(model)}
-    return live | {copy: live[id(low)] for copy, low in master_copies(optimizer).items() if id(low) in live}
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
+    copies: dict[int, str] = {}
+    for copy, parameter in master_copies(optimizer).items():
+        if id(parameter) in names:
+            copies[copy] = names[id(parameter)]
+    return names | copies
 
 
 def read_optimizer(
@@ -101,53 +125,105 @@ def read_optimizer(
     (https://github.com/pytorch/pytorch/pull/125708). Without ``whole`` only the numbers of the parameter groups are
     read. Raises TypeError if one has no ``param_groups``.
     """
-    chains = [chain(one) for one in several(optimizer)]
-    inner = [one[-1] for one in chains]
-    hint = "self.optimizer of the driver is to be the optimizer that steps, or what wraps it; of several, a list"
-    for one in inner:
-        if not hasattr(one, "param_groups"):
-            raise TypeError(f"{type(one).__name__} has no param_groups: {hint}")
-    stepping = [_delegate(one) for one in inner]
-    all_links = (dict.fromkeys((*one, last)) for one, last in zip(chains, stepping, strict=True))
-    types = [tuple(type(link).__name__ for link in found) for found in all_links]
-    type_names = types[0] if len(types) == 1 else (" + ".join(map(" > ".join, types)),)
-    groups = tuple(numbers_of(group) for one in inner for group in one.param_groups)
+    chains = [chain(wrapped) for wrapped in several(optimizer)]
+    inner = [links_of_one[-1] for links_of_one in chains]
+    for torch_optim in inner:
+        _require_param_groups(torch_optim)
+    stepping = [_delegate(torch_optim) for torch_optim in inner]
+    type_names = _type_names(chains, stepping)
+    groups: list[dict[str, float]] = []
+    for torch_optim in inner:
+        groups.extend(numbers_of(group) for group in torch_optim.param_groups)
     if not whole:
-        return OptimizerInfo(type_names, 0, param_groups=groups)
-    live = {id(parameter) for parameter in model.parameters()}
-    owners, copies = owner_names(model, optimizer), master_copies(optimizer)
-    held = entries(optimizer)
-    partitioned, layouts = _partitioned(model), wrapper_layouts(model)
+        return OptimizerInfo(type_names, 0, param_groups=tuple(groups))
+    owners = owner_names(model, optimizer)
+    optimized = entries(optimizer)
+    partitioned = _partitioned(model)
+    layouts = wrapper_layouts(model)
     partition = partition_layout(model, layouts)
-    states: list[StateInfo] = []
-    for number, (parameter, state) in enumerate(pair for one in stepping for pair in one.state.items()):
-        owner, known = owners.get(id(parameter), f"partition {number}"), id(parameter) in owners
-        low = copies.get(id(parameter), parameter)
-        layout = layouts.get(id(low)) or layout_of(parameter, WHOLE if known else partition)
-        if id(parameter) not in live:
-            states.append(_state(owner, "master", parameter, layout, starts_of(low)))
-        states.extend(_of_parameter(owner, state, layout, low))
+    # DeepSpeed's flat partitions are no parameters of the model, so what an entry belongs to is not known by identity.
+    unowned = [parameter for parameter in optimized if id(parameter) not in owners]
+    masters: tuple[StateInfo, ...] = ()
+    if stepping:
+        # Only DeepSpeed has masters, and its engine has one optimizer.
+        masters = tuple(_masters(model, stepping[0], partition))
     return OptimizerInfo(
         chain=type_names,
-        entries=len(held),
-        foreign=0 if partitioned else sum(id(parameter) not in owners for parameter in held),
-        states=tuple(states),
+        entries=len(optimized),
+        foreign=0 if partitioned else len(unowned),
+        states=tuple(_states(model, optimizer, stepping, owners=owners, layouts=layouts, partition=partition)),
         partitioned=partitioned,
-        # Only DeepSpeed has masters, and its engine has one optimizer.
-        masters=tuple(info for one in stepping[:1] for info in _masters(model, one, partition)),
+        masters=masters,
         accumulates=_accumulation_dtype(optimizer),
-        param_groups=groups,
-        without_gradient=tuple(sorted(owners[one] for one in without_gradient & owners.keys())),
+        param_groups=tuple(groups),
+        without_gradient=tuple(sorted(owners[parameter] for parameter in without_gradient & owners.keys())),
     )
+
+
+def _require_param_groups(optimizer: Any) -> None:
+    """Raise TypeError if it is no torch optimizer."""
+    if not hasattr(optimizer, "param_groups"):
+        hint = "self.optimizer of the driver is to be the optimizer that steps, or what wraps it; of several, a list"
+        raise TypeError(f"{type(optimizer).__name__} has no param_groups: {hint}")
+
+
+def _type_names(chains: list[list[Any]], stepping: list[Any]) -> tuple[str, ...]:
+    """Return the class names from the outermost wrapper to the optimizer that steps; of several optimizers one text."""
+    names: list[tuple[str, ...]] = []
+    for wrappers, delegate in zip(chains, stepping, strict=True):
+        distinct = dict.fromkeys([*wrappers, delegate])
+        names.append(tuple(type(link).__name__ for link in distinct))
+    if len(names) == 1:
+        return names[0]
+    return (" + ".join(" > ".join(chain_names) for chain_names in names),)
+
+
+def _states(
+    model: Module,
+    optimizer: Any,
+    stepping: list[Any],
+    *,
+    owners: Mapping[int, str],
+    layouts: Mapping[int, Layout],
+    partition: Layout,
+) -> Iterator[StateInfo]:
+    """Yield every tensor of the optimizers' state, and what they update that is no parameter of the model: master copies.
+
+    Args:
+        model: The trainer's model.
+        optimizer: The trainer's optimizer, with its wrappers.
+        stepping: The torch optimizers whose state it is.
+        owners: The ``owner_names`` of the two.
+        layouts: The ``wrapper_layouts`` of the model.
+        partition: The ``partition_layout`` of the model.
+    """
+    live = {id(parameter) for parameter in model.parameters()}
+    low_precision = master_copies(optimizer)
+    number = 0
+    for torch_optim in stepping:
+        for parameter, state in torch_optim.state.items():
+            owner = owners.get(id(parameter), f"partition {number}")
+            original = low_precision.get(id(parameter), parameter)
+            unwrapped_layout = WHOLE if id(parameter) in owners else partition
+            layout = layouts.get(id(original)) or layout_of(parameter, unwrapped_layout)
+            if id(parameter) not in live:
+                yield _state(owner, "master", parameter, layout, starts_of(original))
+            yield from _of_parameter(owner, state, layout, original)
+            number += 1
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, float]:
     """Return the hyperparameters of a parameter group that are numbers; those of a tuple (betas) one by one."""
     numbers: dict[str, float] = {}
     for key, value in group.items():
-        many = isinstance(value, (tuple, list))
-        parts = {f"{key}.{n}": part for n, part in enumerate(value)} if many else {key: value}
-        numbers |= {name: float(part) for name, part in parts.items() if key != "params" and _is_number(part)}
+        if key == "params":
+            continue
+        if isinstance(value, (tuple, list)):
+            for index, element in enumerate(value):
+                if _is_number(element):
+                    numbers[f"{key}.{index}"] = float(element)
+        elif _is_number(value):
+            numbers[key] = float(value)
     return numbers
 
 
@@ -159,12 +235,16 @@ def _of_parameter(owner: str, state: Mapping[str, Any], layout: Layout, paramete
     """Yield the state of a parameter, or of its master copy."""
     for key, value in state.items():
         if _is_number(value):
-            # The optimizer may have made it of the local part, without saying where in the whole that is. A step count has no
-            # dimension.
-            plain = isinstance(value, torch.Tensor) and not hasattr(value, "placements")
-            placed = plain and not valueless(value) and value.shape == local_of(parameter).shape
-            starts = starts_of(parameter) if placed else None
+            starts = starts_of(parameter) if _lies_like(value, parameter) else None
             yield _state(owner, key, value, layout, starts)
+
+
+def _lies_like(value: Any, parameter: torch.Tensor) -> bool:
+    """Tell whether a state has an element for each of the parameter's local part, and does not itself say where they are."""
+    # The optimizer may have made it of the local part. A step count has no dimension.
+    if not isinstance(value, torch.Tensor) or hasattr(value, "placements") or valueless(value):
+        return False
+    return value.shape == local_of(parameter).shape
 
 
 def _state(owner: str, key: str, value: Any, layout: Layout, starts: torch.Tensor | None = None) -> StateInfo:
@@ -182,54 +262,75 @@ def _partitioned(model: Module) -> dict[str, int]:
     # ZeRO-3 has ``safe_get_local_fp32_param`` and the public ``ds_tensor`` and ``ds_numel`` for it. ZeRO-1 and 2 have only the
     # private ``_hp_mapping``: the public accessors (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce,
     # which a probe must not, and always return float32. ``tests/launch/test_private_names.py`` fails when it changes.
-    held = {id(parameter): master.numel() for _, parameter, master in flat_masters(model)}
-    return {
-        name: held.get(id(parameter), 0)
-        for name, parameter in named_parameters(model)
-        if parameter.requires_grad and (hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping"))
-    }
+    numel_by_id = {id(parameter): master.numel() for _, parameter, master in flat_masters(model)}
+    partitioned: dict[str, int] = {}
+    for name, parameter in named_parameters(model):
+        has_partition = hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping")
+        if parameter.requires_grad and has_partition:
+            partitioned[name] = numel_by_id.get(id(parameter), 0)
+    return partitioned
 
 
 def _accumulation_dtype(optimizer: Any) -> str:
     """Return the dtype in which DeepSpeed accumulates gradients; empty without DeepSpeed."""
     # The attributes are private; ``tests/launch/test_private_names.py`` fails when they change.
-    names = ("gradient_accumulation_dtype", "grad_acc_dtype")
-    dtypes = (getattr(link, name, None) for link in links(optimizer) for name in names)
-    return next((dtype_name(dtype) for dtype in dtypes if isinstance(dtype, torch.dtype)), "")
+    for link in links(optimizer):
+        for name in ("gradient_accumulation_dtype", "grad_acc_dtype"):
+            dtype = getattr(link, name, None)
+            if isinstance(dtype, torch.dtype):
+                return dtype_name(dtype)
+    return ""
 
 
 def _masters(model: Module, inner: Any, layout: Layout) -> Iterator[StateInfo]:
     """Yield this rank's part of each parameter's flat master and moments, where DeepSpeed has them; see ``_partitioned``."""
-    keys = sorted({key for state in inner.state.values() for key, value in state.items() if _is_flat(value)})
+    keys: set[str] = set()
+    for state in inner.state.values():
+        keys.update(key for key, value in state.items() if _is_flat(value))
     experts = moe_experts(model)
     for name, parameter, master in flat_masters(model):
-        own, starts = fragment_place(parameter, layout, experts)
-        yield _state(name, "master", master, own, starts)
+        layout_of_part, starts = fragment_place(parameter, layout, experts)
+        yield _state(name, "master", master, layout_of_part, starts)
         if hasattr(parameter, "ds_tensor"):
-            from deepspeed.utils import safe_get_local_optimizer_state
-
-            for key in keys:
-                # A partition may have no state before its first step.
-                with contextlib.suppress(KeyError):
-                    state = safe_get_local_optimizer_state(parameter, key)
-                    yield _state(name, key, state.reshape(-1)[: master.numel()], own, starts)
+            moments = _zero3_moments(parameter, keys, master.numel())
         else:
-            mapping = parameter._hp_mapping  # noqa: SLF001 - see ``_partitioned``
-            fragment = mapping.hp_fragment_address
-            # Not ``mapping.optim_fragment``: after a load it is stale until the next step.
-            for flat in inner.param_groups[mapping.param_group_index]["params"]:
-                for key, value in inner.state.get(flat, {}).items():
-                    if _is_flat(value):
-                        yield _state(name, key, value.narrow(0, fragment.start, fragment.numel), own, starts)
+            moments = _zero12_moments(parameter, inner)
+        for key, moment in moments:
+            yield _state(name, key, moment, layout_of_part, starts)
+
+
+def _zero3_moments(parameter: Any, keys: Iterable[str], numel: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the ``numel`` elements that this rank has of each moment of a ZeRO-3 parameter, with the moment's key."""
+    from deepspeed.utils import safe_get_local_optimizer_state
+
+    for key in sorted(keys):
+        # A partition may have no state before its first step.
+        with contextlib.suppress(KeyError):
+            state = safe_get_local_optimizer_state(parameter, key)
+            yield key, state.reshape(-1)[:numel]
+
+
+def _zero12_moments(parameter: Any, inner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield this rank's part of each moment of a ZeRO-1 or ZeRO-2 parameter, with the moment's key."""
+    mapping = parameter._hp_mapping  # noqa: SLF001 - see ``_partitioned``
+    fragment = mapping.hp_fragment_address
+    # Not ``mapping.optim_fragment``: after a load it is stale until the next step.
+    for partition in inner.param_groups[mapping.param_group_index]["params"]:
+        for key, value in inner.state.get(partition, {}).items():
+            if _is_flat(value):
+                yield key, value.narrow(0, fragment.start, fragment.numel)
 
 
 def flat_masters(model: Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
     """Yield each live parameter with this rank's part of its master, a view of a flat partition; see ``_partitioned``."""
     for name, parameter in named_parameters(model):
         if hasattr(parameter, "ds_tensor"):
-            if (master := _zero3_master(parameter)) is not None:
+            master = _zero3_master(parameter)
+            if master is not None:
                 yield name, parameter, master.reshape(-1)[: zero3_shard(parameter).numel()]
-        elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+            continue
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None:
             yield name, parameter, mapping.hp_fragment
 
 
@@ -241,11 +342,13 @@ def fragment_place(parameter: Any, layout: Layout, experts: Mapping[int, Expert]
         layout: That of the partition of what is no expert.
         experts: The ``moe_experts`` of the model.
     """
-    if expert := experts.get(id(parameter)):
+    expert = experts.get(id(parameter))
+    if expert is not None:
         from torch import distributed
 
         return expert.layout(distributed.get_rank(), flat=True), None
-    if not (cut := autotp_cut(parameter)):
+    cut = autotp_cut(parameter)
+    if cut is None:
         return layout, None
     address = parameter._hp_mapping.lp_fragment_address  # noqa: SLF001 - see ``_partitioned``
     return cut.layout(layout), cut.starts(address.start, address.numel)
@@ -259,10 +362,11 @@ def _zero3_master(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's part of a ZeRO-3 parameter's master; None for one that is partitioned and not optimized."""
     from deepspeed.utils import safe_get_local_fp32_param
 
-    with contextlib.suppress(KeyError, AttributeError):
-        found: torch.Tensor | None = safe_get_local_fp32_param(parameter)
-        return None if found is None else _in_zero3_partition(parameter, found)
-    return None
+    try:
+        master: torch.Tensor | None = safe_get_local_fp32_param(parameter)
+        return None if master is None else _in_zero3_partition(parameter, master)
+    except (KeyError, AttributeError):
+        return None
 
 
 def _in_zero3_partition(parameter: Any, master: torch.Tensor) -> torch.Tensor:
@@ -280,14 +384,17 @@ def _in_zero3_partition(parameter: Any, master: torch.Tensor) -> torch.Tensor:
 
 def read_scheduler(scheduler: Any) -> str:
     """Return a digest of the state and learning rates of each scheduler; empty for None. Raises TypeError for no scheduler."""
-    return "; ".join(map(_read_scheduler, several(scheduler)))
+    return "; ".join(_read_scheduler(each) for each in several(scheduler))
 
 
 def _read_scheduler(scheduler: Any) -> str:
     if not hasattr(scheduler, "state_dict") and not hasattr(scheduler, "__dict__"):
         description = f"self.scheduler of the driver is a {type(scheduler).__name__}: {scheduler!r:.100}"
         raise TypeError(f"{description}; expected the scheduler, None, or of several a list")
-    attributes = dict(scheduler.state_dict() if hasattr(scheduler, "state_dict") else vars(scheduler))
+    if hasattr(scheduler, "state_dict"):
+        attributes = dict(scheduler.state_dict())
+    else:
+        attributes = dict(vars(scheduler))
     # A scheduler counts its calls since it was made; that count is no state of training.
     attributes.pop("_step_count", None)
     state = {key: value for key, value in attributes.items() if isinstance(value, (int, float, list, str))}
@@ -296,13 +403,16 @@ def _read_scheduler(scheduler: Any) -> str:
     # A user's own scheduler may lack this method, and DeepSpeed's OneCycle raises before its first step.
     with contextlib.suppress(AttributeError, AssertionError):
         rates = scheduler.get_last_lr()
-    return f"last_epoch={state.get('last_epoch')} lr={rates} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    digest_of_state = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"last_epoch={state.get('last_epoch')} lr={rates} {digest_of_state}"
 
 
 def square_of(gradient: torch.Tensor) -> float:
     """Return the sum of the squares of this rank's elements, in float64; 0 for one without values."""
     local = local_of(gradient)
-    return 0.0 if valueless(local) else float(local.double().square().sum())
+    if valueless(local):
+        return 0.0
+    return float(local.double().square().sum())
 
 
 def read_gradients(
@@ -316,43 +426,80 @@ def read_gradients(
         tensors: What the torch optimizer is about to update, each with the place of its group.
         single: Whether the gradients of single parameters are read too.
     """
-    names = owner_names(model, optimizer) if model is not None else {}
-    layouts, copies = wrapper_layouts(model), master_copies(optimizer)
+    names = {} if model is None else owner_names(model, optimizer)
+    layouts = wrapper_layouts(model)
+    copies = master_copies(optimizer)
     partition = partition_layout(model, layouts)
-    found, flat, squares = [], {}, list[tuple[Layout, float]]()
+    gradients: list[GradientInfo] = []
+    partitions: dict[int, _FlatPartition] = {}
+    squares: list[tuple[Layout, float]] = []
     for tensor, group in tensors.items():
         if tensor.grad is None:
             continue
-        of_partition = bool(names) and id(tensor) not in names
-        low = copies.get(id(tensor), tensor)
-        layout = layouts.get(id(low)) or layout_of(tensor, partition if of_partition else WHOLE)
+        is_partition = bool(names) and id(tensor) not in names
+        original = copies.get(id(tensor), tensor)
+        layout = layouts.get(id(original)) or layout_of(tensor, partition if is_partition else WHOLE)
         # A part of a parameter may have the gradient of the whole.
         layout = layout_of(tensor.grad, layout)
-        squares.append((layout, square_of(tensor.grad)))
-        if of_partition:
-            flat[local_of(tensor).untyped_storage().data_ptr()] = tensor, group
+        square = square_of(tensor.grad)
+        squares.append((layout, square))
+        if is_partition:
+            partitions[_storage_of(local_of(tensor))] = _FlatPartition(tensor, group)
         elif names:
             numel = local_of(tensor.grad).numel()
-            found.append(GradientInfo(names[id(tensor)], numel, squares[-1][1], layout, group))
-    if model is not None and flat and (single or any(map(autotp_cut, model.parameters())) or moe_experts(model)):
-        fragments = tuple(_of_fragments(model, flat, partition))
-        found += fragments
+            gradients.append(GradientInfo(names[id(tensor)], numel, square, layout, group))
+    if model is not None and partitions and (single or _has_layouts_of_its_own(model)):
+        fragments = list(_of_fragments(model, partitions, partition))
+        gradients += fragments
         if any(info.layout != partition for info in fragments):
             # What tensor parallelism has left whole its ranks hold several times, unlike the rest of the partition.
-            squares = [(info.layout, info.square) for info in found]
-    holders, square = together((layout.holders, one) for layout, one in squares)
-    return square, holders, tuple(found) if single and model is not None else ()
+            squares = [(info.layout, info.square) for info in gradients]
+    square, holders = _square_and_holders(squares)
+    if not single or model is None:
+        return square, holders, ()
+    return square, holders, tuple(gradients)
 
 
-def _of_fragments(
-    model: Module, flat: Mapping[int, tuple[torch.Tensor, int]], layout: Layout
-) -> Iterator[GradientInfo]:
-    """Yield the parts of flat partitions' gradients; a parameter's master is a view of its partition."""
+def _square_and_holders(squares: Iterable[tuple[Layout, float]]) -> tuple[float, tuple[int, ...]]:
+    """Return one rank's share of the sum of squares of tensors in these layouts, and the ranks that hold them together."""
+    holders, square = together((layout.holders, square) for layout, square in squares)
+    return square, holders
+
+
+def _has_layouts_of_its_own(model: Module) -> bool:
+    """Tell whether parameters in one flat partition lie over ranks in different ways: by AutoTP, or as experts."""
+    if any(autotp_cut(parameter) is not None for parameter in model.parameters()):
+        return True
+    return bool(moe_experts(model))
+
+
+@dataclass(frozen=True)
+class _FlatPartition:
+    """A flat tensor of many parameters that an optimizer of DeepSpeed updates, and the place of its parameter group."""
+
+    tensor: torch.Tensor
+    group: int
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's memory, which a tensor has in common with its views."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _of_fragments(model: Module, partitions: Mapping[int, _FlatPartition], layout: Layout) -> Iterator[GradientInfo]:
+    """Yield the parts of flat partitions' gradients; a parameter's master is a view of its partition.
+
+    Args:
+        model: The trainer's model.
+        partitions: The flat partitions that the optimizer updates, by the address of their memory.
+        layout: That of the partition of what is no expert.
+    """
     experts = moe_experts(model)
     for name, parameter, master in flat_masters(model):
-        partition, group = flat.get(master.untyped_storage().data_ptr(), (None, 0))
-        if partition is not None and partition.grad is not None:
-            start = master.storage_offset() - partition.storage_offset()
-            gradient = partition.grad.reshape(-1).narrow(0, start, master.numel())
-            own, _ = fragment_place(parameter, layout, experts)
-            yield GradientInfo(name, master.numel(), square_of(gradient), own, group)
+        partition = partitions.get(_storage_of(master))
+        if partition is None or partition.tensor.grad is None:
+            continue
+        start = master.storage_offset() - partition.tensor.storage_offset()
+        gradient = partition.tensor.grad.reshape(-1).narrow(0, start, master.numel())
+        layout_of_part, _ = fragment_place(parameter, layout, experts)
+        yield GradientInfo(name, master.numel(), square_of(gradient), layout_of_part, partition.group)

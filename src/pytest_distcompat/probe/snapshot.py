@@ -93,16 +93,21 @@ def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
     if scaler is not None:
         state = scaler.state_dict()
         return {key: float(value) for key, value in state.items() if isinstance(value, (int, float))}
-    scaling = next((link for link in links(optimizer) if hasattr(link, "loss_scale")), None)
-    return {} if scaling is None else {"scale": float(scaling.loss_scale), **_hysteresis(scaling)}
+    for link in links(optimizer):
+        if hasattr(link, "loss_scale"):
+            return {"scale": float(link.loss_scale), **_hysteresis(link)}
+    return {}
 
 
 def _hysteresis(optimizer: Any) -> dict[str, float]:
     """Return ``hysteresis``: the number of further overflows until the scale shrinks; empty without such a number."""
     # DeepSpeed's ZeRO optimizers keep it in ``loss_scaler``, which is not documented; ``tests/launch/test_private_names.py``
     # fails when it changes.
-    hysteresis = getattr(getattr(optimizer, "loss_scaler", None), "cur_hysteresis", None)
-    return {} if hysteresis is None else {"hysteresis": float(hysteresis)}
+    loss_scaler = getattr(optimizer, "loss_scaler", None)
+    hysteresis = getattr(loss_scaler, "cur_hysteresis", None)
+    if hysteresis is None:
+        return {}
+    return {"hysteresis": float(hysteresis)}
 
 
 def fit_first_scale(scaler: Any, optimizer: Any) -> None:
@@ -125,9 +130,11 @@ def fit_first_scale(scaler: Any, optimizer: Any) -> None:
 
 def _scales_dynamically(optimizer: Any) -> bool:
     """Tell whether it is an optimizer of DeepSpeed with a dynamic loss scale; ZeRO's say so elsewhere than the others."""
-    zero = getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False)
-    other = getattr(getattr(optimizer, "loss_scale_config", None), "dynamic_loss_scale", False)
-    return bool(zero or other)
+    zero_scaler = getattr(optimizer, "loss_scaler", None)
+    if getattr(zero_scaler, "dynamic", False):
+        return True
+    config = getattr(optimizer, "loss_scale_config", None)
+    return bool(getattr(config, "dynamic_loss_scale", False))
 
 
 def peak_memory(device: str) -> int:
@@ -150,25 +157,35 @@ def read_call(model: Module, returned: Any, *, observes: bool) -> CallInfo:
     """Return what a call left behind; ``returned`` is a module, a mapping of tensors, or nothing to compare."""
     if isinstance(returned, torch.nn.Module):
         returned = _optimized(returned)
+    gradients: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = "" if parameter.grad is None else digest(parameter.grad)
     return CallInfo(
         observes=observes,
-        gradients={name: "" if one.grad is None else digest(one.grad) for name, one in model.named_parameters()},
+        gradients=gradients,
         evaluating=tuple(name for name, module in model.named_modules() if not module.training),
-        sums={name: _sums(tensor) for name, tensor in _optimized(model).items()},
-        returned={name: _sums(tensor) for name, tensor in returned.items() if hasattr(tensor, "numel")}
-        if isinstance(returned, Mapping)
-        else None,
+        sums=_sums_by_name(_optimized(model)),
+        returned=_sums_by_name(returned) if isinstance(returned, Mapping) else None,
     )
+
+
+def _sums_by_name(tensors: Mapping[str, Any]) -> dict[str, Sums]:
+    """Return the sums of each tensor; what is no tensor is left out."""
+    return {name: _sums(tensor) for name, tensor in tensors.items() if hasattr(tensor, "numel")}
 
 
 def _optimized(model: Module) -> dict[str, torch.Tensor]:
     """Return this rank's parts of what is optimized, a master if there is one, and the buffers."""
     masters = {name: master for name, _, master in flat_masters(model)}
-    parameters = {
-        name: masters.get(name, zero3_shard(one) if hasattr(one, "ds_tensor") else local_of(one))
-        for name, one in model.named_parameters()
-    }
-    return parameters | dict(model.named_buffers())
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name in masters:
+            tensors[name] = masters[name]
+        elif hasattr(parameter, "ds_tensor"):
+            tensors[name] = zero3_shard(parameter)
+        else:
+            tensors[name] = local_of(parameter)
+    return tensors | dict(model.named_buffers())
 
 
 def _sums(tensor: torch.Tensor) -> Sums:
