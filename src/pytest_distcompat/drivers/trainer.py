@@ -204,7 +204,9 @@ class TrainerDriver(TinyDriver):
         from transformers import Trainer
 
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        decay = self.said(DECAY, "TrainingArguments.weight_decay", "ds_config.optimizer.params.weight_decay")
+        decay = self.setting_or_default(
+            DECAY, "TrainingArguments.weight_decay", "ds_config.optimizer.params.weight_decay"
+        )
         if not self.cell.option("use_orig_params"):
             # A flat parameter belongs to one group as a whole: https://docs.pytorch.org/docs/stable/fsdp.html (use_orig_params).
             return [{"params": [p for _, p in trained], "weight_decay": decay}]
@@ -383,38 +385,47 @@ class TrainerDriver(TinyDriver):
 
     def make_optimizer(self, model: Module) -> Any:
         """Return the reference's optimizer, made as Trainer makes it."""
-        if chosen := self.optimizer_class():
-            return chosen[0](self.groups(model), **chosen[1])
-        named = self.said(OPTIMIZERS[str(self.cell.option("optimizer"))], "TrainingArguments.optim")
+        chosen = self.optimizer_class()
+        if chosen:
+            optimizer_class, class_arguments = chosen
+            return optimizer_class(self.groups(model), **class_arguments)
+        named = self.setting_or_default(OPTIMIZERS[str(self.cell.option("optimizer"))], "TrainingArguments.optim")
         if named == "adafactor":
             from transformers.optimization import Adafactor
 
-            return self.make_one(Adafactor, self.groups(model), scale_parameter=False, relative_step=False)
+            return self.make_with_settings(Adafactor, self.groups(model), scale_parameter=False, relative_step=False)
         if named not in TORCH_OPTIMIZERS:
             return super().make_optimizer(model)
         from torch import optim
 
-        pairs = (one.split("=") for one in (self.optimizer_arguments or "").split(",") if one)
-        arguments = {key: json.loads(value) for key, value in pairs}
-        return self.make_one(getattr(optim, TORCH_OPTIMIZERS[named]), self.groups(model), **arguments)
+        arguments = {}
+        for argument in (self.optimizer_arguments or "").split(","):
+            if argument:
+                key, value = argument.split("=")
+                arguments[key] = json.loads(value)
+        return self.make_with_settings(getattr(optim, TORCH_OPTIMIZERS[named]), self.groups(model), **arguments)
 
     @property
     def optimizer_arguments(self) -> str | None:
         """Return the optimizer's own arguments, as TrainingArguments spell them: ``momentum=0.9,nesterov=true``."""
-        own = "momentum=0.9" if self.cell.option("optimizer") == "sgd" else None
-        said: str | None = self.said(own, "TrainingArguments.optim_args")
-        return said
+        default = "momentum=0.9" if self.cell.option("optimizer") == "sgd" else None
+        arguments: str | None = self.setting_or_default(default, "TrainingArguments.optim_args")
+        return arguments
 
-    def make_one(self, kind: Any, groups: Any, **given: Any) -> Any:
-        """Return the reference's optimizer, with the numbers that TrainingArguments or DeepSpeed's JSON say."""
-        numbers = {"lr": self.said(LEARNING_RATE, "TrainingArguments.learning_rate", "ds_config.optimizer.params.lr")}
-        if kind.__name__.startswith("AdamW"):
-            decays = {"beta1": 0.9, "beta2": 0.999}
-            numbers["betas"] = tuple(
-                self.said(value, f"TrainingArguments.adam_{name}") for name, value in decays.items()
+    def make_with_settings(self, optimizer_class: Any, groups: Any, **arguments: Any) -> Any:
+        """Return the reference's optimizer, with the numbers of TrainingArguments or DeepSpeed's JSON."""
+        rate = self.setting_or_default(
+            LEARNING_RATE, "TrainingArguments.learning_rate", "ds_config.optimizer.params.lr"
+        )
+        numbers = {"lr": rate}
+        if optimizer_class.__name__.startswith("AdamW"):
+            beta1 = self.setting_or_default(0.9, "TrainingArguments.adam_beta1")
+            beta2 = self.setting_or_default(0.999, "TrainingArguments.adam_beta2")
+            numbers["betas"] = (beta1, beta2)
+            numbers["eps"] = self.setting_or_default(
+                1e-8, "TrainingArguments.adam_epsilon", "ds_config.optimizer.params.eps"
             )
-            numbers["eps"] = self.said(1e-8, "TrainingArguments.adam_epsilon", "ds_config.optimizer.params.eps")
-        return super().make_one(kind, groups, **given, **numbers)
+        return super().make_with_settings(optimizer_class, groups, **arguments, **numbers)
 
     def collator(self, **settings: Any) -> Callable[[list[dict[str, torch.Tensor]]], Any]:
         """Return what joins rows into one: https://huggingface.co/blog/packing-with-FA2. The reference is fed the rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 class Dtypes:
     """One row of the dtype table: the dtype of each kind of tensor on every rank, once the trainer is built.
 
-    ``storage`` is that of the live parameter, ``compute`` of products, ``reduce`` of gradients in collectives,
-    ``gradient`` of those that the optimizer sees, ``master`` of what it updates, ``state`` of its moments. ``buffer``
-    is empty if buffers keep theirs.
+    Attributes:
+        storage: Of the live parameters.
+        compute: Of matrix products.
+        reduce: Of gradients in collectives.
+        gradient: Of the gradients that the optimizer sees.
+        master: Of the parameters that the optimizer updates.
+        state: Of the optimizer's moments.
+        buffer: Of buffers; empty if they keep theirs.
     """
 
     storage: str
@@ -45,16 +50,37 @@ NO_SHARDS = "parameters are not sharded"
 OPTION_WRAPPERS = {"compile": "_orig_mod", "activation_checkpointing": "_checkpoint_wrapped_module"}
 
 
+def first_reason(*rules: tuple[bool, str]) -> str | None:
+    """Return the reason of the first rule (condition, reason) whose condition holds; None if none does."""
+    for applies, reason in rules:
+        if applies:
+            return reason
+    return None
+
+
+def untried_option_reason(feature: str, cell: Cell, tried: Collection[str]) -> str | None:
+    """Return that a feature was not tried together with an option of the cell; None if it was with all of them."""
+    for name, _ in cell.options:
+        if name not in tried:
+            return f"{feature} is not driven with option {name!r} yet"
+    return None
+
+
 @dataclass(frozen=True)
 class WrapSpec:
     """Which modules of a model a strategy wraps one by one, as its driver knows them.
 
-    ``blocks`` are their class names. ``min_num_params`` make a unit under option ``wrap_policy``. ``ignored_modules``
-    are the names of modules to leave out, empty unless the cell asks for some. ``tp_plan`` is that of the tiny model, ``experts``
-    the module that expert parallelism cuts. ``find_unused``: a rank may leave out parameters that another uses. ``prepare``
-    recomputes and compiles blocks; a strategy calls it
-    where its library wants that. A plan of tensor parallelism names no layer of a block that is wrapped, so that layers are cut
-    before, as https://github.com/pytorch/torchtitan orders it.
+    A plan of tensor parallelism names no layer of a block that is already wrapped: layers are sharded before blocks are wrapped,
+    as https://github.com/pytorch/torchtitan orders it.
+
+    Attributes:
+        blocks: Class names of the modules to wrap.
+        min_num_params: How many parameters make a unit under option ``wrap_policy``.
+        ignored_modules: Names of the modules to leave out; empty unless the cell asks for some.
+        tp_plan: Name of a module -> its style of tensor parallelism, see ``strategies/_tensor.py``.
+        experts: Name of the module that expert parallelism shards; empty if there is none.
+        find_unused: Whether a rank may leave out parameters that another uses.
+        prepare: Recomputes and compiles blocks; a strategy calls it where its library wants that.
     """
 
     blocks: tuple[str, ...] = ()
@@ -70,17 +96,20 @@ class WrapSpec:
         return [module for module in model.modules() if type(module).__name__ in self.blocks]
 
     def units(self, model: Module) -> list[Module]:
-        """Return the blocks to shard one by one: one that is tied to a module outside stays in the same unit as that one."""
+        """Return the blocks to shard one by one.
+
+        A block that shares a parameter with a module outside it is none of them: both then are in the unit around them.
+        """
         owners: dict[int, set[Module]] = {}
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), set()).add(module)
-        inside = {block: set(block.modules()) for block in self.block_modules(model)}
-        return [
-            block
-            for block, modules in inside.items()
-            if all(owners[id(parameter)] <= modules for parameter in block.parameters())
-        ]
+        units = []
+        for block in self.block_modules(model):
+            inside = set(block.modules())
+            if all(owners[id(parameter)] <= inside for parameter in block.parameters()):
+                units.append(block)
+        return units
 
     def modules_to_ignore(self, model: Module) -> list[Module]:
         """Return the modules of the model to leave out."""
@@ -105,14 +134,14 @@ class Strategy:
         dtypes: Returns the strategy's row of the dtype table for a precision.
         wrapper: The wrapper that the model must have, as ``trace.ModelInfo.wrappers`` names it.
         kind: The kind of the live parameters, as ``trace.ParameterInfo.kind`` names it.
-        shards: Whether each rank stores only its shard of the live parameters.
-        bare_alone: Whether a library may leave out the wrapper where there is one rank, since nothing is to be reduced.
-        kind_alone: The kind of the live parameters where there is one rank; empty if it is ``kind``.
+        shards: Whether each rank stores only its shard of the live parameters: its rows of each, or its part of flat ones.
+        bare_alone: Whether a library may leave out the wrapper on a single rank, since nothing is to be reduced.
+        kind_alone: The kind of the live parameters on a single rank; empty if it is ``kind``.
         leading: Segments that the strategy puts in front of live names.
         wrappers: Segments that the strategy puts into live names.
         zero_stage: The ZeRO stage; None for strategies that are not DeepSpeed's.
         flat_masters: Whether the optimizer updates flat partitions of master weights.
-        reduces_each_micro_batch: Whether gradients are reduced after each micro-batch, since no rank keeps whole ones.
+        reduces_each_micro_batch: Whether gradients are reduced after each micro-batch, since no rank keeps full ones.
         torch: Backend config for torch; None, as for the other libraries, if the library does not have the strategy.
         accelerate: Backend config for accelerate.
         transformers: Backend config for transformers.Trainer.
@@ -149,18 +178,23 @@ class Strategy:
         """
         known = set(unwrapped)
         removable = set(self.wrappers)
-        removable |= {segment for option, segment in OPTION_WRAPPERS.items() if cell.option(option)}
+        for option, segment in OPTION_WRAPPERS.items():
+            if cell.option(option):
+                removable.add(segment)
         segments = name.split(".")
+        for candidate in self._candidates(segments, removable, known):
+            if candidate in known:
+                return candidate
+        # The name without all of them.
+        return next(self._candidates(segments, removable, known))
+
+    def _candidates(self, segments: list[str], removable: set[str], known: set[str]) -> Iterator[str]:
+        """Yield the name without all removable segments, then without fewer and fewer of them."""
         inserted = [index for index, segment in enumerate(segments) if segment in removable]
-        found = []
-        # All of them are the wrappers', if that is a name of the model, or else as many as can be.
         for count in range(len(inserted), -1, -1):
             for removed in itertools.combinations(inserted, count):
                 kept = [segment for index, segment in enumerate(segments) if index not in removed]
-                found.append(self._without_leading(kept, known))
-                if found[-1] in known:
-                    return found[-1]
-        return found[0]
+                yield self._without_leading(kept, known)
 
     def _without_leading(self, segments: Sequence[str], known: Collection[str]) -> str:
         """Return the name of these segments, without the first where that is the wrapper's."""
@@ -175,11 +209,20 @@ class Strategy:
             reason = self.options.get(OPTIONS[name].token(value))
             if reason:
                 return reason
-        copies = int(cell.option("dp_replicate"))
-        if copies > 1 and (cell.dp_size % copies or cell.dp_size < 2 * copies):
-            return f"{copies} replicas of at least two shards need a multiple of {copies} ranks, {2 * copies} or more"
-        if cell.option("pp_schedule") != OPTIONS["pp_schedule"].default and cell.pp == 1:
-            return "a schedule is for the stages of a pipeline, and there is one"
-        if cell.option("sp") and cell.tp == 1:
-            return "sequence parallelism cuts along the ranks of tensor parallelism, and there is one"
-        return None
+        replicas = int(cell.option("dp_replicate"))
+        uneven = cell.dp_size % replicas != 0 or cell.dp_size < 2 * replicas
+        other_schedule = cell.option("pp_schedule") != OPTIONS["pp_schedule"].default
+        return first_reason(
+            (
+                replicas > 1 and uneven,
+                f"{replicas} replicas of at least two shards need a multiple of {replicas} ranks, {2 * replicas} or more",
+            ),
+            (
+                other_schedule and cell.pp == 1,
+                "a schedule is for the stages of a pipeline, and there is one",
+            ),
+            (
+                bool(cell.option("sp")) and cell.tp == 1,
+                "sequence parallelism cuts along the ranks of tensor parallelism, and there is one",
+            ),
+        )

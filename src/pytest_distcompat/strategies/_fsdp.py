@@ -39,15 +39,18 @@ def policy(version: int, precision: Precision, cell: Cell) -> Any:
     if version == 1:
         settings = {"param_dtype": compute, "reduce_dtype": reduce, "buffer_dtype": compute}
         return MixedPrecision(**cell.with_settings("MixedPrecision", settings))
-    return MixedPrecisionPolicy(
-        **cell.with_settings("MixedPrecisionPolicy", {"param_dtype": compute, "reduce_dtype": reduce})
-    )
+    settings = {"param_dtype": compute, "reduce_dtype": reduce}
+    return MixedPrecisionPolicy(**cell.with_settings("MixedPrecisionPolicy", settings))
 
 
 def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
-    """Return the cell's mesh: replicas, the shards of each, and the parts of tensor parallelism, where there are several.
+    """Return the device mesh of the cell; with a pipeline, the mesh of this rank's stage.
 
-    Of a pipeline it is the mesh of this rank's stage.
+    Its dimensions, the outermost first; all but ``dp_shard`` are left out where their size is 1:
+        pp: Stages of a pipeline. It is cut off: each stage has a mesh of its own.
+        dp_replicate: Replicas of the shards; gradients are all-reduced between them (hybrid sharding).
+        dp_shard: Shards of each parameter. Ranks of context and of expert parallelism are among them.
+        tp: Parts of a layer under tensor parallelism. Neighbours, since they communicate most.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -55,27 +58,35 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
     names = tuple(name.removesuffix("_size") for name in sizes)
     if cell.pp == 1:
         return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=names)
-    return init_device_mesh(device.type, (cell.pp, *sizes.values()), mesh_dim_names=("pp", *names))[names]
+    all_stages = init_device_mesh(device.type, (cell.pp, *sizes.values()), mesh_dim_names=("pp", *names))
+    return all_stages[names]
 
 
 def parallelism(cell: Cell) -> dict[str, int]:
     """Return the sizes of a mesh of several dimensions, as arguments of accelerate's ParallelismConfig; empty for one."""
-    copies = int(cell.option("dp_replicate"))
-    sizes = {"dp_replicate_size": copies} if copies > 1 else {}
-    sizes |= {"dp_shard_size": cell.world_size // cell.tp // cell.pp // copies} | (
-        {"tp_size": cell.tp} if cell.tp > 1 else {}
-    )
-    return sizes if len(sizes) > 1 else {}
+    replicas = int(cell.option("dp_replicate"))
+    sizes = {}
+    if replicas > 1:
+        sizes["dp_replicate_size"] = replicas
+    sizes["dp_shard_size"] = cell.world_size // cell.tp // cell.pp // replicas
+    if cell.tp > 1:
+        sizes["tp_size"] = cell.tp
+    if len(sizes) == 1:
+        return {}
+    return sizes
 
 
 def distributed_config(cell: Cell) -> Any:
-    """Return how transformers cuts a model while it loads it: by layers, by experts, and by FSDP2 what is left of both."""
+    """Return how transformers shards a model while it loads it: by layer, by expert, and what is left of both by FSDP2."""
     # https://huggingface.co/docs/transformers/expert_parallelism
     from transformers.distributed import DistributedConfig
 
-    copies = int(cell.option("dp_replicate"))
+    replicas = int(cell.option("dp_replicate"))
     return DistributedConfig(
-        tp_size=cell.tp, ep_size=cell.ep, fsdp_size=cell.dp_size // copies, dp_replicate_size=copies
+        tp_size=cell.tp,
+        ep_size=cell.ep,
+        fsdp_size=cell.dp_size // replicas,
+        dp_replicate_size=replicas,
     )
 
 
@@ -83,31 +94,36 @@ def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> di
     """Return keyword arguments for Accelerator: an FSDP plugin of that version that wraps the model's blocks."""
     from accelerate import FullyShardedDataParallelPlugin
 
-    state_dict_type = STATE_DICT_TYPES[str(cell.option("state_dict"))]
-    settings: dict[str, Any] = {
-        "fsdp_version": version,
-        "state_dict_type": state_dict_type,
-        "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
-        "cpu_offload": bool(cell.option("cpu_offload")),
-        "activation_checkpointing": bool(cell.option("activation_checkpointing")),
-        "reshard_after_forward": bool(cell.option("reshard_after_forward")),
-    }
+    settings = {"fsdp_version": version, **_common_settings(cell)}
     if cell.option("wrap_policy") == "size":
         settings |= {"auto_wrap_policy": "size_based_wrap", "min_num_params": wrap.min_num_params}
     else:
         settings |= {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": list(wrap.blocks)}
     if wrap.ignored_modules:
         # A regular expression: https://huggingface.co/docs/accelerate/package_reference/fsdp
-        settings["ignored_modules"] = "|".join(map(re.escape, wrap.ignored_modules))
+        names = [re.escape(name) for name in wrap.ignored_modules]
+        settings["ignored_modules"] = "|".join(names)
     if cell.option("reduce_dtype") != "auto":
         # accelerate makes its own policy if none is given.
         settings["mixed_precision_policy"] = policy(version, precision, cell)
     if version == 1:
+        settings["use_orig_params"] = bool(cell.option("use_orig_params"))
         # Synchronising module states needs a GPU; the ranks start from the same seed anyway.
-        settings |= {"use_orig_params": bool(cell.option("use_orig_params")), "sync_module_states": False}
+        settings["sync_module_states"] = False
         settings["reshard_after_forward"] = "FULL_SHARD" if cell.option("reshard_after_forward") else "SHARD_GRAD_OP"
     settings = cell.with_settings("FullyShardedDataParallelPlugin", settings)
     return {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings), **_parallelism_config(cell)}
+
+
+def _common_settings(cell: Cell) -> dict[str, Any]:
+    """Return the settings that accelerate's plugin and TrainingArguments name alike."""
+    return {
+        "state_dict_type": STATE_DICT_TYPES[str(cell.option("state_dict"))],
+        "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
+        "cpu_offload": bool(cell.option("cpu_offload")),
+        "activation_checkpointing": bool(cell.option("activation_checkpointing")),
+        "reshard_after_forward": bool(cell.option("reshard_after_forward")),
+    }
 
 
 def _parallelism_config(cell: Cell) -> dict[str, Any]:
@@ -124,16 +140,11 @@ def _parallelism_config(cell: Cell) -> dict[str, Any]:
 def arguments(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
     """Return keyword arguments for TrainingArguments: https://huggingface.co/docs/transformers/fsdp."""
     if cell.tp * cell.ep > 1:
-        # The model comes in parts, see ``distributed_config``, and Trainer takes sizes from it.
+        # The model is loaded in shards, see ``distributed_config``, and Trainer takes sizes from it.
         return {}
-    reshard = bool(cell.option("reshard_after_forward"))
-    settings: dict[str, Any] = {
+    settings = {
         "version": version,
-        "state_dict_type": STATE_DICT_TYPES[str(cell.option("state_dict"))],
-        "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
-        "cpu_offload": bool(cell.option("cpu_offload")),
-        "activation_checkpointing": bool(cell.option("activation_checkpointing")),
-        "reshard_after_forward": reshard,
+        **_common_settings(cell),
         # Synchronising module states needs a GPU; the ranks start from the same seed anyway. FSDP2 has no such setting, yet
         # transformers 4 synchronises by default.
         "sync_module_states": False,
@@ -147,5 +158,5 @@ def arguments(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) ->
         settings["auto_wrap_policy"] = "NO_WRAP"
     if version == 1:
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
-        settings["reshard_after_forward"] = "full_shard" if reshard else "shard_grad_op"
+        settings["reshard_after_forward"] = "full_shard" if cell.option("reshard_after_forward") else "shard_grad_op"
     return {"fsdp": True, "fsdp_config": cell.with_settings("fsdp_config", settings), **_parallelism_config(cell)}

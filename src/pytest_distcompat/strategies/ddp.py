@@ -29,7 +29,8 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
 
     wrap.prepare(model)
     model.to(device)
-    settings: dict[str, Any] = {"device_ids": [device.index] if device.type == "cuda" else None}
+    device_ids = [device.index] if device.type == "cuda" else None
+    settings: dict[str, Any] = {"device_ids": device_ids}
     if cell.option("lora") == "int8":
         # DDP broadcasts flat tensors, which torchao's have no view for ('aten.view'). All ranks have quantized the same.
         settings["init_sync"] = False
@@ -49,7 +50,9 @@ def _accelerate(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str
 
 
 def _transformers(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
-    return {"ddp_find_unused_parameters": True} if wrap.find_unused else {}
+    if not wrap.find_unused:
+        return {}
+    return {"ddp_find_unused_parameters": True}
 
 
 DDP = Strategy(

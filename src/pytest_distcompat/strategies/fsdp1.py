@@ -21,21 +21,27 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    blocks = wrap.units(model)
-    reshard = ShardingStrategy.FULL_SHARD if cell.option("reshard_after_forward") else ShardingStrategy.SHARD_GRAD_OP
-    hybrid = cell.option("dp_replicate") != 1
+    unit_classes = {type(block) for block in wrap.units(model)}
+    mesh = None
+    if cell.option("dp_replicate") != 1:
+        mesh = _fsdp.mesh(cell, device)
+        sharding = ShardingStrategy.HYBRID_SHARD
+    elif cell.option("reshard_after_forward"):
+        sharding = ShardingStrategy.FULL_SHARD
+    else:
+        sharding = ShardingStrategy.SHARD_GRAD_OP
     settings = {
-        "auto_wrap_policy": ModuleWrapPolicy({type(block) for block in blocks}),
+        "auto_wrap_policy": ModuleWrapPolicy(unit_classes),
         "mixed_precision": _fsdp.policy(1, precision, cell),
         "device_id": device,
         "use_orig_params": bool(cell.option("use_orig_params")),
-        "sharding_strategy": ShardingStrategy.HYBRID_SHARD if hybrid else reshard,
-        "device_mesh": _fsdp.mesh(cell, device) if hybrid else None,
+        "sharding_strategy": sharding,
+        "device_mesh": mesh,
         "ignored_modules": wrap.modules_to_ignore(model),
     }
     wrapped = FullyShardedDataParallel(model, **cell.with_settings("FullyShardedDataParallel", settings))
-    # Inside the units, as in its tutorial: around them units are gathered twice, and ``get_state_dict`` leaves
-    # ``_fsdp_wrapped_module`` in the optimizer's names.
+    # Blocks are recomputed inside the units, as in its tutorial: around them units are gathered twice, and ``get_state_dict``
+    # leaves ``_fsdp_wrapped_module`` in the optimizer's names.
     wrap.prepare(model)
     return wrapped
 
@@ -43,7 +49,10 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
 def _dtypes(precision: Precision) -> Dtypes:
     """Return FSDP2's row with buffers in the compute dtype, from the first forward on."""
     # ``MixedPrecision(buffer_dtype=...)`` does that; accelerate sets it too.
-    return dataclasses.replace(_fsdp.dtypes(precision), buffer=precision.compute if precision.mixed else "")
+    row = _fsdp.dtypes(precision)
+    if not precision.mixed:
+        return row
+    return dataclasses.replace(row, buffer=precision.compute)
 
 
 FSDP1 = Strategy(
@@ -53,7 +62,7 @@ FSDP1 = Strategy(
     wrapper="FSDP1",
     kind="FSDP1 shard",
     shards=True,
-    # On one rank FSDP1 turns every sharding strategy into NO_SHARD, whose parameters are whole, plain tensors.
+    # On one rank FSDP1 turns every sharding strategy into NO_SHARD, whose parameters are full, plain tensors.
     kind_alone="Tensor",
     wrappers=("_fsdp_wrapped_module",),
     torch=_torch,

@@ -1,4 +1,7 @@
-"""FSDP2, torch's fully_shard: every parameter is a DTensor, sharded on its first dimension."""
+"""FSDP2, torch's fully_shard: every parameter is a DTensor, sharded on its first dimension.
+
+``_fsdp.mesh`` says what the dimensions of the device mesh are.
+"""
 
 from __future__ import annotations
 
@@ -19,64 +22,94 @@ if TYPE_CHECKING:
 
 def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec) -> Module:
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     full_state = _move_to_meta(model) if cell.option("meta_init") else None
     if full_state is None:
         model.to(device)
     mesh = _fsdp.mesh(cell, device)
     if cell.tp > 1:
-        # Beside expert parallelism they are cut along both dimensions at once.
-        experts = wrap.experts if cell.ep == 1 else ""
-        _tensor.parallelize(model, mesh["tp"], wrap.tp_plan, experts, sequence=bool(cell.option("sp")))
-        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
-    # By its name before a wrapper that recomputes it has that.
-    spread: Any = model.get_submodule(wrap.experts) if cell.ep > 1 else None
+        # Under expert parallelism experts are sharded along both dimensions at once, below.
+        experts_name = wrap.experts if cell.ep == 1 else ""
+        _tensor.parallelize(model, mesh["tp"], wrap.tp_plan, experts_name, sequence=bool(cell.option("sp")))
+        dimensions = mesh.mesh_dim_names or ()
+        mesh = mesh[tuple(name for name in dimensions if name != "tp")]
+    # Looked up before a wrapper that recomputes it takes its name.
+    experts: Any = model.get_submodule(wrap.experts) if cell.ep > 1 else None
     wrap.prepare(model)
-    ignored = {parameter for module in wrap.modules_to_ignore(model) for parameter in module.parameters()}
+    ignored_params: set[torch.nn.Parameter] = set()
+    for module in wrap.modules_to_ignore(model):
+        ignored_params.update(module.parameters())
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": _fsdp.policy(2, precision, cell) or MixedPrecisionPolicy(),
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
-        # Pinned memory needs a GPU.
-        "offload_policy": CPUOffloadPolicy(
-            **cell.with_settings("CPUOffloadPolicy", {"pin_memory": device.type == "cuda"})
-        )
-        if cell.option("cpu_offload")
-        else OffloadPolicy(),
-        "ignored_params": ignored or None,
+        "offload_policy": _offload_policy(cell, device),
+        "ignored_params": ignored_params or None,
     }
     settings = cell.with_settings("fully_shard", settings)
     blocks = wrap.units(model)
-    if spread is not None:
-        copies = int(cell.option("dp_replicate"))
-        outer = ({"dp_replicate": copies} if copies > 1 else {}) | {"dp_shard": cell.dp_size // cell.ep // copies}
-        sizes = outer | {"ep": cell.ep} | ({"tp": cell.tp} if cell.tp > 1 else {})
-        both = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        _expert.spread(spread, both[tuple(sizes)[len(outer) :]])
-        unit: Any = fully_shard(spread, **{**settings, "mesh": both[tuple(outer)]})
-        # Their gradients are sums over the rows of several ranks already; the mean is over all.
-        unit.set_gradient_divide_factor(float(cell.dp_size))
-        # gloo cannot multiply while it sums; one rank would divide twice (docs/upstream.md).
-        unit.set_force_sum_reduction_for_comms(enable=sizes["dp_shard"] > 1)
-        blocks.remove(spread)
+    if experts is not None:
+        _shard_experts(experts, cell, device, settings)
+        blocks.remove(experts)
     # Blocks before the root, and those in another one before that: an outer unit then has the parameters of no inner one.
     for block in reversed(blocks):
         fully_shard(block, **settings)
     fully_shard(model, **settings)
-    if chosen := cell.settings("prefetch"):
-        Prefetch(**chosen).apply(blocks)
+    prefetch = cell.settings("prefetch")
+    if prefetch:
+        Prefetch(**prefetch).apply(blocks)
     if full_state is not None:
         _load_weights(model, full_state, torch.device("cpu") if cell.option("cpu_offload") else device)
     return model
 
 
+def _offload_policy(cell: Cell, device: torch.device) -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    if not cell.option("cpu_offload"):
+        return OffloadPolicy()
+    # Pinned memory needs a GPU.
+    settings = {"pin_memory": device.type == "cuda"}
+    return CPUOffloadPolicy(**cell.with_settings("CPUOffloadPolicy", settings))
+
+
+def _shard_experts(experts: Module, cell: Cell, device: torch.device, settings: dict[str, Any]) -> None:
+    """Shard a module of experts in place: by expert, by column under tensor parallelism, and what is left of both by FSDP2.
+
+    Its mesh has the dimension ``ep`` beside those of the other layers. The ranks of ``ep`` are ``dp_shard`` ranks of the other
+    layers, so that ``dp_shard`` is smaller here by that factor.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    replicas = int(cell.option("dp_replicate"))
+    data_sizes = {}
+    if replicas > 1:
+        data_sizes["dp_replicate"] = replicas
+    data_sizes["dp_shard"] = cell.dp_size // cell.ep // replicas
+    expert_sizes = {"ep": cell.ep}
+    if cell.tp > 1:
+        expert_sizes["tp"] = cell.tp
+    sizes = data_sizes | expert_sizes
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    _expert.spread(experts, mesh[tuple(expert_sizes)])
+    unit: Any = fully_shard(experts, **{**settings, "mesh": mesh[tuple(data_sizes)]})
+    # Their gradients are sums over the rows of several ranks already; the mean is over all.
+    unit.set_gradient_divide_factor(float(cell.dp_size))
+    # gloo cannot multiply while it sums; one rank would divide twice (docs/upstream.md).
+    unit.set_force_sum_reduction_for_comms(enable=data_sizes["dp_shard"] > 1)
+
+
 @dataclass(frozen=True)
 class Prefetch:
-    """How many blocks each block has gathered early: of those after it in the forward, before it in the backward pass.
+    """How many blocks each block has gathered early.
 
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html (set_modules_to_forward_prefetch).
+
+    Attributes:
+        forward: How many of those after it, in its forward.
+        backward: How many of those before it, in its backward pass.
     """
 
     forward: int = 0
@@ -85,8 +118,11 @@ class Prefetch:
     def apply(self, blocks: list[Any]) -> None:
         """Set what each of the blocks gathers early; they are in the order of the forward."""
         for number, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[number + 1 :][: self.forward])
-            block.set_modules_to_backward_prefetch(blocks[:number][::-1][: self.backward])
+            following = blocks[number + 1 :]
+            # The nearest first.
+            preceding = blocks[:number][::-1]
+            block.set_modules_to_forward_prefetch(following[: self.forward])
+            block.set_modules_to_backward_prefetch(preceding[: self.backward])
 
 
 def _move_to_meta(model: Module) -> dict[str, torch.Tensor]:

@@ -27,7 +27,8 @@ def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
     bf16: dict[str, Any] = {"enabled": precision.compute == "bfloat16"}
     if precision.master == "bfloat16":
         # With the first key alone DeepSpeed asks for offload; both together are its low-precision mode.
-        bf16 |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        bf16["bf16_master_weights_and_grads"] = True
+        bf16["bf16_optimizer_states"] = True
     zero: dict[str, Any] = {
         "stage": stage,
         # By default stage 3 keeps parameters of less than 100 thousand elements whole: all of a tiny model.
@@ -110,9 +111,9 @@ def _transformers(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) 
 
     without_shared_memory()
     settings = config(stage, precision, cell)
-    shared = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    found = cell.with_settings("ds_config", settings | dict.fromkeys(shared, "auto"))
-    return {"deepspeed": found, **_sequence_parallel(cell)}
+    set_by_arguments = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    settings |= dict.fromkeys(set_by_arguments, "auto")
+    return {"deepspeed": cell.with_settings("ds_config", settings), **_sequence_parallel(cell)}
 
 
 #: Options of FSDP and of compilation by block -> why a DeepSpeed engine does not have them.
@@ -133,14 +134,16 @@ _UNSUPPORTED = {
     ),
 }
 
-
+#: Models whose ranks use different parameters in a step -> why no stage that partitions state trains them.
 _PARTITIONED = dict.fromkeys(
     ("model_branch", "model_hf:longcat_flash"),
     "all ranks must use the same parameters (https://github.com/deepspeedai/DeepSpeed/issues/1355)",
 )
 
 
-def _zero(stage: int, meaning: str, options: Mapping[str, str]) -> Strategy:
+def _zero(stage: int, meaning: str, options: dict[str, str]) -> Strategy:
+    if stage > 0:
+        options = _PARTITIONED | options
     return Strategy(
         f"zero{stage}",
         meaning=f"DeepSpeed ZeRO stage {stage}: {meaning}",
@@ -157,7 +160,7 @@ def _zero(stage: int, meaning: str, options: Mapping[str, str]) -> Strategy:
         accelerate=functools.partial(_accelerate, stage),
         transformers=functools.partial(_transformers, stage),
         deepspeed=functools.partial(_native, stage),
-        options={**_UNSUPPORTED, **(_PARTITIONED if stage else {}), **options},
+        options=_UNSUPPORTED | options,
         order=3 + stage,
     )
 
