@@ -111,11 +111,7 @@ def test_a_driver_on_real_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.spawn
-def test_the_reference_has_the_ranks_of_the_compared_run_in_its_cell(
-    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Ranks import this module by its name.
-    monkeypatch.syspath_prepend(pytestconfig.rootpath)
+def test_the_reference_has_the_ranks_of_the_compared_run_in_its_cell() -> None:
     cell = Cell.of("ddp", "fp32", model="mlp")
     (found,) = check_driver(CountsRanks, [cell], ["parity"], device="cpu")
     assert found.status == "passed", found.message
