@@ -86,34 +86,64 @@ def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped:
 
 def _replicated_by_tp(cell: Cell, built: tuple[Snapshot, ...]) -> int:
     """Return the trained elements that tensor parallelism leaves whole on each of its ranks, once for each further rank."""
-    infos = (info for info in (built[0].parameters if built else ()) if info.trainable)
-    return sum((tp_copies(info, cell, built[0].rank) - 1) * math.prod(info.shape) for info in infos)
+    if not built:
+        return 0
+    first = built[0]
+    elements = 0
+    for info in first.parameters:
+        if info.trainable:
+            further_ranks = tp_copies(info, cell, first.rank) - 1
+            elements += further_ranks * math.prod(info.shape)
+    return elements
 
 
 def _copies(built: tuple[Snapshot, ...], size: int) -> int:
-    """Return in how many copies the shards are."""
-    layouts = [info.layout for one in built for info in one.parameters]
-    layouts += [info.layout for one in built if one.optimizer for info in one.optimizer.masters]
-    return size // (max((len(one.holders) for one in layouts), default=0) or size)
+    """Return in how many copies the shards are, on `size` ranks: two where two groups of ranks shard the same model."""
+    most_holders = 0
+    for snapshot in built:
+        layouts = [info.layout for info in snapshot.parameters]
+        if snapshot.optimizer:
+            layouts.extend(info.layout for info in snapshot.optimizer.masters)
+        for layout in layouts:
+            most_holders = max(most_holders, len(layout.holders))
+    if most_holders == 0:
+        return 1
+    return size // most_holders
 
 
 def _without_state(snapshots: tuple[Snapshot, ...], key: str, unused: frozenset[str]) -> int:
     """Return the elements on all ranks of the unused parameters for which no rank keeps state under that key."""
-    optimizers = [snapshot.optimizer for snapshot in snapshots if snapshot.optimizer]
-    owners = {state.owner for optimizer in optimizers for state in optimizer.states if state.key == key}
-    without = unused.difference(owners, *(optimizer.partitioned for optimizer in optimizers))
-    infos = ((info, len(snapshot.ranks)) for snapshot in snapshots for info in snapshot.parameters)
-    return sum(info.local_numel * ranks for info, ranks in infos if info.name in without)
+    without = set(unused)
+    for snapshot in snapshots:
+        if snapshot.optimizer:
+            without.difference_update(snapshot.optimizer.partitioned)
+            for state in snapshot.optimizer.states:
+                if state.key == key:
+                    without.discard(state.owner)
+    elements = 0
+    for snapshot in snapshots:
+        for info in snapshot.parameters:
+            if info.name in without:
+                elements += info.local_numel * len(snapshot.ranks)
+    return elements
 
 
 def _of_another_size(snapshot: Snapshot) -> set[str]:
     """Return the keys of state that does not have one element for each element that the optimizer updates."""
-    states = [state for state in snapshot.states if state.numel and state.key not in {"step", "master"}]
-    sizes = {info.name: info.local_numel for info in snapshot.parameters}
-    # For a parameter of one element the sizes always agree; the size of a partition is not known.
-    owners = {state.owner for state in states if sizes.get(state.owner, 2) > 1}
-    found = set(FACTORS)
-    for key in {state.key for state in states}:
-        held = {state.owner: state.numel for state in states if state.key == key and state.owner in owners}
-        found |= {key} if owners - held.keys() or all(numel == 1 for numel in held.values()) else set()
-    return found
+    numel_by_parameter = {info.name: info.local_numel for info in snapshot.parameters}
+    owners = set()
+    numel_by_key: dict[str, dict[str, int]] = {}
+    for state in snapshot.states:
+        if not state.numel or state.key in {"step", "master"}:
+            continue
+        numel_by_owner = numel_by_key.setdefault(state.key, {})
+        # For a parameter of one element the sizes always agree; the size of a partition is not known.
+        if numel_by_parameter.get(state.owner, 2) > 1:
+            owners.add(state.owner)
+            numel_by_owner[state.owner] = state.numel
+    keys = set(FACTORS)
+    for key, numel_by_owner in numel_by_key.items():
+        lacks_owners = not owners.issubset(numel_by_owner)
+        if lacks_owners or set(numel_by_owner.values()) <= {1}:
+            keys.add(key)
+    return keys

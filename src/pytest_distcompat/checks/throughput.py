@@ -19,8 +19,12 @@ LIMIT = "throughput"
 
 
 def _baseline(cell: Cell, driver: type[Driver]) -> str:
-    alike = (Cell(name, cell.precision, cell.world_size, nodes=cell.nodes) for name in BASELINES)
-    return next((other.strategy for other in alike if not driver.unsupported_reason(other)), cell.strategy)
+    """Return the first of the baselines that the driver supports in the cell's precision and world size."""
+    for name in BASELINES:
+        baseline_cell = Cell(name, cell.precision, cell.world_size, nodes=cell.nodes)
+        if not driver.unsupported_reason(baseline_cell):
+            return baseline_cell.strategy
+    return cell.strategy
 
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
@@ -44,13 +48,15 @@ def throughput(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: compare step times and peak memory in the report. Small units, needless recomputation and offloaded
     state cost most.
     """
-    here = cost(trace)
-    there = cost(Trace.of(trace.driver, [trace.run("baseline")]), run="baseline")
-    limit = trace.limits.get(LIMIT, 0.0)
-    if here is None or there is None:
+    measured = cost(trace)
+    baseline = cost(Trace.of(trace.driver, [trace.run("baseline")]), run="baseline")
+    if measured is None or baseline is None:
         yield "too few steps to measure the throughput"
-    elif here.tokens_per_second < limit * there.tokens_per_second:
-        fraction = here.tokens_per_second / there.tokens_per_second
-        base = STRATEGIES.get(trace.run("baseline").cell.partition("-")[0]).name
-        figures = f"{fraction:.2f} of {base}'s {there.tokens_per_second:.4g}; expected at least {limit:g} of it"
-        yield f"{here.tokens_per_second:.4g} tokens a second and rank, {figures}"
+        return
+    limit = trace.limits.get(LIMIT, 0.0)
+    if measured.tokens_per_second < limit * baseline.tokens_per_second:
+        baseline_strategy = trace.run("baseline").cell.partition("-")[0]
+        name = STRATEGIES.get(baseline_strategy).name
+        fraction = measured.tokens_per_second / baseline.tokens_per_second
+        figures = f"{fraction:.2f} of {name}'s {baseline.tokens_per_second:.4g}; expected at least {limit:g} of it"
+        yield f"{measured.tokens_per_second:.4g} tokens a second and rank, {figures}"
