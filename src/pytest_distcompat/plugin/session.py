@@ -26,6 +26,7 @@ from pytest_distcompat.plugin.reporting import reproduce
 from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
+    from pytest_distcompat.executors import Executor
     from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.launch.launcher import Launcher
     from pytest_distcompat.launch.request import Warmth
@@ -286,31 +287,17 @@ class DistcompatSession:
         from pytest_distcompat.executors import EXECUTORS
         from pytest_distcompat.nodes.launcher import NodesLauncher, Settings
 
-        name, token = self.setting("executor").value, self.setting("token_file").value
+        name = self.setting("executor").value
+        token = self.setting("token_file").value
         executor = EXECUTORS.get(name)()
-        reason = executor.unsupported_reason()
-        if not reason and self.setting("launcher").value != "warm":
-            reason = "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes"
-        if not reason and name == "local" and self.gpus and not self.worker_nodes:
-            reason = "its nodes would share GPUs, which NCCL refuses; expected --distcompat-gpus 0, or another executor"
-        if not reason and executor.hint and not token:
-            reason = "expected --distcompat-token-file FILE, with the token that nodes join with"
-        if not reason and executor.hint and self.worker:
-            reason = "each worker of xdist would need nodes of its own; expected no -n"
-        wanted = self.worker_nodes or self.nodes
+        reason = self._why_no_executor(executor, token)
         names: list[str] | None = None
         if not reason and (self.worker_nodes or executor.lists_at_once):
             try:
-                names = executor.names(wanted)
+                names = executor.names(self.worker_nodes or self.nodes)
             except UsageProblem as problem:
                 reason = str(problem)
-        if self.worker_nodes and not reason:
-            if self.nodes > 1:
-                reason = "runs of one node and of several do not mix; expected no --distcompat-worker-nodes"
-            elif names is None:
-                reason = f"it cannot start agents on {self.worker_nodes} nodes one by one"
-        if not reason and names is not None and len(names) < wanted:
-            reason = f"there are {len(names)} of {wanted} nodes: {', '.join(names) or 'none'}"
+        reason = reason or self._why_no_nodes(names)
         if reason:
             raise pytest.UsageError(f"--distcompat-executor {name}: {reason}")
         limit, listen = float(self.setting("warm_timeout").value), self.setting("listen").value or executor.listen
@@ -331,6 +318,46 @@ class DistcompatSession:
             # The node itself is the last: its agent alone may be gone.
             settings = dataclasses.replace(settings, node=node, spare=(*others, node))
         return NodesLauncher(one, executor, settings, warmth, self.description_file.read_text(encoding="utf-8"))
+
+    def _why_no_executor(self, executor: Executor, token: object) -> str:
+        """Return why the options do not fit the executor, empty if they do; ``token``: whether nodes have one to join with."""
+        shares_gpus = executor.name == "local" and self.gpus and not self.worker_nodes
+        problems = (
+            (
+                self.setting("launcher").value != "warm",
+                "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes",
+            ),
+            (
+                shares_gpus,
+                "its nodes would share GPUs, which NCCL refuses; expected --distcompat-gpus 0, or another executor",
+            ),
+            (
+                executor.hint and not token,
+                "expected --distcompat-token-file FILE, with the token that nodes join with",
+            ),
+            (
+                executor.hint and self.worker,
+                "each worker of xdist would need nodes of its own; expected no -n",
+            ),
+        )
+        unsupported = executor.unsupported_reason()
+        if unsupported:
+            return unsupported
+        for applies, reason in problems:
+            if applies:
+                return reason
+        return ""
+
+    def _why_no_nodes(self, names: list[str] | None) -> str:
+        """Return why runs cannot be on these nodes, empty if they can; None: nodes join one by one."""
+        wanted = self.worker_nodes or self.nodes
+        if self.worker_nodes and self.nodes > 1:
+            return "runs of one node and of several do not mix; expected no --distcompat-worker-nodes"
+        if self.worker_nodes and names is None:
+            return f"it cannot start agents on {self.worker_nodes} nodes one by one"
+        if names is not None and len(names) < wanted:
+            return f"there are {len(names)} of {wanted} nodes: {', '.join(names) or 'none'}"
+        return ""
 
     @functools.cached_property
     def cold_launcher(self) -> Launcher:
