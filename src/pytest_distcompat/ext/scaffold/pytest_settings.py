@@ -50,9 +50,10 @@ class Settings:
         """Return a setting of several names: a list in TOML, elsewhere a shell-like text. Raises UsageProblem."""
         value = self.values.get(name, "")
         try:
-            return tuple(map(str, value)) if isinstance(value, list) else tuple(shlex.split(str(value)))
+            names = value if isinstance(value, list) else shlex.split(str(value))
         except ValueError as error:
             raise UsageProblem(f"{self.file}: {name} = {value}: {error}") from None
+        return tuple(map(str, names))
 
     def line(self, key: str, value: str, *, several: bool = False) -> str:
         """Return the line for the file; ``several``: pytest expects a list, or a shell-like text."""
@@ -60,7 +61,9 @@ class Settings:
         if several and toml and self.table != "tool.pytest.ini_options":
             return f"{key} = [{json.dumps(value, ensure_ascii=False)}]"
         text = shlex.quote(value) if several else value
-        return f"{key} = {json.dumps(text, ensure_ascii=False) if toml else text}"
+        if toml:
+            text = json.dumps(text, ensure_ascii=False)
+        return f"{key} = {text}"
 
 
 def settings_of(root: Path) -> Settings:
@@ -68,18 +71,27 @@ def settings_of(root: Path) -> Settings:
     for directory in (root, *root.parents):
         for name, table in TABLES:
             path = directory / name
-            found = _table(_parsed(path), table) if path.is_file() else None
-            # Files with pytest in their name count even if they are empty.
-            if found is not None or ("pytest" in name and path.is_file()):
-                return Settings(path, table, found or {}, exists=True)
+            if not path.is_file():
+                continue
+            values = _table(_parsed(path), table)
+            # Files with pytest in their name count even if they have no such table.
+            if values is not None or "pytest" in name:
+                return Settings(path, table, values or {}, exists=True)
     return Settings(root / "pytest.ini", "pytest")
 
 
 def _table(data: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    found: Any = data
+    """Return the table of a dotted name, without the older table nested in it; None if there is no such table."""
+    table: Any = data
     for part in name.split("."):
-        found = found.get(part) if isinstance(found, dict) else None
-    return {key: value for key, value in found.items() if key != "ini_options"} if isinstance(found, dict) else None
+        if not isinstance(table, dict):
+            return None
+        table = table.get(part)
+    if not isinstance(table, dict):
+        return None
+    values = dict(table)
+    values.pop("ini_options", None)
+    return values
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -89,9 +101,13 @@ def _parsed(path: Path) -> dict[str, Any]:
             content = path.read_text(encoding="utf-8")
         if path.suffix == ".toml":
             return tomllib.loads(content)
-        return {section.name: dict(section.items()) for section in iniconfig.IniConfig(str(path), data=content)}
+        sections = iniconfig.IniConfig(str(path), data=content)
+        return {section.name: dict(section.items()) for section in sections}
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, iniconfig.ParseError) as error:
-        raise UsageProblem(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+        problem = str(error)
+        if str(path) not in problem:
+            problem = f"{path}: {problem}"
+        raise UsageProblem(problem) from None
 
 
 def relative(path: Path, root: Path) -> Path:

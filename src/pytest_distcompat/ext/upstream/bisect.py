@@ -27,54 +27,83 @@ def releases_of(text: str, directory: Path) -> list[str]:
     ``PACKAGE==FIRST..LAST``: releases of the package index, pre-releases left out. ``PACKAGE @ git+URL@FIRST..LAST``: commits of
     the first-parent history, from a clone that is kept in the directory.
     """
-    found = _RANGE.fullmatch(text.strip())
-    if found is None:
+    match = _RANGE.fullmatch(text.strip())
+    if match is None:
         expected = (
             "accelerate==1.12.0..1.13.0 or accelerate @ git+https://github.com/huggingface/accelerate@v1.12.0..main"
         )
         raise UsageProblem(f"{text!r} is no range of releases; expected: {expected}")
-    package, url, first, last = found.group("package", "url", "first", "last")
+    package, url = match["package"], match["url"]
+    first, last = match["first"], match["last"]
     if url:
-        return [
-            f"{package} @ git+{url}@{commit}" for commit in _commits(url, first, last, directory / f"{package}.git")
-        ]
-    listed = pip("index", "versions", "--pre", "--json", package, problem=f"pip lists no releases of {package}")
-    known = sorted(map(Version, json.loads(listed)["versions"]))
-    ends = []
-    for end in (first, last):
-        try:
-            ends.append(known.index(Version(end)))
-        except (InvalidVersion, ValueError):
-            releases = ", ".join(map(str, known[-20:]))
-            raise UsageProblem(f"{package} has no release {end}; the newest: {releases}") from None
-    if ends[0] >= ends[1]:
+        commits = _commits(url, first, last, directory / f"{package}.git")
+        return [f"{package} @ git+{url}@{commit}" for commit in commits]
+    listing = pip("index", "versions", "--pre", "--json", package, problem=f"pip lists no releases of {package}")
+    versions = sorted(map(Version, json.loads(listing)["versions"]))
+    start = _position(first, versions, package)
+    end = _position(last, versions, package)
+    if start >= end:
         raise UsageProblem(f"{text}: the first release is not older than the last")
-    chosen = known[ends[0] : ends[1] + 1]
-    return [f"{package}=={one}" for one in chosen if not one.is_prerelease or str(one) in {first, last}]
+
+    def is_offered(version: Version) -> bool:
+        # A pre-release counts where the user names it.
+        return not version.is_prerelease or str(version) in {first, last}
+
+    return [f"{package}=={version}" for version in filter(is_offered, versions[start : end + 1])]
+
+
+def _position(name: str, versions: Sequence[Version], package: str) -> int:
+    """Return the index of the version of that name. Raises UsageProblem if the package has no such release."""
+    try:
+        return versions.index(Version(name))
+    except (InvalidVersion, ValueError):
+        newest = ", ".join(map(str, versions[-20:]))
+        raise UsageProblem(f"{package} has no release {name}; the newest: {newest}") from None
 
 
 def bisect(
     releases: Sequence[str], run: Callable[[str], Outcome], red: Callable[[Outcome], bool | None]
 ) -> Iterator[Outcome]:
-    """Run the first release, the last one, and those between that halve what is left; yield each outcome.
+    """Run the first release and the last; if only one of them is red, halve those between until the change is located.
 
-    A release that is neither red nor green is left out, and the one next to it is taken.
+    Args:
+        releases: the oldest first.
+        run: runs the tests with a release.
+        red: tells whether an outcome is red; None if it is neither red nor green. The release next to such a one is taken.
+
+    Yields:
+        The outcome of each run.
     """
-    yield (first := run(releases[0]))
-    yield (last := run(releases[-1]))
+    first = run(releases[0])
+    yield first
+    last = run(releases[-1])
+    yield last
     if None in {red(first), red(last)} or red(first) == red(last):
         return
-    below, above = 0, len(releases) - 1
-    left = list(range(1, above))
-    while left:
-        middle = min(left, key=lambda number: abs(2 * number - below - above))
-        yield (outcome := run(releases[middle]))
+    # The newest release known to be as the first, and the oldest known to be as the last.
+    like_first, like_last = 0, len(releases) - 1
+    candidates = list(range(1, like_last))
+    while candidates:
+        middle = _nearest_to_middle(candidates, like_first, like_last)
+        outcome = run(releases[middle])
+        yield outcome
         if red(outcome) is None:
-            left.remove(middle)
+            candidates.remove(middle)
         elif red(outcome) == red(first):
-            below, left = middle, [number for number in left if number > middle]
+            like_first = middle
+            candidates = candidates[candidates.index(middle) + 1 :]
         else:
-            above, left = middle, [number for number in left if number < middle]
+            like_last = middle
+            candidates = candidates[: candidates.index(middle)]
+
+
+def _nearest_to_middle(candidates: Sequence[int], low: int, high: int) -> int:
+    """Return the candidate that halves the range between two numbers best, the lower of two as good."""
+
+    def distance(number: int) -> int:
+        return abs(2 * number - low - high)
+
+    return min(candidates, key=distance)
 
 
 def _commits(url: str, first: str, last: str, clone: Path) -> list[str]:
@@ -84,27 +113,40 @@ def _commits(url: str, first: str, last: str, clone: Path) -> list[str]:
     else:
         clone.parent.mkdir(parents=True, exist_ok=True)
         _git("clone", "--quiet", "--no-checkout", "--filter=blob:none", url, str(clone))
-    start, end = (
-        _git(
-            "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}", clone=clone, what=revision
-        )
-        for revision in (_revision(first, clone), _revision(last, clone))
-    )
+    # Both names come first: a failure of git itself is reported before an unknown revision.
+    first_revision = _revision(first, clone)
+    last_revision = _revision(last, clone)
+    start = _commit(first_revision, clone)
+    end = _commit(last_revision, clone)
     commits = _git("rev-list", "--reverse", "--first-parent", f"{start}..{end}", clone=clone).split()
     if not commits or commits[-1] != end:
         raise UsageProblem(f"{url}: {first} is no ancestor of {last}")
     return [start, *commits]
 
 
+def _commit(revision: str, clone: Path) -> str:
+    """Return the hash of a revision's commit. Raises UsageProblem if git does not know the revision."""
+    options = ("--verify", "--quiet", "--end-of-options")
+    return _git("rev-parse", *options, f"{revision}^{{commit}}", clone=clone, revision=revision)
+
+
 def _revision(name: str, clone: Path) -> str:
     """Return a branch's name as that of the fetched branch: the clone's own is as old as the clone."""
     fetched = f"refs/remotes/origin/{name}"
-    return fetched if _git("for-each-ref", fetched, clone=clone) else name
+    if _git("for-each-ref", fetched, clone=clone):
+        return fetched
+    return name
 
 
-def _git(*arguments: str, clone: Path | None = None, what: str = "") -> str:
-    command = ["git", *(("-C", str(clone)) if clone else ()), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UsageProblem(f"git knows no revision {what}" if what else f"git: {' '.join(done.stderr.split())}")
-    return done.stdout.strip()
+def _git(*arguments: str, clone: Path | None = None, revision: str = "") -> str:
+    """Run git and return what it prints. Raises UsageProblem, which names the revision if one is looked up."""
+    command = ["git"]
+    if clone:
+        command += ["-C", str(clone)]
+    command += arguments
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode == 0:
+        return process.stdout.strip()
+    if revision:
+        raise UsageProblem(f"git knows no revision {revision}")
+    raise UsageProblem(f"git: {' '.join(process.stderr.split())}")

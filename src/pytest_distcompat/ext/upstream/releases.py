@@ -44,18 +44,27 @@ class Run:
     @property
     def red(self) -> bool | None:
         """Tell whether tests failed; None if that cannot be told, as where no cell could run."""
-        nothing_ran = self.report is None or (self.report.results and not counts(self.report)["ran"])
-        return None if nothing_ran or self.code not in {0, 1} else self.code == 1
+        if self.report is None or self.code not in {0, 1}:
+            return None
+        if self.report.results and not counts(self.report)["ran"]:
+            return None
+        return self.code == 1
 
     @property
     def causes(self) -> dict[tuple[str, str], Cause]:
         """Return the causes of failure by suite and text."""
-        return {cause.key: cause for cause in causes(self.report.results)} if self.report else {}
+        if self.report is None:
+            return {}
+        return {cause.key: cause for cause in causes(self.report.results)}
 
     @property
     def summary(self) -> str:
         """Return the outcome in one line."""
-        return "; ".join(filter(None, (counts_text(self.report) if self.report else "", self.problem)))
+        parts = []
+        if self.report is not None:
+            parts.append(counts_text(self.report))
+        parts.append(self.problem)
+        return "; ".join(filter(None, parts))
 
 
 def add(commands: Any) -> None:
@@ -100,22 +109,31 @@ def _releases(options: argparse.Namespace) -> int:
         if options.output is not None:
             # Whether it can be written shows before the sessions. This appends nothing, so an existing page stays as it is.
             options.output.open("ab").close()
-    arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    arguments = options.arguments
+    if arguments[:1] == ["--"]:
+        arguments = arguments[1:]
     if options.bisect:
         return _bisect(options.bisect, directory, arguments, options.output)
     # Install all first: a missing release is reported before any session, which takes minutes.
-    environments = {release: environment(install(release, directory)) for release in dict.fromkeys(options.release)}
+    environments = {}
+    for release in dict.fromkeys(options.release):
+        environments[release] = environment(install(release, directory))
+    environments[INSTALLED] = dict(os.environ)
     runs = []
-    for release, variables in {**environments, INSTALLED: dict(os.environ)}.items():
-        runs.append(_run(release, variables, directory, arguments))
-        print(f"{release}: {runs[-1].summary}", flush=True)
+    for release, variables in environments.items():
+        run = _run(release, variables, directory, arguments)
+        runs.append(run)
+        print(f"{release}: {run.summary}", flush=True)
     _write(runs, options.output)
     return int(not all(run.good for run in runs))
 
 
+#: What ``Run.red`` says, in words.
+_COLOURS = {True: "red", False: "green", None: "neither red nor green"}
+
+
 def _bisect(releases: str, directory: Path, arguments: Sequence[str], page: Path | None) -> int:
     ordered = releases_of(releases, directory)
-    words = {True: "red", False: "green", None: "neither red nor green"}
 
     def run(release: str) -> Run:
         try:
@@ -125,23 +143,35 @@ def _bisect(releases: str, directory: Path, arguments: Sequence[str], page: Path
         return _run(release, environment(target), directory, arguments)
 
     runs = []
-    for one in bisect(ordered, run, lambda run: run.red):
-        runs.append(one)
-        print(f"{one.release}: {words[one.red]}: {one.summary}", flush=True)
+    for outcome in bisect(ordered, run, lambda run: run.red):
+        runs.append(outcome)
+        print(f"{outcome.release}: {_COLOURS[outcome.red]}: {outcome.summary}", flush=True)
     runs.sort(key=lambda run: ordered.index(run.release))
     _write(runs, page)
-    known = [run for run in runs if run.red is not None]
-    before, after = next(
-        ((one, other) for one, other in itertools.pairwise(known) if one.red != other.red), (runs[0], runs[-1])
-    )
-    if before.red == after.red or None in {before.red, after.red}:
-        text = "; ".join(f"{run.release} is {words[run.red]}" for run in (before, after))
-        print(f"\n{text}; expected one red and one green")
+    change = _change(runs)
+    if change is None:
+        first, last = runs[0], runs[-1]
+        ends = f"{first.release} is {_COLOURS[first.red]}; {last.release} is {_COLOURS[last.red]}"
+        print(f"\n{ends}; expected one red and one green")
         return 1
+    before, after = change
+    facts = [
+        f"the first {_COLOURS[after.red]} one is {after.release}",
+        f"{before.release} is {_COLOURS[before.red]}",
+    ]
     between = ordered[ordered.index(before.release) + 1 : ordered.index(after.release)]
-    text = f"the first {words[after.red]} one is {after.release}; {before.release} is {words[before.red]}"
-    print(f"\n{text}{''.join(f'; {one} is {words[None]}' for one in between)}")
+    facts += [f"{release} is {_COLOURS[None]}" for release in between]
+    print(f"\n{'; '.join(facts)}")
     return 0
+
+
+def _change(runs: Sequence[Run]) -> tuple[Run, Run] | None:
+    """Return the last run before the tests changed their colour and the first after it; None if they did not change."""
+    coloured = [run for run in runs if run.red is not None]
+    for before, after in itertools.pairwise(coloured):
+        if before.red != after.red:
+            return before, after
+    return None
 
 
 def _write(runs: Sequence[Run], page: Path | None) -> None:
@@ -156,22 +186,52 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
     """Yield a Markdown table: counts of each release, then each cause with the number of its verdicts."""
     yield f"| | {' | '.join(run.release for run in runs)} |"
     yield "|" + " --- |" * (len(runs) + 1)
-    counted = [counts(run.report) if run.report else {} for run in runs]
+    yield from _count_rows(runs)
+    yield from _cause_rows(runs)
+    for run in runs:
+        if run.problem:
+            yield f"\n{run.release}: {run.problem}"
+
+
+def _count_rows(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield a row for each count of verdicts."""
+    columns = [_counts(run) for run in runs]
     for name in ("selected", "ran", "passed", "known", "refused", "red"):
-        figures = (str(one.get(name, "-")) for one in counted)
+        figures = [str(column.get(name, "-")) for column in columns]
         yield f"| {name} | {' | '.join(figures)} |"
+
+
+def _counts(run: Run) -> dict[str, int]:
+    """Return the counts of a run's verdicts by name; empty without a report."""
+    if run.report is None:
+        return {}
+    return counts(run.report)
+
+
+def _verdict_count(cause: Cause | None) -> str:
+    """Return how many verdicts a cause has with a release; empty if it does not appear there."""
+    if cause is None:
+        return ""
+    return str(len(cause.results))
+
+
+def _cause_rows(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield a row for each cause of failure: how many verdicts it has with each release."""
     columns = [run.causes for run in runs]
-    found = {key: cause for column in columns for key, cause in column.items()}
-    for key, cause in found.items():
-        figures = (str(len(column[key].results)) if key in column else "" for column in columns)
-        first, checks = next(iter(cause.cells.items()))
-        label = f"{escape(cut(cause.headline, MAX_HEADLINE))} [{escape(first)}: {escape(checks[0])}]"
+    causes_by_key: dict[tuple[str, str], Cause] = {}
+    for column in columns:
+        causes_by_key |= column
+    for key, cause in causes_by_key.items():
+        figures = [_verdict_count(column.get(key)) for column in columns]
+        cell, checks = next(iter(cause.cells.items()))
+        label = f"{escape(cut(cause.headline, MAX_HEADLINE))} [{escape(cell)}: {escape(checks[0])}]"
         yield f"| {label} | {' | '.join(figures)} |"
-    yield from (f"\n{run.release}: {run.problem}" for run in runs if run.problem)
 
 
 def _run(release: str, variables: Mapping[str, str], directory: Path, arguments: Sequence[str]) -> Run:
-    report_file, log = (directory / f"{file_name(release)}.{kind}" for kind in ("json", "log"))
+    """Run pytest with a release, in an environment that has it; return what came of it."""
+    report_file = directory / f"{file_name(release)}.json"
+    log = directory / f"{file_name(release)}.log"
     report_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", *arguments, f"--distcompat-report={report_file}"]
     # A session takes minutes and prints nothing here.
@@ -192,10 +252,12 @@ def _run(release: str, variables: Mapping[str, str], directory: Path, arguments:
         return Run(release, None, f"no report, pytest ended with {code}: {log}", code)
     # Exit code 1 is explained by red verdicts. Without any, another test failed, or a file could not be imported.
     explained = code == 0 or (code == 1 and counts(report)["red"])
-    return Run(release, report, "" if explained else f"pytest ended with {code}: {log}", code)
+    problem = "" if explained else f"pytest ended with {code}: {log}"
+    return Run(release, report, problem, code)
 
 
 def _cache() -> Path:
     # Compiled packages differ between Python versions.
     python = f"{sys.implementation.name}-{sys.version_info.major}.{sys.version_info.minor}"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distcompat-releases" / python
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "distcompat-releases" / python

@@ -29,7 +29,7 @@ _COMMIT = re.compile(r"@[0-9a-f]{40}$")
 
 def requirements(release: str) -> list[Requirement]:
     """Parse ``transformers==4.57.6,accelerate==1.12.0`` or ``transformers @ git+https://...``. Raises UsageProblem."""
-    found = []
+    parsed = []
     for text in release.split(","):
         try:
             requirement = Requirement(text)
@@ -39,8 +39,8 @@ def requirements(release: str) -> list[Requirement]:
         if len(pins) != 1 and not requirement.url:
             expected = f"{requirement.name}==1.2.3 or {requirement.name} @ git+https://..."
             raise UsageProblem(f"{text}: which release? Expected: {expected}")
-        found.append(requirement)
-    return found
+        parsed.append(requirement)
+    return parsed
 
 
 def file_name(release: str) -> str:
@@ -54,26 +54,35 @@ def install(release: str, directory: Path) -> Path:
     One from a URL that names no commit, or that no longer meets its requirements, is installed again. Raises UsageProblem
     if pip fails.
     """
-    wanted = requirements(release)
+    pinned = requirements(release)
     target = directory / file_name(release)
-    moves = any(requirement.url and not _COMMIT.search(requirement.url) for requirement in wanted)
-    if moves or (target.is_dir() and any(unmet(target))):
+    if any(map(_may_change, pinned)) or (target.is_dir() and any(unmet(target))):
         shutil.rmtree(target, ignore_errors=True)
-    if not target.is_dir():
-        directory.mkdir(parents=True, exist_ok=True)
-        # An incomplete installation must not be taken for a complete one the next time.
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".") as temporary:
-            partial = Path(temporary) / "installed"
-            _install([str(requirement) for requirement in wanted], partial)
-            for _ in range(MAX_ROUNDS):
-                more = sorted(set(unmet(partial)))
-                if not more:
-                    break
-                _install(more, partial)
-            else:
-                raise UsageProblem(f"{release}: its requirements contradict one another: {', '.join(more)}")
-            partial.rename(target)
+    if target.is_dir():
+        return target
+    directory.mkdir(parents=True, exist_ok=True)
+    # An incomplete installation must not be taken for a complete one the next time.
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".") as temporary:
+        partial = Path(temporary) / "installed"
+        _install([str(requirement) for requirement in pinned], partial)
+        _install_unmet(partial, release)
+        partial.rename(target)
     return target
+
+
+def _may_change(requirement: Requirement) -> bool:
+    """Tell whether the requirement may name other sources the next time, as the URL of a branch does."""
+    return bool(requirement.url) and not _COMMIT.search(str(requirement.url))
+
+
+def _install_unmet(target: Path, release: str) -> None:
+    """Install what the distributions in the directory require, until nothing is missing. Raises UsageProblem."""
+    for _ in range(MAX_ROUNDS):
+        missing = sorted(set(unmet(target)))
+        if not missing:
+            return
+        _install(missing, target)
+    raise UsageProblem(f"{release}: its requirements contradict one another: {', '.join(missing)}")
 
 
 def unmet(target: Path) -> Iterator[str]:
@@ -90,20 +99,25 @@ def unmet(target: Path) -> Iterator[str]:
 
 def environment(target: Path) -> dict[str, str]:
     """Return the environment in which Python imports from the directory first."""
-    paths = [str(target), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(target)]
+    inherited = os.environ.get("PYTHONPATH")
+    if inherited:
+        paths.append(inherited)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _install(wanted: Sequence[str], target: Path) -> None:
+def _install(packages: Sequence[str], target: Path) -> None:
+    """Install packages, without what they require, into a directory. Raises UsageProblem."""
     options = ("--quiet", "--no-deps", "--upgrade", "--target", str(target))
-    pip("install", *options, *wanted, problem=f"pip cannot install {', '.join(wanted)}")
+    pip("install", *options, *packages, problem=f"pip cannot install {', '.join(packages)}")
 
 
 def pip(*arguments: str, problem: str) -> str:
     """Run pip and return what it prints. Raises UsageProblem with that problem and the last two lines of pip's errors."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        errors = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        output = process.stderr or process.stdout
+        errors = [line for line in output.splitlines() if line.strip()]
         raise UsageProblem(f"{problem}: {' '.join(errors[-2:])}")
-    return done.stdout
+    return process.stdout
