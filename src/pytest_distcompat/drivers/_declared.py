@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pytest_distcompat.cell import OPTIONS, Cell
@@ -18,11 +18,7 @@ _TUPLES_OF_NAMES = ("preload", "options", "libraries", "reshards", "blocks", "ig
 def check_declared(driver: type[Driver], name: str) -> None:
     """Validate the attributes of a driver's class, which messages call ``name``. Raises UsageProblem, with the valid values."""
     for attribute in _TUPLES_OF_NAMES:
-        value: Any = getattr(driver, attribute)
-        if isinstance(value, property):
-            continue
-        if not isinstance(value, (tuple, list)) or not all(isinstance(one, str) for one in value):
-            raise UsageProblem(f"driver {name!r}: {attribute} is {value!r:.200}; expected a tuple of names")
+        _check_names(driver, name, attribute)
     if not isinstance(driver.portable, Mapping):
         raise UsageProblem(
             f"driver {name!r}: portable is {driver.portable!r:.200}; expected a mapping of strategy to strategy"
@@ -35,13 +31,26 @@ def check_declared(driver: type[Driver], name: str) -> None:
     for option in driver.options:
         if option not in OPTIONS:
             raise UsageProblem(f"driver {name!r}: options: no option named {option!r}. Known: {', '.join(OPTIONS)}")
-    strategies = {"reshards": driver.reshards, "portable": (*driver.portable, *driver.portable.values())}
-    for attribute, named in strategies.items():
-        for strategy in named:
-            try:
-                STRATEGIES.get(strategy)
-            except UsageProblem as problem:
-                raise UsageProblem(f"driver {name!r}: {attribute}: {problem}") from None
+    _check_strategies(name, "reshards", driver.reshards)
+    _check_strategies(name, "portable", (*driver.portable, *driver.portable.values()))
+
+
+def _check_names(driver: type[Driver], name: str, attribute: str) -> None:
+    """Raise UsageProblem unless the attribute is a tuple or list of texts, or a property."""
+    value: Any = getattr(driver, attribute)
+    if isinstance(value, property):
+        return
+    if not isinstance(value, (tuple, list)) or not all(isinstance(item, str) for item in value):
+        raise UsageProblem(f"driver {name!r}: {attribute} is {value!r:.200}; expected a tuple of names")
+
+
+def _check_strategies(name: str, attribute: str, strategies: Iterable[str]) -> None:
+    """Raise UsageProblem if the attribute names a strategy that there is not."""
+    for strategy in strategies:
+        try:
+            STRATEGIES.get(strategy)
+        except UsageProblem as problem:
+            raise UsageProblem(f"driver {name!r}: {attribute}: {problem}") from None
 
 
 def unsupported_reason(driver: type[Driver], cell: Cell, device: str) -> str | None:

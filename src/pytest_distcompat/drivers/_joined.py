@@ -14,15 +14,20 @@ class Joined(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], make: Callable[[Any], list[torch.optim.Optimizer]]) -> None:
         """Make the optimizers by ``make(params)``."""
         self.parts = make(list(params))
-        super().__init__([group for one in self.parts for group in one.param_groups], {})
+        groups = []
+        for part in self.parts:
+            groups += part.param_groups
+        super().__init__(groups, {})
         self._share()
 
     def _share(self) -> None:
         """Give the optimizers the groups and the state of this object, which a load replaces."""
-        groups = iter(self.param_groups)
-        for one in self.parts:
-            one.param_groups = [next(groups) for _ in one.param_groups]
-            one.state = self.state
+        first = 0
+        for part in self.parts:
+            count = len(part.param_groups)
+            part.param_groups = self.param_groups[first : first + count]
+            part.state = self.state
+            first += count
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take groups and state from a checkpoint."""
@@ -32,6 +37,6 @@ class Joined(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Step each of the optimizers."""
         loss = closure() if closure else None
-        for one in self.parts:
-            one.step()
+        for part in self.parts:
+            part.step()
         return loss

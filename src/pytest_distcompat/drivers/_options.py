@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.strategies._base import first_reason
+
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
@@ -45,31 +47,41 @@ AUTOTP = "DeepSpeed's own tensor parallelism (AutoTP) is driven by the deepspeed
 
 def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
     """Return why accelerate, and Trainer with it, cannot run the cell; None if they can."""
-    if cell.strategy == "fsdp1" and cell.option("activation_checkpointing") and cell.option("wrap_policy") == "size":
+    fsdp1 = cell.strategy == "fsdp1"
+    one_file = cell.option("state_dict") == "full"
+    several_files = fsdp1 or (cell.strategy == "fsdp2" and not one_file)
+    return first_reason(
         # It would hang, and a known issue never covers a hang.
-        return (
-            "recomputed modules then hold several of FSDP1's units: one rank gathers for the recomputation while another "
-            "reduces gradients, and both wait (docs/upstream.md)"
-        )
-    if cell.per_node and (
-        cell.strategy == "fsdp1" or (cell.strategy == "fsdp2" and cell.option("state_dict") != "full")
-    ):
-        return (
-            "of FSDP's files accelerate writes some on rank 0 alone that all ranks read "
-            "(https://github.com/huggingface/accelerate/issues/3010)"
-        )
-    if cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1:
-        return "accelerate's ParallelismConfig is for FSDP2; FSDP1's hybrid shards are those of a machine, of which there is one"
-    if device != "cpu":
-        return None
-    if cell.strategy == "fsdp1" and cell.option("state_dict") == "full":
-        return (
-            "accelerate gathers FSDP1's full state dict with offload to the CPU, which on CPU ranks is a segmentation "
-            "fault in torch (https://github.com/pytorch/pytorch/issues/188989)"
-        )
-    if cell.strategy == "fsdp2" and cell.option("cpu_offload"):
-        return "accelerate offloads through pinned memory, which needs a GPU"
-    return None
+        (
+            fsdp1 and bool(cell.option("activation_checkpointing")) and cell.option("wrap_policy") == "size",
+            (
+                "recomputed modules then hold several of FSDP1's units: one rank gathers for the recomputation while another "
+                "reduces gradients, and both wait (docs/upstream.md)"
+            ),
+        ),
+        (
+            cell.per_node and several_files,
+            (
+                "of FSDP's files accelerate writes some on rank 0 alone that all ranks read "
+                "(https://github.com/huggingface/accelerate/issues/3010)"
+            ),
+        ),
+        (
+            fsdp1 and cell.option("dp_replicate") != 1,
+            "accelerate's ParallelismConfig is for FSDP2; FSDP1's hybrid shards are those of a machine, of which there is one",
+        ),
+        (
+            device == "cpu" and fsdp1 and one_file,
+            (
+                "accelerate gathers FSDP1's full state dict with offload to the CPU, which on CPU ranks is a segmentation "
+                "fault in torch (https://github.com/pytorch/pytorch/issues/188989)"
+            ),
+        ),
+        (
+            device == "cpu" and cell.strategy == "fsdp2" and bool(cell.option("cpu_offload")),
+            "accelerate offloads through pinned memory, which needs a GPU",
+        ),
+    )
 
 
 def recompute_by_model(model: Any, blocks: Iterable[Module]) -> None:
@@ -86,7 +98,8 @@ def merge_shards(accelerator: Any, model: Any, directory: Path, *, lora: bool) -
     # https://huggingface.co/docs/accelerate/usage_guides/fsdp
     from accelerate.utils import merge_fsdp_weights, save_fsdp_model
 
-    unwrapped, main = accelerator.unwrap_model(model), accelerator.is_main_process
+    unwrapped = accelerator.unwrap_model(model)
+    main = accelerator.is_main_process
     if lora:
         unwrapped.save_pretrained(directory, is_main_process=main, state_dict=whole_state(model))
         return
@@ -108,23 +121,33 @@ def whole_state(model: Module) -> dict[str, Any]:
 def clip_on_meshes(parameters: Iterable[torch.Tensor], max_norm: float, stages: Any = None) -> float:
     """Clip gradients of parameters on different meshes, which torch's function cannot put together; return their norm.
 
-    With the process group of the ``stages`` of a pipeline it is the norm of all of them.
+    Args:
+        parameters: The parameters, whose gradients are changed in place.
+        max_norm: The norm to clip to.
+        stages: The process group of the stages of a pipeline, for the norm over all of them; None without a pipeline.
     """
     import torch
     from torch.nn.utils import get_total_norm
 
-    meshes: dict[Any, list[Any]] = defaultdict(list)
+    gradients_by_mesh: dict[Any, list[Any]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            meshes[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
-    norms: list[Any] = [get_total_norm(gradients) for gradients in meshes.values()]
-    norm = math.hypot(*(float(one.full_tensor() if hasattr(one, "full_tensor") else one) for one in norms))
+            mesh = getattr(parameter.grad, "device_mesh", None)
+            gradients_by_mesh[mesh].append(parameter.grad)
+    norms: list[Any] = [get_total_norm(gradients) for gradients in gradients_by_mesh.values()]
+    full_norms = []
+    for mesh_norm in norms:
+        full = mesh_norm.full_tensor() if hasattr(mesh_norm, "full_tensor") else mesh_norm
+        full_norms.append(float(full))
+    norm = math.hypot(*full_norms)
     if stages is not None:
         square = torch.tensor(norm**2, device=norms[0].device)
         torch.distributed.all_reduce(square, group=stages)
         norm = math.sqrt(square)
-    for gradient in (one for gradients in meshes.values() for one in gradients):
-        gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    for gradients in gradients_by_mesh.values():
+        for gradient in gradients:
+            gradient.mul_(factor)
     return norm
 
 
@@ -137,7 +160,7 @@ def recompute(model: Module, blocks: Iterable[Module], mode: object = True) -> N
         checkpoint_wrapper,
     )
 
-    chosen = set(blocks)
+    recomputed = set(blocks)
     settings: dict[str, Any] = {}
     if mode == "selective":
         from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -146,7 +169,7 @@ def recompute(model: Module, blocks: Iterable[Module], mode: object = True) -> N
     apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, **settings),
-        check_fn=lambda module: module in chosen,
+        check_fn=lambda module: module in recomputed,
     )
 
 
@@ -162,7 +185,8 @@ def _products() -> list[Any]:
 
 def compile_blocks(mode: object, blocks: list[Module]) -> None:
     """Compile blocks in place by aot_eager: each one for ``regional``, the first one for ``partial``."""
-    for block in blocks if mode == "regional" else blocks[:1]:
+    compiled_blocks = blocks if mode == "regional" else blocks[:1]
+    for block in compiled_blocks:
         block.compile(backend="aot_eager")
 
 
@@ -171,7 +195,8 @@ def compiled(model: Any, cell: Cell) -> Any:
     import torch
 
     mode = cell.option("compile")
-    return torch.compile(model, **cell.with_settings("compile", {"backend": "inductor" if mode is True else str(mode)}))
+    backend = "inductor" if mode is True else str(mode)
+    return torch.compile(model, **cell.with_settings("compile", {"backend": backend}))
 
 
 def in_8_bits(model: Module, device: str) -> Module:
@@ -201,5 +226,5 @@ def write_whole(model: Any, state: Mapping[str, Any], directory: Path) -> None:
     if hasattr(model, "config"):
         model.config.save_pretrained(directory)
     # safetensors does not accept tied weights, one tensor under two names.
-    own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
-    save_file(own, directory / "model.safetensors", metadata={"format": "pt"})
+    copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+    save_file(copies, directory / "model.safetensors", metadata={"format": "pt"})

@@ -26,30 +26,17 @@ FSDP_VERSION_BY_CONFIG = Version("5.0")
 def required(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
     """Yield the releases of these libraries that the cell requires (PEP 508)."""
     if "accelerate" in libraries:
-        if cell.option("dp_replicate") != 1:
-            # ParallelismConfig: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism.
-            yield "accelerate>=1.10"
-        if cell.option("compile") == "regional" or (cell.strategy == "fsdp2" and cell.option("state_dict") == "full"):
-            yield "accelerate>=1.7"
+        yield from _required_of_accelerate(cell)
     if "transformers" in libraries:
-        # Before, Trainer prepares the model without its optimizer: https://github.com/huggingface/transformers/pull/37147
-        if cell.strategy == "fsdp2":
-            yield "transformers>=4.51"
-        if cell.option("dp_replicate") != 1:
-            yield "transformers>=4.56"
-        if cell.tp * cell.ep > 1:
-            # ``DistributedConfig`` has changed in each of the releases before.
-            yield "transformers>=5.23"
-        if cell.option("optimizer") == "sgd":
-            # Before, ``optim_args`` are not read for SGD, which has no momentum then: 5.0 has not, 5.10 has.
-            yield "transformers>=5.10"
+        yield from _required_of_transformers(cell)
     if cell.option("optimizer") == "muon":
         yield "torch>=2.9"
     if cell.option("optimizer") == "adam8bit":
         yield "torchao>=0.11"
     if cell.option("lora") == "int8":
         # Tried with torchao 0.18 and PEFT 0.21; sources of earlier ones than these lack the tensors of ``Int8WeightOnlyConfig``.
-        yield from ("torchao>=0.16", "peft>=0.19")
+        yield "torchao>=0.16"
+        yield "peft>=0.19"
     precision = PRECISIONS.get(cell.precision)
     if STRATEGIES.get(cell.strategy).zero_stage and precision.master == "bfloat16":
         # Before, the key bf16_master_weights_and_grads is unknown or not read.
@@ -59,9 +46,36 @@ def required(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
         yield "deepspeed>=0.17.6"
 
 
+def _required_of_accelerate(cell: Cell) -> Iterator[str]:
+    if cell.option("dp_replicate") != 1:
+        # ParallelismConfig: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism.
+        yield "accelerate>=1.10"
+    full_fsdp2 = cell.strategy == "fsdp2" and cell.option("state_dict") == "full"
+    if cell.option("compile") == "regional" or full_fsdp2:
+        yield "accelerate>=1.7"
+
+
+def _required_of_transformers(cell: Cell) -> Iterator[str]:
+    # Before, Trainer prepares the model without its optimizer: https://github.com/huggingface/transformers/pull/37147
+    if cell.strategy == "fsdp2":
+        yield "transformers>=4.51"
+    if cell.option("dp_replicate") != 1:
+        yield "transformers>=4.56"
+    if cell.tp * cell.ep > 1:
+        # ``DistributedConfig`` has changed in each of the releases before.
+        yield "transformers>=5.23"
+    if cell.option("optimizer") == "sgd":
+        # Before, ``optim_args`` are not read for SGD, which has no momentum then: 5.0 has not, 5.10 has.
+        yield "transformers>=5.10"
+
+
 def missing(requirements: Iterable[str]) -> str | None:
     """Return the first of the requirements that is not installed, as one sentence; None if all are."""
-    return next(filter(None, map(_missing, dict.fromkeys(requirements))), None)
+    for requirement in dict.fromkeys(requirements):
+        reason = _missing(requirement)
+        if reason:
+            return reason
+    return None
 
 
 def _missing(requirement_text: str) -> str | None:
@@ -73,11 +87,15 @@ def _missing(requirement_text: str) -> str | None:
     if not requirement.specifier:
         return None
     version = release(package)
-    return None if fits(requirement, version) else f"{requirement} is needed for this cell, {version} is installed"
+    if fits(requirement, version):
+        return None
+    return f"{requirement} is needed for this cell, {version} is installed"
 
 
-#: A requirement and the installed release of a package, read once for all cells of a matrix.
-_parsed, release = cache(Requirement), cache(version_of)
+#: A requirement, read once for all cells of a matrix.
+_parsed = cache(Requirement)
+#: The installed release of a package, read once for all cells of a matrix.
+release = cache(version_of)
 
 
 def fsdp_for_release(settings: Mapping[str, Any], release: Version) -> tuple[dict[str, Any], dict[str, str]]:

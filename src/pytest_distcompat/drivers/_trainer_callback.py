@@ -15,17 +15,34 @@ class PlanDoneError(Exception):
     """Raised when a plan ends with a load: Trainer cannot be stopped before its first step otherwise."""
 
 
+def _save_steps(plan: Plan) -> set[int]:
+    """Return the numbers of the steps after which the plan saves."""
+    steps = set()
+    for index, action in enumerate(plan.actions):
+        if action == "save":
+            until_save = dataclasses.replace(plan, actions=plan.actions[:index])
+            steps.add(until_save.last_step)
+    return steps
+
+
+def _tokens_of_step(driver: Any, number: int) -> int:
+    """Return how many tokens or samples this rank is trained on in a step."""
+    rank = driver.cell.dp_rank(driver.world.rank)
+    tokens: int = 0
+    for index in driver.micros(number):
+        tokens += driver.tiny.count(driver.batch_of(index, rank))
+    # Peers of a sequence share its tokens.
+    peers: int = driver.cell.cp
+    return tokens // peers
+
+
 def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:
     """Return a callback that reports each action, and requests a checkpoint where the plan saves."""
     # It reports a step from ``on_log``, when optimizer and scheduler have stepped and no checkpoint is saved yet, and
     # ``build`` or ``load`` at the beginning of the first step, when random states are restored.
     from transformers import TrainerCallback
 
-    save_after_steps = {
-        dataclasses.replace(plan, actions=plan.actions[:index]).last_step
-        for index, action in enumerate(plan.actions)
-        if action == "save"
-    }
+    save_after_steps = _save_steps(plan)
 
     class _Reporter(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
         def __init__(self) -> None:
@@ -45,7 +62,8 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:
         def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
             if self.first:
                 driver.read_trainer()
-                action, self.first = self.first, ""
+                action = self.first
+                self.first = ""
                 self.report(action)
                 if not plan.steps:
                     raise PlanDoneError
@@ -60,9 +78,7 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:
             if "loss" in logs:  # the last log is a summary without one
                 driver.read_trainer()
                 driver.grad_norm = logs.get("grad_norm")
-                rank = driver.cell.dp_rank(driver.world.rank)
-                batches = (driver.batch_of(index, rank) for index in driver.micros(state.global_step - 1))
-                driver.tokens = sum(map(driver.tiny.count, batches)) // driver.cell.cp
+                driver.tokens = _tokens_of_step(driver, state.global_step - 1)
                 self.report(plan.steps[state.global_step - 1 - plan.first_step], logs["loss"])
 
         def on_save(self, *_: Any, **__: Any) -> None:

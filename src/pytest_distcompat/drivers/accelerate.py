@@ -17,7 +17,7 @@ from pytest_distcompat.drivers._tiny import TinyDriver, listed
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES, _context, _tensor
-from pytest_distcompat.strategies._base import MAX_NORM
+from pytest_distcompat.strategies._base import MAX_NORM, first_reason
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
@@ -231,22 +231,25 @@ class AccelerateDriver(TinyDriver):
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
         """Return why the cell cannot run: accelerate lacks the strategy or an option, or crashes on this device."""
-        if STRATEGIES.get(cell.strategy).accelerate is None:
-            return f"accelerate has no {cell.strategy}"
-        if cell.option("conflict") and PRECISIONS.get(cell.precision).compute == "float32":
-            return "accelerate sets no precision for fp32, so the JSON cannot contradict it"
-        if cell.tp > 1 and STRATEGIES.get(cell.strategy).zero_stage is not None:
-            return super().unsupported_reason(cell, device) or _options.AUTOTP
-        if cell.cp > 1 and cell.strategy == "fsdp2":
-            return _options.TORCH_CP
-        if cell.tp > 1 and cell.dp_size == int(cell.option("dp_replicate")):
-            return "accelerate's FSDP needs a dimension to shard over beside that of tensor parallelism"
-        if (
-            cell.tp > 1
-            and (cell.precision, *dict(cell.without("model", "tp", "set", "dp_replicate").options)) not in TRIED_TP
-        ):
-            return "accelerate cannot prepare tensor parallelism beside FSDP2 at all (docs/upstream.md), so nothing more is tried"
-        return _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
+        strategy = STRATEGIES.get(cell.strategy)
+        autotp = cell.tp > 1 and strategy.zero_stage is not None
+        reason = first_reason(
+            (
+                strategy.accelerate is None,
+                f"accelerate has no {cell.strategy}",
+            ),
+            (
+                bool(cell.option("conflict")) and PRECISIONS.get(cell.precision).compute == "float32",
+                "accelerate sets no precision for fp32, so the JSON cannot contradict it",
+            ),
+        )
+        if reason is None and not autotp:
+            reason = _no_parallelism(cell) or _options.unsupported_by_accelerate(cell, device)
+        if reason is None:
+            reason = super().unsupported_reason(cell, device)
+        if reason is None and autotp:
+            reason = _options.AUTOTP
+        return reason
 
     def build(self, model: Module) -> None:
         """Make one Accelerator, then prepare data, model, optimizer and scheduler together."""
@@ -284,8 +287,9 @@ class AccelerateDriver(TinyDriver):
         rows = len(data) // (self.epoch * self.cell.dp_size)
         loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]  # a list is a dataset
         self.loader, self.model, *prepared = self.accelerator.prepare(loader, model, *optimizers, *schedulers)
-        half = len(optimizers)
-        self.optimizer, self.scheduler = (one if half > 1 else one[0] for one in (prepared[:half], prepared[half:]))
+        count = len(optimizers)
+        self.optimizer = prepared[:count] if count > 1 else prepared[0]
+        self.scheduler = prepared[count:] if count > 1 else prepared[1]
         self.scaler = self.accelerator.scaler
         set_seed(1, device_specific=True)
 
@@ -294,18 +298,22 @@ class AccelerateDriver(TinyDriver):
         from accelerate import DataLoaderConfiguration, utils
 
         cell = self.cell
-        if found := cell.settings("GradientAccumulationPlugin"):
+        accumulation = cell.settings("GradientAccumulationPlugin")
+        if accumulation:
             steps = {"num_steps": settings.pop("gradient_accumulation_steps")}
-            settings["gradient_accumulation_plugin"] = utils.GradientAccumulationPlugin(**steps | found)
-        if found := cell.settings("DataLoaderConfiguration"):
-            settings["dataloader_config"] = DataLoaderConfiguration(**found)
-        handlers = {type(one).__name__: one for one in settings["kwargs_handlers"]}
-        named = {source.name for source in self.sources}
-        for kind in utils.dataclasses.KwargsHandler.__subclasses__():
-            # Some plugins are handlers too, and have an argument of their own.
-            if kind.__name__ not in named and (found := cell.settings(kind.__name__)):
-                was = handlers.get(kind.__name__)
-                handlers[kind.__name__] = kind(**(vars(was) if was else {}) | found)
+            settings["gradient_accumulation_plugin"] = utils.GradientAccumulationPlugin(**steps | accumulation)
+        loading = cell.settings("DataLoaderConfiguration")
+        if loading:
+            settings["dataloader_config"] = DataLoaderConfiguration(**loading)
+        handlers = {type(handler).__name__: handler for handler in settings["kwargs_handlers"]}
+        # Some plugins are handlers too, and have an argument of their own.
+        plugins = {source.name for source in self.sources}
+        for handler_class in utils.dataclasses.KwargsHandler.__subclasses__():
+            name = handler_class.__name__
+            fields = {} if name in plugins else cell.settings(name)
+            if fields:
+                previous = vars(handlers[name]) if name in handlers else {}
+                handlers[name] = handler_class(**previous | fields)
         return settings | {"kwargs_handlers": list(handlers.values())}
 
     def _mixed_precision(self) -> str:
@@ -350,7 +358,9 @@ class AccelerateDriver(TinyDriver):
 
     def micro_loss(self, batch: Batch) -> Any:
         """Return the loss of a micro-batch, of which the loader of a sequence's ranks has given a part."""
-        return _context.ulysses_part_loss(self.model, batch) if self.cell.cp > 1 else self.tiny.loss(self.model, batch)
+        if self.cell.cp > 1:
+            return _context.ulysses_part_loss(self.model, batch)
+        return self.tiny.loss(self.model, batch)
 
     def next_batch(self, done: int) -> Batch:
         """Return the next batch of the prepared loader, epoch after epoch; the first time, skip so many batches of the epoch."""
@@ -370,24 +380,34 @@ class AccelerateDriver(TinyDriver):
 
     def step(self, number: int) -> float:
         """Run forward, backward, optimizer and scheduler step as in accelerate's documentation, and return the loss."""
-        total, self.tokens = 0.0, 0
+        total = 0.0
+        self.tokens = 0
         for _ in self.micros(number):
             batch = self.next_batch(self.micros(number)[0])
-            # Ulysses has shifted the labels already.
-            self.tokens += int((batch["shift_labels"] != -100).sum()) if self.cell.cp > 1 else self.tiny.count(batch)
+            self.tokens += self._count(batch)
             with self.accelerator.accumulate(self.model):
                 loss = self.micro_loss(batch)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
                     norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-                    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+                    if hasattr(norm, "full_tensor"):
+                        norm = norm.full_tensor()
                     self.grad_norm = None if norm is None else float(norm)
-                for one in (*listed(self.optimizer), *listed(self.scheduler)):
-                    one.step()
-                for one in listed(self.optimizer):
-                    one.zero_grad()
+                for optimizer in listed(self.optimizer):
+                    optimizer.step()
+                for scheduler in listed(self.scheduler):
+                    scheduler.step()
+                for optimizer in listed(self.optimizer):
+                    optimizer.zero_grad()
             total += float(loss.detach()) / self.accumulate
         return total
+
+    def _count(self, batch: Batch) -> int:
+        """Return how many tokens or samples of a batch are trained on."""
+        if self.cell.cp > 1:
+            # Ulysses has shifted the labels already.
+            return int((batch["shift_labels"] != -100).sum())
+        return self.tiny.count(batch)
 
     def save(self, directory: Path) -> None:
         """Save a checkpoint by ``save_state``."""
@@ -403,14 +423,16 @@ class AccelerateDriver(TinyDriver):
         if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
             _options.merge_shards(self.accelerator, self.model, directory, lora=lora)
             return
-        unwrapped, main = self.accelerator.unwrap_model(self.model), self.accelerator.is_main_process
+        unwrapped = self.accelerator.unwrap_model(self.model)
+        main = self.accelerator.is_main_process
         if lora:
             state = self.accelerator.get_state_dict(self.model)
             unwrapped.save_pretrained(directory, is_main_process=main, state_dict=state)
             return
         configured = hasattr(unwrapped, "config")
         # In several files, as large models are, where ``from_pretrained`` reads them.
-        self.accelerator.save_model(self.model, str(directory), **({"max_shard_size": "20KB"} if configured else {}))
+        arguments = {"max_shard_size": "20KB"} if configured else {}
+        self.accelerator.save_model(self.model, str(directory), **arguments)
         if main and configured:
             unwrapped.config.save_pretrained(directory)
 
@@ -427,6 +449,25 @@ class AccelerateDriver(TinyDriver):
     def trainer_world_size(self) -> int | None:
         """Return accelerate's number of processes."""
         return int(self.accelerator.num_processes)
+
+
+def _no_parallelism(cell: Cell) -> str | None:
+    """Return why accelerate cannot shard sequences or layers as the cell asks; None if it can."""
+    other_options = dict(cell.without("model", "tp", "set", "dp_replicate").options)
+    return first_reason(
+        (
+            cell.cp > 1 and cell.strategy == "fsdp2",
+            _options.TORCH_CP,
+        ),
+        (
+            cell.tp > 1 and cell.dp_size == int(cell.option("dp_replicate")),
+            "accelerate's FSDP needs a dimension to shard over beside that of tensor parallelism",
+        ),
+        (
+            cell.tp > 1 and (cell.precision, *other_options) not in TRIED_TP,
+            "accelerate cannot prepare tensor parallelism beside FSDP2 at all (docs/upstream.md), so nothing more is tried",
+        ),
+    )
 
 
 #: The releases of accelerate on which ``on_cpu`` was tested: from the first, up to but without the second.
@@ -449,8 +490,8 @@ def check_version(version: str) -> None:
 
 def json_of(plugin: Any) -> Mapping[str, Any]:
     """Return the JSON that a ``DeepSpeedPlugin`` has made of its arguments."""
-    found: Mapping[str, Any] = plugin.deepspeed_config
-    return found
+    config: Mapping[str, Any] = plugin.deepspeed_config
+    return config
 
 
 def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:

@@ -182,16 +182,19 @@ class DeepSpeedDriver(TinyDriver):
             return f"native DeepSpeed is driven for ZeRO; {cell.strategy} is a strategy of torch"
         if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
             return "Transformer Engine is driven through accelerate"
-        if cell.option("optimizer") == "muon" and (problem := _no_muon(cell)):
-            return problem
+        if cell.option("optimizer") == "muon":
+            reason = _no_muon(cell)
+            if reason is not None:
+                return reason
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute != "bfloat16":
             return "the conflict is between float16 in the JSON and a precision in bfloat16"
         return super().unsupported_reason(cell, device)
 
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan; a checkpoint of another world size is converted, as the engine must know when it is created."""
-        saved = None if self.cell.per_node else saved_on(plan.load_from)
-        if "load" in plan.actions and saved not in {None, (self.world.size, self.cell.tp)}:
+        saved_sizes = None if self.cell.per_node else saved_on(plan.load_from)
+        own_sizes = (self.world.size, self.cell.tp)
+        if "load" in plan.actions and saved_sizes not in {None, own_sizes}:
             self.universal = plan.save_to.parent / "universal"
         super().train(model, plan, report)
 
@@ -224,8 +227,8 @@ class DeepSpeedDriver(TinyDriver):
         else:
             arguments["optimizer"] = self.make_optimizer(self.raw)
         if "scheduler" not in config:
-            made = arguments.get("optimizer")
-            arguments["lr_scheduler"] = self.make_scheduler(made) if made else self.make_scheduler
+            optimizer = arguments.get("optimizer")
+            arguments["lr_scheduler"] = self.make_scheduler(optimizer) if optimizer else self.make_scheduler
         if self.cell.cp > 1:
             from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -233,16 +236,17 @@ class DeepSpeedDriver(TinyDriver):
             arguments["mpu"] = UlyssesSPAttentionHF.register_with_transformers(
                 self.raw, "sdpa", self.cell.cp, rows, disable_in_eval=True
             )
-        parts = deepspeed.initialize(**self.cell.with_settings("initialize", arguments))
-        self.model, self.optimizer, _, self.scheduler = parts
+        initialized = deepspeed.initialize(**self.cell.with_settings("initialize", arguments))
+        self.model, self.optimizer, _, self.scheduler = initialized
         mode = self.cell.option("compile")
         if mode:
             self.model.compile(backend="inductor" if mode is True else str(mode))
         self.seed_rank()
 
     def make_optimizer(self, model: Module) -> Any:
-        """Return the optimizer, for the reference that which the JSON names: one of torch."""
-        if not (named := self._named("optimizer")):
+        """Return the optimizer; for the reference, that of torch which the JSON names."""
+        named = self._named("optimizer")
+        if not named:
             return super().make_optimizer(model)
         from torch import optim
 
@@ -257,31 +261,45 @@ class DeepSpeedDriver(TinyDriver):
         from torch.optim import AdamW
 
         self.compile_nothing()
-        split: dict[bool, list[Any]] = {True: [], False: []}
+        matrices = []
+        others = []
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                split[parameter.dim() >= 2 and not re.search("embed|lm_head", name)].append(parameter)
-        groups = [{"params": held, "use_muon": muon, **settings} for muon, held in split.items() if held]
-        made: torch.optim.Optimizer = MuonWithAuxAdam(groups, adam_optimizer=AdamW)
-        return made
+            if not parameter.requires_grad:
+                continue
+            if parameter.dim() >= 2 and not re.search("embed|lm_head", name):
+                matrices.append(parameter)
+            else:
+                others.append(parameter)
+        groups: list[dict[str, Any]] = []
+        if matrices:
+            groups.append({"params": matrices, "use_muon": True, **settings})
+        if others:
+            groups.append({"params": others, "use_muon": False, **settings})
+        optimizer: torch.optim.Optimizer = MuonWithAuxAdam(groups, adam_optimizer=AdamW)
+        return optimizer
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
-        """Return the scheduler, for the reference that which the JSON names: one of DeepSpeed or torch."""
-        if not (named := self._named("scheduler")):
+        """Return the scheduler; for the reference, that of DeepSpeed or torch which the JSON names."""
+        named = self._named("scheduler")
+        if not named:
             return super().make_scheduler(optimizer, every)
         from deepspeed.runtime import lr_schedules
         from torch.optim import lr_scheduler
 
-        kind: Any = getattr(lr_schedules, named["type"], None) or getattr(lr_scheduler, named["type"])
-        return kind(optimizer, **named["params"])
+        scheduler_class: Any = getattr(lr_schedules, named["type"], None)
+        if scheduler_class is None:
+            scheduler_class = getattr(lr_scheduler, named["type"])
+        return scheduler_class(optimizer, **named["params"])
 
     def _named(self, part: str) -> dict[str, Any]:
         """Return what the JSON has in that part: Muon's name, and what the cell's settings put there."""
         # DeepSpeed's own Muon alone knows which matrices a flat partition has parts of. Its own AdamW would be compiled.
         muon = {"type": "Muon", "params": {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True}}
-        own = {"optimizer": muon} if self.cell.option("optimizer") == "muon" else {}
-        found: dict[str, Any] = self.cell.with_settings("ds_config", own).get(part, {})
-        return found
+        config: dict[str, Any] = {}
+        if self.cell.option("optimizer") == "muon":
+            config["optimizer"] = muon
+        named: dict[str, Any] = self.cell.with_settings("ds_config", config).get(part, {})
+        return named
 
     def groups(self, model: Module) -> Any:
         """Return what the optimizer is made of; experts are in groups of their own, which the engine demands."""
@@ -311,18 +329,24 @@ class DeepSpeedDriver(TinyDriver):
 
     def micro_loss(self, batch: Batch) -> Any:
         """Return the loss of a micro-batch, of which Ulysses gives the ranks of a sequence parts."""
-        return _context.ulysses_loss(self.model, batch) if self.cell.cp > 1 else self.tiny.loss(self.model, batch)
+        if self.cell.cp > 1:
+            return _context.ulysses_loss(self.model, batch)
+        return self.tiny.loss(self.model, batch)
 
     @property
     def backward_divisor(self) -> int:
         """Return what the loss is divided by before the backward pass, so that gradients are those of the loss."""
         # Each rank of a sequence adds the whole loss's gradients. Only ZeRO-3 divides by all ranks (docs/upstream.md).
-        return 1 if self.strategy.shards else self.cell.cp
+        if self.strategy.shards:
+            return 1
+        return self.cell.cp
 
     @property
     def tag(self) -> dict[str, str]:
         """Return the tag of a checkpoint on each node: DeepSpeed notes the latest one on that of rank 0 alone."""
-        return {"tag": "saved"} if self.cell.per_node else {}
+        if not self.cell.per_node:
+            return {}
+        return {"tag": "saved"}
 
     def save(self, directory: Path) -> None:
         """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""
@@ -335,8 +359,9 @@ class DeepSpeedDriver(TinyDriver):
         if self.universal is not None:
             self._convert(directory, self.universal)
         settings = self.tag | self.cell.settings("load_checkpoint")
-        _, own = self.model.load_checkpoint(str(self.universal or directory), **settings)
-        self.load_random(directory, required=(own or {}).get("ranks") == self.world.size)
+        _, client_state = self.model.load_checkpoint(str(self.universal or directory), **settings)
+        ranks = client_state.get("ranks") if client_state else None
+        self.load_random(directory, required=ranks == self.world.size)
 
     def _convert(self, directory: Path, universal: Path) -> None:
         """Do what ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` does, on rank 0."""
@@ -382,8 +407,12 @@ class DeepSpeedDriver(TinyDriver):
         if self.world.rank:
             return {}
         files = sorted((shards / "export").glob("*_model_states.pt"))
-        saved = [torch.load(path, map_location="cpu", weights_only=False) for path in files]
-        return {name: one for state in saved for name, one in state.get("module", state).items()}
+        weights: dict[str, Any] = {}
+        for path in files:
+            state = torch.load(path, map_location="cpu", weights_only=False)
+            # The file of an expert has its weights alone.
+            weights |= state.get("module", state)
+        return weights
 
     def rows(self, _loader: str, count: int, *_: Any) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the rows that the loader of ``training_data`` gives."""
@@ -398,16 +427,24 @@ def _no_muon(cell: Cell) -> str | None:
     """Return why DeepSpeed's own Muon is not tried in a cell; None if it is."""
     if cell.precision != "fp32":
         return "DeepSpeed's Muon keeps momentum in the gradients' dtype, whatever else is in float32: it is tried in fp32 alone"
-    others = [name for name, _ in cell.without("model", "optimizer", "set").options]
-    return f"DeepSpeed's Muon is not tried with option {others[0]!r} yet" if others else None
+    others = cell.without("model", "optimizer", "set").options
+    if others:
+        first, _ = others[0]
+        return f"DeepSpeed's Muon is not tried with option {first!r} yet"
+    return None
 
 
 def saved_on(directory: Path) -> tuple[int, int] | None:
-    """Return how many ranks saved optimizer state, and how many of them the parts of a layer; None without ZeRO."""
+    """Return how many ranks saved optimizer state, and how many of them are tensor parallel peers; None without ZeRO."""
     latest = directory / "latest"
-    tag = directory / latest.read_text(encoding="utf-8").strip() if latest.exists() else directory
-    ranks = len(list(tag.glob("*zero_pp_rank_*_optim_states.pt")))
-    return (ranks, len(list(tag.glob("*zero_pp_rank_0_*_optim_states.pt")))) if ranks else None
+    checkpoint = directory
+    if latest.exists():
+        checkpoint = directory / latest.read_text(encoding="utf-8").strip()
+    ranks = len(list(checkpoint.glob("*zero_pp_rank_*_optim_states.pt")))
+    if not ranks:
+        return None
+    tensor_parallel = len(list(checkpoint.glob("*zero_pp_rank_0_*_optim_states.pt")))
+    return ranks, tensor_parallel
 
 
 def whole_weights(engine: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers import _options, _preload, _rows
@@ -17,7 +17,7 @@ from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._tiny import HELD_OUT_BATCH, TinyDriver, listed
 from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES, _context, _pipeline
-from pytest_distcompat.strategies._base import MAX_NORM
+from pytest_distcompat.strategies._base import MAX_NORM, first_reason
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
@@ -241,19 +241,35 @@ class TorchDriver(TinyDriver):
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
         """Return why the cell cannot run: plain torch lacks the strategy or option."""
-        if STRATEGIES.get(cell.strategy).torch is None:
-            return f"plain torch has no {cell.strategy}; it is a strategy of DeepSpeed"
-        if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
-            return "Transformer Engine is driven through accelerate"
-        if cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1 and not cell.option("reshard_after_forward"):
-            return "FSDP1's hybrid sharding without resharding after forward has a private name only"
-        if cell.option("async_save") and (device != "cpu" or cell.option("state_dict") == "full" or cell.per_node):
-            return "async_save is for sharded checkpoints, and needs gloo"
-        if cell.per_node and "fsdp" in cell.strategy and cell.option("state_dict") != "full":
-            return (
-                "torch.distributed.checkpoint writes the metadata of shards on rank 0 alone (its use_collectives=False is "
-                "experimental, and not driven); state_dict='full' is one file"
-            )
+        hybrid_fsdp1 = cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1
+        one_file = cell.option("state_dict") == "full"
+        reason = first_reason(
+            (
+                STRATEGIES.get(cell.strategy).torch is None,
+                f"plain torch has no {cell.strategy}; it is a strategy of DeepSpeed",
+            ),
+            (
+                cell.precision == "fp8" and cell.option("fp8_backend") == "te",
+                "Transformer Engine is driven through accelerate",
+            ),
+            (
+                hybrid_fsdp1 and not cell.option("reshard_after_forward"),
+                "FSDP1's hybrid sharding without resharding after forward has a private name only",
+            ),
+            (
+                bool(cell.option("async_save")) and (device != "cpu" or one_file or cell.per_node),
+                "async_save is for sharded checkpoints, and needs gloo",
+            ),
+            (
+                cell.per_node and "fsdp" in cell.strategy and not one_file,
+                (
+                    "torch.distributed.checkpoint writes the metadata of shards on rank 0 alone (its use_collectives=False is "
+                    "experimental, and not driven); state_dict='full' is one file"
+                ),
+            ),
+        )
+        if reason is not None:
+            return reason
         return super().unsupported_reason(cell, device)
 
     def build(self, model: Module) -> None:
@@ -285,7 +301,8 @@ class TorchDriver(TinyDriver):
     def _build_stages(self, model: Module, device: torch.device) -> None:
         """Keep this rank's stages of the model, wrap each and connect them to the others."""
         assert self.tiny.stages is not None
-        self.flat, self.pipeline = True, _pipeline.Pipeline(self.tiny.stages, self.cell, device)
+        self.flat = True
+        self.pipeline = _pipeline.Pipeline(self.tiny.stages, self.cell, device)
         self.pp_group = self.pipeline.group
         modules = {number: self._wrap(stage, device) for number, stage in self.pipeline.keep(model).items()}
         # Wrapped in place: with several stages the model has the parameters of all.
@@ -304,15 +321,17 @@ class TorchDriver(TinyDriver):
 
         def prepare(model: Module) -> None:
             blocks = self.wrap_spec.block_modules(model)
-            if recompute := self.cell.option("activation_checkpointing"):
+            recompute = self.cell.option("activation_checkpointing")
+            if recompute:
                 _options.recompute(model, blocks, recompute)
             if by_block:
                 _options.compile_blocks(mode, blocks)
 
         wrap = dataclasses.replace(self.wrap_spec, prepare=prepare)
         self.wrapped = self.strategy.torch(model, self.precision, self.cell, device, wrap)
-        found: Module = _options.compiled(self.wrapped, self.cell) if mode and not by_block else self.wrapped
-        return found
+        if mode and not by_block:
+            return cast("Module", _options.compiled(self.wrapped, self.cell))
+        return cast("Module", self.wrapped)
 
     def _scaler(self, device: str) -> Any:
         import torch
@@ -324,15 +343,16 @@ class TorchDriver(TinyDriver):
 
     def step(self, number: int) -> float:
         """Run each micro-batch, reduce gradients in the last one, and step optimizer and scheduler."""
-        for one in listed(self.optimizer):
-            one.zero_grad()
+        for optimizer in listed(self.optimizer):
+            optimizer.zero_grad()
         if self.pipeline:
             return self._pipelined(number)
         total = 0.0
         for batch, last in self.batches(number):
             with self._synchronised(last), self._autocast(), _context.attending(self.model, self.context):
                 loss = self.micro_loss(batch) / self.accumulate
-                (self.scaler.scale(loss) if self.scaler else loss).backward()
+                scaled = self.scaler.scale(loss) if self.scaler else loss
+                scaled.backward()
             total += float(loss.detach())
         self.update()
         return total
@@ -351,7 +371,9 @@ class TorchDriver(TinyDriver):
 
     def micro_loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a micro-batch, under context parallelism of this rank's part of it."""
-        return _context.loss_of(self.model, self.context, batch) if self.context else self.tiny.loss(self.model, batch)
+        if self.context:
+            return _context.loss_of(self.model, self.context, batch)
+        return self.tiny.loss(self.model, batch)
 
     def update(self) -> None:
         """Clip gradients, then step optimizer and scheduler."""
@@ -362,10 +384,10 @@ class TorchDriver(TinyDriver):
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
-            for one in listed(self.optimizer):
-                one.step()
-        for one in listed(self.scheduler):
-            one.step()
+            for optimizer in listed(self.optimizer):
+                optimizer.step()
+        for scheduler in listed(self.scheduler):
+            scheduler.step()
         if self.saving:
             self.saving.result()
             self.saving = None
@@ -385,7 +407,9 @@ class TorchDriver(TinyDriver):
         if self.strategy.wrapper == "FSDP2":
             self.wrapped.set_requires_gradient_sync(last)
             return contextlib.nullcontext()
-        skipping: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if last else self.wrapped.no_sync()
+        if last:
+            return contextlib.nullcontext()
+        skipping: contextlib.AbstractContextManager[Any] = self.wrapped.no_sync()
         return skipping
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -413,8 +437,10 @@ class TorchDriver(TinyDriver):
             return {"model": get_model_state_dict(self.model, options=self._options())}
         model, optimizer = get_state_dict(self.model, self.optimizer, options=self._options())
         state = {"model": model, "optimizer": optimizer, "ranks": self.world.size}
-        state["scheduler"] = [one.state_dict() for one in listed(self.scheduler)]
-        return state | ({"scaler": self.scaler.state_dict()} if self.scaler else {})
+        state["scheduler"] = [scheduler.state_dict() for scheduler in listed(self.scheduler)]
+        if self.scaler:
+            state["scaler"] = self.scaler.state_dict()
+        return state
 
     @property
     def whole(self) -> bool:
@@ -463,8 +489,8 @@ class TorchDriver(TinyDriver):
             optim_state_dict=state["optimizer"],
             options=self._options(),
         )
-        for one, saved in zip(listed(self.scheduler), state["scheduler"], strict=True):
-            one.load_state_dict(saved)
+        for scheduler, saved in zip(listed(self.scheduler), state["scheduler"], strict=True):
+            scheduler.load_state_dict(saved)
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
         self.load_random(directory, required=state["ranks"] == self.world.size)
@@ -481,18 +507,22 @@ class TorchDriver(TinyDriver):
 
     def evaluate(self, model: Module) -> torch.Tensor:
         """Return the logits without gradients left: recompiled for evaluation, FSDP1 fails on a step's sharded ones."""
-        for one in filter(None, listed(self.optimizer)):
-            one.zero_grad()
+        for optimizer in listed(self.optimizer):
+            if optimizer:
+                optimizer.zero_grad()
+        if not self.cell.option("float32_norms"):
+            return super().evaluate(model)
         # A model of two dtypes runs under autocast only.
-        with self._autocast() if self.cell.option("float32_norms") else contextlib.nullcontext():
+        with self._autocast():
             return super().evaluate(model)
 
     def outputs(self, model: Module) -> torch.Tensor:
         """Return the logits on a batch that no step trains on, on all stages of a pipeline."""
         if model is not self.model or not self.pipeline:
             return super().outputs(model)
-        found: torch.Tensor = self.pipeline.outputs(self.batch_of(HELD_OUT_BATCH, 0)["input_ids"])
-        return found
+        tokens = self.batch_of(HELD_OUT_BATCH, 0)["input_ids"]
+        logits: torch.Tensor = self.pipeline.outputs(tokens)
+        return logits
 
     def export(self, directory: Path) -> None:
         """Write the full state dict on rank 0, in the format that the model's own library loads."""
@@ -505,8 +535,8 @@ class TorchDriver(TinyDriver):
 
 def _rows_of(batches: Sequence[Batch]) -> list[Batch]:
     """Return the rows of some batches, each as a batch of its own."""
-    return [
-        {name: value[row : row + 1] for name, value in batch.items()}
-        for batch in batches
-        for row in range(len(batch["labels"]))
-    ]
+    rows = []
+    for batch in batches:
+        for row in range(len(batch["labels"])):
+            rows.append({name: value[row : row + 1] for name, value in batch.items()})  # noqa: PERF401 - three loops
+    return rows

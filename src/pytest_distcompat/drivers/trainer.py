@@ -26,7 +26,7 @@ from pytest_distcompat.models import TinyModel, loss_to_targets, model_of
 from pytest_distcompat.scenario import STEPS
 from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES, _fsdp
-from pytest_distcompat.strategies._base import MAX_NORM
+from pytest_distcompat.strategies._base import MAX_NORM, first_reason
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
@@ -150,31 +150,16 @@ class TrainerDriver(TinyDriver):
         """Return why the cell cannot run: Trainer or TrainingArguments lack an option, or it crashes on this device."""
         if STRATEGIES.get(cell.strategy).transformers is None:
             return f"Trainer has no {cell.strategy}"
-        if cell.option("param_groups"):
-            return "Trainer makes these two param groups anyway"
-        if cell.option("reduce_dtype") != "auto" and "fsdp" in cell.strategy:
-            return "TrainingArguments have no word for FSDP's policy of dtypes"
-        if cell.option("fp8_backend") == "te":
-            return "Trainer passes no recipe for Transformer Engine to accelerate"
-        recomputes = "transformers" in model_of(cell).preload
-        if cell.option("packed") and not recomputes:
-            return f"rows of tokens are packed, and model {cell.option('model')} has none"
-        if cell.option("activation_checkpointing") and not recomputes and "fsdp" not in cell.strategy:
-            return f"Trainer has the model recompute, and model {cell.option('model')} has no gradient_checkpointing_enable()"
-        if cell.per_node and "fsdp" in cell.strategy:
-            # It hangs, and a known issue never covers a hang.
-            return "Trainer loads FSDP's optimizer where it finds the file that rank 0 wrote, so on one node, where it then waits"
-        if cell.cp > 1 and cell.strategy == "fsdp2":
-            return _options.TORCH_CP
-        if cell.cp > 1 and cell.dp_size > 1 and device == "cpu":
-            return (
-                "Trainer gathers the losses of a sequence's parts, and the backward pass of that takes the ranks of a group for "
-                "those of all on gloo: 'Global rank 0 is not part of group'"
-            )
-        if cell.tp * cell.ep > 1 and cell.strategy == "fsdp2" and (problem := _not_loaded_in_parts(cell)):
-            return problem
-        problem = _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
-        return problem or (_options.AUTOTP if cell.tp > 1 and cell.strategy != "fsdp2" else None)
+        reason = _trainer_reason(cell, device)
+        if reason is None and cell.tp * cell.ep > 1 and cell.strategy == "fsdp2":
+            reason = _not_loaded_in_parts(cell)
+        if reason is None:
+            reason = _options.unsupported_by_accelerate(cell, device)
+        if reason is None:
+            reason = super().unsupported_reason(cell, device)
+        if reason is None and cell.tp > 1 and cell.strategy != "fsdp2":
+            reason = _options.AUTOTP
+        return reason
 
     @classmethod
     def plan_of(cls, tiny: TinyModel) -> Mapping[str, str]:
@@ -188,34 +173,42 @@ class TrainerDriver(TinyDriver):
 
     @property
     def in_parts(self) -> bool:
-        """Tell whether transformers cuts the model while it loads it."""
+        """Tell whether transformers shards the model while it loads it."""
         return self.cell.tp * self.cell.ep > 1
 
     def build_model(self) -> Module:
         """Return the tiny model; the experts that transformers' plan names are units of their own."""
         model = super().build_model()
         if self.cell.ep > 1:
-            experts = (one for name, one in model.named_modules() if fnmatch(name, self.experts_of(self.tiny)))
-            self.blocks = tuple(dict.fromkeys((*self.blocks, *(type(one).__name__ for one in experts))))
+            block_names = list(self.blocks)
+            for name, module in model.named_modules():
+                class_name = type(module).__name__
+                if fnmatch(name, self.experts_of(self.tiny)) and class_name not in block_names:
+                    block_names.append(class_name)
+            self.blocks = tuple(block_names)
         return model
 
     def groups(self, model: Module) -> Any:
         """Return Trainer's own two param groups for the reference: norms and biases without weight decay."""
         from transformers import Trainer
 
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         decay = self.setting_or_default(
             DECAY, "TrainingArguments.weight_decay", "ds_config.optimizer.params.weight_decay"
         )
         if not self.cell.option("use_orig_params"):
             # A flat parameter belongs to one group as a whole: https://docs.pytorch.org/docs/stable/fsdp.html (use_orig_params).
-            return [{"params": [p for _, p in trained], "weight_decay": decay}]
+            return [{"params": list(trained.values()), "weight_decay": decay}]
         # A public method that reads nothing of its Trainer.
-        decayed = set(Trainer.get_decay_parameter_names(self, model))
-        return [
-            {"params": [p for name, p in trained if name in decayed], "weight_decay": decay},
-            {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
-        ]
+        decayed_names = set(Trainer.get_decay_parameter_names(self, model))
+        decayed = []
+        undecayed = []
+        for name, parameter in trained.items():
+            if name in decayed_names:
+                decayed.append(parameter)
+            else:
+                undecayed.append(parameter)
+        return [{"params": decayed, "weight_decay": decay}, {"params": undecayed, "weight_decay": 0.0}]
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:  # noqa: ARG002 - Trainer's is of steps
         """Return the schedule of ``arguments`` for the reference, made as Trainer makes it."""
@@ -263,13 +256,17 @@ class TrainerDriver(TinyDriver):
         }
         settings |= self._backend_config()[0]
         settings |= self._mixed_precision()
-        if self.cell.option("activation_checkpointing") and (self.in_parts or "fsdp" not in self.cell.strategy):
+        recomputed_by_fsdp = "fsdp" in self.cell.strategy and not self.in_parts
+        if self.cell.option("activation_checkpointing") and not recomputed_by_fsdp:
             settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-        if (mode := self.cell.option("compile")) not in {False, "partial"}:
-            settings |= {"torch_compile": True, "torch_compile_backend": "inductor" if mode is True else "aot_eager"}
+        mode = self.cell.option("compile")
+        if mode not in {False, "partial"}:
+            settings["torch_compile"] = True
+            settings["torch_compile_backend"] = "inductor" if mode is True else "aot_eager"
         if hasattr(TrainingArguments, "train_sampling_strategy"):
             settings["train_sampling_strategy"] = "sequential"
-        settings |= on_cpu(settings, in_parts=self.in_parts) if self.world.device == "cpu" else {}
+        if self.world.device == "cpu":
+            settings |= on_cpu(settings, in_parts=self.in_parts)
         return self.cell.with_settings("TrainingArguments", settings)
 
     def _backend_config(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -285,9 +282,13 @@ class TrainerDriver(TinyDriver):
 
     def _mixed_precision(self) -> dict[str, Any]:
         """Return the flag for mixed precision, which DeepSpeed's low-precision mode needs too."""
-        mixed = (self.precision.mixed and not self.precision.float8) or self.strategy.zero_stage is not None
+        mixed = self.precision.mixed and not self.precision.float8
         flag = {"bfloat16": "bf16", "float16": "fp16"}.get(self.precision.compute)
-        return {flag: True} if mixed and flag else {}
+        if flag is None:
+            return {}
+        if not mixed and self.strategy.zero_stage is None:
+            return {}
+        return {flag: True}
 
     def environment(self) -> dict[str, str]:
         """Return what ``accelerate launch`` sets in the environment, since TrainingArguments have no argument for it."""
@@ -318,7 +319,8 @@ class TrainerDriver(TinyDriver):
                 """Log the loss of the step as it was."""
                 if "loss" in logs:
                     # The sum of the losses of the steps, which are logged one by one. Added up, a NaN would stay.
-                    logs["loss"], self._total_loss_scalar = self._total_loss_scalar, 0.0
+                    logs["loss"] = self._total_loss_scalar
+                    self._total_loss_scalar = 0.0
                 super().log(logs, *rest)
 
         return InOrder(**settings)
@@ -338,22 +340,23 @@ class TrainerDriver(TinyDriver):
             _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
 
         def make(model: Any, plan: Plan) -> None:
+            computes_loss = hasattr(model, "config") and not self.tiny.without_loss
             self.trainer = self.make_trainer(
                 model=model,
                 args=TrainingArguments(**self.arguments(plan)),
                 train_dataset=self.dataset(self.cell.dp_size),
                 data_collator=self.collator() if self.cell.option("packed") else None,
-                compute_loss_func=None if hasattr(model, "config") and not self.tiny.without_loss else self._loss(),
+                compute_loss_func=None if computes_loss else self._loss(),
                 optimizer_cls_and_kwargs=self.optimizer_class(),
             )
             self.trainer.remove_callback(PrinterCallback)
 
-        kind: Any = type(model)
+        model_class: Any = type(model)
         if self.in_parts:
-            whole: Any = model
+            full_model: Any = model
             with tempfile.TemporaryDirectory() as directory:
-                whole.save_pretrained(directory)
-                model = self.load_in_parts(kind, directory)
+                full_model.save_pretrained(directory)
+                model = self.load_in_parts(model_class, directory)
         make(model, plan)
         checkpoint = None
         if "load" in plan.actions:
@@ -365,7 +368,7 @@ class TrainerDriver(TinyDriver):
             if self.in_parts:
                 # Trainer cannot resume such a model: training begins anew, from the weights that were saved.
                 plan = dataclasses.replace(plan, first_step=0)
-                make(self.load_in_parts(kind, checkpoint), plan)
+                make(self.load_in_parts(model_class, checkpoint), plan)
                 checkpoint = None
         self.trainer.add_callback(make_callback(self, plan, report))
         with contextlib.suppress(PlanDoneError):
@@ -432,7 +435,11 @@ class TrainerDriver(TinyDriver):
         from transformers import DataCollatorWithFlattening
 
         flatten = DataCollatorWithFlattening(**settings)
-        return lambda rows: flatten([{name: value.tolist() for name, value in row.items()} for row in rows])
+
+        def collate(rows: list[dict[str, torch.Tensor]]) -> Any:
+            return flatten([_as_lists(row) for row in rows])
+
+        return collate
 
     def _loss(self) -> Callable[..., torch.Tensor]:
         """Return the loss for a model that does not compute one."""
@@ -450,10 +457,7 @@ class TrainerDriver(TinyDriver):
 
     def dataset(self, ranks: int) -> list[dict[str, torch.Tensor]]:
         """Return the rows, keyed by the argument names of the model."""
-        return [
-            {"x" if name == "features" else name: value for name, value in row.items()}
-            for row in super().dataset(ranks)
-        ]
+        return [_with_argument_names(row) for row in super().dataset(ranks)]
 
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
@@ -467,12 +471,16 @@ class TrainerDriver(TinyDriver):
 
     def written_names(self, model: Module) -> Collection[str]:  # noqa: ARG002 - one of its kind without its values is written
         """Return the names that ``save_pretrained`` gives, of a model that transformers reads and writes by rules for names."""
-        return self.tiny.written_names() if self.tiny.written_names else ()
+        if self.tiny.written_names is None:
+            return ()
+        return self.tiny.written_names()
 
     def read_trainer(self) -> None:
         """Set the model, optimizer, scheduler and scaler that the Trainer has now."""
         trainer = self.trainer
-        self.model, self.optimizer, self.scheduler = trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler
+        self.model = trainer.model_wrapped
+        self.optimizer = trainer.optimizer
+        self.scheduler = trainer.lr_scheduler
         self.scaler = trainer.accelerator.scaler
 
     def export(self, directory: Path) -> None:
@@ -482,14 +490,26 @@ class TrainerDriver(TinyDriver):
             lora = bool(self.cell.option("lora"))
             _options.merge_shards(accelerator, self.trainer.model_wrapped, directory, lora=lora)
             return
-        if (plugin := getattr(accelerator.state, "fsdp_plugin", None)) is not None:
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
             # With sharded state dicts ``save_model`` silently writes nothing.
             plugin.set_state_dict_type("FULL_STATE_DICT")
         self.trainer.save_model(str(directory))
 
     def trainer_world_size(self) -> int | None:
         """Return Trainer's world size."""
-        return None if self.trainer is None else int(self.trainer.args.world_size)
+        if self.trainer is None:
+            return None
+        return int(self.trainer.args.world_size)
+
+
+def _with_argument_names(row: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a row keyed by the arguments of the model's forward: a classifier calls its features ``x``."""
+    return {"x" if name == "features" else name: value for name, value in row.items()}
+
+
+def _as_lists(row: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in row.items()}
 
 
 #: Model -> the experts that transformers' plan spreads. The files of other models name each expert by itself.
@@ -497,7 +517,9 @@ EXPERTS = {"hf:gpt_oss": "model.layers.*.mlp.experts", "hf:granitemoe_swa": "mod
 #: Model -> the layers that transformers' plan cuts, of those with experts; the plan of gpt_oss cuts the last layer alone.
 LAYERS = {
     "hf:granitemoe_swa": {
-        **dict.fromkeys((f"model.layers.*.self_attn.{name}_proj" for name in "qkv"), "colwise"),
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.k_proj": "colwise",
+        "model.layers.*.self_attn.v_proj": "colwise",
         "model.layers.*.self_attn.o_proj": "rowwise",
     }
 }
@@ -505,25 +527,86 @@ LAYERS = {
 BESIDE = frozenset({"model", "tp", "ep", "save_only_model", "grad_accum", "activation_checkpointing"})
 
 
-def _not_loaded_in_parts(cell: Cell) -> str | None:
-    """Return why transformers does not cut the model as the cell asks; None if it does."""
+def _trainer_reason(cell: Cell, device: str) -> str | None:
+    """Return why Trainer itself cannot run the cell; None if it can."""
     model = cell.option("model")
-    if "transformers" not in model_of(cell).preload:
-        return f"transformers cuts models of its own, and {model} is not one"
-    if cell.ep > 1 and model not in EXPERTS:
-        return (
-            f"of models whose experts transformers spreads, {', '.join(EXPERTS)} alone is tried, and {model} is not it"
-        )
-    if cell.ep > 1 and cell.precision != "fp32":
-        return f"which experts {model} chooses turns on rounding, and {cell.precision} rounds"
-    if cell.ep > 1 and cell.option("activation_checkpointing"):
-        return "transformers recomputes whole layers, and experts are blocks of their own"
-    if cell.precision not in {"fp32", "bf16_upcast", "bf16_pure"}:
-        return f"a model that is cut while it is loaded is not trained in {cell.precision} yet"
-    if not cell.option("save_only_model"):
-        return "Trainer saves the model alone: 'Resuming is not supported for models sharded at load time'"
-    others = [name for name, _ in cell.options if name not in BESIDE]
-    return f"a model that is cut while it is loaded is not trained with option {others[0]!r} yet" if others else None
+    fsdp = "fsdp" in cell.strategy
+    transformers_model = "transformers" in model_of(cell).preload
+    return first_reason(
+        (
+            bool(cell.option("param_groups")),
+            "Trainer makes these two param groups anyway",
+        ),
+        (
+            cell.option("reduce_dtype") != "auto" and fsdp,
+            "TrainingArguments have no word for FSDP's policy of dtypes",
+        ),
+        (
+            cell.option("fp8_backend") == "te",
+            "Trainer passes no recipe for Transformer Engine to accelerate",
+        ),
+        (
+            bool(cell.option("packed")) and not transformers_model,
+            f"rows of tokens are packed, and model {model} has none",
+        ),
+        (
+            bool(cell.option("activation_checkpointing")) and not transformers_model and not fsdp,
+            f"Trainer has the model recompute, and model {model} has no gradient_checkpointing_enable()",
+        ),
+        # It hangs, and a known issue never covers a hang.
+        (
+            cell.per_node and fsdp,
+            "Trainer loads FSDP's optimizer where it finds the file that rank 0 wrote, so on one node, where it then waits",
+        ),
+        (
+            cell.cp > 1 and cell.strategy == "fsdp2",
+            _options.TORCH_CP,
+        ),
+        (
+            cell.cp > 1 and cell.dp_size > 1 and device == "cpu",
+            (
+                "Trainer gathers the losses of a sequence's parts, and the backward pass of that takes the ranks of a group for "
+                "those of all on gloo: 'Global rank 0 is not part of group'"
+            ),
+        ),
+    )
+
+
+def _not_loaded_in_parts(cell: Cell) -> str | None:
+    """Return why transformers does not shard the model as the cell asks; None if it does."""
+    model = cell.option("model")
+    reason = first_reason(
+        (
+            "transformers" not in model_of(cell).preload,
+            f"transformers cuts models of its own, and {model} is not one",
+        ),
+        (
+            cell.ep > 1 and model not in EXPERTS,
+            f"of models whose experts transformers spreads, {', '.join(EXPERTS)} alone is tried, and {model} is not it",
+        ),
+        (
+            cell.ep > 1 and cell.precision != "fp32",
+            f"which experts {model} chooses turns on rounding, and {cell.precision} rounds",
+        ),
+        (
+            cell.ep > 1 and bool(cell.option("activation_checkpointing")),
+            "transformers recomputes whole layers, and experts are blocks of their own",
+        ),
+        (
+            cell.precision not in {"fp32", "bf16_upcast", "bf16_pure"},
+            f"a model that is cut while it is loaded is not trained in {cell.precision} yet",
+        ),
+        (
+            not cell.option("save_only_model"),
+            "Trainer saves the model alone: 'Resuming is not supported for models sharded at load time'",
+        ),
+    )
+    if reason is not None:
+        return reason
+    for name, _ in cell.options:
+        if name not in BESIDE:
+            return f"a model that is cut while it is loaded is not trained with option {name!r} yet"
+    return None
 
 
 def on_cpu(settings: Mapping[str, Any], *, in_parts: bool = False) -> dict[str, Any]:
@@ -550,19 +633,19 @@ def json_of(arguments: Any) -> dict[str, Any]:
     """Return what Trainer fills into the keys of DeepSpeed's JSON that are "auto"."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-    found: dict[str, Any] = {}
+    filled: dict[str, Any] = {}
 
     class Recorder(HfTrainerDeepSpeedConfig):  # type: ignore[misc]  # transformers is untyped here
         """A configuration that records instead of filling in."""
 
         def fill_match(self, key: str, value: Any, *_: Any, **__: Any) -> None:
             """Record the value of a key."""
-            found[key] = value
+            filled[key] = value
 
         fill_only = fill_match
 
     Recorder({"zero_optimization": {"stage": 2}}).trainer_config_process(arguments)
-    return found
+    return filled
 
 
 def read_fsdp_config(config: dict[str, Any]) -> None:

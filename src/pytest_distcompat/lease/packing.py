@@ -7,7 +7,6 @@ most of the session goes before them all.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,9 @@ class Demand:
 
     def expected(self, otherwise: float = UNKNOWN) -> float:
         """Return its seconds, or ``otherwise`` for each item if they are unknown."""
-        return otherwise * self.items if self.seconds is None else self.seconds
+        if self.seconds is None:
+            return otherwise * self.items
+        return self.seconds
 
 
 def pack(demands: Iterable[Demand], devices: int, workers: int) -> list[Demand]:
@@ -40,25 +41,37 @@ def pack(demands: Iterable[Demand], devices: int, workers: int) -> list[Demand]:
     known = expect(list(demands))
     # A test that takes most of the session must not begin last, however few devices it needs.
     long = ideal(known, devices, workers) / 2
-    return sorted(
-        known, key=lambda demand: (demand.expected() > long, demand.world_size, demand.expected()), reverse=True
-    )
+
+    def priority(demand: Demand) -> tuple[bool, int, float]:
+        return demand.expected() > long, demand.world_size, demand.expected()
+
+    return sorted(known, key=priority, reverse=True)
 
 
 def expect(demands: Sequence[Demand]) -> list[Demand]:
     """Return the demands with durations: unknown ones get the median of their world size, of all, or ``UNKNOWN`` seconds."""
-    known: dict[int, list[float]] = {}
+    seconds_by_size: dict[int, list[float]] = {}
+    all_seconds: list[float] = []
     for demand in demands:
         if demand.seconds is not None:
-            known.setdefault(demand.world_size, []).append(demand.seconds / demand.items)
-    usual = {size: statistics.median(seconds) for size, seconds in known.items()}
-    otherwise = statistics.median(itertools.chain(*known.values()) if known else [UNKNOWN])
-    return [replace(demand, seconds=demand.expected(usual.get(demand.world_size, otherwise))) for demand in demands]
+            seconds = demand.seconds / demand.items
+            seconds_by_size.setdefault(demand.world_size, []).append(seconds)
+            all_seconds.append(seconds)
+    median_by_size = {size: statistics.median(seconds) for size, seconds in seconds_by_size.items()}
+    median = statistics.median(all_seconds) if all_seconds else UNKNOWN
+    expected = []
+    for demand in demands:
+        of_size = median_by_size.get(demand.world_size, median)
+        expected.append(replace(demand, seconds=demand.expected(of_size)))
+    return expected
 
 
 def ideal(demands: Iterable[Demand], devices: int, workers: int) -> float:
     """Return a lower bound of the makespan in seconds: all devices always busy, all workers, or the longest test alone."""
-    all_of_them = [(min(demand.world_size, devices), demand.expected()) for demand in demands]
-    area = sum(size * seconds for size, seconds in all_of_them)
-    alone = [seconds for _, seconds in all_of_them]
-    return max([area / devices, sum(alone) / workers, *alone])
+    device_seconds: float = 0
+    durations = []
+    for demand in demands:
+        seconds = demand.expected()
+        device_seconds += min(demand.world_size, devices) * seconds
+        durations.append(seconds)
+    return max([device_seconds / devices, sum(durations) / workers, *durations])

@@ -51,10 +51,15 @@ class Span:
 
     def on_node(self, node: str, ahead: float, worker: str) -> Span:
         """Return it with the node in the names of its devices, and by the clock here, which the node's is ahead of."""
-        asked, got, released = (time - ahead for time in (self.asked, self.got, self.released))
-        leak = tuple(replace(one, id=f"{node} {one.id}") for one in self.leak)
-        ids = tuple(f"{node} {one}" for one in self.ids)
-        return replace(self, ids=ids, leak=leak, asked=asked, got=got, released=released, worker=worker)
+        return replace(
+            self,
+            ids=tuple(f"{node} {device}" for device in self.ids),
+            leak=tuple(replace(leak, id=f"{node} {leak.id}") for leak in self.leak),
+            asked=self.asked - ahead,
+            got=self.got - ahead,
+            released=self.released - ahead,
+            worker=worker,
+        )
 
 
 def append(directory: Path, span: Span) -> None:
@@ -68,8 +73,10 @@ def append(directory: Path, span: Span) -> None:
 def read_timeline(directory: Path) -> list[Span]:
     """Return all leases that have ended, in the order in which they began; incomplete lines are ignored."""
     path = directory / FILE
+    if not path.exists():
+        return []
     spans = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):
             spans.append(decode(Span, json.loads(line)))
     return sorted(spans, key=lambda span: span.got)
@@ -81,25 +88,27 @@ def entries(directory: Path, since: float) -> list[dict[str, Any]]:
     ``begin`` and ``end`` are in seconds after ``since`` (of CLOCK_MONOTONIC), ``part`` is the part of the device, ``leak`` is in
     bytes.
     """
-    return [
-        {
-            "device": name,
-            "part": round(1 / places_in(name), 6),
-            "who": span.who,
-            "worker": span.worker,
-            "begin": round(span.got - since, 3),
-            "end": round(span.released - since, 3),
-            "leak": _leaked(span, name),
-        }
-        for span in read_timeline(directory)
-        for name in span.ids
-    ]
+    rows = []
+    for span in read_timeline(directory):
+        for name in span.ids:
+            row = {
+                "device": name,
+                "part": round(1 / places_in(name), 6),
+                "who": span.who,
+                "worker": span.worker,
+                "begin": round(span.got - since, 3),
+                "end": round(span.released - since, 3),
+                "leak": _leaked(span, name),
+            }
+            rows.append(row)
+    return rows
 
 
 def _leaked(span: Span, name: str) -> int:
     """Return the bytes that a lease leaked on a device; of several places of it, the first has them all."""
     device = device_of(name)
-    if next(other for other in span.ids if device_of(other) == device) != name:
+    places = [place for place in span.ids if device_of(place) == device]
+    if name != places[0]:
         return 0
     # Leaks of an earlier holder do not count for this lease.
     return sum(leak.bytes for leak in span.leak if leak.id == device and leak.who == span.who)
@@ -116,31 +125,83 @@ def gaps(spans: Sequence[Span], since: float, until: float) -> list[dict[str, An
     """
     if not spans:
         return []
-    first, last = min(span.asked for span in spans), max(span.released for span in spans)
-    waits = [span for span in spans if span.got - span.asked >= SHORTEST_GAP_S]
-    times = sorted({first, last, *(time for span in waits for time in (span.asked, span.got))})
+    rows: list[dict[str, Any]] = []
+    reasons = _Reasons(spans)
+    devices = {device for span in spans for device in span.ids}
+    for device in sorted(devices):
+        for free in _free_intervals(device, spans, since, until):
+            for gap in reasons.pieces(free):
+                if gap.end - gap.begin >= SHORTEST_GAP_S:
+                    row = {
+                        "device": device,
+                        "begin": round(gap.begin - since, 3),
+                        "end": round(gap.end - since, 3),
+                        "why": gap.why,
+                    }
+                    rows.append(row)
+    return rows
 
-    def why(time: float) -> str:
-        if time < first:
+
+@dataclass(frozen=True)
+class _Gap:
+    """Interval in which a device was not leased, in seconds of CLOCK_MONOTONIC."""
+
+    begin: float
+    end: float
+    why: str = ""
+
+
+def _free_intervals(device: str, spans: Sequence[Span], since: float, until: float) -> list[_Gap]:
+    """Return the intervals before, between and after the leases of a device; some may be empty."""
+    leases = sorted((span.got, span.released) for span in spans if device in span.ids)
+    intervals = []
+    begin = since
+    for got, released in leases:
+        intervals.append(_Gap(begin, got))
+        begin = released
+    intervals.append(_Gap(begin, until))
+    return intervals
+
+
+class _Reasons:
+    """Why devices were free, at each time of a session."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.first_request = min(span.asked for span in spans)
+        self.last_release = max(span.released for span in spans)
+        self.waits = [span for span in spans if span.got - span.asked >= SHORTEST_GAP_S]
+        # The reason may change at these times only.
+        times = {self.first_request, self.last_release}
+        for span in self.waits:
+            times |= {span.asked, span.got}
+        self.times = sorted(times)
+
+    def pieces(self, free: _Gap) -> list[_Gap]:
+        """Return the parts of an interval that have one reason each."""
+        cuts = [free.begin]
+        cuts += [time for time in self.times if free.begin < time < free.end]
+        cuts.append(free.end)
+        pieces: list[_Gap] = []
+        for begin, end in itertools.pairwise(cuts):
+            why = self.why((begin + end) / 2)
+            if pieces and pieces[-1].why == why:
+                pieces[-1] = replace(pieces[-1], end=end)
+            else:
+                pieces.append(_Gap(begin, end, why))
+        return pieces
+
+    def why(self, time: float) -> str:
+        """Return why a device that is free at this time is not leased."""
+        if time < self.first_request:
             return "collection, and start of the fork servers"
-        if time > last:
+        if time > self.last_release:
             return "nothing left to run"
-        waiting = [span for span in waits if span.asked <= time < span.got]
-        holders = dict.fromkeys(who for span in waiting for who in span.waited_for)
+        waiting = [span for span in self.waits if span.asked <= time < span.got]
+        if not waiting:
+            return "no run to start: checks read what ran"
+        holders: dict[str, None] = {}
+        for span in waiting:
+            holders.update(dict.fromkeys(span.waited_for))
         if holders:
             return f"a run waits for {', '.join(holders)}"
-        return "a run waits for more devices" if waiting else "no run to start: checks read what ran"
-
-    found: list[dict[str, Any]] = []
-    for device in sorted({name for span in spans for name in span.ids}):
-        own = sorted((span.got, span.released) for span in spans if device in span.ids)
-        ends, begins = [since, *(end for _, end in own)], [*(begin for begin, _ in own), until]
-        for free, taken in zip(ends, begins, strict=True):
-            cuts = [free, *(time for time in times if free < time < taken), taken]
-            pieces = [(why((begin + end) / 2), begin, end) for begin, end in itertools.pairwise(cuts)]
-            for reason, group in itertools.groupby(pieces, key=lambda piece: piece[0]):
-                _, [begin, *_], [*_, end] = zip(*group, strict=True)
-                if end - begin >= SHORTEST_GAP_S:
-                    seconds = {"begin": round(begin - since, 3), "end": round(end - since, 3)}
-                    found.append({"device": device, **seconds, "why": reason})
-    return found
+        return "a run waits for more devices"

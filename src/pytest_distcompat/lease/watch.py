@@ -96,53 +96,74 @@ class Watch:
         self._next_check = now + _CHECK_INTERVAL_S
         waited = now - self._began
         blockers = list(self.blockers())
-        self.waited_for.update(dict.fromkeys(one.who for one in blockers))
+        self.waited_for.update(dict.fromkeys(blocker.who for blocker in blockers))
         self.text = self._text(blockers, waited)
-        stuck = {one for one in blockers if self._stuck(one)}
-        held = sum(isinstance(one, Holder) for one in stuck)
-        # Whether the request cannot be served although all other holders return their devices. A stuck ticket blocks it however
-        # many devices are free.
-        too_few = len(self.inventory.ids) - held < self.count or held < len(stuck)
-        if self.inventory.kind == "cpu" and too_few:
-            known = stuck <= self.given_up
-            if known or waited >= GIVE_UP_AFTER_S:
-                if not known and self.notify is not None:
-                    self.notify(self._notice("goes on without", list(stuck)))
-                self.given_up.update(stuck)
-                raise GivenUpError
+        stuck = {blocker for blocker in blockers if self._stuck(blocker)}
+        if self.inventory.kind == "cpu" and self._cannot_be_served(stuck):
             # The notice comes with the decision.
+            self._give_up_in_time(stuck, waited)
+        elif self.notify is not None:
+            self._notify_in_time(blockers, stuck, waited)
+
+    def _cannot_be_served(self, stuck: set[Blocker]) -> bool:
+        """Tell whether the request cannot be served although all other holders return their devices."""
+        stuck_devices = [blocker for blocker in stuck if isinstance(blocker, Holder)]
+        if len(stuck_devices) < len(stuck):
+            # A stuck ticket blocks it however many devices are free.
+            return True
+        return len(self.inventory.ids) - len(stuck_devices) < self.count
+
+    def _give_up_in_time(self, stuck: set[Blocker], waited: float) -> None:
+        """Raise GivenUpError if the request has waited long enough for these blockers, and notify the user of it once."""
+        known = stuck <= self.given_up
+        if not known and waited < GIVE_UP_AFTER_S:
             return
-        of_others = [
-            one for one in blockers if one in stuck or (isinstance(one, Holder) and not self._of_this_run(one))
-        ]
-        if self.notify is None or waited < (NOTIFY_AFTER_S if of_others else NOTIFY_OF_WORKERS_AFTER_S):
+        if not known and self.notify is not None:
+            self.notify(self._notice("goes on without", list(stuck)))
+        self.given_up.update(stuck)
+        raise GivenUpError
+
+    def _notify_in_time(self, blockers: list[Blocker], stuck: set[Blocker], waited: float) -> None:
+        """Notify the user of blockers that are new, later if all are workers of the same session."""
+        assert self.notify is not None
+        of_others = [blocker for blocker in blockers if blocker in stuck or self._of_other_run(blocker)]
+        notify_after = NOTIFY_AFTER_S if of_others else NOTIFY_OF_WORKERS_AFTER_S
+        if waited < notify_after:
             return
-        news = [one for one in of_others or blockers if _session(one) not in self.notified]
+        news = [blocker for blocker in of_others or blockers if _session(blocker) not in self.notified]
         if news:
-            self.notified.update(map(_session, news))
+            self.notified.update(_session(blocker) for blocker in news)
             self.notify(self._notice("waits for", news))
 
-    def _stuck(self, one: Blocker) -> bool:
-        if _suspended(one.pid):
+    def _stuck(self, blocker: Blocker) -> bool:
+        """Tell whether a blocker is suspended, or another session has held its device for long."""
+        if _suspended(blocker.pid):
             return True
-        return isinstance(one, Holder) and clock.wall() - one.since >= LONG_LEASE_S and not self._of_this_run(one)
+        if not isinstance(blocker, Holder):
+            return False
+        return clock.wall() - blocker.since >= LONG_LEASE_S and not self._of_this_run(blocker)
+
+    def _of_other_run(self, blocker: Blocker) -> bool:
+        return isinstance(blocker, Holder) and not self._of_this_run(blocker)
 
     def _of_this_run(self, holder: Holder) -> bool:
         return holder.pid == os.getpid() or (bool(holder.run) and holder.run == self.run)
 
-    def _text(self, found: list[Blocker], waited: float) -> str:
-        held: dict[tuple[str, int, float], list[str]] = {}
-        parts = []
-        for one in found:
-            if isinstance(one, Holder):
-                held.setdefault((one.who, one.pid, one.since), []).append(one.id)
+    def _text(self, blockers: list[Blocker], waited: float) -> str:
+        """Return what the request has waited for, with all its blockers."""
+        ids_by_lease: dict[tuple[str, int, float], list[str]] = {}
+        tickets = []
+        for blocker in blockers:
+            if isinstance(blocker, Holder):
+                lease = (blocker.who, blocker.pid, blocker.since)
+                ids_by_lease.setdefault(lease, []).append(blocker.id)
             else:
-                parts.append(f"{one.who} ({_process(one.pid)}) waits before it")
-        holders = [
-            f"{who} ({_process(pid)}) has had {', '.join(ids)} for {max(0.0, clock.wall() - since):.0f} s"
-            for (who, pid, since), ids in held.items()
-        ]
-        return f"{self.who} has waited {waited:.0f} s for {self._devices}: {'; '.join(holders + parts)}"
+                tickets.append(f"{blocker.who} ({_process(blocker.pid)}) waits before it")
+        holders = []
+        for (who, pid, since), ids in ids_by_lease.items():
+            seconds = max(0.0, clock.wall() - since)
+            holders.append(f"{who} ({_process(pid)}) has had {', '.join(ids)} for {seconds:.0f} s")
+        return f"{self.who} has waited {waited:.0f} s for {self._devices}: {'; '.join(holders + tickets)}"
 
     @property
     def _devices(self) -> str:
@@ -150,30 +171,43 @@ class Watch:
 
     def _notice(self, verb: str, blockers: list[Blocker]) -> str:
         """Return one line about what the request waits for; ``text`` and the error at the end of the wait have the rest."""
-        first = next((one for one in blockers if self._stuck(one)), blockers[0])
-        others = len({one.pid for one in blockers} - {first.pid})
-        more = f" and {others} other{'s' * (others > 1)}" if others else ""
-        head, tail = f"{verb} {self._devices} of {_process(first.pid)} (", f"){more}"
-        return f"{head}{_shortened(visible(first.who), NOTICE_COLUMNS - len(head) - len(tail))}{tail}"
+        stuck = [blocker for blocker in blockers if self._stuck(blocker)]
+        first = stuck[0] if stuck else blockers[0]
+        other_pids = {blocker.pid for blocker in blockers} - {first.pid}
+        others = ""
+        if other_pids:
+            plural = "s" if len(other_pids) > 1 else ""
+            others = f" and {len(other_pids)} other{plural}"
+        head = f"{verb} {self._devices} of {_process(first.pid)} ("
+        tail = f"){others}"
+        name = _shortened(visible(first.who), NOTICE_COLUMNS - len(head) - len(tail))
+        return f"{head}{name}{tail}"
 
 
 def _session(blocker: Blocker) -> str:
     """Return what identifies the session of a blocker, or its process if the session is unknown."""
-    return (isinstance(blocker, Holder) and blocker.run) or str(blocker.pid)
+    if isinstance(blocker, Holder) and blocker.run:
+        return blocker.run
+    return str(blocker.pid)
 
 
 def _shortened(name: str, most: int) -> str:
     """Return the name with at most so many characters: of a test its end says the most."""
     most = max(most, _NAME_LEAST)
-    return name if len(name) <= most else f"...{name[3 - most :]}"
+    if len(name) <= most:
+        return name
+    return f"...{name[3 - most :]}"
 
 
 def _process(pid: int) -> str:
-    return f"pid {pid or 'unknown'}{', suspended' if _suspended(pid) else ''}"
+    suffix = ", suspended" if _suspended(pid) else ""
+    return f"pid {pid or 'unknown'}{suffix}"
 
 
 def _suspended(pid: int) -> bool:
     """Tell whether that process is stopped, by Ctrl-Z, SIGSTOP or a debugger."""
+    if not pid:
+        return False
     with contextlib.suppress(psutil.Error):
-        return bool(pid) and psutil.Process(pid).status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
+        return psutil.Process(pid).status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
     return False
