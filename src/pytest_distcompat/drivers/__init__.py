@@ -29,12 +29,11 @@ def find_driver(name: str) -> type[Driver]:
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise UsageProblem(f"driver {name!r}: expected module:attribute, or one of {', '.join(DRIVERS.names())}")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        driver = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
-        hint = hint_of(error, Path.cwd())
-        if not hint and error.name == module_name.partition(".")[0]:
-            hint = "install it, or have pytest find it: pythonpath = DIRECTORY in its settings"
-        raise UsageProblem("; ".join(filter(None, (f"driver {name!r}: {error}", hint)))) from error
+        hint = _hint(error, module_name)
+        suffix = f"; {hint}" if hint else ""
+        raise UsageProblem(f"driver {name!r}: {error}{suffix}") from error
     except (ImportError, AttributeError) as error:
         raise UsageProblem(f"driver {name!r}: {error}") from error
     except KeyboardInterrupt:
@@ -43,10 +42,18 @@ def find_driver(name: str) -> type[Driver]:
         raise UsageProblem(f"driver {name!r}: {module_name} exits when it is imported, with {error.code!r}") from error
     except BaseException as error:  # a module may raise anything when it is imported
         raise UsageProblem(f"driver {name!r}: {type(error).__name__} when it is imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Driver)):
-        raise UsageProblem(f"driver {name!r} is {found!r}; expected a subclass of pytest_distcompat.Driver")
-    check_declared(found, name)
-    return found
+    if not (isinstance(driver, type) and issubclass(driver, Driver)):
+        raise UsageProblem(f"driver {name!r} is {driver!r}; expected a subclass of pytest_distcompat.Driver")
+    check_declared(driver, name)
+    return driver
+
+
+def _hint(error: ModuleNotFoundError, module_name: str) -> str:
+    """Return what may help against a module that is missing when a driver's module is imported; empty if nothing is known."""
+    hint = hint_of(error, Path.cwd())
+    if not hint and error.name == module_name.partition(".")[0]:
+        return "install it, or have pytest find it: pythonpath = DIRECTORY in its settings"
+    return hint
 
 
 def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
@@ -57,12 +64,22 @@ def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
     from pytest_distcompat.runner import WORKER
     from pytest_distcompat.strategies import STRATEGIES
 
-    cells = list(cells)
-    models = {model.name: model for model in map(model_of, cells)} if "model" in driver.options else {}
-    model_modules = (module for _, model in sorted(models.items()) for module in model.preload)
-    compile_modules = COMPILE if any(cell.option("compile") for cell in cells) else ()
-    registered = (module for registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in registry.modules)
-    read = (f"pytest_distcompat.probe.{name}" for name in ("files", "observe", "snapshot"))
-    plugin_modules = (WORKER, *read, *registered)
+    preload_by_model: dict[str, tuple[str, ...]] = {}
+    compiles = False
+    for cell in cells:
+        if cell.option("compile"):
+            compiles = True
+        if "model" in driver.options:
+            model = model_of(cell)
+            preload_by_model[model.name] = model.preload
+    modules = list(driver.preload)
+    for name in sorted(preload_by_model):
+        modules += preload_by_model[name]
+    if compiles:
+        modules += COMPILE
+    modules.append(WORKER)
+    modules += [f"pytest_distcompat.probe.{name}" for name in ("files", "observe", "snapshot")]
     # Not the driver's own module, unless it lists itself: at import it may read its rank from the environment.
-    return tuple(dict.fromkeys((*driver.preload, *model_modules, *compile_modules, *plugin_modules)))
+    for registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS):
+        modules += registry.modules
+    return tuple(dict.fromkeys(modules))

@@ -20,33 +20,32 @@ _NOT_SOURCE = {"node_modules", "__pycache__", "build", "dist", "site-packages"}
 
 def facts(root: str, own: Iterable[str], device: str) -> dict[str, Any]:
     """Return the facts of this node, its clock aside; ``own`` are installed files of the user, ``root`` is the repository."""
+    paths = set(_sources(Path(root)))
+    for path in own:
+        paths.add(Path(path))
     shm = Path("/dev/shm")  # noqa: S108 - that is where it is
     return {
         "versions": versions((*PACKAGES, "numpy")),
-        "sources": {str(path): _digest(path) for path in sorted({*_sources(Path(root)), *map(Path, own)})},
+        "sources": {str(path): _digest(path) for path in sorted(paths)},
         "shm": shutil.disk_usage(shm).free >> 20 if shm.exists() else 0,
         "gpus": visible_gpus() if device == "cuda" else 0,
     }
 
 
 def differences(name: str, found: Mapping[str, Any], first: str, wanted: Mapping[str, Any]) -> Iterator[str]:
-    """Yield in what the node ``name`` differs from the node ``first``."""
-    for package in sorted({*found["versions"], *wanted["versions"]}):
-        here, there = (facts["versions"].get(package, "not installed") for facts in (found, wanted))
-        if here != there:
-            yield f"{name} has {package} {here}, {first} has {there}"
-    if wanted["sources"] and not found["sources"]:
-        yield f"{name} has no source of the repository; expected it at the same path as on {first}"
+    """Yield in what the node ``name`` differs from the node ``first``.
+
+    Args:
+        name: The node that is compared.
+        found: Its facts.
+        first: The first node.
+        wanted: The facts of the first node.
+    """
+    yield from _version_differences(name, found["versions"], first, wanted["versions"])
+    source_difference = _source_difference(name, found["sources"], first, wanted["sources"])
+    if source_difference is not None:
+        yield source_difference
         return
-    for path in sorted({*found["sources"], *wanted["sources"]}):
-        here, there = (facts["sources"].get(path, "") for facts in (found, wanted))
-        if here != there:
-            yield (
-                f"{name} has another {path} than {first}"
-                if here and there
-                else f"{path} is on {name if here else first} only"
-            )
-            return
     apart = found["wall"] - wanted["wall"]
     if abs(apart) > CLOCKS_S:
         yield f"the clock of {name} is {apart:+.0f} s off that of {first}; expected {CLOCKS_S:g} s at most"
@@ -54,6 +53,34 @@ def differences(name: str, found: Mapping[str, Any], first: str, wanted: Mapping
         yield f"{name} has {found['shm']} MiB free in /dev/shm; expected {SHM_MIB} at least"
     if found["gpus"] != wanted["gpus"]:
         yield f"{name} has {found['gpus']} visible GPUs, {first} has {wanted['gpus']}"
+
+
+def _version_differences(
+    name: str, versions: Mapping[str, str], first: str, first_versions: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield each package of which two nodes have different versions."""
+    for package in sorted({*versions, *first_versions}):
+        version = versions.get(package, "not installed")
+        first_version = first_versions.get(package, "not installed")
+        if version != first_version:
+            yield f"{name} has {package} {version}, {first} has {first_version}"
+
+
+def _source_difference(
+    name: str, digests: Mapping[str, str], first: str, first_digests: Mapping[str, str]
+) -> str | None:
+    """Return the first difference between the sources of two nodes, from the digest of each path; None if they are equal."""
+    if first_digests and not digests:
+        return f"{name} has no source of the repository; expected it at the same path as on {first}"
+    for path in sorted({*digests, *first_digests}):
+        digest = digests.get(path, "")
+        first_digest = first_digests.get(path, "")
+        if digest == first_digest:
+            continue
+        if digest and first_digest:
+            return f"{name} has another {path} than {first}"
+        return f"{path} is on {name if digest else first} only"
+    return None
 
 
 def _digest(path: Path) -> str:
@@ -66,9 +93,14 @@ def _digest(path: Path) -> str:
 def _sources(root: Path) -> Iterator[Path]:
     """Yield the Python files of a repository, without virtual environments and hidden directories."""
     for directory, inner, names in os.walk(root):
-        inner[:] = [
-            one
-            for one in inner
-            if one not in _NOT_SOURCE and one[0] != "." and not Path(directory, one, "pyvenv.cfg").exists()
-        ]
-        yield from (Path(directory, name) for name in names if name.endswith(".py"))
+        # Changed in place: what is removed is not walked.
+        inner[:] = [folder for folder in inner if _may_hold_sources(Path(directory, folder))]
+        for name in names:
+            if name.endswith(".py"):
+                yield Path(directory, name)
+
+
+def _may_hold_sources(folder: Path) -> bool:
+    if folder.name in _NOT_SOURCE or folder.name.startswith("."):
+        return False
+    return not (folder / "pyvenv.cfg").exists()
