@@ -13,7 +13,7 @@ from pytest_distcompat.cli.output import table
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.engine import not_applicable
-from pytest_distcompat.grouping import grouped
+from pytest_distcompat.expect import Expectation
 from pytest_distcompat.known import KnownIssue, applying, concerned
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import MESH
@@ -42,48 +42,82 @@ class Capability:
     def lines(self, *, whole: bool) -> Iterator[str]:
         """Yield a table of strategies by precisions; ``whole``: with the reasons, each with the number of its cells."""
         yield f"{self.driver}: {self.able} of the {len(self.reasons)} cells of the full profile"
-        words = {
-            (cell.strategy, cell.precision): "-" if reason else "known" if cell in self.known else "yes"
-            for cell, reason in self.reasons.items()
-            if not cell.options
-        }
-        names = PRECISIONS.names()
-        yield from table(("", *names), [(one, *(words[one, name] for name in names)) for one in STRATEGIES.names()])
+        yield from table(("", *PRECISIONS.names()), self._plain_cells())
         if not whole:
             return
         yield from table(("cells that can run", *STRATEGIES.names()), self._axes())
         yield from self._checks()
-        by_reason = grouped((reason, cell) for cell, reason in self.reasons.items() if reason)
-        ordered = sorted(by_reason.items(), key=lambda pair: len(pair[1]), reverse=True)
-        for reason, cells in ordered:
-            yield f"    {len(cells)} not: {reason} [{cells[0].id}{', ...' * (len(cells) > 1)}]"
+        yield from self._unsupported()
+
+    def _plain_cells(self) -> Iterator[list[str]]:
+        """Yield a row for each strategy: whether its cell without options can run in each precision."""
+        words: dict[tuple[str, str], str] = {}
+        for cell, reason in self.reasons.items():
+            if not cell.options:
+                words[cell.strategy, cell.precision] = self._word(cell, reason)
+        for strategy in STRATEGIES.names():
+            yield [strategy, *(words[strategy, precision] for precision in PRECISIONS.names())]
+
+    def _word(self, cell: Cell, reason: str | None) -> str:
+        """Return what the table says of a cell, which cannot run if there is a reason."""
+        if reason:
+            return "-"
+        if cell in self.known:
+            return "known"
+        return "yes"
+
+    def _unsupported(self) -> Iterator[str]:
+        """Yield the reasons why cells cannot run, that of most cells first."""
+        cells_by_reason: dict[str, list[Cell]] = {}
+        for cell, reason in self.reasons.items():
+            if reason:
+                cells_by_reason.setdefault(reason, []).append(cell)
+        for reason in sorted(cells_by_reason, key=lambda reason: len(cells_by_reason[reason]), reverse=True):
+            cells = cells_by_reason[reason]
+            yield f"    {len(cells)} not: {reason} [{_first_of([cell.id for cell in cells])}]"
 
     def _axes(self) -> Iterator[tuple[str, ...]]:
         """Yield a row for each combination of mesh options: how many cells of each strategy can run, "-" if none can."""
         for axes, cells in _by_axes(self.reasons).items():
             able = Counter(cell.strategy for cell in cells if not self.reasons[cell])
-            yield axes, *(str(able[one] or "-") for one in STRATEGIES.names())
+            yield axes, *(str(able[strategy] or "-") for strategy in STRATEGIES.names())
 
     def _checks(self) -> Iterator[str]:
         """Yield a table of checks by combinations of mesh options, how many of the cells have a verdict; then the reasons."""
-        by_axes = _by_axes(self.checks)
+        cells_by_axes = _by_axes(self.checks)
+        if not cells_by_axes:
+            return
         rows = []
-        why: dict[str, list[str]] = {}
-        for name in CHECKS.names() if by_axes else ():
-            with_verdict = [[cell for cell in cells if not self.checks[cell][name]] for cells in by_axes.values()]
-            rows.append((name, *(str(len(cells) or "-") for cells in with_verdict)))
-            for axes, some, cells in zip(by_axes, with_verdict, by_axes.values(), strict=True):
-                if not some:
-                    why.setdefault(str(self.checks[cells[0]][name]), []).append(f"{name} under {axes}")
-        yield from table(("checks with a verdict", *by_axes), rows) if rows else ()
-        for reason, places in why.items():
-            yield f"    no verdict: {reason} [{places[0]}{', ...' * (len(places) > 1)}]"
+        places_by_reason: dict[str, list[str]] = {}
+        for name in CHECKS.names():
+            row = [name]
+            for axes, cells in cells_by_axes.items():
+                with_verdict = sum(not self.checks[cell][name] for cell in cells)
+                row.append(str(with_verdict or "-"))
+                if not with_verdict:
+                    reason = str(self.checks[cells[0]][name])
+                    places_by_reason.setdefault(reason, []).append(f"{name} under {axes}")
+            rows.append(row)
+        yield from table(("checks with a verdict", *cells_by_axes), rows)
+        for reason, places in places_by_reason.items():
+            yield f"    no verdict: {reason} [{_first_of(places)}]"
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """Return the first name, with dots if there are more."""
+    if len(names) > 1:
+        return f"{names[0]}, ..."
+    return names[0]
 
 
 def _by_axes(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
     """Return the cells on a mesh of several dimensions by the names of their mesh options."""
-    named = ((" x ".join(name for name, _ in cell.options if name in MESH), cell) for cell in cells)
-    return grouped((names, cell) for names, cell in named if names)
+    cells_by_axes: dict[str, list[Cell]] = {}
+    for cell in cells:
+        axes = " x ".join(name for name, _ in cell.options if name in MESH)
+        if axes:
+            cells_by_axes.setdefault(axes, []).append(cell)
+    return cells_by_axes
 
 
 def capability(
@@ -99,26 +133,51 @@ def capability(
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells("full", Matrix(), driver=driver, names=names, world_size=world_size, device=device)
     reasons = {cell: unsupported_reason(driver, cell, device) for cell in cells}
-    here = [one for one in applying(issues, concerned(driver), device) if one.check == "*" and not one.ended]
-    # An issue that only may fail is about few models or options, which its cells do not name.
-    for_all_checks = [one for one in here if one.strict or one.kind == "refuses"]
-    known = (cell for cell in cells if not reasons[cell] and any(one.covers(cell, "active") for one in for_all_checks))
-    checks = {
-        cell: {check.name: not_applicable(check, cell, driver, {}) for check in CHECKS.by_name.values()}
-        for cells in _by_axes(reasons).values()
-        for cell in cells
-        if whole and not reasons[cell]
-    }
+    able = [cell for cell in cells if not reasons[cell]]
+    whole_cell_issues = list(filter(_concerns_whole_cells, applying(issues, concerned(driver), device)))
+    known = set()
+    for cell in able:
+        if any(issue.covers(cell, "active") for issue in whole_cell_issues):
+            known.add(cell)
+    checks = _checks_on_meshes(driver, reasons) if whole else {}
     return Capability(name, reasons, frozenset(known), checks)
+
+
+def _concerns_whole_cells(issue: Expectation) -> bool:
+    """Tell whether a cell that the issue covers is refused, or fails in every check."""
+    if issue.check != "*" or issue.ended:
+        return False
+    # An issue that only may fail is about few models or options, which its cells do not name.
+    return issue.strict or issue.kind == "refuses"
+
+
+def _checks_on_meshes(driver: type[Driver], reasons: dict[Cell, str | None]) -> dict[Cell, dict[str, str | None]]:
+    """Return why each check has no verdict in the cells that can run on a mesh of several dimensions.
+
+    Args:
+        driver: the driver of the cells.
+        reasons: each cell with the reason why it cannot run, None if it can.
+
+    Returns:
+        The reasons by cell and name of the check; None for a check with a verdict.
+    """
+    checks: dict[Cell, dict[str, str | None]] = {}
+    for cells in _by_axes(reasons).values():
+        for cell in cells:
+            if not reasons[cell]:
+                checks[cell] = {
+                    check.name: not_applicable(check, cell, driver, {}) for check in CHECKS.by_name.values()
+                }
+    return checks
 
 
 def issues_here(
     issues: Iterable[KnownIssue], drivers: Sequence[type[Driver]], device: str
 ) -> list[tuple[KnownIssue, list[str]]]:
     """Return the issues of the installed versions on that device, each with the drivers that they concern."""
-    found = []
+    applicable = []
     for issue in issues:
-        hit = [driver.name for driver in drivers if set(concerned(driver)) & set(issue.drivers)]
-        if hit and issue.there(device) and not issue.ended:
-            found.append((issue, hit))
-    return found
+        names = [driver.name for driver in drivers if set(concerned(driver)) & set(issue.drivers)]
+        if names and issue.there(device) and not issue.ended:
+            applicable.append((issue, names))
+    return applicable
