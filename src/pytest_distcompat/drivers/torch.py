@@ -538,5 +538,5 @@ def _rows_of(batches: Sequence[Batch]) -> list[Batch]:
     rows = []
     for batch in batches:
         for row in range(len(batch["labels"])):
-            rows.append({name: value[row : row + 1] for name, value in batch.items()})  # noqa: PERF401 - three loops
+            rows.append({name: value[row : row + 1] for name, value in batch.items()})
     return rows
