@@ -68,7 +68,7 @@ _SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
 Choice = tuple[str, OptionValue] | None
 
 
-def cells(
+def cells(  # noqa: PLR0911 - a return for each profile
     profile: str,
     matrix: Matrix,
     *,

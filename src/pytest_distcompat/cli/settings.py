@@ -130,7 +130,7 @@ def _list(driver: str, found: list[Setting], options: argparse.Namespace) -> int
     return int(counts["unknown"] > 0)
 
 
-def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
+def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:  # noqa: C901 - one loop over rows, with two helpers inside
     """Run a covering array of the settings, reduce each row that fails, print what is left of it, and return the verdicts."""
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.checks import CHECKS

@@ -303,7 +303,7 @@ def conclude(
     return Ending(tuple(_fold(ends, first, gone_since)), events, timed_out=timed_out, **more)
 
 
-def _rank_end(
+def _rank_end(  # noqa: PLR0911 - a return for each way to end, the surest sign first
     rank: int,
     events: Sequence[Event],
     process: RankProcess,

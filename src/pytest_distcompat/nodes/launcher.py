@@ -237,7 +237,7 @@ class NodesLauncher(Launcher):
         full = len(present) >= self._settings.nodes
         return f"all {len(present)} nodes have joined: {', '.join(present)}" if full else ""
 
-    def ready(self) -> str:
+    def ready(self) -> str:  # noqa: C901 - one wait, and what came of it
         """Wait until all nodes have joined and are alike; return what is wrong, empty if nothing is.
 
         Agents that were lost since are started again, by an executor that can.
@@ -445,7 +445,7 @@ class _Run:
             # A node that leases devices says for which test.
             self._set.pop("PYTEST_CURRENT_TEST", None)
 
-    def run(self) -> Ending:
+    def run(self) -> Ending:  # noqa: C901 - one loop over messages of all nodes
         """Start the parts, follow them to their ends, and conclude."""
         self.request.write()
         began = clock.now()

@@ -183,7 +183,7 @@ class Outcome:
         return kind(text, hard=self.hard)
 
 
-def merge(ending: Ending) -> Outcome:
+def merge(ending: Ending) -> Outcome:  # noqa: PLR0911 - a return for each outcome, the worst first
     """Return the outcome of a test from the logs and exits of all its ranks."""
     logged = {rank: of_kind(Phase, events) for rank, events in ending.events.items()}
     phases = {rank: [phase for phase in found if not phase.subtest] for rank, found in logged.items()}
