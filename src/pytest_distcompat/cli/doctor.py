@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -48,50 +48,65 @@ def _doctor(options: argparse.Namespace) -> int:
         raise UsageProblem(f"--gpus {options.gpus} is not right: expected a whole number of at least 0")
     names = options.driver or list(DRIVERS.names())
     drivers = [find_driver(name) for name in names]
-    issues = [issue for path in options.known for issue in read_file(path)] + list(shipped())
-    here = machine.this_machine()
-    size = len(here.visible) or CPU_WORLD_SIZE
+    issues: list[KnownIssue] = []
+    for path in options.known:
+        issues += read_file(path)
+    issues += shipped()
+    inspected = machine.this_machine()
+    world_size = len(inspected.visible) or CPU_WORLD_SIZE
     with ThreadPoolExecutor(1) as pool:
         # Another process imports torch meanwhile, which takes as long as the rest.
         torch = pool.submit(machine.torch_infos)
-        cells = [
-            capability(name, driver, here.device, size, issues, whole=options.all)
+        capabilities = [
+            capability(name, driver, inspected.device, world_size, issues, whole=options.all)
             for name, driver in zip(names, drivers, strict=True)
         ]
-        here = replace(here, torch=torch.result())
-    findings = list(_findings(here, options.gpus, cells))
-    known = issues_here(issues, drivers, here.device)
-    print("\n".join(_lines(here, size, cells, known, findings, whole=options.all)))
-    failing = {"problem", "warning"} if options.strict else {"problem"}
+        inspected = replace(inspected, torch=torch.result())
+    findings = list(_findings(inspected, options.gpus, capabilities))
+    known = issues_here(issues, drivers, inspected.device)
+    print("\n".join(_lines(inspected, world_size, capabilities, known, findings, whole=options.all)))
+    failing = {"problem"}
+    if options.strict:
+        failing.add("warning")
     failed = any(finding.level in failing for finding in findings)
     print(_verdict(findings, failed=failed, strict=options.strict))
     return int(failed)
 
 
 def _verdict(findings: Sequence[Finding], *, failed: bool, strict: bool) -> str:
-    """Return the last line."""
-    counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning", "note")}
-    counted = ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
-    return f"verdict: {'FAIL' if failed else 'ok'}: {counted}{', --strict' if strict else ''}"
+    """Return the last line: whether the command fails, and the number of findings of each level."""
+    levels = [finding.level for finding in findings]
+    parts = []
+    for level in ("problem", "warning", "note"):
+        count = levels.count(level)
+        parts.append(f"{count} {level}" if count == 1 else f"{count} {level}s")
+    if strict:
+        parts.append("--strict")
+    word = "FAIL" if failed else "ok"
+    return f"verdict: {word}: {', '.join(parts)}"
 
 
-def _findings(here: Machine, wanted: int, cells: Sequence[Capability]) -> Iterator[Finding]:
+def _findings(inspected: Machine, wanted_gpus: int, capabilities: Sequence[Capability]) -> Iterator[Finding]:
     """Yield what is wrong with the packages and the machine, and whether GPUs or cells are missing."""
     yield from machine.package_findings()
-    yield from machine.findings(here)
-    if len(here.visible) < wanted:
-        text = f"{wanted} GPUs are wanted, {len(here.visible)} of {len(here.gpus)} are visible"
+    yield from machine.findings(inspected)
+    visible = len(inspected.visible)
+    if visible < wanted_gpus:
+        text = f"{wanted_gpus} GPUs are wanted, {visible} of {len(inspected.gpus)} are visible"
         yield Finding("problem", text)
-    if not any(one.able for one in cells):
-        reasons = dict.fromkeys(reason for one in cells for reason in one.reasons.values() if reason)
-        text = f"no cell can run here, so a suite fails: {'; '.join(list(reasons)[:3])}"
-        yield Finding("problem", text)
+    if not any(capability.able for capability in capabilities):
+        # A dictionary, to have each reason once and in order.
+        reasons: dict[str | None, None] = {}
+        for capability in capabilities:
+            reasons |= dict.fromkeys(capability.reasons.values())
+        texts = list(filter(None, reasons))
+        yield Finding("problem", f"no cell can run here, so a suite fails: {'; '.join(texts[:3])}")
 
 
 def _lines(
-    here: Machine,
+    inspected: Machine,
     world_size: int,
-    cells: Sequence[Capability],
+    capabilities: Sequence[Capability],
     known: Sequence[tuple[KnownIssue, list[str]]],
     findings: Sequence[Finding],
     *,
@@ -99,31 +114,56 @@ def _lines(
 ) -> Iterator[str]:
     """Yield the lines for the terminal; ``whole``: with every reason and link."""
     yield "installed"
-    yield f"  {', '.join(f'{name} {version}' for name, version in machine.installed().items())}"
-    yield from (f"  {kind} {one}" for kind, origins in machine.extensions().items() for one in origins)
-    yield from ("", "devices", *(f"  {line}" for line in _devices(here)), "")
-    more = "" if whole else "; --all gives the reasons of the others"
-    yield f"cells that can be run here, those without options one by one ({world_size} ranks, {here.device}){more}"
-    yield from (f"  {line}" for one in cells for line in one.lines(whole=whole))
-    listed = "" if whole or not known else " (--all lists them)"
-    yield from ("", f"known upstream issues of these versions on {here.device}: {len(known)}{listed}")
-    if whole:
-        yield from (f"  {issue.id} ({', '.join(drivers)}): {issue.reason} ({issue.link})" for issue, drivers in known)
+    versions = [f"{name} {version}" for name, version in machine.installed().items()]
+    yield f"  {', '.join(versions)}"
+    for kind, origins in machine.extensions().items():
+        for origin in origins:
+            yield f"  {kind} {origin}"
     yield ""
-    yield from (f"{finding.level}: {finding.text}" for finding in findings)
+    yield "devices"
+    for line in _devices(inspected):
+        yield f"  {line}"
+    yield ""
+    hint = "" if whole else "; --all gives the reasons of the others"
+    yield f"cells that can be run here, those without options one by one ({world_size} ranks, {inspected.device}){hint}"
+    for capability in capabilities:
+        for line in capability.lines(whole=whole):
+            yield f"  {line}"
+    yield ""
+    hint = "" if whole or not known else " (--all lists them)"
+    yield f"known upstream issues of these versions on {inspected.device}: {len(known)}{hint}"
+    if whole:
+        for issue, drivers in known:
+            yield f"  {issue.id} ({', '.join(drivers)}): {issue.reason} ({issue.link})"
+    yield ""
+    for finding in findings:
+        yield f"{finding.level}: {finding.text}"
 
 
-def _devices(here: Machine) -> Iterator[str]:
-    yield f"{here.cores} CPU cores; {len(here.gpus)} GPUs, {len(here.visible)} visible"
-    torch = here.torch
+def _devices(inspected: Machine) -> Iterator[str]:
+    """Yield the lines about CPU cores, GPUs, and what connects ranks."""
+    yield f"{inspected.cores} CPU cores; {len(inspected.gpus)} GPUs, {len(inspected.visible)} visible"
+    torch = inspected.torch
     if "error" in torch:
         return
-    names = f" ({', '.join(dict.fromkeys(torch['gpus']))})" if torch["gpus"] else ""
-    built = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "the CPU only"
-    yield f"torch is built for {built}; it can use {len(torch['gpus'])} GPUs{names}"
+    gpus = f"{len(torch['gpus'])} GPUs"
+    if torch["gpus"]:
+        names = dict.fromkeys(torch["gpus"])
+        gpus += f" ({', '.join(names)})"
+    yield f"torch is built for {_platform(torch)}; it can use {gpus}"
+    gloo = "gloo" if torch["gloo"] else "no gloo"
     nccl = f"NCCL {torch['nccl']}".strip() if torch["has_nccl"] else "no NCCL"
-    yield f"ranks talk through {'gloo' if torch['gloo'] else 'no gloo'} on the CPU; for GPUs there is {nccl}"
-    library = here.nccl
+    yield f"ranks talk through {gloo} on the CPU; for GPUs there is {nccl}"
+    library = inspected.nccl
     if library is not None:
         sharing = "takes several ranks of one GPU" if library.shares_gpus else f"takes one rank a GPU. {CURE}"
         yield f"ranks load {library} ({library.path}), which {sharing}"
+
+
+def _platform(torch: Mapping[str, Any]) -> str:
+    """Return what torch is built for, in words."""
+    if torch["cuda"]:
+        return f"CUDA {torch['cuda']}"
+    if torch["hip"]:
+        return f"ROCm {torch['hip']}"
+    return "the CPU only"

@@ -50,18 +50,23 @@ def write_reports(paths: Iterable[Path], report: Report) -> None:
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], indent: str = "  ") -> Iterator[str]:
     """Yield a line for the heads and one for each row, in columns of equal width."""
-    lines = [list(heads), *([str(value) for value in row] for row in rows)]
+    lines = [list(heads)]
+    lines += [list(map(str, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        cells = (value.ljust(width) for value, width in zip(line, widths, strict=True))
-        yield f"{indent}{'  '.join(cells)}".rstrip()
+        padded = [value.ljust(width) for value, width in zip(line, widths, strict=True)]
+        yield f"{indent}{'  '.join(padded)}".rstrip()
 
 
 def columns() -> int:
     """Return how many columns a line may have; 0 if any: a file has no width."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else 0
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return shutil.get_terminal_size().columns
+    return 0
 
 
 def fitted(line: str, width: int) -> str:
     """Return the line, cut if it has more than ``width`` columns; a width of 0 is none."""
-    return line if not width or len(line) <= width else f"{line[: width - 4]} ..."
+    if not width or len(line) <= width:
+        return line
+    return f"{line[: width - 4]} ..."

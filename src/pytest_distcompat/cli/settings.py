@@ -99,13 +99,22 @@ def _chosen(driver: str, options: argparse.Namespace) -> list[Setting]:
     from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.settings.rules import settings_of
 
-    patterns = [name.lower() if any(sign in name for sign in "*?[") else f"*{name.lower()}*" for name in options.names]
-    return [
-        one
-        for one in settings_of(find_driver(driver).sources)
-        if options.state in {None, one.state}
-        and (not patterns or any(fnmatch.fnmatchcase(one.name.lower(), pattern) for pattern in patterns))
-    ]
+    patterns = [_pattern(name) for name in options.names]
+
+    def is_chosen(setting: Setting) -> bool:
+        if options.state not in {None, setting.state}:
+            return False
+        name = setting.name.lower()
+        return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    return list(filter(is_chosen, settings_of(find_driver(driver).sources)))
+
+
+def _pattern(name: str) -> str:
+    """Return the lower-case pattern of a name that the user gave: one without signs may be any part of a setting's name."""
+    if any(sign in name for sign in "*?["):
+        return name.lower()
+    return f"*{name.lower()}*"
 
 
 def _values(setting: Setting) -> str:
