@@ -13,8 +13,7 @@ from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS, OBSERVERS_WALK, WALK, Check, find_check
 from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers import find_driver, preload_of
-from pytest_distcompat.drivers._declared import unsupported_reason
+from pytest_distcompat.drivers import find_driver, preload_of, unsupported_reason
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.judge import judge, skipped

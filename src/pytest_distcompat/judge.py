@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks import CHECKS, Check
-from pytest_distcompat.checks._base import message
+from pytest_distcompat.checks import CHECKS, Check, message
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.expect import Expectation, fails, may_refuse, refuses
 from pytest_distcompat.scenario import OTHER_REFERENCE

@@ -84,7 +84,7 @@ def cells(  # noqa: PLR0911 - a return for each profile
     one session share in ``shared`` what was read from the libraries.
     """
     # Imported late: modules that only list the profiles do not need drivers.
-    from pytest_distcompat.drivers._declared import unsupported_reason
+    from pytest_distcompat.drivers import unsupported_reason
 
     def supported(cell: Cell) -> bool:
         return not unsupported_reason(driver, cell, device)

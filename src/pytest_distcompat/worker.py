@@ -15,8 +15,7 @@ from pytest_distcompat import clock
 from pytest_distcompat.calls import CALL, REFERENCE_CALL, WALK, Call, kind_of
 from pytest_distcompat.decode import decode, encode, prepare
 from pytest_distcompat.driver import RESUME_AT, STEP_ACTIONS, Driver, Plan
-from pytest_distcompat.drivers import DRIVERS, find_driver
-from pytest_distcompat.drivers._calls import Calls
+from pytest_distcompat.drivers import DRIVERS, Calls, find_driver
 from pytest_distcompat.events import Action, SnapshotTaken
 from pytest_distcompat.launch.files import log_file, reach_file
 from pytest_distcompat.models import MODELS

@@ -236,3 +236,33 @@ def test_references_to_functions_lead_to_one() -> None:
             if (SOURCE / file).exists():
                 text = (SOURCE / file).read_text(encoding="utf-8")
                 assert re.search(rf"^ *(?:def |class )?{name}\b", text, re.MULTILINE), f"{path}: {file}:{name}"
+
+
+#: By module, the private modules of other packages that it still imports. A name goes from here, none is added.
+PRIVATE_IMPORTS = {
+    "drivers._tiny": {"strategies._expert", "strategies._tensor", "strategies._context", "strategies._pipeline"},
+    "drivers.accelerate": {"strategies._context", "strategies._tensor"},
+    "drivers.deepspeed": {"strategies._expert", "strategies._context"},
+    "drivers.torch": {"strategies._context", "strategies._pipeline"},
+    "drivers.trainer": {"strategies._fsdp"},
+    "ext.scripts.configuration": {"strategies._fsdp"},
+    "ext.scripts.final_model": {"checks._values"},
+    "ext.scripts.roundtrip": {"checks._values"},
+    "strategies._pipeline": {"models._modules"},
+    "strategies._tensor": {"models._modules"},
+    "walk.explore": {"checks._walk"},
+    "walk.script": {"models._modules", "drivers._calls", "drivers._tiny"},
+    "walk.sequence": {"drivers._tiny"},
+}
+
+
+def test_a_private_module_is_imported_in_its_own_package_only() -> None:
+    names = {name_of(path) for path in MODULES}
+    private_imports: dict[str, set[str]] = {}
+    for path in MODULES:
+        importer = name_of(path)
+        for module in ours(imports_of(path, types=True)) & names:
+            package, _, last = module.rpartition(".")
+            if last.startswith("_") and last != "__init__" and not importer.startswith(f"{package}."):
+                private_imports.setdefault(importer, set()).add(module)
+    assert private_imports == PRIVATE_IMPORTS

@@ -3,7 +3,7 @@
 import dataclasses
 
 from pytest_distcompat.checks import _walk
-from pytest_distcompat.checks._base import Check, check
+from pytest_distcompat.checks._base import REDUCTIONS, Check, and_others, check, message, named_ranks, pairs
 from pytest_distcompat.registry import Registry
 
 CHECKS: Registry[Check] = Registry(__name__, Check, "check")
@@ -12,7 +12,20 @@ WALK: Check = _walk.walk
 #: The same check for the default profile, in which its only walk makes every read-only call.
 OBSERVERS_WALK = dataclasses.replace(WALK)
 
-__all__ = ["CHECKS", "OBSERVERS_WALK", "WALK", "Check", "all_check_names", "check", "find_check"]
+__all__ = [
+    "CHECKS",
+    "OBSERVERS_WALK",
+    "REDUCTIONS",
+    "WALK",
+    "Check",
+    "all_check_names",
+    "and_others",
+    "check",
+    "find_check",
+    "message",
+    "named_ranks",
+    "pairs",
+]
 
 
 def all_check_names() -> tuple[str, ...]:

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.strategies._base import OPTION_WRAPPERS
+from pytest_distcompat.strategies import OPTION_WRAPPERS, STRATEGIES
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.cli.output import table
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers._declared import unsupported_reason
+from pytest_distcompat.drivers import unsupported_reason
 from pytest_distcompat.engine import not_applicable
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.known import KnownIssue, applying, concerned

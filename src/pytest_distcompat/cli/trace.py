@@ -55,7 +55,7 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path) -> int:
-    from pytest_distcompat.drivers._declared import unsupported_reason
+    from pytest_distcompat.drivers import unsupported_reason
     from pytest_distcompat.engine import choose_device, local_runner, not_applicable, run_check
     from pytest_distcompat.known import applying, concerned, shipped
     from pytest_distcompat.launch.request import Request

@@ -13,7 +13,7 @@ from pytest_distcompat.failures import UsageProblem
 
 if TYPE_CHECKING:
     from pytest_distcompat.calls import Call
-    from pytest_distcompat.drivers._calls import Calls
+    from pytest_distcompat.drivers import Calls
 
 
 def add(commands: Any) -> None:
@@ -64,8 +64,7 @@ def _named(text: str, kind: type[Calls], reasons: Mapping[Call, str]) -> tuple[l
 
 def _walk(options: argparse.Namespace) -> int:
     from pytest_distcompat.calls import refused
-    from pytest_distcompat.drivers import find_driver
-    from pytest_distcompat.drivers._declared import unsupported_reason
+    from pytest_distcompat.drivers import find_driver, unsupported_reason
     from pytest_distcompat.engine import local_runner
     from pytest_distcompat.walk.explore import Explorer
     from pytest_distcompat.walk.script import script

@@ -9,7 +9,7 @@ from pathlib import Path
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers._calls import Calls
-from pytest_distcompat.drivers._declared import check_declared
+from pytest_distcompat.drivers._declared import check_declared, unsupported_reason
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.missing_module import hint_of
@@ -17,7 +17,7 @@ from pytest_distcompat.registry import Registry
 
 DRIVERS: Registry[type[Driver]] = Registry(__name__, Driver, "driver")  # type: ignore[arg-type]  # holds the classes themselves
 
-__all__ = ["DRIVERS", "Calls", "Driver", "TinyDriver", "find_driver", "preload_of"]
+__all__ = ["DRIVERS", "Calls", "Driver", "TinyDriver", "find_driver", "preload_of", "unsupported_reason"]
 
 
 def find_driver(name: str) -> type[Driver]:

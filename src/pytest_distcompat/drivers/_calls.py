@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pytest_distcompat.calls import Call, observer, training
-from pytest_distcompat.strategies._base import MAX_NORM
+from pytest_distcompat.strategies import MAX_NORM
 
 #: The value to which calls clip gradients, and what learning rates are multiplied by.
 CLIP_VALUE, SLOWER = 0.01, 0.5

@@ -10,8 +10,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from pytest_distcompat.installed import fits, version_of
-from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.precisions._base import installed
+from pytest_distcompat.precisions import PRECISIONS, installed
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:

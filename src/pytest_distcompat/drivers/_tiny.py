@@ -14,15 +14,24 @@ from pytest_distcompat.drivers import _releases
 from pytest_distcompat.installed import has_compiler
 from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
-from pytest_distcompat.strategies import STRATEGIES, Strategy, WrapSpec, _context, _expert, _pipeline, _tensor
-from pytest_distcompat.strategies._base import MAX_NORM, first_reason
+from pytest_distcompat.strategies import (
+    MAX_NORM,
+    STRATEGIES,
+    Strategy,
+    WrapSpec,
+    _context,
+    _expert,
+    _pipeline,
+    _tensor,
+    first_reason,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
     from pytest_distcompat.world import World
 
 LEARNING_RATE, DECAY, GAMMA = 3e-3, 0.01, 0.95

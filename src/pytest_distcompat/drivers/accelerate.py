@@ -16,15 +16,14 @@ from pytest_distcompat.drivers._calls import CLIP_VALUE, NO_SECOND_LOAD, OFFLOAD
 from pytest_distcompat.drivers._tiny import TinyDriver, listed
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.strategies import STRATEGIES, _context, _tensor
-from pytest_distcompat.strategies._base import MAX_NORM, first_reason
+from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, _context, _tensor, first_reason
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
 
 
 #: What ``accelerator.backward`` does alone under DeepSpeed.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.driver import OnAction, Plan
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
 
 
 _WHOLE_PARAMETERS = {

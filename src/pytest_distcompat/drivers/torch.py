@@ -16,8 +16,7 @@ from pytest_distcompat.drivers import _options, _preload, _rows
 from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._tiny import HELD_OUT_BATCH, TinyDriver, listed
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.strategies import STRATEGIES, _context, _pipeline
-from pytest_distcompat.strategies._base import MAX_NORM, first_reason
+from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, _context, _pipeline, first_reason
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
 
 
 #: Why parameters of a wrapped model cannot be frozen: DDP's, and FSDP1's, which are one flat tensor.

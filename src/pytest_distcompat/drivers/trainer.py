@@ -25,8 +25,7 @@ from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_call
 from pytest_distcompat.models import TinyModel, loss_to_targets, model_of
 from pytest_distcompat.scenario import STEPS
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.strategies import STRATEGIES, _fsdp
-from pytest_distcompat.strategies._base import MAX_NORM, first_reason
+from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, _fsdp, first_reason
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:

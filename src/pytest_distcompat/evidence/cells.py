@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import REDUCTIONS
+from pytest_distcompat.checks import REDUCTIONS
 from pytest_distcompat.checks.parity import tolerances
 from pytest_distcompat.cost import sent_bytes, tensor_bytes
 from pytest_distcompat.evidence.meshes import mesh

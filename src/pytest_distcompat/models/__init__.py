@@ -1,11 +1,18 @@
 """Registry of the tiny models that the built-in drivers train; they are made from a config, without a download."""
 
+from typing import TYPE_CHECKING
+
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.models._architectures import PREFIX, architecture, architectures, of_tasks
 from pytest_distcompat.models._base import TinyModel
 from pytest_distcompat.models._blank import BLANK, BLANK_TASKS
 from pytest_distcompat.models._inputs import loss_to_targets
 from pytest_distcompat.registry import Registry
+
+if TYPE_CHECKING:
+    # Types that need torch.
+    from pytest_distcompat.models._base import Batch as Batch
+    from pytest_distcompat.models._base import Stages as Stages
 
 MODELS: Registry[TinyModel] = Registry(__name__, TinyModel, "model")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
 
 #: Name of the attention among those of transformers.
 ATTENTION = "distcompat_context_parallel"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.models._base import Batch, Stages
+    from pytest_distcompat.models import Batch, Stages
 
 #: Options that were tried beside pipeline parallelism.
 BESIDE = frozenset(

@@ -12,7 +12,7 @@ from string import Template
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers._calls import CLIP_VALUE, SLOWER, Calls
 from pytest_distcompat.drivers._tiny import DECAY, EPOCH_STEPS, GAMMA, LEARNING_RATE
-from pytest_distcompat.strategies._base import MAX_NORM
+from pytest_distcompat.strategies import MAX_NORM
 from pytest_distcompat.walk.sequence import Walk
 
 #: The script, but for what depends on the walk: placeholders as ``string.Template`` has them.

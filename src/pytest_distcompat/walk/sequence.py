@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.calls import CALL, REFERENCE_CALL, RESUME, WALK, Call
-from pytest_distcompat.drivers._calls import Calls
+from pytest_distcompat.drivers import Calls
 from pytest_distcompat.drivers._tiny import EPOCH_STEPS
 from pytest_distcompat.scenario import Run, Scenario
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import and_others, named_ranks
+from pytest_distcompat.checks import and_others, named_ranks
 from pytest_distcompat.checks._values import adapter_name
 from pytest_distcompat.checks.export import names_in, same_values
 from pytest_distcompat.decode import decode

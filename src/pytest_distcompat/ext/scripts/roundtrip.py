@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.checks._base import message, pairs
+from pytest_distcompat.checks import message, pairs
 from pytest_distcompat.checks._values import differences, other_dtypes, settings, values
 from pytest_distcompat.ext.scripts.launching import RANKS, Host, check_arguments, launch, leave_directory
 from pytest_distcompat.ext.scripts.recorder import STRIDE

@@ -17,8 +17,7 @@ from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS, OBSERVERS_WALK, WALK, Check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers import DRIVERS, find_driver, preload_of
-from pytest_distcompat.drivers._declared import unsupported_reason
+from pytest_distcompat.drivers import DRIVERS, find_driver, preload_of, unsupported_reason
 from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.expect import Expectation
