@@ -156,8 +156,6 @@ def test_an_extension_imports_no_other_one(extension: str) -> None:
 )
 def test_without_extensions_the_rest_works(extensions: list[str], tmp_path: Path) -> None:
     copy = install_without(extensions, tmp_path)
-    shown = copy.run("--version", "--version")
-    assert "pytest_distcompat" in shown.stdout + shown.stderr
     report = copy.directory / "report.json"
     done = copy.run(
         "-n", "2", "-k", "sum or fails or active or resume", f"--distcompat-report={report}", "--distcompat-gpus=0"
@@ -167,5 +165,3 @@ def test_without_extensions_the_rest_works(extensions: list[str], tmp_path: Path
     again = copy.run("--lf", "-x", "--distcompat-gpus=0")
     assert "1 failed" in again.stdout
     assert "rank 1 failed" in again.stdout
-    chosen = copy.run("-k", "sum", "--distcompat-gpus=0")
-    assert "1 passed" in chosen.stdout

@@ -411,6 +411,6 @@ def test_a_module_that_raises_on_ranks_alone_is_told_with_its_error(pytester: py
     result.assert_outcomes(failed=1, warnings=1)
     result.stdout.fnmatch_lines(
         [
-            "rank 0 raised LookupError: *.py cannot be collected on this rank: *RuntimeError: not where a rank imports it*"
+            "rank [01] raised LookupError: *.py cannot be collected on this rank: *RuntimeError: not where a rank imports it*"
         ]
     )
