@@ -217,7 +217,7 @@ def test_fails(rank): assert rank == 5
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("reuse", ["never", "module"])
+@pytest.mark.parametrize("reuse", ["never", pytest.param("module", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("what", ["base", "launcher", "files"])
 def test_a_cleaner_between_two_tests_changes_no_verdict(what: str, reuse: str, temporary: Path) -> None:
     tests = temporary / "test_cleaned.py"

@@ -65,6 +65,7 @@ def test_the_suite_is_adopted_in_ten_lines(name: str, file: str) -> None:
     assert any("distcompat(" in path.read_text(encoding="utf-8") for path in (EXAMPLES / name).glob("test_*.py"))
 
 
+@pytest.mark.nightly
 def test_a_plain_script(pytester: pytest.Pytester) -> None:
     run(pytester, "plain_script").assert_outcomes(passed=2)
 

@@ -87,6 +87,7 @@ def test_the_map_of_a_session_is_written_from_the_files_of_its_ranks(
     }
 
 
+@pytest.mark.nightly
 def test_a_run_is_of_the_cell_whose_check_needs_it(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     """A reference is in a cell that nobody can select."""
     pytester.makepyfile(SUITE)
@@ -229,6 +230,7 @@ def test_the_command_refuses_what_is_not_there(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_ranks_of_other_nodes_are_in_the_map(tmp_path: Path, run_pytest: RunPytest) -> None:
     """Each node agent writes below a directory of its own."""
@@ -241,6 +243,7 @@ def test_ranks_of_other_nodes_are_in_the_map(tmp_path: Path, run_pytest: RunPyte
     assert next(one for one in accelerator.functions() if one.function.name == "Accelerator.prepare").contexts
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_a_rank_that_fails_leaves_what_it_executed(tmp_path: Path, run_pytest: RunPytest) -> None:
     (tmp_path / "my_driver.py").write_text(FAILS, encoding="utf-8")

@@ -130,6 +130,7 @@ def test_a_file_of_torch_save_is_a_checkpoint(host: Host) -> None:
     assert {Path(saved.path).name for saved in found.stopped.saved()} == {"ckpt.pt"}
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_a_file_without_the_optimizer(host: Host, tmp_path: Path) -> None:
     script = tmp_path / "forgets.py"
@@ -139,6 +140,7 @@ def test_a_file_without_the_optimizer(host: Host, tmp_path: Path) -> None:
         by_file(script, host)
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_other_rows_are_told_before_what_follows_from_them(host: Host, tmp_path: Path) -> None:
     script = tmp_path / "other_rows.py"

@@ -55,6 +55,7 @@ def test_a_model_that_is_saved_module_by_module(run: Launch, output: str) -> Non
     found.check("names", "final_model_loadable")
 
 
+@pytest.mark.nightly
 def test_a_loop_in_a_function_that_returns_with_its_model(run: Launch) -> None:
     """It takes more steps than the probe watches, and the weights after the last one are compared."""
     found = run("main_loop.py", "--output", "{output}", output="{output}", strategy="ddp")
