@@ -58,8 +58,6 @@ _FIRST_QUESTIONS = (
 THREADS_END_TIMEOUT_S = 0.3
 #: The result of ``call``, which ranks inherit by fork.
 collected: Any = None
-#: The process id of this fork server; a rank has another one.
-_server = 0
 
 
 def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
@@ -70,7 +68,7 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
     """
     extend_import_path(warmth["path"])
     if warmth["device"] != "cpu":
-        _know_devices(warmth)
+        nccl.tell(nccl.Library(Path(known["path"]), tuple(known["version"])) for known in warmth["nccl"])
         answer_without_cuda(GpuFacts(**warmth["gpus"]))
         postpone_nvml()
     import_modules((*MODULES_OF_EVERY_RANK, *warmth["modules"]), dump_at)
@@ -80,12 +78,6 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
     return {"unfit": _unfit(threads)}
 
 
-def _know_devices(warmth: Mapping[str, Any]) -> None:
-    """Take over what pytest knows of the devices, so that our own questions open neither NVML nor NCCL here."""
-    devices.tell(GpuFacts(**warmth["gpus"]))
-    nccl.tell(nccl.Library(Path(known["path"]), tuple(known["version"])) for known in warmth["nccl"])
-
-
 def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     """Call the function that a Warmth names, in a process that has imported the libraries, and store its result.
 
@@ -93,12 +85,11 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
         Why the process is ``unfit`` to be forked from, the ``findings`` of the watch over the call, the ``libraries`` that
         ranks need which collect tests themselves, and whether exit functions are to be called when the process ``leaves``.
     """
-    global collected, _server  # noqa: PLW0603 - a fork server hands things over by being forked
-    _server = os.getpid()
+    global collected  # noqa: PLW0603 - a fork server hands things over by being forked
     module, _, function = warmth["call"].partition(":")
     set_import_path(warmth["path"])
     if warmth["device"] != "cpu":
-        _know_devices(warmth)
+        devices.tell(GpuFacts(**warmth["gpus"]))
     # A fork ends those threads.
     _restart_threads_of_numpy()
     threads, before, at_exit = native_threads(), randomness.states(), atexit._ncallbacks()  # noqa: SLF001 - see process_state
@@ -231,14 +222,13 @@ def _stack_written(dump_at: float, log: int) -> Iterator[None]:
 
 
 def answer_without_cuda(gpus: GpuFacts) -> None:
-    """Answer four functions of torch in this fork server as long as CUDA is not initialised; ranks have torch's answers.
+    """Have this fork server go by these facts, and torch too while CUDA is not initialised; ranks have torch's own answers.
 
-    Libraries call them when they are imported, and torch opens NVML or CUDA to answer. NVML's thread and a CUDA context would not
-    survive the fork of a rank: transformers 5 imports torchao where it is installed, and that calls them. ``has_triton`` is
-    private; ``tests/unit/test_ask_nvml.py`` fails when it goes away.
+    Libraries call four functions of torch when they are imported, and torch opens NVML or CUDA to answer. NVML's thread and a
+    CUDA context would not survive the fork of a rank: transformers 5 imports torchao where it is installed, and that calls them.
+    ``has_triton`` is private; ``tests/unit/test_ask_nvml.py`` fails when it goes away.
     """
-    global _server  # noqa: PLW0603 - see ``collect``
-    _server = os.getpid()
+    devices.tell(gpus)
     torch: Any = importlib.import_module("torch")
     cuda: Any = importlib.import_module("torch.cuda")
     triton: Any = importlib.import_module("torch.utils._triton")
@@ -248,7 +238,7 @@ def answer_without_cuda(gpus: GpuFacts) -> None:
         def function(*args: Any, **kwargs: Any) -> Any:
             # Of other GPUs than the first nobody asks at import.
             asked = any(value is not None for value in (*args, *kwargs.values()))
-            if asked or os.getpid() != _server or cuda.is_initialized():
+            if asked or devices.told() is None or cuda.is_initialized():
                 return by_torch(*args, **kwargs)
             return known()
 
@@ -297,7 +287,7 @@ class _PostponedNvml:
                 setattr(self._nvml, name, self._initialised(getattr(self._nvml, name)))
 
     def _postpone(self) -> None:
-        if os.getpid() == _server:
+        if devices.told() is not None:
             self._waiting += 1
         else:
             self._init()
