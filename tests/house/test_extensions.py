@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from tests.house.test_floors import imports_of, ours
 
 import pytest_distcompat
 
@@ -98,15 +98,15 @@ def is_site(entry: str) -> bool:
 
 def write_metadata(site: Path, without: list[str]) -> None:
     """Write the metadata of our distribution, with the entry points of the extensions that stay."""
-    ours = metadata.distribution("pytest-distcompat")
-    directory = site / f"pytest_distcompat-{ours.version}.dist-info"
+    distribution = metadata.distribution("pytest-distcompat")
+    directory = site / f"pytest_distcompat-{distribution.version}.dist-info"
     directory.mkdir()
-    (directory / "METADATA").write_text(ours.read_text("METADATA") or "", encoding="utf-8")
+    (directory / "METADATA").write_text(distribution.read_text("METADATA") or "", encoding="utf-8")
     lines = []
     removed = tuple(f"pytest_distcompat.ext.{extension}." for extension in without)
-    for group in sorted(ours.entry_points.groups):
+    for group in sorted(distribution.entry_points.groups):
         lines.append(f"[{group}]")
-        for entry in ours.entry_points.select(group=group):
+        for entry in distribution.entry_points.select(group=group):
             line = f"{entry.name} = {entry.value}"
             if not entry.value.startswith(removed):
                 lines.append(line)
@@ -118,31 +118,21 @@ def modules_of(name: str) -> list[Path]:
     return sorted((SOURCE / "ext" / name).rglob("*.py"))
 
 
-def imports_of(path: Path) -> set[str]:
-    """Return every module of ours that a file imports, for types too."""
-    imports = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            imports.add(node.module)
-        elif isinstance(node, ast.Import):
-            imports.update(alias.name for alias in node.names)
-    return {name for name in imports if name.startswith("pytest_distcompat")}
-
-
 def test_the_core_imports_nothing_of_an_extension() -> None:
     faces = {SOURCE / name for name in FACES.values()}
     for path in SOURCE.rglob("*.py"):
         if path.is_relative_to(SOURCE / "ext") or path in faces:
             continue
-        imported = {name for name in imports_of(path) if name.startswith("pytest_distcompat.ext")}
+        imported = {name for name in ours(imports_of(path, types=True)) if name.partition(".")[0] == "ext"}
         assert not imported, f"{path.relative_to(SOURCE)} imports {imported}"
 
 
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_an_extension_imports_no_other_one(extension: str) -> None:
     for path in modules_of(extension):
-        for name in imports_of(path):
-            other = name.startswith("pytest_distcompat.ext.") and name.split(".")[2] != extension
+        for name in ours(imports_of(path, types=True)):
+            package, _, module = name.partition(".")
+            other = package == "ext" and module.partition(".")[0] not in {"", extension}
             assert not other, f"{path.relative_to(SOURCE)} imports {name}"
 
 
