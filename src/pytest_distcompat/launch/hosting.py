@@ -230,12 +230,13 @@ class TorchrunLauncher(Launcher):
         # By itself torchrun starts its ranks without the flags that this interpreter was given.
         rank = ["--no-python", *unbuffered(), "-m", "pytest_distcompat.launch.rank", str(path)]
         command += ["--log-dir", str(logs), "--redirects", "3", *rank]
+        environment = on_device(os.environ, self._device)
+        if self._plain:
+            environment = user_environment(os.environ, self._device)
         return Hosted(
             name="torchrun",
             line=command,
-            environment=user_environment(os.environ, self._device)
-            if self._plain
-            else on_device(os.environ, self._device),
+            environment=environment,
             world_size=request.world_size,
             directory=Path(request.directory),
             timeout=request.timeout,

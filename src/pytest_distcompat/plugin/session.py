@@ -321,32 +321,22 @@ class DistcompatSession:
 
     def _why_no_executor(self, executor: Executor, token: object) -> str:
         """Return why the options do not fit the executor, empty if they do; ``token``: whether nodes have one to join with."""
-        shares_gpus = executor.name == "local" and self.gpus and not self.worker_nodes
-        problems = (
-            (
-                self.setting("launcher").value != "warm",
-                "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes",
-            ),
+        from pytest_distcompat.strategies import first_reason
+
+        cold = self.setting("launcher").value != "warm"
+        shares_gpus = executor.name == "local" and self.gpus > 0 and not self.worker_nodes
+        has_no_token = bool(executor.hint) and not token
+        has_workers = bool(executor.hint) and bool(self.worker)
+        reason = executor.unsupported_reason() or first_reason(
+            (cold, "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes"),
             (
                 shares_gpus,
                 "its nodes would share GPUs, which NCCL refuses; expected --distcompat-gpus 0, or another executor",
             ),
-            (
-                executor.hint and not token,
-                "expected --distcompat-token-file FILE, with the token that nodes join with",
-            ),
-            (
-                executor.hint and self.worker,
-                "each worker of xdist would need nodes of its own; expected no -n",
-            ),
+            (has_no_token, "expected --distcompat-token-file FILE, with the token that nodes join with"),
+            (has_workers, "each worker of xdist would need nodes of its own; expected no -n"),
         )
-        unsupported = executor.unsupported_reason()
-        if unsupported:
-            return unsupported
-        for applies, reason in problems:
-            if applies:
-                return reason
-        return ""
+        return reason or ""
 
     def _why_no_nodes(self, names: list[str] | None) -> str:
         """Return why runs cannot be on these nodes, empty if they can; None: nodes join one by one."""
