@@ -23,8 +23,8 @@ from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Inventory, Pool, read_timeline
-from pytest_distcompat.lease.places import device_of
 from pytest_distcompat.leased import LeasedLauncher
+from pytest_distcompat.places import device_of
 from pytest_distcompat.plugin.suite import cases
 from pytest_distcompat.plugin.suite.shared_gpu import why_not_through_gloo
 from pytest_distcompat.world import World

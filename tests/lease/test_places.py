@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +10,7 @@ import pytest
 
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.lease import Inventory, LeaseTimeout, Pool, read_timeline
-from pytest_distcompat.lease.places import device_of, may_be_held_beside, places_in
+from pytest_distcompat.places import device_of, may_be_held_beside, places_in
 
 from .conftest import IDS, lease_elsewhere
 
@@ -195,23 +193,6 @@ def test_sessions_with_and_without_places_that_fight_never_have_too_much(arena: 
     assert [fighter.receive() for fighter in fighters] == [["fought"]] * 6
     assert not arena.pool.holders()
     assert not arena.pool._queue.waiting()
-
-
-def test_a_forked_child_releases_no_place(arena: Field) -> None:
-    script = (
-        "import os, sys\n"
-        "from pathlib import Path\n"
-        "from pytest_distcompat.lease import Inventory, Pool\n"
-        "pool = Pool(Path(sys.argv[1]), Inventory('gpu', ('GPU-a',), 2, runs_share=True))\n"
-        "with pool.lease(1, who='parent'):\n"
-        "    child = os.fork()\n"
-        "    if not child:\n"
-        "        sys.exit()\n"
-        "    os.waitpid(child, 0)\n"
-        "    print(*(holder.who for holder in pool.holders()))\n"
-    )
-    command = [sys.executable, "-c", script, str(arena.directory)]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "parent\n"
 
 
 def test_a_test_that_starts_its_ranks_itself_has_the_whole_gpu(arena: Field) -> None:

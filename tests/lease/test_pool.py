@@ -160,12 +160,13 @@ def test_threads_of_one_process_contend_like_processes(arena: Field) -> None:
     assert sorted(taken) == [("GPU-a",), ("GPU-b",), ("GPU-c",), ("GPU-d",)]
 
 
-def test_a_forked_child_releases_nothing(arena: Field) -> None:
+@pytest.mark.parametrize("sharing", ["", ", 2, runs_share=True"], ids=["a GPU", "a place"])
+def test_a_forked_child_releases_nothing(sharing: str, arena: Field) -> None:
     script = (
         "import os, sys\n"
         "from pathlib import Path\n"
         "from pytest_distcompat.lease import Inventory, Pool\n"
-        "pool = Pool(Path(sys.argv[1]), Inventory('gpu', ('GPU-a',)))\n"
+        f"pool = Pool(Path(sys.argv[1]), Inventory('gpu', ('GPU-a',){sharing}))\n"
         "with pool.lease(1, who='parent'):\n"
         "    child = os.fork()\n"
         "    if not child:\n"

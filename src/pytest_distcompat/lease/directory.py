@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.lease.places import device_of, place_of
+from pytest_distcompat.places import device_of, place_of
 
 #: The sockets of this network namespace (``man 5 proc_net``).
 SOCKETS = Path("/proc/net/unix")

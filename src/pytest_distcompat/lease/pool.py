@@ -5,7 +5,7 @@ the lease of a process that dies, however it dies. The claim holds even if a cle
 record of the holder, for messages, and of the memory in use before the lease. A record without a lock belongs to a holder
 that died.
 
-Where runs share a GPU, a run of one rank leases one of its places (``lease.places``): it shares the lock on the GPU's file, and
+Where runs share a GPU, a run of one rank leases one of its places (``places``): it shares the lock on the GPU's file, and
 has a lock and a claim of its own on the place. So it excludes a lease of the whole GPU, and of a GPU divided otherwise.
 """
 
@@ -31,10 +31,10 @@ from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.directory import LeaseDirectory, TakenError
 from pytest_distcompat.lease.inventory import Inventory
-from pytest_distcompat.lease.places import may_be_held_beside, place_names
 from pytest_distcompat.lease.tickets import Queue, ahead
 from pytest_distcompat.lease.timeline import Leak, Span, append
 from pytest_distcompat.lease.watch import Blocker, GivenUpError, Holder, Watch
+from pytest_distcompat.places import may_be_held_beside, place_names
 
 #: Differs between machines, and between boots, because the clock of tickets restarts at boot (``man 4 random``).
 BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.decode import decode
-from pytest_distcompat.lease.places import device_of, places_in
+from pytest_distcompat.places import device_of, places_in
 
 FILE = "leases.jsonl"
 
@@ -29,7 +29,7 @@ class Leak:
 class Span:
     """One lease, from its request to its end, in seconds of CLOCK_MONOTONIC, which orders the events of a machine.
 
-    ``ids`` are the names of devices or, where runs share them, of their places (``lease.places``).
+    ``ids`` are the names of devices or, where runs share them, of their places (``places``).
     ``worker`` is the name of the xdist worker that held it, if any; ``waited_for`` names the holders and requests that it
     waited for, as far as it waited long enough to look.
     """

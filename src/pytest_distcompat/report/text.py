@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_distcompat.places import device_of
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import Row, Table, by_reason, not_applicable_reasons, tables
@@ -215,7 +216,7 @@ def _device_use(timeline: Iterable[_Entry]) -> Iterator[Line]:
     used: dict[str, float] = {}
     for lease in leases:
         # Of a GPU that runs share, a place is a part.
-        device = lease["device"].partition(".place-")[0]
+        device = device_of(lease["device"])
         seconds = (lease["end"] - lease["begin"]) * lease.get("part", 1)
         used[device] = used.get(device, 0.0) + seconds
     fractions = [f"{device} {seconds / length:.0%}" for device, seconds in sorted(used.items())]
