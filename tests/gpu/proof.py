@@ -164,27 +164,29 @@ def suite(driver: str, *args: str, earlier: str = "") -> Command:
     """
 
     def command(work: Path, result: Path) -> list[str]:
-        # Below the package's own directory node ids are the same on every machine.
-        options = [f"--distcompat-drivers={driver}", f"--distcompat-report={result}", f"--rootdir={_installed_in()}"]
-        options += ["-q", "-p", "no:cacheprovider"]
         done = list(_finished(work, driver, earlier.split()))
-        (listed := result.with_suffix(".deselected")).write_text(
-            "\n".join(f"--deselect={nodeid}" for nodeid in done), encoding="utf-8"
-        )
-        given = [f"@{listed}"] if done else []
-        return [sys.executable, "-m", "pytest", "--pyargs", "pytest_distcompat.suite", *options, *given, *args]
+        listed = result.with_suffix(".deselected")
+        listed.write_text("\n".join(f"--deselect={nodeid}" for nodeid in done), encoding="utf-8")
+        left_out = [f"@{listed}"] if done else []
+        return [*_built_in_suite(result), f"--distcompat-drivers={driver}", *left_out, *args]
 
     return command
 
 
-def every_driver(*options: str) -> Command:
-    """Make the command of a night: the smoke profile of all drivers in one session, by eight workers that share the GPU."""
+def every_driver(*args: str) -> Command:
+    """Make the command for the built-in suite of all drivers, in one session."""
 
     def command(_work: Path, result: Path) -> list[str]:
-        given = [f"--distcompat-report={result}", f"--rootdir={_installed_in()}", "-q", "-p", "no:cacheprovider"]
-        return [sys.executable, "-m", "pytest", "--pyargs", "pytest_distcompat.suite", *given, *options]
+        return [*_built_in_suite(result), *args]
 
     return command
+
+
+def _built_in_suite(result: Path) -> list[str]:
+    """Return the beginning of a command that runs the built-in suite and writes its report there."""
+    # Below the package's own directory node ids are the same on every machine.
+    options = [f"--distcompat-report={result}", f"--rootdir={_installed_in()}", "-q", "-p", "no:cacheprovider"]
+    return [sys.executable, "-m", "pytest", "--pyargs", "pytest_distcompat.suite", *options]
 
 
 def _installed_in() -> Path:

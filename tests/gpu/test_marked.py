@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -280,15 +281,14 @@ def test_two_sessions_on_one_gpu_give_no_leak(
 ) -> None:
     """Their leases lie in different directories, as those of two users do, so that neither waits for the other."""
     pytester.makepyfile(BESIDE)
-    sessions = []
-    for name in ("one", "other"):
-        # That of a socket below it may have no more than 107 characters.
-        directory = tempfile.mkdtemp(prefix=f"{name}-")
-        monkeypatch.setenv("TMPDIR", directory)
-        arguments = (sys.executable, "-m", "pytest", f"--basetemp={tmp_path / name}", *ONE_RANK)
-        # pytester's own way gives standard input a pipe, and closes it.
-        sessions.append(
-            subprocess.Popen(
+    with contextlib.ExitStack() as directories:
+        sessions = []
+        for name in ("one", "other"):
+            # That of a socket below it may have no more than 107 characters.
+            monkeypatch.setenv("TMPDIR", directories.enter_context(tempfile.TemporaryDirectory(prefix=f"{name}-")))
+            arguments = (sys.executable, "-m", "pytest", f"--basetemp={tmp_path / name}", *ONE_RANK)
+            # pytester's own way gives standard input a pipe, and closes it.
+            session = subprocess.Popen(
                 arguments,
                 cwd=pytester.path,
                 text=True,
@@ -296,12 +296,12 @@ def test_two_sessions_on_one_gpu_give_no_leak(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
-        )
-    for session in sessions:
-        output, _ = session.communicate(timeout=120)
-        assert session.returncode == 0, output
-        assert "5 passed" in output
-        assert "stayed in use" not in output
+            sessions.append(session)
+        for session in sessions:
+            output, _ = session.communicate(timeout=120)
+            assert session.returncode == 0, output
+            assert "5 passed" in output
+            assert "stayed in use" not in output
 
 
 def test_a_rank_may_take_its_part_of_a_shared_gpu_and_no_more(pytester: pytest.Pytester) -> None:

@@ -43,9 +43,11 @@ def test_fsdp2_on_one_gpu(driver: str, precision: str, run_suite: RunSuite, capa
     results = run_suite(f"fsdp2-{precision}-w1:", f"--distcompat-drivers={driver}")
     assert not bad(results)
     status = {one["check"]: one["status"] for one in results}
-    # Whatever else is known to be wrong, it trained, sharded by FSDP2, and was asked to come back from its checkpoint.
+    # Whatever else is known to be wrong, it trained, sharded by FSDP2, and came back from its checkpoint.
     assert (status["active"], status["optimizer"]) == ("passed", "passed")
-    assert status["resume"] in {"passed", "known"}
+    # accelerate steps the scaler when it loads FSDP2's optimizer (https://github.com/huggingface/accelerate/issues/4289).
+    known = (driver, precision) == ("accelerate", "fp16_mixed")
+    assert status["resume"] == ("known" if known else "passed")
 
 
 def test_zero_on_one_gpu(run_suite: RunSuite, capability: tuple[int, int]) -> None:
