@@ -196,6 +196,17 @@ def every_rank(snapshots: tuple[Snapshot, ...], world_size: int, action: str) ->
         yield f"rank {', '.join(map(str, missing))}: no report after {action}"
 
 
+def module_of(name: str) -> str:
+    """Return the name of the module that has the parameter."""
+    return name.rpartition(".")[0]
+
+
+def with_rank(snapshot: Snapshot, texts: Iterable[str]) -> Iterator[str]:
+    """Yield each text as a finding about the snapshot's rank."""
+    for text in texts:
+        yield f"rank {snapshot.rank}: {text}"
+
+
 def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
     """Yield a finding for each rank whose loss is missing or not finite: two infinite losses compare equal."""
     for snapshot in snapshots:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested
+from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested, with_rank
 from pytest_distcompat.checks._values import (
     Names,
     by_stage,
@@ -52,7 +52,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     built = run.at("build")
     yield from every_rank(built, cell.world_size, "build")
     for snapshot in built:
-        yield from _of_rank(snapshot, _after_build(cell, run, snapshot))
+        yield from with_rank(snapshot, _after_build(cell, run, snapshot))
     for stage_snapshots, stage_model in by_stage(run, built):
         # A stage without any parameter is a finding of ``_pipelined`` already.
         if stage_model is run.unwrapped or any(snapshot.parameters for snapshot in stage_snapshots):
@@ -63,18 +63,12 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         for stage_snapshots, stage_model in by_stage(run, trained):
             yield from _reductions(cell, run, stage_snapshots, stage_model)
     for snapshot in trained:
-        yield from _of_rank(snapshot, _after_steps(cell, snapshot))
+        yield from with_rank(snapshot, _after_steps(cell, snapshot))
     differing_replicas = list(_differing_replicas(run, trained, "three steps"))
     if not differing_replicas:
         # Also after all steps: a rank may skip one, or leave DDP, at any time.
         differing_replicas = list(_differing_replicas(run, run.at("step", STEPS - 1), f"{STEPS} steps"))
     yield from differing_replicas
-
-
-def _of_rank(snapshot: Snapshot, texts: Iterable[str]) -> Iterator[str]:
-    """Yield each text as a finding of the snapshot's rank."""
-    for text in texts:
-        yield f"rank {snapshot.rank}: {text}"
 
 
 def _after_build(cell: Cell, run: RunTrace, snapshot: Snapshot) -> Iterator[str]:
@@ -465,7 +459,7 @@ def _reductions(
             if info.name in without_gradient:
                 trainable -= math.prod(info.shape)
     for snapshot in trained:
-        yield from _of_rank(snapshot, _reduced(cell, snapshot, trainable // cell.tp))
+        yield from with_rank(snapshot, _reduced(cell, snapshot, trainable // cell.tp))
 
 
 def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, requested
+from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, requested, with_rank
 from pytest_distcompat.checks._values import TF32_SINCE_BUILD, stages_of
 from pytest_distcompat.cost import BYTES, is_quantized
 from pytest_distcompat.precisions import PRECISIONS
@@ -43,28 +43,22 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
     for snapshot in trained:
-        yield from _of_rank(snapshot, _stored(row, snapshot))
+        yield from with_rank(snapshot, _stored(row, snapshot))
         if run.unwrapped and snapshot.model:
-            yield from _of_rank(snapshot, _frozen(cell, run.unwrapped, snapshot.model))
-            yield from _of_rank(snapshot, _buffers(row, cell, run.unwrapped, snapshot.model))
+            yield from with_rank(snapshot, _frozen(cell, run.unwrapped, snapshot.model))
+            yield from with_rank(snapshot, _buffers(row, cell, run.unwrapped, snapshot.model))
         if _has_products(cell, run, snapshot) and set(snapshot.compute) != {row.compute}:
             products = f"matrix products ran in {_list(snapshot.compute)}"
             yield f"rank {snapshot.rank}: {products}; expected {row.compute}"
         if cell.world_size > cell.tp * cell.pp:
-            yield from _of_rank(snapshot, _reduced(row, cell, run.unwrapped, snapshot))
-        yield from _of_rank(snapshot, _accumulated(row, cell, snapshot))
+            yield from with_rank(snapshot, _reduced(row, cell, run.unwrapped, snapshot))
+        yield from with_rank(snapshot, _accumulated(row, cell, snapshot))
         if row.compute == "float32" and run.tf32_since_build:
             yield f"rank {snapshot.rank}: {TF32_SINCE_BUILD}"
     for snapshot in trained:
-        yield from _of_rank(snapshot, _stepped(row, cell, snapshot))
+        yield from with_rank(snapshot, _stepped(row, cell, snapshot))
         if cell.option("optimizer") == "adam8bit":
-            yield from _of_rank(snapshot, _quantized(row, snapshot))
-
-
-def _of_rank(snapshot: Snapshot, texts: Iterable[str]) -> Iterator[str]:
-    """Yield each text as a finding of the snapshot's rank."""
-    for text in texts:
-        yield f"rank {snapshot.rank}: {text}"
+            yield from with_rank(snapshot, _quantized(row, snapshot))
 
 
 def _has_products(cell: Cell, run: RunTrace, snapshot: Snapshot) -> bool:

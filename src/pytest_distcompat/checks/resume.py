@@ -15,6 +15,7 @@ from pytest_distcompat.checks._base import (
     check,
     every_rank,
     finite_losses,
+    module_of,
     other_mode,
     pairs,
     stale,
@@ -139,20 +140,15 @@ def tied_apart(cell: Cell, run: RunTrace) -> str:
     strategy = STRATEGIES.get(cell.strategy)
     modules: set[str] = set()
     for group in run.unwrapped.tied:
-        modules.update(_module(name) for name in group)
+        modules.update(module_of(name) for name in group)
     units = {strategy.canonical(unit, cell, modules) for unit in models[0].units}
     for group in run.unwrapped.tied:
-        owners = {_module(name) for name in group}
+        owners = {module_of(name) for name in group}
         if len(owners) > 1 and owners <= units:
             names = " and ".join(map(repr, group))
             cure = "shard them as one, fully_shard([...]), or leave both to the root"
             return f"; {names} are one tensor in units of their own: {cure}"
     return ""
-
-
-def _module(name: str) -> str:
-    """Return the name of the module that has the parameter."""
-    return name.rpartition(".")[0]
 
 
 #: (digest, dtype) of a tensor.

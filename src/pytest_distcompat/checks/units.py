@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, requested
+from pytest_distcompat.checks._base import check, every_rank, module_of, requested, with_rank
 from pytest_distcompat.checks._values import by_stage
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import TRAIN
@@ -49,8 +49,7 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(trained, cell.world_size, "three steps")
     for snapshots, stage_model in by_stage(run, trained):
         for snapshot in snapshots:
-            for text in _of_rank(cell, stage_model, snapshot):
-                yield f"rank {snapshot.rank}: {text}"
+            yield from with_rank(snapshot, _of_rank(cell, stage_model, snapshot))
 
 
 def _of_rank(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
@@ -92,15 +91,10 @@ def _needs_blocks(cell: Cell) -> bool:
     return bool(cell.option("activation_checkpointing"))
 
 
-def _module(name: str) -> str:
-    """Return the name of the module that has the parameter."""
-    return name.rpartition(".")[0]
-
-
 def _unwrapped_names(cell: Cell, unwrapped: UnwrappedInfo, live: Collection[str]) -> set[str]:
     """Return the unwrapped model's names of live modules; the root's is empty, whatever wraps it."""
     strategy = STRATEGIES.get(cell.strategy)
-    known = {_module(info.name) for info in unwrapped.parameters}
+    known = {module_of(info.name) for info in unwrapped.parameters}
     known.update(unwrapped.blocks)
     return {strategy.canonical(name, cell, known) for name in live}
 
@@ -140,7 +134,7 @@ def _adapters(unwrapped: UnwrappedInfo) -> set[str]:
             if not info.name.startswith(f"{block}."):
                 continue
             if info.trainable:
-                trained.add(_module(info.name))
+                trained.add(module_of(info.name))
             else:
                 has_frozen = True
         if has_frozen:
@@ -167,11 +161,11 @@ def _blocks_and_modules_inside(unwrapped: UnwrappedInfo) -> set[str]:
     """Return the names of blocks, and of all modules inside them that have parameters."""
     names = set(unwrapped.blocks)
     for info in unwrapped.parameters:
-        module = _module(info.name)
+        module = module_of(info.name)
         while module:
             if _is_inside(module, unwrapped.blocks):
                 names.add(module)
-            module = _module(module)
+            module = module_of(module)
     return names
 
 
