@@ -11,6 +11,7 @@ from enum import IntEnum
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.reach.libraries import FileId
 
 if TYPE_CHECKING:
@@ -55,12 +56,21 @@ class Branch:
     @property
     def arrow(self) -> str:
         """Return its lines as text: ``12 -> 15``."""
-        return f"{self.line} -> {self.target if self.target > 0 else LEAVES}"
+        if self.target > 0:
+            return f"{self.line} -> {self.target}"
+        return f"{self.line} -> {LEAVES}"
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function or method: its qualified name, and the lines of its body, as bits by line number."""
+    """A function or method.
+
+    Attributes:
+        name: Its qualified name.
+        first: The last line of its definition; the body begins after it.
+        body: The lines of its body without those of functions inside it, as bits by line number.
+        public: Whether users may call it.
+    """
 
     name: str
     first: int
@@ -85,12 +95,18 @@ class SourceFile:
 
     def function_at(self, line: int) -> Function | None:
         """Return the innermost function whose body has that line; None if none has."""
-        return next((function for function in self.functions if function.body >> line & 1), None)
+        line_bit = 1 << line
+        for function in self.functions:
+            if function.body & line_bit:
+                return function
+        return None
 
     def statement_at(self, line: int) -> int:
         """Return the first line of the statement that a line is in; 0 if none begins before it."""
-        until = self.statements & ((1 << (line + 1)) - 1)
-        return max(until.bit_length() - 1, 0)
+        up_to_line = (1 << (line + 1)) - 1
+        statements = self.statements & up_to_line
+        # The highest bit is the last statement that begins at or before the line.
+        return max(statements.bit_length() - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -129,22 +145,26 @@ class AnalysedFile:
         source = self._reporter.source()
         self._lines = ["", *source.splitlines()]
         self._scopes = _Scopes(ast.parse(source), file_id)
+        self._arcs = sorted(self._reporter.arcs())
         statements = bits_of(self._reporter.lines())
         self.file = SourceFile(file_id, self._scopes.functions, self._branches(), statements)
-        self._number = {(branch.line, branch.target): n for n, branch in enumerate(self.file.branches)}
-        #: Where a line leads that leads to one only.
-        self._only_target = self._single_targets()
-        self._known: dict[tuple[int, int], Executed] = {}
+        #: The place of each branch in ``branches``, by its line and target.
+        self._number_by_arc: dict[tuple[int, int], int] = {}
+        for number, branch in enumerate(self.file.branches):
+            self._number_by_arc[branch.line, branch.target] = number
+        self._only_target = self._only_targets()
+        self._executed_by_arc: dict[tuple[int, int], Executed] = {}
 
     def executed(self, arcs: Iterable[tuple[int, int]]) -> Executed:
         """Return the lines and branches of arcs that a rank has recorded."""
-        lines = branches = 0
+        lines = 0
+        branches = 0
         for arc in arcs:
-            if arc not in self._known:
-                self._known[arc] = self._translated(arc)
-            found = self._known[arc]
-            lines |= found.lines
-            branches |= found.branches
+            if arc not in self._executed_by_arc:
+                self._executed_by_arc[arc] = self._translated(arc)
+            executed = self._executed_by_arc[arc]
+            lines |= executed.lines
+            branches |= executed.branches
         return Executed(lines, branches)
 
     def _translated(self, arc: tuple[int, int]) -> Executed:
@@ -152,25 +172,31 @@ class AnalysedFile:
         lines = self._reporter.translate_lines(number for number in arc if number > 0)
         branches = []
         for line, target in self._reporter.translate_arcs([arc]):
-            # sys.monitoring reports a line without where it leads; a line that leads nowhere else is no branch.
-            end = self._only_target.get(line, target) if line == target else target
-            number = self._number.get((line, end))
+            number = self._number_by_arc.get((line, target))
+            if line == target and line in self._only_target:
+                # sys.monitoring reports a line without where it leads; a line that leads nowhere else is no branch.
+                number = self._number_by_arc.get((line, self._only_target[line]))
             if number is not None:
                 branches.append(number)
         return Executed(bits_of(lines), bits_of(branches))
 
     def _branches(self) -> tuple[Branch, ...]:
-        exits = self._reporter.exit_counts()
-        passed_over = self._reporter.no_branch_lines() | self._reporter.excluded_lines()
-        found = []
-        for line, target in sorted(self._reporter.arcs()):
+        """Return the arcs from lines of functions that have several, without lines that a comment excludes."""
+        exit_counts = self._reporter.exit_counts()
+        excluded = self._reporter.no_branch_lines() | self._reporter.excluded_lines()
+        branches = []
+        for line, target in self._arcs:
             scope = self._scopes.at(line)
-            if scope is None or exits.get(line, 0) < 2 or line in passed_over or target in passed_over:
+            if scope is None or exit_counts.get(line, 0) < 2:
+                continue
+            if line in excluded or target in excluded:
                 continue
             rank = scope.rank(self._scopes.conditions.get(line))
-            target_text = self._lines[target].strip() if target > 0 else ""
-            found.append(Branch(scope.name, line, target, self._text(line), target_text, rank))
-        return tuple(found)
+            target_text = ""
+            if target > 0:
+                target_text = self._lines[target].strip()
+            branches.append(Branch(scope.name, line, target, self._text(line), target_text, rank))
+        return tuple(branches)
 
     def _text(self, line: int) -> str:
         """Return the source of a line, with all lines of a condition that takes several."""
@@ -181,11 +207,13 @@ class AnalysedFile:
             last = max(line, condition.end_lineno)
         return " ".join(text.strip() for text in self._lines[line : last + 1])
 
-    def _single_targets(self) -> dict[int, int]:
-        targets: dict[int, set[int]] = {}
-        for line, target in self._reporter.arcs():
-            targets.setdefault(line, set()).add(target)
-        return {line: found.pop() for line, found in targets.items() if len(found) == 1}
+    def _only_targets(self) -> dict[int, int]:
+        """Return the target of each line that leads to one line only."""
+        only_target: dict[int, int] = {}
+        for line, targets in grouped(self._arcs).items():
+            if len(targets) == 1:
+                only_target[line] = targets[0]
+        return only_target
 
 
 @dataclass(frozen=True)
@@ -200,10 +228,14 @@ class _Scope:
 
     def rank(self, condition: ast.expr | None) -> Rank:
         """Return the rank of a branch with that condition."""
-        reads = condition is not None and self._reads_input(condition)
+        reads_input = condition is not None and self._reads_input(condition)
+        if self.public and reads_input:
+            return Rank.PUBLIC_SETTING
         if self.public:
-            return Rank.PUBLIC_SETTING if reads else Rank.PUBLIC
-        return Rank.SETTING if reads else Rank.INTERNAL
+            return Rank.PUBLIC
+        if reads_input:
+            return Rank.SETTING
+        return Rank.INTERNAL
 
     def _reads_input(self, condition: ast.expr) -> bool:
         """Tell whether a condition reads an argument of the function, or a setting."""
@@ -220,7 +252,8 @@ class _Scopes:
 
     def __init__(self, module: ast.Module, file_id: FileId) -> None:
         self._exported = _exported_names(module)
-        self._in_private_module = any(_is_private(part) for part in PurePosixPath(file_id.path).with_suffix("").parts)
+        module_path = PurePosixPath(file_id.path).with_suffix("")
+        self._in_private_module = any(_is_private(part) for part in module_path.parts)
         self._scopes: list[_Scope] = []
         self._innermost: dict[int, _Scope] = {}
         self.conditions: dict[int, ast.expr] = {}
@@ -229,18 +262,12 @@ class _Scopes:
 
     def at(self, line: int) -> _Scope | None:
         """Return the innermost function around a line; None for a line that runs on import."""
-        scope = self._innermost.get(line)
-        # Python runs the line of a definition where it is defined, not in the function.
-        return scope if scope is not None and line > scope.first else None
+        return self._innermost.get(line)
 
     def _read(self, node: ast.AST, names: tuple[str, ...]) -> None:
+        """Read the functions and conditions below a node, which is inside functions and classes of these names."""
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.If, ast.While)):
-                self.conditions[child.lineno] = child.test
-            elif isinstance(child, (ast.For, ast.AsyncFor)):
-                self.conditions[child.lineno] = child.iter
-            elif isinstance(child, ast.Match):
-                self.conditions.update(dict.fromkeys((case.pattern.lineno for case in child.cases), child.subject))
+            self._read_condition(child)
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self._enter(child, (*names, child.name))
                 self._read(child, (*names, child.name))
@@ -249,17 +276,27 @@ class _Scopes:
             else:
                 self._read(child, names)
 
+    def _read_condition(self, node: ast.AST) -> None:
+        """Note what a statement reads to choose a branch, if it is one that does."""
+        if isinstance(node, (ast.If, ast.While)):
+            self.conditions[node.lineno] = node.test
+        elif isinstance(node, (ast.For, ast.AsyncFor)):
+            self.conditions[node.lineno] = node.iter
+        elif isinstance(node, ast.Match):
+            for case in node.cases:
+                self.conditions[case.pattern.lineno] = node.subject
+
     def _enter(self, node: ast.FunctionDef | ast.AsyncFunctionDef, names: tuple[str, ...]) -> None:
-        given = node.args
-        every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
-        arguments = frozenset(one.arg for one in every if one is not None) - {"self", "cls"}
+        """Add a function; ``names`` are those of the functions and classes around it, and its own."""
+        # Python runs the definition where it stands, not in the function. A signature may take several lines; the body
+        # of ``def f(): ...`` is on the line of its definition.
+        first = node.body[0].lineno - 1
         last = node.end_lineno or node.lineno
-        # The signature of a function may take several lines, which belong to its definition.
-        first = max(node.lineno, node.body[0].lineno - 1) if node.body[0].lineno > node.lineno else node.lineno - 1
-        scope = _Scope(".".join(names), first, last, self._is_public(names), arguments)
+        scope = _Scope(".".join(names), first, last, self._is_public(names), _argument_names(node.args))
         self._scopes.append(scope)
-        # Functions inside it come later, and take their lines from it.
-        self._innermost.update(dict.fromkeys(range(first + 1, last + 1), scope))
+        for line in range(first + 1, last + 1):
+            # Functions inside it come later, and take their lines from it.
+            self._innermost[line] = scope
 
     def _is_public(self, names: tuple[str, ...]) -> bool:
         """Tell whether users may call it: by ``__all__`` if the module has one, else by its name and the module's."""
@@ -270,14 +307,26 @@ class _Scopes:
         return not self._in_private_module
 
     def _function(self, scope: _Scope) -> Function:
-        lines = (line for line in range(scope.first + 1, scope.last + 1) if self._innermost[line] is scope)
+        lines = [line for line in range(scope.first + 1, scope.last + 1) if self._innermost[line] is scope]
         return Function(scope.name, scope.first, bits_of(lines), scope.public)
+
+
+def _argument_names(arguments: ast.arguments) -> frozenset[str]:
+    """Return the names of a function's parameters, without that of the object or class that has the method."""
+    parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    if arguments.vararg is not None:
+        parameters.append(arguments.vararg)
+    if arguments.kwarg is not None:
+        parameters.append(arguments.kwarg)
+    return frozenset(parameter.arg for parameter in parameters) - {"self", "cls"}
 
 
 def _exported_names(module: ast.Module) -> frozenset[str] | None:
     """Return the names in a module's ``__all__``; None if it has none that can be read."""
     for node in module.body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
+        if not isinstance(node, ast.Assign):
+            continue
+        if [ast.unparse(target) for target in node.targets] == ["__all__"]:
             try:
                 return frozenset(ast.literal_eval(node.value))
             except (ValueError, TypeError):
@@ -286,7 +335,8 @@ def _exported_names(module: ast.Module) -> frozenset[str] | None:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+    is_dunder = name.startswith("__") and name.endswith("__")
+    return name.startswith("_") and not is_dunder
 
 
 @functools.cache

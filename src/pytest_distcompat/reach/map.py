@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.reach.branches import Branch, Executed, Function, SourceFile
 from pytest_distcompat.reach.libraries import FileId
 
@@ -37,7 +38,7 @@ ByContext = dict[Context, Executed]
 
 @dataclass
 class ReachMap:
-    """A map.
+    """Which cells execute which functions and branches of the installed libraries.
 
     Attributes:
         versions: The release of each library, and of Python and coverage.
@@ -60,12 +61,10 @@ class ReachMap:
         Raises:
             ValueError: It is of other releases; the message names them.
         """
-        both = self.versions.keys() & other.versions.keys()
-        differing = [
-            f"{name} {self.versions[name]} and {other.versions[name]}"
-            for name in sorted(both)
-            if self.versions[name] != other.versions[name]
-        ]
+        differing = []
+        for name in sorted(self.versions.keys() & other.versions.keys()):
+            if self.versions[name] != other.versions[name]:
+                differing.append(f"{name} {self.versions[name]} and {other.versions[name]}")
         if differing:
             raise ValueError(f"they are of different releases: {', '.join(differing)}")
         for file_id, file in other.files.items():
@@ -78,17 +77,20 @@ class ReachMap:
 
     def contexts(self) -> list[Context]:
         """Return all contexts, sorted."""
-        found: set[Context] = set()
+        contexts: set[Context] = set()
         for by_context in self.executed.values():
-            found.update(by_context)
-        return sorted(found)
+            contexts.update(by_context)
+        return sorted(contexts)
 
     def only(self, pattern: str) -> ReachMap:
         """Return the map of the cells that match."""
-        executed: dict[FileId, ByContext] = {}
+        selected = ReachMap(self.versions, self.files)
         for file_id, by_context in self.executed.items():
-            executed[file_id] = {context: one for context, one in by_context.items() if context.matches(pattern)}
-        return ReachMap(self.versions, self.files, executed)
+            selected.executed[file_id] = {}
+            for context, executed in by_context.items():
+                if context.matches(pattern):
+                    selected.executed[file_id][context] = executed
+        return selected
 
     def libraries(self) -> list[str]:
         """Return the names of the libraries, in the order of their files."""
@@ -97,6 +99,12 @@ class ReachMap:
     def coverage_of(self, file_id: FileId) -> FileReach:
         """Return what is executed of one file."""
         return FileReach(self.files[file_id], self.executed.get(file_id, {}))
+
+    def coverage_of_library(self, library: str) -> Iterator[FileReach]:
+        """Yield what is executed of each file of a library."""
+        for file_id in self.files:
+            if file_id.library == library:
+                yield self.coverage_of(file_id)
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,9 @@ class Counts:
     @property
     def percent(self) -> float:
         """Return the share of branches that are reached, in percent; 100 where there are none."""
-        return 100 * self.reached_branches / self.branches if self.branches else 100.0
+        if not self.branches:
+            return 100.0
+        return 100 * self.reached_branches / self.branches
 
 
 @dataclass(frozen=True)
@@ -155,15 +165,15 @@ class FileReach:
         self.file = file
         self._executed = executed
         self.union = Executed()
-        for one in executed.values():
-            self.union |= one
+        for executed_by_context in executed.values():
+            self.union |= executed_by_context
 
     def counts(self) -> Counts:
         """Return the numbers of the file."""
-        functions = self.file.functions
+        reached_functions = [function for function in self.file.functions if function.body & self.union.lines]
         return Counts(
-            functions=len(functions),
-            reached_functions=sum(bool(function.body & self.union.lines) for function in functions),
+            functions=len(self.file.functions),
+            reached_functions=len(reached_functions),
             branches=len(self.file.branches),
             reached_branches=self.union.branches.bit_count(),
             files=1,
@@ -177,21 +187,22 @@ class FileReach:
 
     def functions(self) -> Iterator[FunctionReach]:
         """Yield the functions with their branches, by line."""
-        branches: dict[str, list[BranchReach]] = {}
-        for found in self.branches():
-            branches.setdefault(found.branch.function, []).append(found)
+        branches = grouped((branch_reach.branch.function, branch_reach) for branch_reach in self.branches())
         for function in self.file.functions:
-            own = tuple(branches.pop(function.name, ()))
-            yield FunctionReach(function, self.contexts_of_lines(function.body), own)
+            # Of several functions with one name, such as a property's getter and setter, the first has all branches.
+            own_branches = tuple(branches.pop(function.name, ()))
+            yield FunctionReach(function, self.contexts_of_lines(function.body), own_branches)
 
     def contexts_of_lines(self, lines: int) -> tuple[Context, ...]:
         """Return the contexts that execute any of these lines, which are bits."""
         if not lines & self.union.lines:
             return ()
-        return tuple(sorted(context for context, one in self._executed.items() if one.lines & lines))
+        contexts = [context for context, executed in self._executed.items() if executed.lines & lines]
+        return tuple(sorted(contexts))
 
     def contexts_of_branches(self, branches: int) -> tuple[Context, ...]:
         """Return the contexts that execute any of these branches, which are bits."""
         if not branches & self.union.branches:
             return ()
-        return tuple(sorted(context for context, one in self._executed.items() if one.branches & branches))
+        contexts = [context for context, executed in self._executed.items() if executed.branches & branches]
+        return tuple(sorted(contexts))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.grouping import grouped
 from pytest_distcompat.reach.branches import Branch, Executed, Function, Rank, SourceFile
 from pytest_distcompat.reach.libraries import FileId
 from pytest_distcompat.reach.map import Context, ReachMap
@@ -31,53 +32,62 @@ create table reached (file integer, context integer, executed integer);
 """
 
 
-def write_map(path: Path, found: ReachMap) -> None:
+def write_map(path: Path, reach_map: ReachMap) -> None:
     """Write a map to a file, in place of what is there. Raises OSError."""
     # SQLite would write to the old file, which may be of another program.
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.absolute().parent) as directory:
         partial = Path(directory) / path.name
         with contextlib.closing(sqlite3.connect(partial)) as database, database:
             database.executescript(_TABLES)
-            _write(database, found)
+            _write(database, reach_map)
         partial.replace(path)
 
 
-def _write(database: sqlite3.Connection, found: ReachMap) -> None:
+def _write(database: sqlite3.Connection, reach_map: ReachMap) -> None:
     database.execute(f"pragma user_version = {FORMAT}")
-    database.executemany("insert into version values (?, ?)", found.versions.items())
-    file_numbers = {file_id: number for number, file_id in enumerate(found.files)}
-    for file_id, number in file_numbers.items():
-        file = found.files[file_id]
-        database.execute(
-            "insert into file values (?, ?, ?, ?)", (number, file_id.library, file_id.path, _blob(file.statements))
+    database.executemany("insert into version values (?, ?)", reach_map.versions.items())
+    for number, file in enumerate(reach_map.files.values()):
+        _write_file(database, number, file)
+    _write_executed(database, reach_map)
+
+
+def _write_file(database: sqlite3.Connection, file_number: int, file: SourceFile) -> None:
+    """Write a file with its functions and branches."""
+    file_row = (file_number, file.id.library, file.id.path, _blob(file.statements))
+    database.execute("insert into file values (?, ?, ?, ?)", file_row)
+    for function in file.functions:
+        function_row = (file_number, function.name, function.first, _blob(function.body), function.public)
+        database.execute("insert into function values (?, ?, ?, ?, ?)", function_row)
+    for number, branch in enumerate(file.branches):
+        branch_row = (
+            file_number,
+            number,
+            branch.function,
+            branch.line,
+            branch.target,
+            branch.text,
+            branch.target_text,
+            int(branch.rank),
         )
-        database.executemany(
-            "insert into function values (?, ?, ?, ?, ?)",
-            [(number, one.name, one.first, _blob(one.body), one.public) for one in file.functions],
-        )
-        database.executemany(
-            "insert into branch values (?, ?, ?, ?, ?, ?, ?, ?)",
-            [
-                (number, n, one.function, one.line, one.target, one.text, one.target_text, int(one.rank))
-                for n, one in enumerate(file.branches)
-            ],
-        )
-    context_numbers = {context: number for number, context in enumerate(found.contexts())}
+        database.execute("insert into branch values (?, ?, ?, ?, ?, ?, ?, ?)", branch_row)
+
+
+def _write_executed(database: sqlite3.Connection, reach_map: ReachMap) -> None:
+    """Write the contexts, and what each executed of each file; equal lines and branches are one row of ``executed``."""
+    file_numbers = {file_id: number for number, file_id in enumerate(reach_map.files)}
+    context_numbers = {context: number for number, context in enumerate(reach_map.contexts())}
     for context, number in context_numbers.items():
-        database.execute(
-            "insert into context values (?, ?, ?, ?)", (number, context.driver, context.cell, context.action)
-        )
+        context_row = (number, context.driver, context.cell, context.action)
+        database.execute("insert into context values (?, ?, ?, ?)", context_row)
     executed_numbers: dict[Executed, int] = {}
-    for file_id, by_context in found.executed.items():
+    for file_id, by_context in reach_map.executed.items():
         for context, executed in by_context.items():
-            number = executed_numbers.setdefault(executed, len(executed_numbers))
-            database.execute(
-                "insert into reached values (?, ?, ?)", (file_numbers[file_id], context_numbers[context], number)
-            )
-    database.executemany(
-        "insert into executed values (?, ?, ?)",
-        [(number, _blob(one.lines), _blob(one.branches)) for one, number in executed_numbers.items()],
-    )
+            executed_number = executed_numbers.setdefault(executed, len(executed_numbers))
+            reached_row = (file_numbers[file_id], context_numbers[context], executed_number)
+            database.execute("insert into reached values (?, ?, ?)", reached_row)
+    for executed, number in executed_numbers.items():
+        executed_row = (number, _blob(executed.lines), _blob(executed.branches))
+        database.execute("insert into executed values (?, ?, ?)", executed_row)
 
 
 def read_map(path: Path) -> ReachMap:
@@ -99,51 +109,48 @@ def read_map(path: Path) -> ReachMap:
 
 
 def _read(database: sqlite3.Connection) -> ReachMap:
-    found = ReachMap(dict(database.execute("select name, version from version")))
+    reach_map = ReachMap(dict(database.execute("select name, version from version")))
+    functions = grouped(_functions(database))
+    branches = grouped(_branches(database))
     file_ids: dict[int, FileId] = {}
-    statements: dict[int, int] = {}
-    for number, library, name, lines in database.execute("select id, library, path, statements from file order by id"):
-        file_ids[number] = FileId(library, name)
-        statements[number] = _bits(lines)
-    functions: dict[int, list[Function]] = {number: [] for number in file_ids}
-    for number, function in _functions(database):
-        functions[number].append(function)
-    branches: dict[int, list[Branch]] = {number: [] for number in file_ids}
-    for number, branch in _branches(database):
-        branches[number].append(branch)
-    for number, file_id in file_ids.items():
-        found.files[file_id] = SourceFile(
-            file_id, tuple(functions[number]), tuple(branches[number]), statements[number]
-        )
-    contexts = {
-        number: Context(*texts) for number, *texts in database.execute("select id, driver, cell, action from context")
-    }
-    executed = {
-        number: Executed(_bits(lines), _bits(taken))
-        for number, lines, taken in database.execute("select id, lines, branches from executed")
-    }
-    for file, context, number in database.execute("select file, context, executed from reached"):
-        found.executed.setdefault(file_ids[file], {})[contexts[context]] = executed[number]
-    return found
+    for number, library, path, statements in database.execute(
+        "select id, library, path, statements from file order by id"
+    ):
+        file_id = FileId(library, path)
+        file_ids[number] = file_id
+        file_functions = tuple(functions.get(number, ()))
+        file_branches = tuple(branches.get(number, ()))
+        reach_map.files[file_id] = SourceFile(file_id, file_functions, file_branches, _bits(statements))
+    contexts: dict[int, Context] = {}
+    for number, driver, cell, action in database.execute("select id, driver, cell, action from context"):
+        contexts[number] = Context(driver, cell, action)
+    executed: dict[int, Executed] = {}
+    for number, lines, taken_branches in database.execute("select id, lines, branches from executed"):
+        executed[number] = Executed(_bits(lines), _bits(taken_branches))
+    for file_number, context_number, executed_number in database.execute("select file, context, executed from reached"):
+        by_context = reach_map.executed.setdefault(file_ids[file_number], {})
+        by_context[contexts[context_number]] = executed[executed_number]
+    return reach_map
 
 
 def _functions(database: sqlite3.Connection) -> Iterator[tuple[int, Function]]:
-    """Yield the number of a file and one of its functions."""
-    for file, name, first, body, public in database.execute(
-        "select file, name, first, body, public from function order by rowid"
-    ):
-        yield file, Function(name, first, _bits(body), bool(public))
+    """Yield the number of a file and one of its functions, in the order of the file."""
+    rows = database.execute("select file, name, first, body, public from function order by rowid")
+    for file_number, name, first, body, public in rows:
+        yield file_number, Function(name, first, _bits(body), bool(public))
 
 
 def _branches(database: sqlite3.Connection) -> Iterator[tuple[int, Branch]]:
     """Yield the number of a file and one of its branches, in the order of their numbers."""
-    columns = "file, function, line, target, text, target_text, rank"
-    rows = database.execute(f"select {columns} from branch order by file, number")  # noqa: S608 - all of it is above
-    for file, function, line, target, text, target_text, rank in rows:
-        yield file, Branch(function, line, target, text, target_text, Rank(rank))
+    rows = database.execute(
+        "select file, function, line, target, text, target_text, rank from branch order by file, number"
+    )
+    for file_number, function, line, target, text, target_text, rank in rows:
+        yield file_number, Branch(function, line, target, text, target_text, Rank(rank))
 
 
 def _blob(bits: int) -> bytes:
+    """Return bits, of any number, as SQLite stores them: its integers have 64."""
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
 

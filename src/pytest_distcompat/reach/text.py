@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_distcompat.reach.branches import Branch
-from pytest_distcompat.reach.changed import PlaceReach, cells_by_specificity
-from pytest_distcompat.reach.map import BranchReach, Context, Counts, FileReach, ReachMap
+from pytest_distcompat.reach.changed import CellReach, PlaceReach, cells_by_specificity
+from pytest_distcompat.reach.map import BranchReach, Context, Counts, FileReach, FunctionReach, ReachMap
 
 #: The columns of a terminal that lines fit in.
 WIDTH = 100
@@ -16,96 +16,113 @@ CELLS_NAMED = 2
 ORDER = "public functions first, then those that read an argument or a setting"
 
 
-def headline(found: ReachMap) -> str:
+def headline(reach_map: ReachMap) -> str:
     """Return one line with the numbers of the whole map."""
-    counts = Counts.total(found.coverage_of(file_id).counts() for file_id in found.files)
-    contexts = found.contexts()
-    cells = len({context.place for context in contexts})
-    drivers = len({context.driver for context in contexts})
+    counts = Counts.total(reach_map.coverage_of(file_id).counts() for file_id in reach_map.files)
+    contexts = reach_map.contexts()
+    cells = {context.place for context in contexts}
+    drivers = {context.driver for context in contexts}
     reached = f"{counts.reached_branches} of {counts.branches} branches ({counts.percent:.1f} %)"
-    return f"{reached} are executed by {_counted(cells, 'cell')} of {_counted(drivers, 'driver')}"
+    return f"{reached} are executed by {_counted(len(cells), 'cell')} of {_counted(len(drivers), 'driver')}"
 
 
-def _counted(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+def _counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"
 
 
-def overview(found: ReachMap) -> Iterator[str]:
+def overview(reach_map: ReachMap) -> Iterator[str]:
     """Yield the lines about each library, then about each of its files."""
-    yield headline(found)
-    tools = [f"{name} {found.versions[name]}" for name in ("python", "coverage") if found.versions.get(name)]
+    yield headline(reach_map)
+    tools = []
+    for name in ("python", "coverage"):
+        version = reach_map.versions.get(name)
+        if version:
+            tools.append(f"{name} {version}")
     if tools:
         yield f"measured by {', '.join(tools)}"
     yield ""
-    yield from library_table(found)
-    for library in found.libraries():
+    yield from library_table(reach_map)
+    for library in reach_map.libraries():
         yield ""
-        yield titled(found, library)
-        yield from file_table(found, library)
+        yield titled(reach_map, library)
+        yield from file_table(reach_map, library)
 
 
-def titled(found: ReachMap, library: str) -> str:
+def titled(reach_map: ReachMap, library: str) -> str:
     """Return a library with its release."""
-    return fitted(f"{library} {found.versions.get(library, '')}".rstrip())
+    version = reach_map.versions.get(library, "")
+    return fitted(f"{library} {version}".rstrip())
 
 
-def library_table(found: ReachMap) -> Iterator[str]:
+def library_table(reach_map: ReachMap) -> Iterator[str]:
     """Yield a line for each library."""
     yield _row("library", "files", "functions", "branches")
-    for library in found.libraries():
-        yield _numbers(titled(found, library), counts_of(found, library), files=True)
+    for library in reach_map.libraries():
+        counts = counts_of(reach_map, library)
+        yield _numbers(titled(reach_map, library), f"{counts.reached_files} of {counts.files}", counts)
 
 
-def file_table(found: ReachMap, library: str) -> Iterator[str]:
-    """Yield a line for each file of a library."""
+def file_table(reach_map: ReachMap, library: str) -> Iterator[str]:
+    """Yield a line for each file of a library that defines functions."""
     yield _row("file", "", "functions", "branches")
-    for file_id in found.files:
+    for file_reach in reach_map.coverage_of_library(library):
         # Many files define nothing but names.
-        if file_id.library == library and found.files[file_id].functions:
-            yield _numbers(f"  {file_id.path}", found.coverage_of(file_id).counts(), files=False)
+        if file_reach.file.functions:
+            yield _numbers(f"  {file_reach.file.id.path}", "", file_reach.counts())
 
 
-def counts_of(found: ReachMap, library: str) -> Counts:
+def counts_of(reach_map: ReachMap, library: str) -> Counts:
     """Return the numbers of a library."""
-    return Counts.total(found.coverage_of(one).counts() for one in found.files if one.library == library)
+    return Counts.total(file_reach.counts() for file_reach in reach_map.coverage_of_library(library))
 
 
-def _row(*columns: str) -> str:
-    name, files, functions, branches = columns
+def _row(name: str, files: str, functions: str, branches: str) -> str:
     return f"{fitted(name, 46):46} {files:>12} {functions:>14} {branches:>24}"
 
 
-def _numbers(name: str, counts: Counts, *, files: bool) -> str:
-    return _row(
-        name,
-        f"{counts.reached_files} of {counts.files}" if files else "",
-        f"{counts.reached_functions} of {counts.functions}",
-        f"{counts.reached_branches} of {counts.branches}, {counts.percent:5.1f} %",
-    )
+def _numbers(name: str, files: str, counts: Counts) -> str:
+    """Return a row with the numbers of functions and branches."""
+    functions = f"{counts.reached_functions} of {counts.functions}"
+    branches = f"{counts.reached_branches} of {counts.branches}, {counts.percent:5.1f} %"
+    return _row(name, files, functions, branches)
 
 
-def functions(found: ReachMap, library: str) -> Iterator[str]:
+def functions(reach_map: ReachMap, library: str) -> Iterator[str]:
     """Yield the lines about all functions and branches of a library that some cell executes, and those that none does."""
-    yield titled(found, library)
-    for file_id in found.files:
-        if file_id.library == library:
-            yield from _functions_of_file(found.coverage_of(file_id))
+    yield titled(reach_map, library)
+    for file_reach in reach_map.coverage_of_library(library):
+        yield from _functions_of_file(file_reach)
 
 
-def _functions_of_file(file: FileReach) -> Iterator[str]:
-    counts = file.counts()
+def _functions_of_file(file_reach: FileReach) -> Iterator[str]:
+    """Yield the lines about a file: its name, then its public functions, then the others."""
+    counts = file_reach.counts()
     if not counts.functions:
         return
     yield ""
-    yield fitted(f"{file.file.id}: {counts.reached_branches} of {counts.branches} branches")
-    for found in sorted(file.functions(), key=lambda one: not one.function.public):
-        reached = sum(bool(one.contexts) for one in found.branches)
-        parts = [f"{reached} of {len(found.branches)} branches"] if found.branches else []
-        yield fitted(f"  {found.function.name}: {', '.join([*parts, cells_text(found.contexts)])}")
-        # Of a function that nobody executes the branches are all alike.
-        for branch in found.branches if found.contexts else ():
-            yield fitted(f"    {_branch_text(branch.branch)}")
-            yield fitted(f"        {cells_text(branch.contexts)}")
+    yield fitted(f"{file_reach.file.id}: {counts.reached_branches} of {counts.branches} branches")
+    public_first = sorted(file_reach.functions(), key=lambda function_reach: not function_reach.function.public)
+    for function_reach in public_first:
+        yield from _function_lines(function_reach)
+
+
+def _function_lines(function_reach: FunctionReach) -> Iterator[str]:
+    """Yield the line of a function, and two for each of its branches if a cell executes it."""
+    executed_by = cells_text(function_reach.contexts)
+    branches = function_reach.branches
+    if branches:
+        reached_branches = [branch_reach for branch_reach in branches if branch_reach.contexts]
+        executed_by = f"{len(reached_branches)} of {len(branches)} branches, {executed_by}"
+    yield fitted(f"  {function_reach.function.name}: {executed_by}")
+    if not function_reach.contexts:
+        # No cell executes any of its branches.
+        return
+    for branch_reach in branches:
+        yield fitted(f"    {_branch_text(branch_reach.branch)}")
+        yield fitted(f"        {cells_text(branch_reach.contexts)}")
 
 
 def _branch_text(branch: Branch) -> str:
@@ -116,12 +133,13 @@ def cells_text(contexts: Sequence[Context]) -> str:
     """Return how many cells there are, with some of them, and the actions; ``no cell`` if there are none."""
     if not contexts:
         return "no cell"
-    places = list(dict.fromkeys(context.place for context in contexts))
-    actions = list(dict.fromkeys(context.action for context in contexts))
-    further = [", ..."] if len(places) > CELLS_NAMED else []
-    return (
-        f"{_counted(len(places), 'cell')} in {' '.join(actions)}: {', '.join(places[:CELLS_NAMED])}{''.join(further)}"
-    )
+    # Dicts, because they keep the order and have each only once.
+    cells = list(dict.fromkeys(context.place for context in contexts))
+    actions = dict.fromkeys(context.action for context in contexts)
+    text = f"{_counted(len(cells), 'cell')} in {' '.join(actions)}: {', '.join(cells[:CELLS_NAMED])}"
+    if len(cells) > CELLS_NAMED:
+        text += ", ..."
+    return text
 
 
 def missing(branches: Iterable[BranchReach], title: str) -> Iterator[str]:
@@ -131,58 +149,80 @@ def missing(branches: Iterable[BranchReach], title: str) -> Iterator[str]:
         branches: The branches.
         title: What they are, as a line that ends with their number.
     """
-    ordered = sorted(branches, key=lambda one: one.order)
+    ordered = sorted(branches, key=lambda branch_reach: branch_reach.order)
     yield fitted(f"{title}: {len(ordered)}")
     yield ORDER
-    place = None
-    for one in ordered:
-        if place != (one.branch.rank, one.file, one.branch.function):
-            place = (one.branch.rank, one.file, one.branch.function)
-            kind = one.branch.rank.name.lower().replace("_", ", ")
-            yield fitted(f"{one.file} {one.branch.function} ({kind})")
-        yield fitted(f"    {_branch_text(one.branch)}")
+    previous_heading = ""
+    for branch_reach in ordered:
+        heading = _function_heading(branch_reach)
+        if heading != previous_heading:
+            yield fitted(heading)
+            previous_heading = heading
+        yield fitted(f"    {_branch_text(branch_reach.branch)}")
 
 
-def changed(reached: Sequence[PlaceReach]) -> Iterator[str]:
+def _function_heading(branch_reach: BranchReach) -> str:
+    """Return the function of a branch, with the branch's rank: ``lib/trainer.py prepare (public, setting)``."""
+    branch = branch_reach.branch
+    rank = branch.rank.name.lower().replace("_", ", ")
+    return f"{branch_reach.file} {branch.function} ({rank})"
+
+
+def changed(places: Sequence[PlaceReach]) -> Iterator[str]:
     """Yield the lines about a change: the cells that execute its places, the places, and those that no cell executes."""
-    executed = [one for one in reached if one.contexts]
-    files = len({one.place.file for one in reached})
-    yield f"{_counted(len(reached), 'changed place')} in {_counted(files, 'file')}; cells execute {len(executed)}"
+    executed = [place_reach for place_reach in places if place_reach.contexts]
+    files = {place_reach.place.file for place_reach in places}
+    yield f"{_counted(len(places), 'changed place')} in {_counted(len(files), 'file')}; cells execute {len(executed)}"
     yield ""
     yield "cells, those first whose places few others execute"
-    for cell in cells_by_specificity(reached):
-        alone = f", {cell.alone} of them alone" if cell.alone else ""
-        yield fitted(f"  {cell.cell}: {_counted(cell.places, 'place')}{alone}")
+    for cell in cells_by_specificity(places):
+        yield _cell_line(cell)
     yield ""
     yield "places that cells execute, first those that few execute"
-    for one in sorted(executed, key=lambda one: len(one.cells)):
-        yield from _place_lines(one)
-        yield fitted(f"        {cells_text(one.contexts)}")
+    for place_reach in sorted(executed, key=lambda place_reach: len(place_reach.cells)):
+        yield from _place_lines(place_reach)
+        yield fitted(f"        {cells_text(place_reach.contexts)}")
     yield ""
-    unexecuted = [one for one in reached if one.function and not one.contexts]
-    new = [one for one in reached if one.place.defines]
-    for title, places in (("places that no cell executes", unexecuted), ("new functions and classes", new)):
-        yield f"{title}: {len(places)}"
-        for one in places:
-            yield from _place_lines(one)
-        yield ""
-    yield f"places outside functions, which run on import: {sum(one.on_import for one in reached)}"
+    unexecuted = [place_reach for place_reach in places if place_reach.function and not place_reach.contexts]
+    yield from _titled_places("places that no cell executes", unexecuted)
+    definitions = [place_reach for place_reach in places if place_reach.place.defines]
+    yield from _titled_places("new functions and classes", definitions)
+    on_import = [place_reach for place_reach in places if place_reach.on_import]
+    yield f"places outside functions, which run on import: {len(on_import)}"
 
 
-def _place_lines(one: PlaceReach) -> Iterator[str]:
-    yield fitted(f"  {one.place.file}:{one.place.line} {one.function}".rstrip())
-    yield fitted(f"      {one.place.text}")
+def _cell_line(cell: CellReach) -> str:
+    line = f"  {cell.cell}: {_counted(cell.places, 'place')}"
+    if cell.alone:
+        line += f", {cell.alone} of them alone"
+    return fitted(line)
 
 
-def unreached(found: ReachMap, libraries: Sequence[str]) -> Iterator[BranchReach]:
+def _titled_places(title: str, places: Sequence[PlaceReach]) -> Iterator[str]:
+    yield f"{title}: {len(places)}"
+    for place_reach in places:
+        yield from _place_lines(place_reach)
+    yield ""
+
+
+def _place_lines(place_reach: PlaceReach) -> Iterator[str]:
+    place = place_reach.place
+    yield fitted(f"  {place.file}:{place.line} {place_reach.function}".rstrip())
+    yield fitted(f"      {place.text}")
+
+
+def unreached(reach_map: ReachMap, libraries: Sequence[str]) -> Iterator[BranchReach]:
     """Yield the branches of these libraries that no cell reaches."""
-    for file_id in found.files:
-        if file_id.library in libraries:
-            for one in found.coverage_of(file_id).branches():
-                if not one.contexts:
-                    yield one
+    for file_id in reach_map.files:
+        if file_id.library not in libraries:
+            continue
+        for branch_reach in reach_map.coverage_of(file_id).branches():
+            if not branch_reach.contexts:
+                yield branch_reach
 
 
 def fitted(line: str, width: int = WIDTH) -> str:
     """Return the line, cut if it has more columns."""
-    return line if len(line) <= width else f"{line[: width - 4]} ..."
+    if len(line) <= width:
+        return line
+    return f"{line[: width - 4]} ..."
