@@ -63,11 +63,10 @@ def test_a_finding_is_reduced_and_kept_with_its_command(tmp_path: Path) -> None:
     arguments = ["--driver", PASSING, "--corpus", str(tmp_path / "corpus.json"), "--state", str(state)]
     done = searched(*arguments, "--candidates", "1")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert (
-        f"distcompat search --driver {PASSING} --cell ddp-fp32-w2-model_mlp --calls 'take(round_off=True)'"
-        in done.stdout
-    )
+    command = re.escape(f"distcompat search --driver {PASSING} --cell ddp-fp32-w2-model_mlp --calls ")
+    # Without a step before it more of the trainer may be found to have changed first.
+    assert re.search(rf"{command}'(step\(\), )?take\(round_off=True\)'", done.stdout), done.stdout
     again = searched(*arguments, "--candidates", "0")
     assert again.returncode == 1
     assert "1 candidates in" in again.stdout
-    assert "'take(round_off=True)'" in again.stdout
+    assert "take(round_off=True)'" in again.stdout
