@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import MESH, OTHER_REFERENCE, REFERENCE_RUN, Scenario
+from pytest_distcompat.settings.rules import concerns_checkpoints
 from pytest_distcompat.trace import CollectiveInfo, OptimizerInfo, Snapshot, Trace, UnwrappedInfo
 
 Claim = Callable[[Cell, Trace], Iterable[str]]
@@ -246,9 +247,17 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
             yield f"rank {snapshot.rank}: {finding}; expected the state to be read from the checkpoint, not trained again"
 
 
+def _options_beside_checkpoints(cell: Cell) -> list[str]:
+    """Return the cell's options, without ``set`` if all settings are read while a checkpoint is written or loaded."""
+    names = [name for name, _ in cell.options]
+    if cell.set and all(concerns_checkpoints(setting) for setting in cell.set):
+        names.remove("set")
+    return names
+
+
 def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why another cell tests the claim: files are found alike in all precisions and with most options."""
-    others = [name for name, _ in cell.options if name not in {"model", "state_dict"}]
+    others = [name for name in _options_beside_checkpoints(cell) if name not in {"model", "state_dict"}]
     if cell.precision != "fp32" or others:
         return "files are found as they are in fp32 without that option, and it is tested there"
     return None
@@ -257,7 +266,7 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
 def saved_as_elsewhere(cell: Cell) -> str | None:
     """Return why another cell tests the claim; None if this one does."""
     # Runs at other world sizes are the most expensive ones.
-    if other := next((name for name, _ in cell.options if name not in CHECKPOINT_OPTIONS), None):
+    if other := next((name for name in _options_beside_checkpoints(cell) if name not in CHECKPOINT_OPTIONS), None):
         return f"{other} changes how the model is trained, not what is saved, and what is saved is tested without it"
     if cell.precision not in {"fp32", "bf16_upcast"}:
         return f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast, where it is tested"
