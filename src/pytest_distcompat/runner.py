@@ -82,7 +82,8 @@ class Runner:
 
     def _trace(self, driver: str, cell: Cell, run: Run, after: Run | None) -> tuple[RunTrace, str]:
         directory = self._directory(driver, cell, run)
-        if directory not in self._decoded:
+        # A test, or a cleaner of temporary files, may have removed what later runs load.
+        if directory not in self._decoded or not (directory / DONE).exists():
             self.store.mkdir(parents=True, exist_ok=True)
             # The operating system releases the lock if its holder dies; the next worker then runs the run again.
             with FileLock(f"{directory}.lock"):
