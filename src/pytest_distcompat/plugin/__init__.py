@@ -5,6 +5,7 @@ A session without distributed tests imports this file, ``options`` and what thes
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -241,7 +242,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     config = session.config
     will_run = _IN_USE in config.stash and not config.option.collectonly and not session.testsfailed
     if will_run and (hasattr(config, "workerinput") or not _is_controller(config)):
-        session_of(config).launcher.warm_up()
+        # On a full disk there is no launcher process; the tests themselves report what they cannot write.
+        with contextlib.suppress(OSError):
+            session_of(config).launcher.warm_up()
         if session_of(config).over_nodes:
             _end_by_sigterm(config)
         problem = session_of(config).nodes_problem()
