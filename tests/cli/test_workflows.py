@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.all_options import ALL_OPTIONS
 
 from pytest_distcompat import __version__
 from pytest_distcompat.cli import main
-from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.profiles import PROFILES
 from pytest_distcompat.report import github
 from pytest_distcompat.report.causes import causes
@@ -80,7 +80,7 @@ def test_scripts_of_workflows_are_valid_bash_with_existing_options(
         assert done.returncode == 0, done.stderr
         # What comes from outside goes through the environment: pasted into a script it would be run.
         assert "${{" not in script or path.stem == "downstream"
-        assert set(re.findall(r"--distcompat-[\w-]+", script)) <= {option.flag for option in OPTIONS.values()}
+        assert set(re.findall(r"--distcompat-[\w-]+", script)) <= {option.flag for option in ALL_OPTIONS.values()}
         assert set(re.findall(r"(?:^|[;&(]|then|\)) ?distcompat (\w+)", script, re.MULTILINE)) <= known
 
 
