@@ -7,13 +7,27 @@ not exist.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.cell import Cell
+
 if TYPE_CHECKING:
+    from pytest_distcompat.checks import Check
     from pytest_distcompat.plugin.options import Option
     from pytest_distcompat.plugin.session import DistcompatSession
+    from pytest_distcompat.report.document import Report
+    from pytest_distcompat.suite import CompatSuite
+
+
+@dataclass(frozen=True)
+class AddedCheck:
+    """A check of an extension, and the cell that it adds for it."""
+
+    cell: Cell
+    check: Check
 
 
 # historic: pytest may load the extension after the plugin.
@@ -39,3 +53,15 @@ def pytest_distcompat_preload(session: DistcompatSession) -> Sequence[str]:  # t
 @pytest.hookspec
 def pytest_distcompat_recorders(session: DistcompatSession) -> Sequence[str]:  # type: ignore[empty-body]
     """Return what records on each rank of a suite: functions, as ``module:function``, that return a ``recording.Recorder``."""
+
+
+@pytest.hookspec
+def pytest_distcompat_added_checks(  # type: ignore[empty-body]
+    suite: type[CompatSuite], session: DistcompatSession
+) -> Sequence[AddedCheck]:
+    """Return checks to run in a suite beside those of its own cells."""
+
+
+@pytest.hookspec
+def pytest_distcompat_summary(report: Report) -> Sequence[str]:  # type: ignore[empty-body]
+    """Return lines for the terminal's summary of all suites."""

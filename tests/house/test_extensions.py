@@ -17,6 +17,7 @@ from tests.all_options import ALL_OPTIONS, options_without
 from tests.house.test_floors import imports_of, name_of, ours
 
 import pytest_distcompat
+from pytest_distcompat import hookspecs
 
 SOURCE = Path(pytest_distcompat.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -157,6 +158,12 @@ def test_extensions_import_public_modules_only() -> None:
                 is_public = any(imported == name or imported.startswith(f"{name}.") for name in public)
                 is_parent = any(name.startswith(f"{imported}.") for name in public)
                 assert is_own or is_public or is_parent, f"{path.relative_to(SOURCE)} imports {imported}"
+
+
+def test_every_hook_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    hooks = [name for name in vars(hookspecs) if name.startswith("pytest_distcompat_")]
+    assert re.findall(r"^\| `(pytest_distcompat_\w+)` \|", page, re.MULTILINE) == hooks
 
 
 @pytest.mark.spawn

@@ -251,11 +251,10 @@ PRIVATE_IMPORTS = {
     "ext.scripts.configuration": {"strategies._fsdp"},
     "ext.scripts.final_model": {"checks._values"},
     "ext.scripts.roundtrip": {"checks._values"},
+    "ext.walk.script": {"models._modules", "drivers._calls", "drivers._tiny"},
+    "ext.walk.sequence": {"drivers._tiny"},
     "strategies._pipeline": {"models._modules"},
     "strategies._tensor": {"models._modules"},
-    "walk.explore": {"checks._walk"},
-    "walk.script": {"models._modules", "drivers._calls", "drivers._tiny"},
-    "walk.sequence": {"drivers._tiny"},
 }
 
 

@@ -14,7 +14,7 @@ from pytest_distcompat.plugin.options import setting
 from pytest_distcompat.plugin.shard import Shard
 from pytest_distcompat.plugin.suite.budget import Budget
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.profiles import PROFILES
+from pytest_distcompat.profiles import all_profiles
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.strategies import STRATEGIES
 
@@ -75,7 +75,7 @@ WRONG: list[tuple[str, str, str]] = [
     ),
     ("distcompat_drivers", "pathlib:Driver", "driver 'pathlib:Driver': module 'pathlib' has no attribute 'Driver'"),
     ("distcompat_drivers", "pathlib:Path", "*expected a subclass of pytest_distcompat.Driver"),
-    ("distcompat_profile", "quick", f"no such value: 'quick'. Known: {', '.join(PROFILES)}."),
+    ("distcompat_profile", "quick", f"no such value: 'quick'. Known: {', '.join(all_profiles())}."),
     ("distcompat_budget", "20", "'20' is not right: expected a time and perhaps a seed, as 90s, 20m or 2h@7."),
     ("distcompat_shard", "3/2", "'3/2' is not right: expected one part of several, as 1/3, 2/3 or 3/3."),
     ("distcompat_shard", "0/2", "'0/2' is not right: expected one part of several, as 1/3, 2/3 or 3/3."),
@@ -254,7 +254,7 @@ def test_walks_are_selected_by_strategy_alone(pytester: pytest.Pytester) -> None
 def test_the_summary_says_how_to_draw_the_same_walks_again(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         "from pytest_distcompat.trace import Trace\n"
-        "from pytest_distcompat.walk.explore import Explorer\n"
+        "from pytest_distcompat.ext.walk.explore import Explorer\n"
         "def explore(self, examples, seed):\n    print('drawn by', seed)\n    return Trace.of(self.driver, [])\n"
         "Explorer.seed, Explorer.explore = 17, explore\n"
     )

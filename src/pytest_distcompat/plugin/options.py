@@ -159,9 +159,11 @@ def _token(text: str, base: Path) -> str:
 
 
 def _profile(text: str) -> str:
-    from pytest_distcompat.profiles import PROFILES
+    from pytest_distcompat.profiles import PROFILES, all_profiles
 
-    return _choice(*PROFILES)(text)
+    if text in PROFILES:
+        return text
+    return _choice(*all_profiles())(text)
 
 
 def _known(text: str, base: Path) -> Any:
@@ -257,7 +259,7 @@ _ALL = (
     ),
     Option(
         "profile",
-        "smoke|default|pairwise|sweep|zoo|walk|full",
+        "smoke|default|pairwise|sweep|zoo|full",
         "default",
         _profile,
         "Run so many cells of each suite: each strategy once, its matrix, a covering array of pairs, every option.",
