@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import pytest
 
 from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
-from pytest_distcompat.checks import CHECKS, OBSERVERS_WALK, WALK, Check
+from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS, find_driver, preload_of, unsupported_reason
@@ -165,10 +166,11 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         cells = profiles.resized(cells, session.simulated)
     if suite.__module__ != CompatSuite.__module__ and not session.simulated:
         _count_left_out(suite, driver, matrix.cells(*names, session.world_size), cells, session)
-    walks = profile == "walk" and not session.simulated
-    cells = [cell for cell in cells if session.selects(cell, any_precision=walks)]
-    if walks:
-        return [Case(suite, cell, WALK, unsupported=why_not_supported(driver, cell, session)) for cell in cells]
+    added_profile = None if session.simulated else profiles.find_added(profile)
+    cells = [cell for cell in cells if session.selects(cell, any_precision=added_profile is not None)]
+    if added_profile is not None:
+        added_check = added_profile.check
+        return [Case(suite, cell, added_check, unsupported=why_not_supported(driver, cell, session)) for cell in cells]
     reasons_by_cell = {
         cell: {
             name: reason
@@ -190,13 +192,16 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         checks = [check for check in CHECKS.by_name.values() if check.name not in reasons]
         reason = unsupported[cell]
         found += [Case(suite, cell, check, reasons, reason) for check in (checks[:1] if reason else checks)]
-    # On GPUs it was not tried.
-    walked = suite.__module__ == CompatSuite.__module__ and session.device == "cpu" and not session.simulated
-    if profile == "default" and walked:
-        cell = Cell.of(profiles.OBSERVED[driver.name], "fp32", session.world_size, model="mlp")
-        if session.selects(cell):
-            found.append(Case(suite, cell, OBSERVERS_WALK, unsupported=why_not_supported(driver, cell, session)))
-    return found
+    return [*found, *_added_cases(suite, driver, session)]
+
+
+def _added_cases(suite: type[CompatSuite], driver: type[Driver], session: DistcompatSession) -> Iterator[Case]:
+    """Yield the cases that extensions add, of the cells that options select."""
+    by_extension = session.config.hook.pytest_distcompat_added_checks(suite=suite, session=session)
+    for added in itertools.chain.from_iterable(by_extension):
+        if session.selects(added.cell):
+            unsupported = why_not_supported(driver, added.cell, session)
+            yield Case(suite, added.cell, added.check, unsupported=unsupported)
 
 
 def _count_left_out(
