@@ -132,7 +132,8 @@ class Watchdog:
             if rank in ended or code or not of_kind(Done, events[rank]):
                 stack, record = stack_file(self.files.run, rank), record_file(self.files.run, rank)
                 left = replace(left, stack=read_file(stack), record=read_file(record))
-            if not (of_kind(Done, events[rank]) or of_kind(Error, events[rank])):
+            reported = bool(of_kind(Done, events[rank])) or bool(of_kind(Error, events[rank]))
+            if not reported:
                 left = replace(left, no_space=full_disk_reason(self.files.run))
             processes[rank] = left
         killed = any(code is not None and code < 0 for code in codes or ())
