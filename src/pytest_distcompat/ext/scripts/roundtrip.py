@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_distcompat.checks import message, pairs
 from pytest_distcompat.checks._values import differences, other_dtypes, settings, values
-from pytest_distcompat.ext.scripts.launching import RANKS, Host, check_arguments, launch, leave_directory
+from pytest_distcompat.ext.scripts.launching import RANKS, Host, check_argument, launch, leave_directory
 from pytest_distcompat.ext.scripts.recorder import STRIDE
 from pytest_distcompat.ext.scripts.result import ScriptRun
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
@@ -298,15 +298,13 @@ def _check_arguments(
     """Raise UsageProblem for the first argument of ``resume_roundtrip`` that is wrong."""
     for name, value in (("args", args), ("resume", resume), ("same", same)):
         is_list = isinstance(value, Iterable) and not isinstance(value, str)
-        check_arguments(**{name: (value, is_list, "expected a list of texts")})
+        check_argument(name, value, is_list, "expected a list of texts")
     known = bool(same) and set(same) <= set(SAME)
     within = isinstance(save_at, int) and isinstance(total, int) and 0 < save_at <= total
     positive = isinstance(reshard_to, int) and reshard_to > 0
-    check_arguments(
-        same=(list(same), known, f"known are {', '.join(SAME)}"),
-        save_at=(save_at, within, f"expected 1 to total={total!r} steps"),
-        reshard_to=(reshard_to, reshard_to is None or positive, RANKS),
-    )
+    check_argument("same", list(same), known, f"known are {', '.join(SAME)}")
+    check_argument("save_at", save_at, within, f"expected 1 to total={total!r} steps")
+    check_argument("reshard_to", reshard_to, reshard_to is None or positive, RANKS)
 
 
 def _checkpoint(run: ScriptRun, save_at: int) -> str | None:
