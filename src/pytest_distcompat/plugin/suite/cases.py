@@ -29,7 +29,8 @@ from pytest_distcompat.launch.files import written
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
 from pytest_distcompat.plugin.declared import declared_of, take_xfail_from_hard
-from pytest_distcompat.plugin.marked.outcome import SECTION_CHARACTERS, disagreement
+from pytest_distcompat.plugin.marked.outcome import disagreement
+from pytest_distcompat.plugin.marked.phase import SECTION_CHARACTERS
 from pytest_distcompat.plugin.reporting.representation import represent
 from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
 from pytest_distcompat.plugin.selection import case_of, cell_name, strip_group

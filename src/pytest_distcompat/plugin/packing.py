@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import pytest
 
 from pytest_distcompat.grouping import grouped
-from pytest_distcompat.plugin.marked import marker
+from pytest_distcompat.plugin.marked.declare import mark_of, scope_of, world_size_of
 from pytest_distcompat.plugin.selection import case_of, cell_name
 from pytest_distcompat.plugin.session import DistcompatSession
 
@@ -64,9 +64,9 @@ def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | 
 
     The checks of a suite's cell share runs, and tests that reuse ranks share ranks: together they are one demand.
     """
-    mark = marker.mark_of(item)
+    mark = mark_of(item)
     if mark is not None:
-        return marker.scope_of(item, session) or item.nodeid, marker.world_size_of(item, mark, session)
+        return scope_of(item, session) or item.nodeid, world_size_of(item, mark, session)
     case = case_of(item)
     return None if case is None else (cell_name(item, case.cell), case.cell.world_size)
 
