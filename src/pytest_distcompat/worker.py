@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
@@ -17,9 +17,10 @@ from pytest_distcompat.decode import decode, encode, prepare
 from pytest_distcompat.driver import RESUME_AT, STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import DRIVERS, Calls, find_driver
 from pytest_distcompat.events import Action, SnapshotTaken
-from pytest_distcompat.launch.files import log_file, reach_file
+from pytest_distcompat.launch.files import log_file
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.recording import RecordedRank, Recorder, recording
 from pytest_distcompat.registry import installed_entry_points
 from pytest_distcompat.run_paths import RunPaths, SuitePayload
 from pytest_distcompat.scenario import ROWS, Run
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.launch.rank_log import RankLog
     from pytest_distcompat.probe.observe import Observer
-    from pytest_distcompat.reach.tracer import RankTracer
 
 # Fork servers import this module: their ranks need not look for the registered items again.
 installed_entry_points()
@@ -65,30 +65,15 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         _init_gloo(world)
     cell = asked.driver_cell
     os.environ.update(cell.settings("env"))
-    with _traced(asked, log) as tracer:
+    recorded_rank = RecordedRank(asked.driver, asked.asking_cell, log.path.parent, log.rank)
+    with recording(asked.recorders, recorded_rank) as recorders:
         driver = find_driver(asked.driver)(cell, world)
         if log.by_hand:
             asked.paths.clear(asked.run, log.path.parent, first=world.first(per_node=asked.per_node))
         rank = Rank(driver, asked.run, asked.paths, Observer(), log)
-        rank.tracer = tracer
+        rank.recorders = recorders
         rank.perform()
         _end_process_group(driver)
-
-
-@contextlib.contextmanager
-def _traced(asked: SuitePayload, log: RankLog) -> Iterator[RankTracer | None]:
-    """Trace what this rank executes in the block, if that is asked for; also of a rank that fails."""
-    if not asked.reach:
-        yield None
-        return
-    from pytest_distcompat.reach.tracer import RankTracer
-
-    tracer = RankTracer(asked.driver, asked.reach, reach_file(log.path.parent, log.rank))
-    tracer.start()
-    try:
-        yield tracer
-    finally:
-        tracer.stop()
 
 
 def _capture_log(level: str, log: RankLog) -> None:
@@ -122,8 +107,8 @@ _alive: list[object] = []
 class Rank:
     """Actions of one run on one rank, each followed by a snapshot."""
 
-    #: What records which branches each action executes, if that is asked for.
-    tracer: RankTracer | None = None
+    #: What extensions record here.
+    recorders: Sequence[Recorder] = ()
 
     def __init__(self, driver: Driver, run: Run, run_paths: RunPaths, observer: Observer, log: RankLog) -> None:
         self.driver, self.run, self.run_paths, self.observer, self.log = driver, run, run_paths, observer, log
@@ -152,8 +137,8 @@ class Rank:
         following = self.run.actions[self.index] if self.index < len(self.run.actions) else ""
         if following:
             self.log.write(Action(following, self.index))
-        if self.tracer is not None:
-            self.tracer.switch(following)
+        for recorder in self.recorders:
+            recorder.switch(following)
         self.observer.restart()
         self.began = clock.now()
 

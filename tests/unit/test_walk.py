@@ -14,11 +14,11 @@ from pytest_distcompat.calls import Call, offered, read_calls, refused
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS, find_driver
 from pytest_distcompat.drivers._calls import Calls
+from pytest_distcompat.ext.walk.explore import CORPUS, WALKS, Explorer
+from pytest_distcompat.ext.walk.script import script
+from pytest_distcompat.ext.walk.sequence import Walk, valid
 from pytest_distcompat.known import shipped
 from pytest_distcompat.runner import Runner
-from pytest_distcompat.walk.explore import CORPUS, WALKS, Explorer
-from pytest_distcompat.walk.script import script
-from pytest_distcompat.walk.sequence import Walk, valid
 
 CELL = Cell.parse("fsdp2-fp32-w2-model_mlp")
 DECLARED = [name for name in DRIVERS.names() if find_driver(name).walk_calls is not None]

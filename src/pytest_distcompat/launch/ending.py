@@ -246,6 +246,7 @@ class RankProcess:
         record: What torch's flight recorder held, as the rank wrote it.
         node: The name of its node in a run of several.
         lost: Why its node is gone; empty while it is there.
+        no_space: Why it could not write a report; empty if its directory has room for one, or it needed none.
     """
 
     code: int | None = None
@@ -256,6 +257,7 @@ class RankProcess:
     record: str = ""
     node: str = ""
     lost: str = ""
+    no_space: str = ""
 
 
 def conclude(
@@ -343,17 +345,18 @@ def _rank_end(  # noqa: PLR0911 - a return for each way to end, the surest sign 
         known["wait_state"] = read_wait_state(process.record, process.stack)
         return RankEnd(**known, status="stuck", message=f"was still running at the time limit{after}")
     starts = of_kind(Start, events)
+    reason = f": {process.no_space}" if process.no_space else ""
     if not starts:
         ending = f" ({exit_name(code)})" if code else ""
-        return RankEnd(**known, status="missing", message=f"never started{ending}")
+        return RankEnd(**known, status="missing", message=f"never started{ending}{reason}")
     if code is not None and code < 0:
         began = starts[0].oom_kills
         memory = next((event.memory for event in reversed(events) if event.memory), 0)
         text = "\n".join(deaths.explain(-code, None if began is None else oom_kills - began, memory))
         return RankEnd(**known, status="killed", message=f"was killed by {exit_name(code)}{after}", text=text)
     if code is None:
-        return RankEnd(**known, status="exited", message=f"ended without a report{after}")
-    return RankEnd(**known, status="exited", message=f"exited with code {code} without a report{after}")
+        return RankEnd(**known, status="exited", message=f"ended without a report{after}{reason}")
+    return RankEnd(**known, status="exited", message=f"exited with code {code} without a report{after}{reason}")
 
 
 def current_action(events: Sequence[Event]) -> Action | None:

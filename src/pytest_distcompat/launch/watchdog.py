@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from pytest_distcompat import clock
+from pytest_distcompat.disk import full_disk_reason
 from pytest_distcompat.events import Done, Error, Event, has_ended, is_excused, of_kind, pids_of
 from pytest_distcompat.launch import builds
 from pytest_distcompat.launch.collectives import read_wait_state
@@ -131,6 +132,9 @@ class Watchdog:
             if rank in ended or code or not of_kind(Done, events[rank]):
                 stack, record = stack_file(self.files.run, rank), record_file(self.files.run, rank)
                 left = replace(left, stack=read_file(stack), record=read_file(record))
+            reported = bool(of_kind(Done, events[rank])) or bool(of_kind(Error, events[rank]))
+            if not reported:
+                left = replace(left, no_space=full_disk_reason(self.files.run))
             processes[rank] = left
         killed = any(code is not None and code < 0 for code in codes or ())
         known = {"seconds": clock.now() - self.began, "timeout": self.request.timeout, "ended_since": self.ended_since}

@@ -5,6 +5,7 @@ A session without distributed tests imports this file, ``options`` and what thes
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -28,9 +29,16 @@ _COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # the items 
 _APPLIES_KNOWN: pytest.StashKey[bool] = pytest.StashKey()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Register the options and ini keys."""
-    options.add(parser)
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the hooks of extensions."""
+    from pytest_distcompat import hookspecs
+
+    pluginmanager.add_hookspecs(hookspecs)
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the options and ini keys, those of extensions too."""
+    options.add(parser, pluginmanager)
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
@@ -67,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_APPLIES_KNOWN] = bool(session.own) and ON_RANK not in config.stash
         if given:
             # Reading these properties checks the options behind them.
-            _ = session.world_size, session.verified, session.reach
+            _ = session.world_size, session.verified
             if session.over_nodes and _is_controller(config):
                 _end_by_sigterm(config)
 
@@ -241,7 +249,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     config = session.config
     will_run = _IN_USE in config.stash and not config.option.collectonly and not session.testsfailed
     if will_run and (hasattr(config, "workerinput") or not _is_controller(config)):
-        session_of(config).launcher.warm_up()
+        # On a full disk there is no launcher process; the tests themselves report what they cannot write.
+        with contextlib.suppress(OSError):
+            session_of(config).launcher.warm_up()
         if session_of(config).over_nodes:
             _end_by_sigterm(config)
         problem = session_of(config).nodes_problem()

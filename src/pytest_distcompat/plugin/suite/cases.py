@@ -14,7 +14,7 @@ import pytest
 
 from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
-from pytest_distcompat.checks import CHECKS, OBSERVERS_WALK, WALK, Check
+from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS, find_driver, preload_of, unsupported_reason
@@ -166,12 +166,16 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     if drivers and suite.driver not in drivers:
         return []
     driver = find_driver(suite.driver)
-    cells = _selected_cells(suite, driver, session)
-    if _walks(session):
-        return [Case(suite, cell, WALK, unsupported=why_not_supported(driver, cell, session)) for cell in cells]
+    profile = session.setting("profile").value
+    # A profile of an extension: it has one check of its own in each of its cells.
+    added_profile = None if session.simulated else profiles.find_added(profile)
+    cells = _selected_cells(suite, driver, session, any_precision=added_profile is not None)
+    if added_profile is not None:
+        check = added_profile.check
+        return [Case(suite, cell, check, unsupported=why_not_supported(driver, cell, session)) for cell in cells]
     unsupported = {cell: why_not_supported(driver, cell, session) for cell in cells}
     not_applicable = {cell: _checks_without_verdict(cell, driver, session) for cell in cells}
-    _leave_out(session.setting("profile").value, not_applicable, unsupported)
+    _leave_out(profile, not_applicable, unsupported)
     selected: list[Case] = []
     for cell, reasons in not_applicable.items():
         for check in CHECKS.by_name.values():
@@ -179,21 +183,21 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
                 selected.append(Case(suite, cell, check, reasons, unsupported[cell]))
                 if unsupported[cell]:
                     break
-    selected += _observers_walk(suite, driver, session)
+    selected += _added_cases(suite, driver, session)
     return selected
-
-
-def _walks(session: DistcompatSession) -> bool:
-    """Tell whether cells of this session are walks: calls of a live trainer in drawn order, in place of checks."""
-    return session.setting("profile").value == "walk" and not session.simulated
 
 
 def _is_built_in(suite: type[CompatSuite]) -> bool:
     return suite.__module__ == CompatSuite.__module__
 
 
-def _selected_cells(suite: type[CompatSuite], driver: type[Driver], session: DistcompatSession) -> list[Cell]:
-    """Return the cells that the profile makes of the suite's matrix and that the options select."""
+def _selected_cells(
+    suite: type[CompatSuite], driver: type[Driver], session: DistcompatSession, *, any_precision: bool
+) -> list[Cell]:
+    """Return the cells that the profile makes of the suite's matrix and that the options select.
+
+    With ``any_precision`` options that select precisions do not count.
+    """
     profile = session.setting("profile").value
     nodes = suite.matrix.nodes or int(session.setting("nodes").value)
     matrix = dataclasses.replace(suite.matrix, nodes=nodes)
@@ -214,10 +218,9 @@ def _selected_cells(suite: type[CompatSuite], driver: type[Driver], session: Dis
         cells = profiles.resized(cells, session.simulated)
     elif not _is_built_in(suite):
         _count_left_out(suite, driver, matrix.cells(*names, session.world_size), cells, session)
-    walks = _walks(session)
     selected = []
     for cell in cells:
-        if session.selects(cell, any_precision=walks):
+        if session.selects(cell, any_precision=any_precision):
             selected.append(cell)
     return selected
 
@@ -265,16 +268,15 @@ def _leave_out(
         not_applicable[cell][check] = reason
 
 
-def _observers_walk(suite: type[CompatSuite], driver: type[Driver], session: DistcompatSession) -> list[Case]:
-    """Return the one case of a built-in suite that makes every read-only call, in the default profile."""
-    # On GPUs it was not tried.
-    tried = _is_built_in(suite) and session.device == "cpu" and not session.simulated
-    if not tried or session.setting("profile").value != "default":
-        return []
-    cell = Cell.of(profiles.OBSERVED[driver.name], "fp32", session.world_size, model="mlp")
-    if not session.selects(cell):
-        return []
-    return [Case(suite, cell, OBSERVERS_WALK, unsupported=why_not_supported(driver, cell, session))]
+def _added_cases(suite: type[CompatSuite], driver: type[Driver], session: DistcompatSession) -> list[Case]:
+    """Return the cases that extensions add, of the cells that options select."""
+    added_cases = []
+    for by_extension in session.config.hook.pytest_distcompat_added_checks(suite=suite, session=session):
+        for added in by_extension:
+            if session.selects(added.cell):
+                unsupported = why_not_supported(driver, added.cell, session)
+                added_cases.append(Case(suite, added.cell, added.check, unsupported=unsupported))
+    return added_cases
 
 
 @dataclass(frozen=True)

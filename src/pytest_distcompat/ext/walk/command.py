@@ -46,7 +46,7 @@ def _named(text: str, kind: type[Calls], reasons: Mapping[Call, str]) -> tuple[l
     Raises UsageProblem if the driver cannot do this walk.
     """
     from pytest_distcompat.calls import read_calls
-    from pytest_distcompat.walk.sequence import valid
+    from pytest_distcompat.ext.walk.sequence import valid
 
     try:
         named = read_calls(text, kind)
@@ -66,9 +66,9 @@ def _walk(options: argparse.Namespace) -> int:
     from pytest_distcompat.calls import refused
     from pytest_distcompat.drivers import find_driver, unsupported_reason
     from pytest_distcompat.engine import local_runner
-    from pytest_distcompat.walk.explore import Explorer
-    from pytest_distcompat.walk.script import script
-    from pytest_distcompat.walk.sequence import Walk
+    from pytest_distcompat.ext.walk.explore import Explorer
+    from pytest_distcompat.ext.walk.script import script
+    from pytest_distcompat.ext.walk.sequence import Walk
 
     driver = find_driver(options.driver)
     cell = Cell.parse(options.cell or f"{options.strategy}-fp32-w2-model_mlp")

@@ -13,14 +13,14 @@ from typing import Any
 
 from pytest_distcompat.calls import Call, kind_of, offered, refused
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._walk import findings
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.ext.walk.claim import findings
+from pytest_distcompat.ext.walk.sequence import Walk, allowed
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import version_of
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.trace import RunTrace, Trace
-from pytest_distcompat.walk.sequence import Walk, allowed
 
 #: Walks that failed once: driver, strategies, calls. ``avoid`` matches the walks that a bug, not mended yet, makes fail.
 CORPUS = Path(__file__).with_name("corpus.json")
