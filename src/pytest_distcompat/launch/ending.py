@@ -150,10 +150,14 @@ class Ending:
             late = f"time limit of {self.timeout:g} s passed while the ranks were leaving, all of them done"
             return late if self.timed_out else "all ranks ended well"
         if self.timed_out and cause.status == "stuck":
-            message, _ = first_mismatch(self._wait_states)
-            waits = name_nodes(describe_wait_states(self._wait_states), self.nodes)
-            parts = (f"time limit of {self.timeout:g} s", message, waits, self.builds)
-            return ": ".join(filter(None, parts))
+            mismatch = first_mismatch(self._wait_states)
+            parts = [f"time limit of {self.timeout:g} s"]
+            if mismatch is not None:
+                parts.append(mismatch.kind)
+            parts.append(name_nodes(describe_wait_states(self._wait_states), self.nodes))
+            if self.builds:
+                parts.append(self.builds)
+            return ": ".join(parts)
         return f"{cause.who} {cause.message}"
 
     @property
@@ -174,8 +178,10 @@ class Ending:
         """Return the whole report, first cause first; a leak comes last, because it was found last."""
         if self.leaks and not self._ranks_failed:
             return "\n\n".join(self.leaks)
-        _, mismatch = first_mismatch(self._wait_states)
-        parts = [self.headline(), *([name_nodes(mismatch, self.nodes)] if mismatch else [])]
+        parts = [self.headline()]
+        mismatch = first_mismatch(self._wait_states)
+        if mismatch is not None:
+            parts.append(name_nodes(str(mismatch), self.nodes))
         if self.launch_error:
             parts.append(self.launch_error)
         folded: list[RankEnd] = []
