@@ -351,14 +351,15 @@ class Snapshot:
     #: How many tokens, or samples, this rank learned from.
     tokens: int = 0
 
-    # How a step was computed. These are recorded in the third step of a training, or in its last if it has fewer; with gradient
-    # accumulation in every step; never in a training that resumes from a checkpoint. So are ``tokens`` and ``collectives``.
+    # How a step was computed. ``float8``, ``recomputed`` and ``collectives`` are recorded in the third step of a training, or in
+    # its last if it has fewer; with gradient accumulation in every step; and never in a training that resumes from a checkpoint.
 
     #: The number of tensors made in 8 bits.
     float8: int = 0
-    #: Where activations are to be recomputed: how often blocks ran each operator in the forward pass, and ``again`` after it.
+    #: Where activations are to be recomputed: how many operators of each kind blocks ran in the forward pass, and how many after
+    #: it, as ``KIND again``.
     recomputed: Mapping[str, int] = field(default_factory=dict)
-    #: The peak memory in bytes: allocated on the GPU, else resident in the process. Read after each action.
+    #: The peak memory in bytes until then: allocated on the GPU, else resident in the process.
     memory: int = 0
 
     # What the model is fed, and what it computes.
