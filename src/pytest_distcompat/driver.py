@@ -37,7 +37,7 @@ class Plan:
     """Actions of one training, in order.
 
     Attributes:
-        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``; in a walk also ``call`` and a call.
+        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``, or ``call`` with a call of a live trainer.
         first_step: The number of the first step.
         save_to: The directory to save into; it exists and is the same for all ranks, for those of one node in a cell with
             ``checkpoints="node"``.
@@ -100,12 +100,12 @@ class Driver:
     sources: ClassVar[tuple[Source, ...]] = ()
     #: Position in lists of drivers.
     order: ClassVar[int] = 100
-    #: What users call on the live trainer, for walks: a subclass of ``drivers._calls.Calls``.
-    walk_calls: ClassVar[Any] = None
+    #: What users call on the live trainer: a subclass of ``drivers.Calls``.
+    live_calls: ClassVar[Any] = None
     #: The trainer's loaders that ``rows`` knows, by name.
     loaders: ClassVar[Mapping[str, Loader]] = {}
-    #: An instance of ``walk_calls``, in a run that is a walk.
-    walker: Any = None
+    #: An instance of ``live_calls``, in a run with such calls.
+    caller: Any = None
 
     model: Any = None
     optimizer: Any = None
@@ -203,7 +203,7 @@ class Driver:
                 number += 1
                 continue
             if action.startswith(CALL):
-                report(action, self.walker.perform(action.removeprefix(CALL)))
+                report(action, self.caller.perform(action.removeprefix(CALL)))
                 continue
             if action == "build":
                 self.build(model)

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_distcompat.cell import OPTIONS, Cell, Matrix, OptionValue
@@ -14,6 +15,7 @@ from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.models import architectures
+from pytest_distcompat.registry import Registry
 from pytest_distcompat.settings import rules
 from pytest_distcompat.settings.slice import SLICE
 
@@ -24,10 +26,46 @@ PROFILES = {
     "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
     "zoo": "every causal language model of transformers and one class of each other task, under DDP, FSDP2 and ZeRO-3",
     "sweep": "every setting of the installed libraries that the driver makes objects with, one at a time (distcompat settings)",
-    "walk": "each strategy of the matrix in fp32, model `mlp`: calls of a live trainer in drawn order, against one process",
     "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself, and "
     "every two axes of the mesh",
 }
+
+
+@dataclass(frozen=True)
+class AddedProfile:
+    """A profile of an extension: one check in cells that it chooses, whatever their precision.
+
+    Attributes:
+        name: The value of ``--distcompat-profile``.
+        meaning: What it runs.
+        check: The check.
+        cells: Returns the cells for a driver, the strategies of the suite's matrix and a number of ranks.
+    """
+
+    name: str
+    meaning: str
+    check: Check
+    cells: Callable[[type[Driver], Sequence[str], int], list[Cell]]
+
+
+#: The profiles of extensions.
+ADDED_PROFILES: Registry[AddedProfile] = Registry(
+    "pytest_distcompat.profiles", AddedProfile, "profile", has_modules=False
+)
+
+
+def all_profiles() -> dict[str, str]:
+    """Return name and meaning of all profiles, those of extensions last."""
+    added = {name: profile.meaning for name, profile in ADDED_PROFILES.by_name.items()}
+    return {**PROFILES, **added}
+
+
+def find_added(name: str) -> AddedProfile | None:
+    """Return the profile of an extension; None for a name that is another's."""
+    if name in PROFILES:
+        return None
+    return ADDED_PROFILES.by_name.get(name)
+
 
 #: The axes of a mesh, of which ``full`` puts every two together, and what it puts beside each.
 AXES = ("dp_replicate", "tp", "sp", "cp", "ep", "pp")
@@ -51,9 +89,6 @@ MODEL_OPTIONS = (
     "save_only_model",
     "float32_norms",
 )
-
-#: Built-in driver -> the strategy under which the default profile makes every read-only call: the one that has most of them.
-OBSERVED = {"torch": "fsdp2", "accelerate": "fsdp2", "trainer": "fsdp2", "deepspeed": "zero3"}
 
 #: What the profile ``zoo`` runs of each architecture: one strategy of each kind, and what may depend on the model's modules.
 ZOO_STRATEGIES = ("ddp", "fsdp2", "zero3")
@@ -104,9 +139,10 @@ def cells(  # noqa: PLR0911 - a return for each profile
         return [Cell.of(strategy, "fp32", world_sizes[0], model=model) for model in models for strategy in chosen]
     if profile == "sweep":
         return [cell for cell in _sweep(driver, strategies, world_sizes[0], shared) if supported(cell)]
-    if profile == "walk":
-        own = [Cell.of(strategy, "fp32", world_sizes[0], model="mlp") for strategy, _ in claimed if driver.walk_calls]
-        return list(dict.fromkeys(own))
+    added = find_added(profile)
+    if added is not None:
+        claimed_strategies = dict.fromkeys(strategy for strategy, _ in claimed)
+        return added.cells(driver, list(claimed_strategies), world_sizes[0])
     if profile == "pairwise":
         # Keep the suite's own cells too: a bug may need a strategy, a precision and an option together, and some checks need
         # cells without options.

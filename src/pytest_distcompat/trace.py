@@ -265,7 +265,7 @@ Sums = tuple[int, float, float]
 
 @dataclass(frozen=True)
 class CallInfo:
-    """Data that a walk compares after a call of the live trainer, besides that of any snapshot.
+    """Data by which calls of the live trainer are compared, besides that of any snapshot.
 
     ``observes``: the call must change nothing. ``gradients`` are digests by live name, empty for none; ``evaluating`` the
     modules in evaluation mode. ``sums`` are this rank's part of what is optimized and of buffers, by live name; ``returned``

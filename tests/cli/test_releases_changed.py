@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cli import main
+from pytest_distcompat.ext.reach.branches import AnalysedFile, Executed, numbers_of
+from pytest_distcompat.ext.reach.libraries import FileId
+from pytest_distcompat.ext.reach.map import Context, ReachMap
+from pytest_distcompat.ext.reach.store import write_map
 from pytest_distcompat.ext.upstream import changed
 from pytest_distcompat.ext.upstream.changed import read_change
 from pytest_distcompat.ext.upstream.selected import Chosen, read_selection
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.reach.branches import AnalysedFile, Executed, numbers_of
-from pytest_distcompat.reach.libraries import FileId
-from pytest_distcompat.reach.map import Context, ReachMap
-from pytest_distcompat.reach.store import write_map
 from pytest_distcompat.report.document import Report
 
 Wheel = Callable[..., None]

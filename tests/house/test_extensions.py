@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from tests.house.test_floors import imports_of, ours
+from tests.all_options import ALL_OPTIONS, options_without
+from tests.house.test_floors import imports_of, name_of, ours
 
 import pytest_distcompat
+from pytest_distcompat import hookspecs
 
 SOURCE = Path(pytest_distcompat.__file__).parent
+ROOT = Path(__file__).parents[2]
 EXTENSIONS = sorted(path.name for path in (SOURCE / "ext").iterdir() if (path / "__init__.py").exists())
 #: Modules beside the folder that belong to an extension: the names by which users import it.
 FACES = {"aliases": "aliases.py", "scripts": "scripts.py"}
@@ -136,6 +140,32 @@ def test_an_extension_imports_no_other_one(extension: str) -> None:
             assert not other, f"{path.relative_to(SOURCE)} imports {name}"
 
 
+def test_extensions_import_public_modules_only() -> None:
+    """Those that ``docs/extend.md`` names; ``PRIVATE_IMPORTS`` has what is left of others."""
+    _, _, section = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8").partition("## Public modules\n")
+    rows = re.findall(r"^\| .* \| `([\w. ]+)` \|$", section, re.MULTILINE)
+    public = {name for row in rows for name in row.split()}
+    assert public
+    for name in public:
+        assert (SOURCE / name.replace(".", "/")).with_suffix(".py").exists() or (
+            SOURCE / name.replace(".", "/")
+        ).is_dir()
+    all_names = {name_of(path).removesuffix(".__init__") for path in SOURCE.rglob("*.py")}
+    for extension in EXTENSIONS:
+        for path in modules_of(extension):
+            for imported in ours(imports_of(path, types=True)) & all_names:
+                is_own = imported == "ext" or imported.startswith("ext.")
+                is_public = any(imported == name or imported.startswith(f"{name}.") for name in public)
+                is_parent = any(name.startswith(f"{imported}.") for name in public)
+                assert is_own or is_public or is_parent, f"{path.relative_to(SOURCE)} imports {imported}"
+
+
+def test_every_hook_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    hooks = [name for name in vars(hookspecs) if name.startswith("pytest_distcompat_")]
+    assert re.findall(r"^\| `(pytest_distcompat_\w+)` \|", page, re.MULTILINE) == hooks
+
+
 @pytest.mark.spawn
 @pytest.mark.parametrize(
     "extensions",
@@ -146,6 +176,9 @@ def test_an_extension_imports_no_other_one(extension: str) -> None:
 )
 def test_without_extensions_the_rest_works(extensions: list[str], tmp_path: Path) -> None:
     copy = install_without(extensions, tmp_path)
+    help_text = copy.run("--help").stdout
+    flags = {option.flag for option in ALL_OPTIONS.values() if f"{option.flag}=" in help_text}
+    assert flags == {option.flag for option in options_without(extensions).values()}
     report = copy.directory / "report.json"
     done = copy.run(
         "-n", "2", "-k", "sum or fails or active or resume", f"--distcompat-report={report}", "--distcompat-gpus=0"

@@ -74,7 +74,7 @@ def test_the_words_of_a_strict_xpass(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.xfail(strict=True, reason='r')\ndef test(): pass")
     report = pytester.inline_run().getreports("pytest_runtest_logreport")[1]
     assert report.longrepr == "[XPASS(strict)] r", (
-        "plugin/marked/outcome.py: phase_of() knows a strict xpass by this text"
+        "plugin/marked/phase.py: phase_of() knows a strict xpass by this text"
     )
 
 
@@ -118,5 +118,5 @@ def test_an_item_knows_the_definitions_of_its_fixtures(pytester: pytest.Pytester
     item: Any = pytester.getitem(source, "test_it")
     names = item._fixtureinfo.name2fixturedefs
     assert callable(names["number"][0].func), (
-        "plugin/marked/marker.py: _fixture_of_an_object() reads Function._fixtureinfo.name2fixturedefs, which has changed"
+        "plugin/marked/declare.py: _fixture_of_an_object() reads Function._fixtureinfo.name2fixturedefs, which has changed"
     )

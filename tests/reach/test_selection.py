@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cli.main import main
+from pytest_distcompat.ext.reach.branches import AnalysedFile, Executed, bits_of
+from pytest_distcompat.ext.reach.changed import ChangedPlace, PlaceReach
+from pytest_distcompat.ext.reach.libraries import FileId
+from pytest_distcompat.ext.reach.map import Context, ReachMap
+from pytest_distcompat.ext.reach.selection import check_release, select
+from pytest_distcompat.ext.reach.store import write_map
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.reach.branches import AnalysedFile, Executed, bits_of
-from pytest_distcompat.reach.changed import ChangedPlace, PlaceReach
-from pytest_distcompat.reach.libraries import FileId
-from pytest_distcompat.reach.map import Context, ReachMap
-from pytest_distcompat.reach.selection import check_release, select
-from pytest_distcompat.reach.store import write_map
 
 FILE = FileId("accelerate", "accelerator.py")
 OLD = "import os\n\n\ndef build():\n    return 1\n\n\ndef save():\n    return 2\n"

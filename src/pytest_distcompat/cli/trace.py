@@ -139,7 +139,9 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
             ("step", *names), [(n, *("" if v is None else v for v in step)) for n, step in enumerate(steps, 1)]
         )
     if run.end is not None:
-        yield from ("", f"{run.end.kind}{f' in {run.end.action}' if run.end.action else ''}: {run.end.text}")
+        action = f" in {run.end.action}" if run.end.action else ""
+        yield ""
+        yield from f"{run.end.kind}{action}: {run.end.text}".split("\n")
 
 
 def _model(run: RunTrace) -> Iterator[str]:

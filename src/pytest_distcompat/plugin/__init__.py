@@ -5,6 +5,7 @@ A session without distributed tests imports this file, ``options`` and what thes
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -28,9 +29,16 @@ _COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # the items 
 _APPLIES_KNOWN: pytest.StashKey[bool] = pytest.StashKey()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Register the options and ini keys."""
-    options.add(parser)
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the hooks of extensions."""
+    from pytest_distcompat import hookspecs
+
+    pluginmanager.add_hookspecs(hookspecs)
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the options and ini keys, those of extensions too."""
+    options.add(parser, pluginmanager)
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
@@ -67,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_APPLIES_KNOWN] = bool(session.own) and ON_RANK not in config.stash
         if given:
             # Reading these properties checks the options behind them.
-            _ = session.world_size, session.verified, session.reach
+            _ = session.world_size, session.verified
             if session.over_nodes and _is_controller(config):
                 _end_by_sigterm(config)
 
@@ -154,14 +162,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize suites by their cases, and marked tests by their cells."""
     mark = next(metafunc.definition.iter_markers(_MARK), None)
     if mark is not None:
-        from pytest_distcompat.plugin.marked import marker
+        from pytest_distcompat.plugin.marked import declare
 
         try:
-            arguments = marker.read_mark(mark)
+            arguments = declare.read_mark(mark)
         except ValueError as problem:
             raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {problem}") from None
         if arguments.has_cells:
-            marker.parametrize(metafunc, arguments, session_of(metafunc.config))
+            declare.parametrize(metafunc, arguments, session_of(metafunc.config))
     elif "distcompat_case" in metafunc.fixturenames and metafunc.cls is not None:
         from pytest_distcompat.plugin.suite import cases
 
@@ -184,9 +192,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         select_shard(session_of(config), shard, items)
     marked_items = [item for item in items if item.get_closest_marker(_MARK) is not None]
     if marked_items:
-        from pytest_distcompat.plugin.marked import marker
+        from pytest_distcompat.plugin.marked import declare
 
-        marker.check_items(marked_items)
+        declare.check_items(marked_items)
     distributed = marked_items or [item for item in items if "distcompat_case" in getattr(item, "fixturenames", ())]
     if not distributed or ON_RANK in config.stash:
         return
@@ -199,10 +207,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         cases.put_in_order(items, session_of(config))
     from pytest_distcompat.plugin import rank_coverage
-    from pytest_distcompat.plugin.marked import marker
+    from pytest_distcompat.plugin.marked import run
 
     rank_coverage.warn(session_of(config))
-    marker.note_nodes(session_of(config), items)
+    run.note_nodes(session_of(config), items)
     config.stash[_IN_USE] = True
     config.stash[_COLLECTED] = collected
     session_of(config).collects = bool(marked_items)
@@ -213,7 +221,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Write down how many ranks each test needs, before xdist's controller knows that this worker has collected."""
     collected = session.config.stash.get(_COLLECTED, None)
     if collected is not None and not session.config.option.collectonly:
-        from pytest_distcompat.plugin.marked import packing
+        from pytest_distcompat.plugin import packing
 
         packing.write_demands(session_of(session.config), collected, session.items)
 
@@ -231,7 +239,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Return the scheduler that keeps devices busy, under ``--dist load``. Other values order tests by their own rules."""
     if config.getoption("dist") != "load":
         return None
-    from pytest_distcompat.plugin.marked import packed, packing
+    from pytest_distcompat.plugin import packed, packing
 
     return packed.PackedScheduling(config, log, functools.partial(packing.plan, session_of(config)))
 
@@ -241,7 +249,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     config = session.config
     will_run = _IN_USE in config.stash and not config.option.collectonly and not session.testsfailed
     if will_run and (hasattr(config, "workerinput") or not _is_controller(config)):
-        session_of(config).launcher.warm_up()
+        # On a full disk there is no launcher process; the tests themselves report what they cannot write.
+        with contextlib.suppress(OSError):
+            session_of(config).launcher.warm_up()
         if session_of(config).over_nodes:
             _end_by_sigterm(config)
         problem = session_of(config).nodes_problem()
@@ -269,9 +279,9 @@ def _is_controller(config: pytest.Config) -> bool:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Note the next item, and end ranks that were kept for other tests than this one."""
     if _IN_USE in item.config.stash:
-        from pytest_distcompat.plugin.marked import marker
+        from pytest_distcompat.plugin.marked import run
 
-        marker.before(item, nextitem)
+        run.before(item, nextitem)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -279,9 +289,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Have a marked test run on its ranks instead of in this process."""
     marked = item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash
     if marked and isinstance(item, pytest.Function):
-        from pytest_distcompat.plugin.marked import marker
+        from pytest_distcompat.plugin.marked import run
 
-        marker.take_over(item)
+        run.take_over(item)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -289,9 +299,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """End ranks that are kept for no later test. A failure there is an error of this item's teardown."""
     yield
     if _IN_USE in item.config.stash:
-        from pytest_distcompat.plugin.marked import marker
+        from pytest_distcompat.plugin.marked import run
 
-        marker.after(item, nextitem)
+        run.after(item, nextitem)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -302,7 +312,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     of a suite share its runs, which have ``--distcompat-timeout``. https://github.com/pytest-dev/pytest-timeout#extending-pytest-timeout-with-plugins
     """
     if item.get_closest_marker(_MARK) is not None:
-        from pytest_distcompat.plugin.marked.marker import TIME_LIMIT
+        from pytest_distcompat.plugin.marked.run import TIME_LIMIT
 
         item.stash[TIME_LIMIT] = settings.timeout
         return True
@@ -318,9 +328,9 @@ def pytest_runtest_makereport(
     if _IN_USE in item.config.stash and (taken := session_of(item.config).nodes_taken):
         item.session.shouldstop = taken
     if item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash:
-        from pytest_distcompat.plugin.marked import marker
+        from pytest_distcompat.plugin.marked import outcome
 
-        marker.finish_report(item, call, report)
+        outcome.finish_report(item, call, report)
     elif call.when == "call" and "distcompat_case" in getattr(item, "fixturenames", ()):
         from pytest_distcompat.plugin.suite import cases
 

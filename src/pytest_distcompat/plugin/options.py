@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +159,11 @@ def _token(text: str, base: Path) -> str:
 
 
 def _profile(text: str) -> str:
-    from pytest_distcompat.profiles import PROFILES
+    from pytest_distcompat.profiles import PROFILES, all_profiles
 
-    return _choice(*PROFILES)(text)
+    if text in PROFILES:
+        return text
+    return _choice(*all_profiles())(text)
 
 
 def _known(text: str, base: Path) -> Any:
@@ -202,20 +203,6 @@ def _read_report(path: Path) -> Any:
     from pytest_distcompat.report.document import Report
 
     return Report.read(path)
-
-
-def _reach(text: str, base: Path) -> Path | None:
-    """Return the path of a map's file; None for an empty text."""
-    if not text:
-        return None
-    path = base / text
-    if path.is_dir():
-        raise UsageProblem(f"{str(path)!r} is a directory; expected a file.")
-    if not path.absolute().parent.is_dir():
-        raise UsageProblem(f"{str(path)!r}: there is no directory {path.absolute().parent}.")
-    if importlib.util.find_spec("coverage") is None:
-        raise UsageProblem("it needs coverage: pip install 'pytest-distcompat[reach]'.")
-    return path
 
 
 #: The help begins with a verb and names the unit and the default, in the terms of docs/architecture.md.
@@ -272,7 +259,7 @@ _ALL = (
     ),
     Option(
         "profile",
-        "smoke|default|pairwise|sweep|zoo|walk|full",
+        "smoke|default|pairwise|sweep|zoo|full",
         "default",
         _profile,
         "Run so many cells of each suite: each strategy once, its matrix, a covering array of pairs, every option.",
@@ -351,14 +338,6 @@ _ALL = (
         "Compare with this earlier .json report: only what is newly broken or newly missing makes the run fail.",
     ),
     Option(
-        "reach",
-        "FILE",
-        "",
-        _reach,
-        "Write which functions and branches of the installed stack the cells execute to this file, which `distcompat reach` "
-        "shows. Needs pytest-distcompat[reach]; ranks take longer (default: none).",
-    ),
-    Option(
         "launcher",
         "warm|torchrun",
         "warm",
@@ -418,18 +397,50 @@ _ALL = (
         "Fail or pass a session in which suites were collected and none of their cells ran (default: fail).",
     ),
 )
-#: All options, by the name of their ini key.
+#: The options of the core, by the name of their ini key.
 OPTIONS: dict[str, Option] = {option.name: option for option in _ALL}
+#: The name of the plugin that holds the options of a pytest.
+_REGISTERED = "distcompat-options"
 
 
-def add(parser: pytest.Parser) -> None:
-    """Register all options, each on the command line and as an ini key."""
-    group = parser.getgroup("distcompat", "distributed compatibility")
-    for name, option in OPTIONS.items():
-        action, text = "append" if option.repeated else "store", option.help
-        group.addoption(*option.flags, dest=name, default=None, metavar=option.metavar, help=text, action=action)
-        for key in option.names:
-            parser.addini(key, text, default=None)
+@dataclass(eq=False)
+class RegisteredOptions:
+    """The options of one pytest, by the name of their ini key: those of the core, and those of its extensions."""
+
+    parser: pytest.Parser
+    by_name: dict[str, Option] = field(default_factory=dict)
+
+    def add(self, options: Iterable[Option]) -> None:
+        """Register options, each on the command line and as an ini key."""
+        group = self.parser.getgroup("distcompat", "distributed compatibility")
+        for option in options:
+            self.by_name[option.name] = option
+            action = "append" if option.repeated else "store"
+            group.addoption(
+                *option.flags,
+                dest=option.name,
+                default=None,
+                metavar=option.metavar,
+                help=option.help,
+                action=action,
+            )
+            for key in option.names:
+                self.parser.addini(key, option.help, default=None)
+
+
+def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the options of the core and, as soon as each is loaded, of the extensions."""
+    registered = RegisteredOptions(parser)
+    registered.add(OPTIONS.values())
+    pluginmanager.register(registered, _REGISTERED)
+    pluginmanager.hook.pytest_distcompat_options.call_historic(registered.add, {})
+
+
+def options_of(config: pytest.Config) -> dict[str, Option]:
+    """Return all options of a pytest, by the name of their ini key."""
+    registered: RegisteredOptions | None = config.pluginmanager.getplugin(_REGISTERED)
+    assert registered is not None
+    return registered.by_name
 
 
 def setting(config: pytest.Config, name: str) -> Setting:
@@ -438,7 +449,7 @@ def setting(config: pytest.Config, name: str) -> Setting:
     Raises:
         pytest.UsageError: The value is wrong; the message names the allowed ones.
     """
-    option, given = OPTIONS[name], config.getoption(name)
+    option, given = options_of(config)[name], config.getoption(name)
     ini = _in_file(config, option)
     # An empty value on the command line overrides the file too: no baseline this time, or an unset shell variable.
     if given is not None:
@@ -468,7 +479,11 @@ def _base(config: pytest.Config, origin: str) -> Path:
 
 def given(config: pytest.Config) -> Sequence[str]:
     """Return the names of the options that are set by command line or ini file."""
-    return [name for name, option in OPTIONS.items() if config.getoption(name) is not None or _in_file(config, option)]
+    names: list[str] = []
+    for name, option in options_of(config).items():
+        if config.getoption(name) is not None or _in_file(config, option):
+            names.append(name)
+    return names
 
 
 def _in_file(config: pytest.Config, option: Option) -> str | None:

@@ -15,7 +15,6 @@ import pytest
 
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.ext.upstream.changed import SELECTION
-from pytest_distcompat.plugin.selection import case_of
 
 #: What a rank does in any run, before its first action and after its last.
 _ALWAYS = frozenset({"start", "end"})
@@ -95,8 +94,9 @@ class Selected:
 
     def _chosen(self, item: pytest.Item) -> Chosen | None:
         """Return the line of the file by which an item runs; None if it does not."""
-        case = case_of(item)
-        if case is None:
+        case: Any = item.callspec.params.get("distcompat_case") if hasattr(item, "callspec") else None
+        # That of a suite without selected cells has none.
+        if not hasattr(case, "cell"):
             return None
         chosen = self.selection.get(f"{case.suite.driver}/{case.cell.id}")
         if chosen is None or not chosen.matters_to(case):

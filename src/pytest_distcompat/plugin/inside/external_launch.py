@@ -26,8 +26,10 @@ from pytest_distcompat.plugin.inside.launched import ON_RANK, SHARED, WORLD
 from pytest_distcompat.plugin.inside.lockstep import Gone, Lockstep
 from pytest_distcompat.plugin.inside.rank_session import OF_RANK_ZERO
 from pytest_distcompat.plugin.inside.termination import Termination
-from pytest_distcompat.plugin.marked.marker import TIME_LIMIT, cell_of, mark_of
-from pytest_distcompat.plugin.marked.outcome import LOST, Outcome, Phases, mark_exception, name_of
+from pytest_distcompat.plugin.marked.declare import cell_of, mark_of
+from pytest_distcompat.plugin.marked.outcome import Outcome
+from pytest_distcompat.plugin.marked.phase import LOST, Phases, mark_exception, name_of
+from pytest_distcompat.plugin.marked.run import TIME_LIMIT
 from pytest_distcompat.plugin.session import DistcompatSession, session_basetemp
 from pytest_distcompat.world import World
 

@@ -26,8 +26,7 @@ from pytest_distcompat.events import Done, Error, Event, Excused, Resumed, of_ki
 from pytest_distcompat.plugin.inside import launched
 from pytest_distcompat.plugin.inside.launched import ON_RANK, SHARED, WORLD
 from pytest_distcompat.plugin.inside.rank_output import capturing, fault_handler, no_terminal
-from pytest_distcompat.plugin.marked.outcome import Phases, mark_exception
-from pytest_distcompat.plugin.marked.phase import Phase
+from pytest_distcompat.plugin.marked.phase import Phase, Phases, mark_exception
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_distcompat.plugin.options import OPTIONS
+from pytest_distcompat.plugin.options import options_of
 from pytest_distcompat.plugin.selection import strip_group
 
 #: The key of ``workerinput`` with the arguments of the controller: a worker itself gets its options as values.
@@ -42,7 +42,7 @@ def command(config: pytest.Config, item: pytest.Function) -> str:
     left_out = _LEFT_OUT | _PRECISIONS if item.get_closest_marker("distcompat") else _LEFT_OUT
     flags = [
         f"{option.flag}={config.getoption(name)}"
-        for name, option in OPTIONS.items()
+        for name, option in options_of(config).items()
         if name not in left_out and config.getoption(name) is not None
     ]
     flags += _pytest_flags(config)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pytest_distcompat.ext.reach.changed import PlaceReach
+from pytest_distcompat.ext.reach.map import ReachMap
+from pytest_distcompat.ext.reach.tracer import BEFORE
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.reach.changed import PlaceReach
-from pytest_distcompat.reach.map import ReachMap
-from pytest_distcompat.reach.tracer import BEFORE
 
 #: How an executed place is known: its number among the changed places, and the action that executes it.
 Executed = tuple[int, str]

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_distcompat.ext.reach.libraries import BY_NAME, FileId, Library
+from pytest_distcompat.ext.reach.map import Context, FileReach, ReachMap
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import version_of
-from pytest_distcompat.reach.libraries import BY_NAME, FileId, Library
-from pytest_distcompat.reach.map import Context, FileReach, ReachMap
 
 #: The head of a hunk: its first line and number of lines, in the old file and in the new one.
 _HEAD = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")

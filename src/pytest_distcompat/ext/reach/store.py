@@ -8,11 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from pytest_distcompat.ext.reach.branches import Branch, Executed, Function, Rank, SourceFile
+from pytest_distcompat.ext.reach.libraries import FileId
+from pytest_distcompat.ext.reach.map import Context, ReachMap
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.grouping import grouped
-from pytest_distcompat.reach.branches import Branch, Executed, Function, Rank, SourceFile
-from pytest_distcompat.reach.libraries import FileId
-from pytest_distcompat.reach.map import Context, ReachMap
 
 #: The version of the tables; a file of another one is not read.
 FORMAT = 1

@@ -15,11 +15,8 @@ from typing import Any
 
 from pytest_distcompat.calls import REFERENCE_CALL, RESUME, Call
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, named_ranks
-from pytest_distcompat.checks._values import Names
-from pytest_distcompat.driver import Driver
+from pytest_distcompat.checks import Names, named_ranks
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Sums, Trace
 
 #: How far sums of parameters may be from the reference's, relative to the largest possible.
@@ -34,16 +31,6 @@ _UNCHANGED_FIELDS = ("optimizer", "scheduler", "rng", "scaler")
 _LONGEST_DIFFERENCE = 160
 
 
-def _why_not_walked(cell: Cell, driver: type[Driver]) -> str | None:
-    if driver.walk_calls is None:
-        return "the driver declares no calls"
-    if cell.option("model") != "mlp":
-        return "walks freeze and add layers of the model mlp"
-    return None
-
-
-# No check of the registry: its runs are drawn, see ``engine.run_check``. The scenario says how many ranks they have.
-@check(scenario=TRAIN, until=(), order=95, not_applicable=_why_not_walked)
 def walk(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a live trainer does what one process does, in whatever order its user calls it.
 

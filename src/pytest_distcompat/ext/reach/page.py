@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import resources
 
-from pytest_distcompat.reach.map import BranchReach, Counts, FileReach, ReachMap
-from pytest_distcompat.reach.text import ORDER, cells_text, counts_of, headline, titled, unreached
+from pytest_distcompat.ext.reach.map import BranchReach, Counts, FileReach, ReachMap
+from pytest_distcompat.ext.reach.text import ORDER, cells_text, counts_of, headline, titled, unreached
 from pytest_distcompat.report.html import POLICY
 
 
@@ -29,7 +29,7 @@ def page(found: ReachMap) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    template = resources.files("pytest_distcompat.reach") / "templates" / "reach.html.j2"
+    template = resources.files("pytest_distcompat.ext.reach") / "templates" / "reach.html.j2"
     style = resources.files("pytest_distcompat.report") / "templates" / "page.css"
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         policy=POLICY,

@@ -11,8 +11,8 @@ from enum import IntEnum
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.ext.reach.libraries import FileId
 from pytest_distcompat.grouping import grouped
-from pytest_distcompat.reach.libraries import FileId
 
 if TYPE_CHECKING:
     from coverage import Coverage

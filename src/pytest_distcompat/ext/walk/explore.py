@@ -13,14 +13,14 @@ from typing import Any
 
 from pytest_distcompat.calls import Call, kind_of, offered, refused
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._walk import findings
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.ext.walk.claim import findings
+from pytest_distcompat.ext.walk.sequence import Walk, allowed
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import version_of
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.trace import RunTrace, Trace
-from pytest_distcompat.walk.sequence import Walk, allowed
 
 #: Walks that failed once: driver, strategies, calls. ``avoid`` matches the walks that a bug, not mended yet, makes fail.
 CORPUS = Path(__file__).with_name("corpus.json")
@@ -69,7 +69,7 @@ class Explorer:
 
         One that begins like another that failed, or is the beginning of one that passed, is not run.
         """
-        walk = Walk(tuple(calls), self.kind.walk_calls)
+        walk = Walk(tuple(calls), self.kind.live_calls)
         for length in range(1, len(walk.calls) + 1):
             beginning = walk.calls[:length]
             if beginning in self.failed:
@@ -151,7 +151,7 @@ class Explorer:
 
     def observers(self) -> list[Call]:
         """Return all read-only calls, with each of their arguments, but those that are known to be broken."""
-        kind = self.kind.walk_calls
+        kind = self.kind.live_calls
         assert kind is not None
         step = Call("step")
         reasons = refused(kind, self.cell.strategy)
@@ -178,7 +178,7 @@ class Explorer:
         except ImportError:
             raise UsageProblem("walks need hypothesis: pip install 'pytest-distcompat[walk]'") from None
 
-        kind = self.kind.walk_calls
+        kind = self.kind.live_calls
         reasons = refused(kind, self.cell.strategy)
         possible = [call for call in offered(kind) if call not in reasons]
         # Observers are many: of 20 walks that draw all calls alike, in DeepSpeed 4 step, and 1 steps after a micro-batch.

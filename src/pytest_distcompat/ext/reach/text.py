@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from pytest_distcompat.ext.reach.branches import Branch
+from pytest_distcompat.ext.reach.changed import CellReach, PlaceReach, cells_by_specificity
+from pytest_distcompat.ext.reach.map import BranchReach, Context, Counts, FileReach, FunctionReach, ReachMap
 from pytest_distcompat.grouping import grouped
-from pytest_distcompat.reach.branches import Branch
-from pytest_distcompat.reach.changed import CellReach, PlaceReach, cells_by_specificity
-from pytest_distcompat.reach.map import BranchReach, Context, Counts, FileReach, FunctionReach, ReachMap
 
 #: The columns of a terminal that lines fit in.
 WIDTH = 100

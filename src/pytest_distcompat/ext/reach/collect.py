@@ -7,11 +7,11 @@ import platform
 from collections.abc import Iterable
 from pathlib import Path
 
+from pytest_distcompat.ext.reach.branches import AnalysedFile
+from pytest_distcompat.ext.reach.libraries import FileId, installed_files, installed_versions
+from pytest_distcompat.ext.reach.map import Context, ReachMap
+from pytest_distcompat.ext.reach.rank_files import reach_files
 from pytest_distcompat.installed import version_of
-from pytest_distcompat.launch.files import reach_files
-from pytest_distcompat.reach.branches import AnalysedFile
-from pytest_distcompat.reach.libraries import FileId, installed_files, installed_versions
-from pytest_distcompat.reach.map import Context, ReachMap
 
 
 def collect(directories: Iterable[Path]) -> ReachMap:

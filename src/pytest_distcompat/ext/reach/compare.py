@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pytest_distcompat.reach.branches import Branch
-from pytest_distcompat.reach.libraries import FileId
-from pytest_distcompat.reach.map import BranchReach, ReachMap
+from pytest_distcompat.ext.reach.branches import Branch
+from pytest_distcompat.ext.reach.libraries import FileId
+from pytest_distcompat.ext.reach.map import BranchReach, ReachMap
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 
 if TYPE_CHECKING:
-    from pytest_distcompat.reach.map import ReachMap
+    from pytest_distcompat.ext.reach.map import ReachMap
 
 
 def add(commands: Any) -> None:
@@ -58,8 +58,8 @@ def add(commands: Any) -> None:
 
 
 def _reach(options: argparse.Namespace) -> int:
-    from pytest_distcompat.reach.page import page
-    from pytest_distcompat.reach.store import write_map
+    from pytest_distcompat.ext.reach.page import page
+    from pytest_distcompat.ext.reach.store import write_map
 
     found = _selected(options)
     for line in _lines(options, found):
@@ -76,7 +76,7 @@ def _reach(options: argparse.Namespace) -> int:
 
 def _selected(options: argparse.Namespace) -> ReachMap:
     """Return the map of all files, of the library and the cells that are asked for."""
-    from pytest_distcompat.reach.store import read_map
+    from pytest_distcompat.ext.reach.store import read_map
 
     first, *others = options.files
     found = read_map(first)
@@ -100,9 +100,9 @@ def _selected(options: argparse.Namespace) -> ReachMap:
 
 
 def _lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
-    from pytest_distcompat.reach.compare import compare
-    from pytest_distcompat.reach.store import read_map
-    from pytest_distcompat.reach.text import functions, missing, overview, unreached
+    from pytest_distcompat.ext.reach.compare import compare
+    from pytest_distcompat.ext.reach.store import read_map
+    from pytest_distcompat.ext.reach.text import functions, missing, overview, unreached
 
     if options.changed:
         yield from _changed_lines(options, found)
@@ -122,9 +122,9 @@ def _lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
 
 
 def _changed_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
-    from pytest_distcompat.reach.changed import old_release, reached_places, read_change
-    from pytest_distcompat.reach.selection import check_release, file_lines, select, summary
-    from pytest_distcompat.reach.text import changed, changed_unexecuted
+    from pytest_distcompat.ext.reach.changed import old_release, reached_places, read_change
+    from pytest_distcompat.ext.reach.selection import check_release, file_lines, select, summary
+    from pytest_distcompat.ext.reach.text import changed, changed_unexecuted
 
     text = options.changed
     library, places = read_change(text)

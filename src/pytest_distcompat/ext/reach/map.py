@@ -6,9 +6,9 @@ import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from pytest_distcompat.ext.reach.branches import Branch, Executed, Function, SourceFile
+from pytest_distcompat.ext.reach.libraries import FileId
 from pytest_distcompat.grouping import grouped
-from pytest_distcompat.reach.branches import Branch, Executed, Function, SourceFile
-from pytest_distcompat.reach.libraries import FileId
 
 
 @dataclass(frozen=True, order=True)

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.reach.libraries import FileId, installed_libraries
+from pytest_distcompat.ext.reach.libraries import FileId, installed_libraries
+from pytest_distcompat.ext.reach.rank_files import reach_file
+from pytest_distcompat.recording import RecordedRank
 
 #: The actions before a rank's first one and after its last: the driver is made, the process group is left.
 BEFORE, AFTER = "start", "end"
@@ -80,6 +82,11 @@ class RankTracer:
             (library, directory) for library, directory in self._libraries.items() if path.is_relative_to(directory)
         )
         return FileId(library.name, path.relative_to(directory).as_posix())
+
+
+def rank_tracer(rank: RecordedRank) -> RankTracer:
+    """Return the tracer of a rank of a suite."""
+    return RankTracer(rank.driver, rank.cell, reach_file(rank.directory, rank.rank))
 
 
 def restart_monitoring() -> None:
