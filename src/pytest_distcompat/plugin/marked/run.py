@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_distcompat.cell import uneven
 from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
-from pytest_distcompat.plugin.inside import rank_session
 from pytest_distcompat.plugin.marked.declare import Mark, mark_of, nodes_of, scope_of, world_size_of
 from pytest_distcompat.plugin.marked.outcome import OUTCOME, UNCAPTURED, Outcome, disagreement, merge
-from pytest_distcompat.plugin.selection import case_of, strip_group
+from pytest_distcompat.plugin.on_ranks import rank_session
+from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
@@ -265,30 +265,3 @@ def _reuse(item: pytest.Item, session: DistcompatSession, next_item: pytest.Item
     if scope is None:
         return None
     return Reuse(scope, session.setting("reuse_limit").value, next_item is None)
-
-
-# What the tests of a session need.
-
-
-def note_nodes(session: DistcompatSession, items: Iterable[pytest.Item]) -> None:
-    """Note in the session over how many nodes a test of it is spread at most, and whether one needs a directory of all nodes."""
-    for item in items:
-        mark = mark_of(item)
-        case = case_of(item)
-        if mark is not None:
-            # Each rank writes for itself, but for what it puts into the fixture ``shared_dir``.
-            world_size = world_size_of(item, mark, session)
-            nodes = nodes_of(mark, session)
-            shares = "shared_dir" in getattr(item, "fixturenames", ())
-        elif case is not None:
-            # Runs of a suite go on from one another's files, unless its checkpoints are those of single nodes.
-            world_size = case.cell.world_size
-            nodes = case.cell.nodes
-            shares = not (case.cell.per_node and nodes > 1)
-        else:
-            continue
-        if uneven(world_size, nodes):
-            continue
-        session.nodes = max(session.nodes, nodes)
-        if shares and (nodes > 1 or session.worker_nodes > 0):
-            session.shares = True
