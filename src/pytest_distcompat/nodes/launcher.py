@@ -25,7 +25,7 @@ from pytest_distcompat.decode import decode
 from pytest_distcompat.events import Done, of_kind
 from pytest_distcompat.executors import Asked, Executor, Given
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.launch.ending import Ending, RankProcess, conclude
+from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import await_exit, kill_and_wait
 from pytest_distcompat.launch.rank_log import LogReader
