@@ -19,7 +19,7 @@ from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch.ending import Ending
+    from pytest_distcompat.launch.forensics.ending import Ending
     from pytest_distcompat.launch.request import Request
     from pytest_distcompat.launch.reused_ranks import Reuse
 
