@@ -37,7 +37,7 @@ class Plan:
     """Actions of one training, in order.
 
     Attributes:
-        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``; in a walk also ``call`` and a call.
+        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``, or ``call`` with a call of a live trainer.
         first_step: The number of the first step.
         save_to: The directory to save into; it exists and is the same for all ranks, for those of one node in a cell with
             ``checkpoints="node"``.
@@ -262,12 +262,12 @@ class HasBlocks(LiveTrainer):
 
 
 class HasWalks(LiveTrainer):
-    """What users call on the live trainer in any order, for walks."""
+    """What users call on the live trainer in any order."""
 
-    #: What users call on the live trainer, for walks: a subclass of ``drivers._calls.Calls``.
-    walk_calls: ClassVar[Any] = None
-    #: An instance of ``walk_calls``, in a run that is a walk.
-    walker: Any = None
+    #: What users call on the live trainer: a subclass of ``drivers.Calls``.
+    live_calls: ClassVar[Any] = None
+    #: An instance of ``live_calls``, in a run with such calls.
+    caller: Any = None
 
 
 class Driver(
@@ -389,7 +389,7 @@ class Driver(
                 report(action, take_step(number))
                 number += 1
             elif action.startswith(CALL):
-                report(action, self.walker.perform(action.removeprefix(CALL)))
+                report(action, self.caller.perform(action.removeprefix(CALL)))
             elif action == "build":
                 self.build(model)
                 report(action)

@@ -77,7 +77,8 @@ class ParameterInfo:
     ``kind`` is ``Tensor``, ``DTensor``, ``FSDP1 shard``, ``FlatParameter`` or ``ZeRO-3``; ``shape`` the global shape,
     ``local_numel`` what this rank stores of it, ``dtype`` that of the local storage. ``held`` says how many entries of
     the optimizer's param_groups are this very tensor, or None where the optimizer holds flat copies (ZeRO). ``persistent`` tells
-    of a buffer of the unwrapped model whether it is saved.
+    of a buffer of the unwrapped model whether it is saved. ``rounded`` is the digest of a tensor of the unwrapped model in the
+    dtype in which the precision computes, empty where that is no other one.
     """
 
     name: str
@@ -90,6 +91,7 @@ class ParameterInfo:
     digest: str = ""
     held: int | None = None
     persistent: bool = False
+    rounded: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class UnwrappedInfo:
     ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored_modules`` to stay whole; 8 bits are for ``linears``.
     ``products`` counts the modules that multiply by a matrix, None where they were not counted. ``obeyed`` are the options of a
     cell that the driver supports: only for these does a check know what the trainer was configured with. ``written_names`` may be
-    in files in place of the model's own names.
+    in files in place of the model's own names. ``evaluating`` are the names of modules in evaluation mode,
+    ``noncontiguous`` those of parameters whose elements lie in another order in memory than in the tensor.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -113,6 +116,8 @@ class UnwrappedInfo:
     products: int | None = None
     obeyed: tuple[str, ...] = ()
     written_names: tuple[str, ...] = ()
+    evaluating: tuple[str, ...] = ()
+    noncontiguous: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -265,7 +270,7 @@ Sums = tuple[int, float, float]
 
 @dataclass(frozen=True)
 class CallInfo:
-    """Data that a walk compares after a call of the live trainer, besides that of any snapshot.
+    """Data by which calls of the live trainer are compared, besides that of any snapshot.
 
     ``observes``: the call must change nothing. ``gradients`` are digests by live name, empty for none; ``evaluating`` the
     modules in evaluation mode. ``sums`` are this rank's part of what is optimized and of buffers, by live name; ``returned``

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,7 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.missing_module import hint_of
 from pytest_distcompat.plugin import options
 from pytest_distcompat.plugin.current import session_of
-from pytest_distcompat.plugin.inside import launched
-from pytest_distcompat.plugin.inside.launched import ON_RANK, STARTS_RANKS
+from pytest_distcompat.plugin.on_ranks.launched import COLLECTS, ON_RANK, STARTS_RANKS
 
 if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
@@ -44,14 +42,6 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     options.add(parser, pluginmanager)
 
 
-def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Take the terminal from all ranks of an external launch but rank 0."""
-    if launched.is_rank() and os.environ["RANK"] != "0":
-        from pytest_distcompat.plugin.inside.rank_output import no_terminal
-
-        no_terminal(early_config)
-
-
 @pytest.hookimpl(tryfirst=True)  # report files are opened by the hooks of others
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and the fixtures, and check the options, so that a wrong value fails before tests run."""
@@ -64,10 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "precisions or options once for each cell.",
     )
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
-    if launched.is_rank() and ON_RANK not in config.stash:
-        from pytest_distcompat.plugin.inside import external_launch
-
-        external_launch.enter(config)
+    config.hook.pytest_distcompat_configure(config=config)
     given = options.given(config)
     for name in given:
         # Reading a value checks it.
@@ -198,8 +185,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     collected = list(items)
     yield
     shard = options.setting(config, "distcompat_shard").value
-    # Ranks of an external launch collect for themselves; others run the item of their request.
-    if shard is not None and (ON_RANK not in config.stash or config.pluginmanager.hasplugin("distcompat-inside")):
+    if shard is not None and (ON_RANK not in config.stash or COLLECTS in config.stash):
         from pytest_distcompat.plugin.suite.cases import select_shard
 
         select_shard(session_of(config), shard, items)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.failures import DistcompatError
-from pytest_distcompat.plugin.inside.launched import STARTS_RANKS
 from pytest_distcompat.plugin.marked.declare import MARK, cell_of
 from pytest_distcompat.plugin.marked.outcome import OUTCOME, RankFailure, unexcused
+from pytest_distcompat.plugin.on_ranks.launched import STARTS_RANKS
 from pytest_distcompat.plugin.selection import is_partial, strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.status import Status

@@ -12,9 +12,9 @@ import pytest
 
 from pytest_distcompat.cell import uneven
 from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
-from pytest_distcompat.plugin.inside import rank_session
 from pytest_distcompat.plugin.marked.declare import Mark, mark_of, nodes_of, scope_of, world_size_of
 from pytest_distcompat.plugin.marked.outcome import OUTCOME, UNCAPTURED, Outcome, disagreement, merge
+from pytest_distcompat.plugin.on_ranks import rank_session
 from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
