@@ -21,10 +21,12 @@ from pytest_distcompat import clock, devices
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
 from pytest_distcompat.plugin.on_ranks import rank_session
 from pytest_distcompat.plugin.on_ranks.launched import ON_RANK
 from pytest_distcompat.plugin.options import Setting, setting
 from pytest_distcompat.plugin.reporting import reproduce
+from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
@@ -596,6 +598,16 @@ class DistcompatSession:
             if issue.speaks_of(nodeid):
                 issues.append(issue)
         return tuple(issues)
+
+    # Items.
+
+    def nodeid_of(self, item: pytest.Item) -> str:
+        """Return the node id of an item as ranks, reports and the user's next command line have it, without xdist's group."""
+        return strip_group(self.config, item.nodeid)
+
+    def note_failed_run(self, item: pytest.Item, command: str, rank: int | None) -> None:
+        """Note for ``--pdb`` the command that repeats the run in which an item failed, and the rank that raised, if one did."""
+        item.stash[FAILED_RUN] = FailedRun(command, rank)
 
     # Messages.
 
