@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import CALL
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +104,10 @@ class Driver:
     walk_calls: ClassVar[Any] = None
     #: The trainer's loaders that ``rows`` knows, by name.
     loaders: ClassVar[Mapping[str, Loader]] = {}
+    #: State that training depends on beside model, optimizer, scheduler and scaler: the name of an attribute of the driver, such
+    #: as ``trainer.ema``, and what to expect of it. It is a tensor, a module, a number, text, a collection of them, or an object
+    #: with ``state_dict()``.
+    extra_state: ClassVar[Mapping[str, ExtraState]] = {}
     #: An instance of ``walk_calls``, in a run that is a walk.
     walker: Any = None
 

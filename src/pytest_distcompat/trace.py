@@ -304,6 +304,39 @@ class Loader:
 
 
 @dataclass(frozen=True)
+class ExtraState:
+    """Expectations of a state beside model and optimizer: an average of the weights, the place in the data, a curriculum.
+
+    Attributes:
+        changes: It changes within the first three steps.
+        alike: All ranks have the same. Shards of a DTensor are compared where ranks hold the same part.
+        comes_back: A checkpoint brings it back.
+    """
+
+    changes: bool = True
+    alike: bool = True
+    comes_back: bool = True
+
+
+@dataclass(frozen=True)
+class ExtraStateInfo:
+    """Values of one such state on one rank, by their place in it: texts of numbers, digests of tensors.
+
+    ``rounded`` are numbers with a fraction, which computing the same in another order may change.
+    """
+
+    name: str
+    expected: ExtraState
+    exact: Mapping[str, str]
+    rounded: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def values(self) -> Mapping[str, str]:
+        """Return all values."""
+        return {**self.exact, **self.rounded}
+
+
+@dataclass(frozen=True)
 class RowsInfo:
     """Rows that one loader gave this rank, by epoch and batch, from batch ``done`` of that epoch on."""
 
@@ -342,7 +375,8 @@ class Snapshot:
     resumes from a checkpoint. ``rows`` are what loaders give, ``metrics`` what an evaluation finds. In a simulation
     ``stands_for`` names the ranks that hold as much, this one included. ``averages`` are what the reference's loss would be if
     something else counted alike. ``products`` says how the GPU multiplies: ``matmul`` and ``conv`` the precision of float32
-    (``ieee``, ``tf32``), ``autocast`` its dtype if it is on between steps; empty on the CPU.
+    (``ieee``, ``tf32``), ``autocast`` its dtype if it is on between steps; empty on the CPU. ``extra`` are the states that the
+    driver names in ``extra_state``.
     """
 
     rank: int
@@ -377,6 +411,7 @@ class Snapshot:
     averages: Mapping[str, float] = field(default_factory=dict)
     products: Mapping[str, str] = field(default_factory=dict)
     stands_for: tuple[int, ...] = ()
+    extra: tuple[ExtraStateInfo, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -407,7 +407,12 @@ class Rank:
         from pytest_distcompat.probe.snapshot import read_snapshot_fields
 
         driver = self.driver
-        return read_snapshot_fields(
+        extra: dict[str, Any] = {}
+        if whole and driver.extra_state:
+            from pytest_distcompat.probe.extra import read_extra_state
+
+            extra["extra"] = read_extra_state(driver, driver.extra_state)
+        return extra | read_snapshot_fields(
             driver.model,
             driver.optimizer,
             device=driver.world.device,

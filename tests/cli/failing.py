@@ -23,7 +23,7 @@ from tests.checks.traces import Story
 from tests.unit import test_cost
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.trace import CollectiveInfo, FileInfo, Snapshot
+from pytest_distcompat.trace import CollectiveInfo, ExtraState, ExtraStateInfo, FileInfo, Snapshot
 
 
 def sound(cell_id: str) -> Story:
@@ -45,6 +45,15 @@ class Example:
     wrong: str
     cell: str
     story: Callable[[str], Story]
+
+
+def _average(digest: str) -> dict[str, Any]:
+    return {"extra": (ExtraStateInfo("trainer.average", ExtraState(), {}, {"inlet.weight": digest}),)}
+
+
+def _with_average(story: Story, run: str, action: str) -> Story:
+    story = story.snapshot(action, _average("3"), run=run)
+    return story.snapshot("step", _average("3"), run=run, nth=2)
 
 
 def _units(cell: str) -> Story:
@@ -142,6 +151,11 @@ EXAMPLES: Mapping[str, Example] = {
             .parameters({"dtype": "bfloat16"}, action="step", nth=2)
             .stepped({"master": ("bfloat16",), "state": ("bfloat16",)}, action="step", nth=2)
         ),
+    ),
+    "extra_state": Example(
+        "forgets its average of the weights",
+        "ddp-fp32-w2",
+        lambda cell: _with_average(sound(cell), "train", "save").snapshot("load", _average("0"), run="resume"),
     ),
     "start": Example(
         "loads the weights on rank 0 and does not send them",
