@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.calls import CALL, REFERENCE_CALL, WALK, Call, kind_of
+from pytest_distcompat.calls import CALL, REFERENCE_CALL, Call, kind_of
 from pytest_distcompat.decode import decode, encode, prepare
 from pytest_distcompat.driver import RESUME_AT, STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import DRIVERS, Calls, find_driver
@@ -162,8 +162,8 @@ class Rank:
         unwrapped, self.unwrapped = self.unwrapped, None
         load_from = self.run_paths.save_to if self.run.damage else self.run_paths.load_from
         plan = Plan(actions, self.number, self.run_paths.save_to, load_from)
-        if self.driver.walk_calls is not None:
-            self.driver.walker = self.driver.walk_calls(
+        if self.driver.live_calls is not None:
+            self.driver.caller = self.driver.live_calls(
                 self.driver, self.run_paths.save_to / "called", (self.driver.world.rank,), self.number
             )
         with self.observer.watching():
@@ -198,8 +198,9 @@ class Rank:
         with self.observer.aside():
             first = self.number < self.run.first_step + WHOLE_STEPS
             last = STEP_ACTIONS.isdisjoint(self.run.actions[self.index + 1 :])
-            infos = self._snapshot(whole=first or last or self.walks or action not in STEP_ACTIONS)
-            infos |= self._called(loss) if self.walks else {}
+            infos = self._snapshot(whole=first or last or self.run.records_calls or action not in STEP_ACTIONS)
+            if self.run.records_calls:
+                infos |= self._called(loss)
         if action in STEP_ACTIONS:
             driver = self.driver
             infos |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
@@ -230,18 +231,13 @@ class Rank:
         if not loads or self.run.strategy:
             fit_first_scale(self.driver.scaler, self.driver.optimizer)
 
-    @property
-    def walks(self) -> bool:
-        """Tell whether the run is a walk."""
-        return self.run.name.startswith(WALK)
-
     def _called(self, result: Any) -> dict[str, Any]:
-        """Return what a walk compares after an action, which returned a loss, outputs, whole tensors or nothing."""
+        """Return what calls are compared by after an action, which returned a loss, outputs, whole tensors or nothing."""
         from torch import Tensor
 
         from pytest_distcompat.probe.snapshot import read_call, sample
 
-        action, calls = self.run.actions[self.index], type(self.driver.walker)
+        action, calls = self.run.actions[self.index], type(self.driver.caller)
         observes = action.startswith(CALL) and kind_of(calls, Call.parse(action.removeprefix(CALL)).name) == "observer"
         infos: dict[str, Any] = {"call": read_call(self.driver.model, result, observes=observes)}
         infos["grad_norm"] = _number(self.driver.grad_norm, "grad_norm")
@@ -252,18 +248,18 @@ class Rank:
         return infos | self.observer.infos()
 
     def _reference_call(self) -> dict[str, Any]:
-        """Do a call of a walk in one process, on the batches of all ranks."""
+        """Do a call of the live trainer in one process, on the batches of all ranks."""
         driver = self.driver
-        if driver.walker is None:
+        if driver.caller is None:
             assert self.unwrapped is not None
             driver.model = self.unwrapped.float()
             driver.optimizer = driver.make_optimizer(driver.model)
             driver.scheduler = driver.make_scheduler(driver.optimizer)
-            driver.walker = Calls(driver, self.run_paths.save_to, range(self.run_paths.ranks))
+            driver.caller = Calls(driver, self.run_paths.save_to, range(self.run_paths.ranks))
         with self.observer.watching():
-            result = driver.walker.perform(self.run.actions[self.index].removeprefix(REFERENCE_CALL))
+            result = driver.caller.perform(self.run.actions[self.index].removeprefix(REFERENCE_CALL))
             if result is None:
-                result = driver.walker.outputs()
+                result = driver.caller.outputs()
         return self._snapshot(whole=True) | self._called(result)
 
     def _build_model(self) -> dict[str, Any]:
@@ -418,8 +414,8 @@ class Rank:
             device=driver.world.device,
             scheduler=driver.scheduler,
             scaler=driver.scaler,
-            # The reference of a walk has no trainer.
-            trainer_world_size=None if type(driver.walker) is Calls else driver.trainer_world_size(),
+            # The reference of calls has no trainer.
+            trainer_world_size=None if type(driver.caller) is Calls else driver.trainer_world_size(),
             whole=whole,
             without_gradient=self.observer.without_gradient(),
             pp_group=driver.pp_group,

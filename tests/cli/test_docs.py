@@ -26,7 +26,7 @@ from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cli.main import parser
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.known import read_file
-from pytest_distcompat.plugin.marked.marker import read_mark
+from pytest_distcompat.plugin.marked.declare import read_mark
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import Status

@@ -167,7 +167,7 @@ class DeepSpeedDriver(TinyDriver):
     #: By way of a universal checkpoint.
     reshards: ClassVar[tuple[str, ...]] = ("zero1", "zero2", "zero3")
     order: ClassVar[int] = 2
-    walk_calls: ClassVar[type[Calls]] = DeepSpeedCalls
+    live_calls: ClassVar[type[Calls]] = DeepSpeedCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.DEEPSPEED
     update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "muon")
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit", "muon")

@@ -22,8 +22,8 @@ from pytest_distcompat import clock, devices
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.plugin.inside import rank_session
-from pytest_distcompat.plugin.inside.launched import ON_RANK
+from pytest_distcompat.plugin.on_ranks import rank_session
+from pytest_distcompat.plugin.on_ranks.launched import ON_RANK
 from pytest_distcompat.plugin.options import Setting, setting
 from pytest_distcompat.plugin.reporting import reproduce
 from pytest_distcompat.report.document import Report

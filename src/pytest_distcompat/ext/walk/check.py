@@ -15,7 +15,7 @@ from pytest_distcompat.scenario import TRAIN
 
 def why_not_walked(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why there are no walks of a driver in a cell; None if there are."""
-    if driver.walk_calls is None:
+    if driver.live_calls is None:
         return "the driver declares no calls"
     if cell.option("model") != "mlp":
         return "walks freeze and add layers of the model mlp"

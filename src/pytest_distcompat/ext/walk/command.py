@@ -72,11 +72,11 @@ def _walk(options: argparse.Namespace) -> int:
 
     driver = find_driver(options.driver)
     cell = Cell.parse(options.cell or f"{options.strategy}-fp32-w2-model_mlp")
-    if reason := unsupported_reason(driver, cell, "cpu") or ("" if driver.walk_calls else "it declares no calls"):
+    if reason := unsupported_reason(driver, cell, "cpu") or ("" if driver.live_calls else "it declares no calls"):
         raise UsageProblem(f"{options.driver} in {cell}: {reason}")
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
-    reasons = refused(driver.walk_calls, cell.strategy)
-    calls, passed_over = ([], []) if options.calls is None else _named(options.calls, driver.walk_calls, reasons)
+    reasons = refused(driver.live_calls, cell.strategy)
+    calls, passed_over = ([], []) if options.calls is None else _named(options.calls, driver.live_calls, reasons)
 
     def note(walk: Walk, wrong: Sequence[str]) -> None:
         print(f"{'FAIL' if wrong else 'ok'}: {walk}", *wrong, sep="\n     ", flush=True)
@@ -96,7 +96,7 @@ def _walk(options: argparse.Namespace) -> int:
         return 0
     replayed = {calls for calls, _ in explorer.corpus()}
     shortest = min(explorer.failed, key=lambda calls: (calls in replayed, len(calls)))
-    wrong, walk = explorer.failed[shortest], Walk(shortest, driver.walk_calls)
+    wrong, walk = explorer.failed[shortest], Walk(shortest, driver.live_calls)
     print(f"\n{walk}:", *wrong, sep="\n  ")
     text = script(cell, walk, "\n".join(wrong))
     if options.script and text:

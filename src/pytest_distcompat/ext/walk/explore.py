@@ -69,7 +69,7 @@ class Explorer:
 
         One that begins like another that failed, or is the beginning of one that passed, is not run.
         """
-        walk = Walk(tuple(calls), self.kind.walk_calls)
+        walk = Walk(tuple(calls), self.kind.live_calls)
         for length in range(1, len(walk.calls) + 1):
             beginning = walk.calls[:length]
             if beginning in self.failed:
@@ -151,7 +151,7 @@ class Explorer:
 
     def observers(self) -> list[Call]:
         """Return all read-only calls, with each of their arguments, but those that are known to be broken."""
-        kind = self.kind.walk_calls
+        kind = self.kind.live_calls
         assert kind is not None
         step = Call("step")
         reasons = refused(kind, self.cell.strategy)
@@ -178,7 +178,7 @@ class Explorer:
         except ImportError:
             raise UsageProblem("walks need hypothesis: pip install 'pytest-distcompat[walk]'") from None
 
-        kind = self.kind.walk_calls
+        kind = self.kind.live_calls
         reasons = refused(kind, self.cell.strategy)
         possible = [call for call in offered(kind) if call not in reasons]
         # Observers are many: of 20 walks that draw all calls alike, in DeepSpeed 4 step, and 1 steps after a micro-batch.

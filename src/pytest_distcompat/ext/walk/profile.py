@@ -12,7 +12,7 @@ from pytest_distcompat.profiles import AddedProfile
 
 def _cells(driver: type[Driver], strategies: Iterable[str], world_size: int) -> list[Cell]:
     """Return a cell for each strategy; none of a driver that declares no calls."""
-    if driver.walk_calls is None:
+    if driver.live_calls is None:
         return []
     return [Cell.of(strategy, "fp32", world_size, model="mlp") for strategy in strategies]
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pytest_distcompat.calls import CALL, REFERENCE_CALL, RESUME, WALK, Call
+from pytest_distcompat.calls import CALL, REFERENCE_CALL, RESUME, Call
 from pytest_distcompat.drivers import Calls
 from pytest_distcompat.drivers._tiny import EPOCH_STEPS
 from pytest_distcompat.scenario import Run, Scenario
@@ -113,7 +113,7 @@ class Walk:
     @property
     def name(self) -> str:
         """Return a name of the sequence, for its directories."""
-        return f"{WALK}{hashlib.sha256(str(self).encode()).hexdigest()[:8]}"
+        return f"walk-{hashlib.sha256(str(self).encode()).hexdigest()[:8]}"
 
     def parts(self) -> list[tuple[Call, ...]]:
         """Return the calls of each process group, without ``resume``."""
@@ -138,7 +138,8 @@ class Walk:
                 actions.append("save")
             after = f"{self.name}-{number - 1}" if number else ""
             all_actions = ("build_model", "build", *actions)
-            runs.append(Run(f"{self.name}-{number}", all_actions, first_step=first_step, after=after))
+            name = f"{self.name}-{number}"
+            runs.append(Run(name, all_actions, first_step=first_step, after=after, records_calls=True))
             first_step = _next_batch(part, first_step)
         runs.append(self._reference())
         return Scenario("walk", tuple(runs))
@@ -156,7 +157,7 @@ class Walk:
         calls = [f"{REFERENCE_CALL}{call}" for call in self.calls]
         options = ("model", "frozen", "param_groups", "use_orig_params")
         actions = ("build_model", *calls)
-        return Run(f"{self.name}-reference", actions, strategy="ddp", world_size=1, only=options)
+        return Run(f"{self.name}-reference", actions, strategy="ddp", world_size=1, only=options, records_calls=True)
 
 
 def _next_batch(calls: Sequence[Call], batch: int) -> int:

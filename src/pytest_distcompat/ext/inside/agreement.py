@@ -12,8 +12,8 @@ import pytest
 
 from pytest_distcompat.events import Done, Error, Event, Excused, Start
 from pytest_distcompat.launch.ending import RankProcess, conclude, name_ranks
-from pytest_distcompat.plugin.marked.outcome import STRICT_XPASS, Outcome, merge, of_all_ranks
-from pytest_distcompat.plugin.marked.phase import Phase
+from pytest_distcompat.plugin.marked.outcome import Outcome, merge, of_all_ranks
+from pytest_distcompat.plugin.marked.phase import STRICT_XPASS, Phase
 from pytest_distcompat.plugin.reporting.representation import represent
 
 #: The outcome of a phase that passed on all ranks, each of which then keeps its own report.

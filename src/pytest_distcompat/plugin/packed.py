@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,29 +28,46 @@ class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untype
     def __init__(self, config: pytest.Config, log: Any, plan: Plan) -> None:
         super().__init__(config, log)
         self._plan = plan
+        #: The number of the unit that a test is in, by the test's index; in the order of the plan.
         self._unit: dict[int, int] = {}
 
     def schedule(self) -> None:
         """Hand out the first units, now that all workers have collected; or give tests to a worker that was added later."""
-        if self.collection is None:
-            collection, *others = self.node2collection.values()
-            # xdist reports workers that collected different tests.
-            if all(other == collection for other in others):
-                units = self._plan(collection, 1 + len(others))
-                self._unit = {index: number for number, unit in enumerate(units) for index in unit}
-        if self.collection is not None or not self._unit:
+        if self.collection is not None:
+            super().schedule()
+            return
+        collection = self._make_plan()
+        if not self._unit:
             super().schedule()
             return
         self.collection = collection
-        ordinary = (index for index in range(len(collection)) if index not in self._unit)
-        self.pending[:] = [*self._unit, *ordinary]
+        self.pending[:] = list(self._unit)
+        for index in range(len(collection)):
+            if index not in self._unit:
+                self.pending.append(index)
         if self.maxschedchunk is None:
             self.maxschedchunk = len(collection)
         # One unit for each worker in turn, so that the first units of the plan start first.
-        for node in [*self.nodes] * IN_HAND:
-            self._hand_out(node)
+        for _ in range(IN_HAND):
+            for node in list(self.nodes):
+                self._hand_out(node)
         for node in self.nodes:
             self.check_schedule(node)
+
+    def _make_plan(self) -> list[str]:
+        """Plan the units of what the workers have collected, and return it; none if they collected different tests."""
+        collection: list[str]
+        others: list[list[str]]
+        collection, *others = self.node2collection.values()
+        for other in others:
+            if other != collection:
+                # xdist reports that.
+                return collection
+        units = self._plan(collection, 1 + len(others))
+        for number, unit in enumerate(units):
+            for index in unit:
+                self._unit[index] = number
+        return collection
 
     def check_schedule(self, node: Any, duration: float = 0) -> None:
         """Hand that worker more tests if it has too few."""
@@ -75,7 +91,14 @@ class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untype
 
     def _next_unit(self) -> list[int]:
         """Return the indices of the next unit; empty if an ordinary test comes next, or none."""
-        first = self._unit.get(self.pending[0]) if self.pending else None
-        if first is None:
-            return []
-        return list(itertools.takewhile(lambda index: self._unit.get(index) == first, self.pending))
+        unit: list[int] = []
+        if not self.pending:
+            return unit
+        number = self._unit.get(self.pending[0])
+        if number is None:
+            return unit
+        for index in self.pending:
+            if self._unit.get(index) != number:
+                break
+            unit.append(index)
+        return unit
