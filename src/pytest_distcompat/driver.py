@@ -133,6 +133,9 @@ class HasReference(LiveTrainer):
     A driver has it by ``loss`` and ``make_optimizer``, from which ``reference`` is derived, or by a ``reference`` of its own.
     """
 
+    #: What has an equal weight in the gradients of a step, over all ranks: ``token``, ``row``, ``micro_batch`` or ``rank``. Empty
+    #: where the driver does not say.
+    mean: ClassVar[str] = ""
     #: The norm to which the trainer clips gradients, for the derived reference; None if it does not clip.
     max_norm: float | None = None
     #: What the loss of the reference's last step would be if something else were averaged: what counts alike -> loss.

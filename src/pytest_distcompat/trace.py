@@ -102,7 +102,8 @@ class UnwrappedInfo:
     ``products`` counts the modules that multiply by a matrix, None where they were not counted. ``obeyed`` are the options of a
     cell that the driver supports: only for these does a check know what the trainer was configured with. ``written_names`` may be
     in files in place of the model's own names. ``evaluating`` are the names of modules in evaluation mode,
-    ``noncontiguous`` those of parameters whose elements lie in another order in memory than in the tensor.
+    ``noncontiguous`` those of parameters whose elements lie in another order in memory than in the tensor. ``mean`` is what
+    the driver says that gradients are means over.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -118,6 +119,7 @@ class UnwrappedInfo:
     written_names: tuple[str, ...] = ()
     evaluating: tuple[str, ...] = ()
     noncontiguous: tuple[str, ...] = ()
+    mean: str = ""
 
 
 @dataclass(frozen=True)
@@ -348,6 +350,30 @@ class RowsInfo:
 
 
 @dataclass(frozen=True)
+class RowWeight:
+    """How many tokens of a row are trained on, and the weight of each of them in the gradients of this rank."""
+
+    tokens: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """Weights of the rows of one micro-batch that have tokens to train on.
+
+    They are not ``known`` of a loss that is no cross-entropy, or that weights the tokens of a row.
+    """
+
+    rows: tuple[RowWeight, ...]
+    known: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens are trained on."""
+        return sum(row.tokens for row in self.rows)
+
+
+@dataclass(frozen=True)
 class DropoutInfo:
     """One forward of a module that drops activations: digests of its input, and of where it put zeros."""
 
@@ -408,6 +434,8 @@ class Snapshot:
     evaluating: tuple[str, ...] = ()
     #: What its modules dropped.
     dropouts: tuple[DropoutInfo, ...] = ()
+    #: The weights of tokens in the gradients of each micro-batch, in the first steps of a run.
+    token_weights: tuple[TokenWeights, ...] = ()
     #: A sample of what the model computes on a fixed batch.
     outputs: tuple[float, ...] = ()
 

@@ -291,8 +291,9 @@ class Rank:
 
         driver = self.driver
         compute = PRECISIONS.get(driver.cell.precision).compute
+        unwrapped = read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options, compute)
         infos: dict[str, Any] = {
-            "unwrapped": read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options, compute),
+            "unwrapped": dataclasses.replace(unwrapped, mean=driver.mean),
             # Before the trainer is built: what it changes shows against it.
             "products": read_products(driver.world.device),
         }
