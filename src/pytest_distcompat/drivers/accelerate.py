@@ -145,14 +145,17 @@ class AccelerateCalls(Calls):
 
     def load(self, optimizer: bool = True, scheduler: bool = True) -> None:  # noqa: ARG002 - see ``refused``
         """Load by ``load_state``, which passes arguments on to DeepSpeed's ``load_checkpoint``."""
-        self.accelerator.load_state(str(self.directory), **{} if optimizer else {"load_optimizer_states": False})
+        settings: dict[str, Any] = {}
+        if not optimizer:
+            settings["load_optimizer_states"] = False
+        self.accelerator.load_state(str(self.directory), **settings)
 
     @observer
     def gather_for_metrics(self) -> Any:
         """Evaluate and gather what all ranks found."""
-        found = self.outputs()
-        gathered = self.accelerator.gather_for_metrics(found)
-        return gathered[: len(found)]
+        outputs = self.outputs()
+        gathered = self.accelerator.gather_for_metrics(outputs)
+        return gathered[: len(outputs)]
 
     @observer
     def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
@@ -287,8 +290,11 @@ class AccelerateDriver(TinyDriver):
         loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]  # a list is a dataset
         self.loader, self.model, *prepared = self.accelerator.prepare(loader, model, *optimizers, *schedulers)
         count = len(optimizers)
-        self.optimizer = prepared[:count] if count > 1 else prepared[0]
-        self.scheduler = prepared[count:] if count > 1 else prepared[1]
+        if count > 1:
+            self.optimizer = prepared[:count]
+            self.scheduler = prepared[count:]
+        else:
+            self.optimizer, self.scheduler = prepared
         self.scaler = self.accelerator.scaler
         set_seed(1, device_specific=True)
 
