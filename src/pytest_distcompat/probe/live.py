@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 def require_module(model: object, name: str, hint: str) -> None:
     """Raise TypeError if ``model`` is not a module, with ``name`` and a ``hint`` that the author of a driver understands."""
-    if not isinstance(model, torch.nn.Module):
-        description = f"{model!r:.100}" if model is None else f"a {type(model).__name__}: {model!r:.100}"
-        raise TypeError(f"{name} is {description}; expected a torch.nn.Module, {hint}")
+    if isinstance(model, torch.nn.Module):
+        return
+    description = f"a {type(model).__name__}: {model!r:.100}"
+    if model is None:
+        description = "None"
+    raise TypeError(f"{name} is {description}; expected a torch.nn.Module, {hint}")
 
 
 def read_unwrapped(
