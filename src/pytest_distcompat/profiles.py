@@ -16,6 +16,7 @@ from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.models import architectures
+from pytest_distcompat.registry import Registry
 from pytest_distcompat.settings import rules
 from pytest_distcompat.settings.slice import SLICE
 
@@ -26,10 +27,46 @@ PROFILES = {
     "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
     "zoo": "every causal language model of transformers and one class of each other task, under DDP, FSDP2 and ZeRO-3",
     "sweep": "every setting of the installed libraries that the driver makes objects with, one at a time (distcompat settings)",
-    "walk": "each strategy of the matrix in fp32, model `mlp`: calls of a live trainer in drawn order, against one process",
     "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself, and "
     "every two axes of the mesh",
 }
+
+
+@dataclass(frozen=True)
+class AddedProfile:
+    """A profile of an extension: one check in cells that it chooses, whatever their precision.
+
+    Attributes:
+        name: The value of ``--distcompat-profile``.
+        meaning: What it runs.
+        check: The check.
+        cells: Returns the cells for a driver, the strategies of the suite's matrix and a number of ranks.
+    """
+
+    name: str
+    meaning: str
+    check: Check
+    cells: Callable[[type[Driver], Sequence[str], int], list[Cell]]
+
+
+#: The profiles of extensions.
+ADDED_PROFILES: Registry[AddedProfile] = Registry(
+    "pytest_distcompat.profiles", AddedProfile, "profile", has_modules=False
+)
+
+
+def all_profiles() -> dict[str, str]:
+    """Return name and meaning of all profiles, those of extensions last."""
+    added = {name: profile.meaning for name, profile in ADDED_PROFILES.by_name.items()}
+    return {**PROFILES, **added}
+
+
+def find_added(name: str) -> AddedProfile | None:
+    """Return the profile of an extension; None for a name that is another's."""
+    if name in PROFILES:
+        return None
+    return ADDED_PROFILES.by_name.get(name)
+
 
 #: The axes of a mesh, of which ``full`` puts every two together, and what it puts beside each.
 AXES = ("dp_replicate", "tp", "sp", "cp", "ep", "pp")
@@ -53,9 +90,6 @@ MODEL_OPTIONS = (
     "save_only_model",
     "float32_norms",
 )
-
-#: Built-in driver -> the strategy under which the default profile makes every read-only call: the one that has most of them.
-OBSERVED = {"torch": "fsdp2", "accelerate": "fsdp2", "trainer": "fsdp2", "deepspeed": "zero3"}
 
 #: What the profile ``zoo`` runs of each architecture: one strategy of each kind, and what may depend on the model's modules.
 ZOO_STRATEGIES = ("ddp", "fsdp2", "zero3")
@@ -106,9 +140,12 @@ def cells(
         "smoke": _smoke,
         "zoo": _zoo,
         "sweep": _sweep,
-        "walk": _walk,
         "pairwise": _pairwise,
     }
+    added = find_added(profile)
+    if added is not None:
+        strategies = dict.fromkeys(strategy for strategy, _precision in selection.claimed)
+        return added.cells(driver, list(strategies), selection.world_size)
     selected = selectors.get(profile, _full)(selection)
     if profile == "default":
         return list(selected)
@@ -226,14 +263,6 @@ def _zoo(selection: _Selection) -> Iterator[Cell]:
                 yield Cell.of(strategy, "fp32", selection.world_size, model=model)
 
 
-def _walk(selection: _Selection) -> Iterator[Cell]:
-    """Yield each strategy of the matrix in fp32, if the driver has calls to be drawn."""
-    if not selection.driver.walk_calls:
-        return
-    for strategy, _precision in selection.claimed:
-        yield Cell.of(strategy, "fp32", selection.world_size, model="mlp")
-
-
 def _sweep(selection: _Selection) -> Iterator[Cell]:
     """Yield a cell for each value of each setting, under each strategy that has it and can run it here."""
     driver = selection.driver
@@ -260,15 +289,15 @@ def with_set(driver: type[Driver], cell: Cell, text: str, **options: OptionValue
 
 def _full(selection: _Selection) -> Iterator[Cell]:
     """Yield every option value by itself, every two axes of the mesh, then the suite's own cells."""
-    choices = _choices(selection.driver, OPTIONS)
+    choices = option_choices(selection.driver)
     for pair, world_size, choice in itertools.product(selection.claimed, selection.world_sizes, choices):
         strategy, precision = pair
-        yield _cell(selection.driver, strategy, precision, world_size, choice)
+        yield cell_of(selection.driver, strategy, precision, world_size, choice)
     yield from _composed(selection)
     yield from selection.own
 
 
-def _choices(driver: type[Driver], names: Iterable[str]) -> list[Choice]:
+def option_choices(driver: type[Driver], names: Iterable[str] = tuple(OPTIONS)) -> list[Choice]:
     """Return no option, then each value, except defaults, of each of these options that the driver supports."""
     choices: list[Choice] = [None]
     for name in names:
@@ -277,7 +306,7 @@ def _choices(driver: type[Driver], names: Iterable[str]) -> list[Choice]:
     return choices
 
 
-def _cell(driver: type[Driver], strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
+def cell_of(driver: type[Driver], strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
     """Return a cell with these options, those that they need, and as many ranks as their mesh needs at least."""
     chosen = dict(choice for choice in choices if choice is not None)
     options = {**_needed_options(driver, chosen), **chosen}
@@ -330,7 +359,7 @@ def _composed(selection: _Selection) -> Iterator[Cell]:
     choices += BESIDE_AXES
     choices = [choice for choice in choices if choice[0] in driver.options]
     for strategy, precision in selection.claimed:
-        make = functools.partial(_cell, driver, strategy, precision, selection.world_size)
+        make = functools.partial(cell_of, driver, strategy, precision, selection.world_size)
         able = [choice for choice in choices if selection.supported(make(choice))]
         for first, second in itertools.combinations(able, 2):
             if first[0] in AXES:
@@ -378,13 +407,13 @@ def _pairwise(selection: _Selection) -> Iterator[Cell]:
     driver = selection.driver
     claimed = selection.claimed
     yield from selection.own
-    model_choices = _choices(driver, [name for name in OPTIONS if name in MODEL_OPTIONS])
-    training_choices = _choices(driver, [name for name in OPTIONS if name not in MODEL_OPTIONS])
+    model_choices = option_choices(driver, [name for name in OPTIONS if name in MODEL_OPTIONS])
+    training_choices = option_choices(driver, [name for name in OPTIONS if name not in MODEL_OPTIONS])
 
     @functools.cache
     def possible(strategy: str, precision: str, *choices: Choice) -> bool:
         # Cached: covertable calls it often, and a driver looks for the libraries that it needs.
-        cell = _cell(driver, strategy, precision, selection.world_size, *choices)
+        cell = cell_of(driver, strategy, precision, selection.world_size, *choices)
         return (strategy, precision) in claimed and selection.supported(cell)
 
     constraint = {
@@ -396,7 +425,7 @@ def _pairwise(selection: _Selection) -> Iterator[Cell]:
     precisions = list(dict.fromkeys(precision for _strategy, precision in claimed))
     rows = make([strategies, precisions, model_choices, training_choices], constraints=[constraint])
     for row in rows:
-        yield _cell(driver, row[0], row[1], selection.world_size, row[2], row[3])
+        yield cell_of(driver, row[0], row[1], selection.world_size, row[2], row[3])
 
 
 #: The checks that need no values.

@@ -28,13 +28,15 @@ class Registry(Generic[T]):
 
     Other installed packages add items by entry points: their group is the package's name, as
     ``pytest_distcompat.strategies``, their value ``module:item``. Modules whose name begins with an underscore are left
-    out. An item is an instance of ``kind``, or a subclass that a module defines.
+    out. An item is an instance of ``kind``, or a subclass that a module defines. A registry without modules has the items of
+    entry points alone.
     """
 
-    def __init__(self, package: str, kind: type[T], item_name: str) -> None:
+    def __init__(self, package: str, kind: type[T], item_name: str, *, has_modules: bool = True) -> None:
         self._package = package
         self._kind = kind
         self._item_name = item_name
+        self._has_modules = has_modules
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -44,6 +46,8 @@ class Registry(Generic[T]):
         return tuple(dict.fromkeys(modules))
 
     def _own_modules(self) -> list[str]:
+        if not self._has_modules:
+            return []
         package = importlib.import_module(self._package)
         modules: list[str] = []
         for info in pkgutil.iter_modules(package.__path__):

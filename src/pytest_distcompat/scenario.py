@@ -27,6 +27,7 @@ class Run:
     ``precision``, ``world_size`` and ``tp`` say where the run's cell differs from the check's; ``only`` which options it keeps
     (None: all), ``follows`` which settings (None: all), and ``ignores`` which of them it does not. ``directory`` is the
     checkpoint's name, ``damage`` what is done to it. ``same_as`` is the name under which other checks know the very same run.
+    ``records_calls``: after each action it is recorded what calls of the live trainer are compared by (``CallInfo``).
     """
 
     name: str
@@ -43,6 +44,7 @@ class Run:
     same_as: str = ""
     follows: tuple[str, ...] | None = None
     ignores: tuple[str, ...] = ()
+    records_calls: bool = False
 
     @property
     def is_reference(self) -> bool:

@@ -84,7 +84,8 @@ class ParameterInfo:
     ``kind`` is ``Tensor``, ``DTensor``, ``FSDP1 shard``, ``FlatParameter`` or ``ZeRO-3``; ``shape`` the global shape,
     ``local_numel`` what this rank stores of it, ``dtype`` that of the local storage. ``held`` says how many entries of
     the optimizer's param_groups are this very tensor, or None where the optimizer holds flat copies (ZeRO). ``persistent`` tells
-    of a buffer of the unwrapped model whether it is saved.
+    of a buffer of the unwrapped model whether it is saved. ``rounded`` is the digest of a tensor of the unwrapped model in the
+    dtype in which the precision computes, empty where that is no other one.
     """
 
     name: str
@@ -97,6 +98,7 @@ class ParameterInfo:
     digest: str = ""
     held: int | None = None
     persistent: bool = False
+    rounded: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class UnwrappedInfo:
     ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored_modules`` to stay whole; 8 bits are for ``linears``.
     ``products`` counts the modules that multiply by a matrix, None where they were not counted. ``obeyed`` are the options of a
     cell that the driver supports: only for these does a check know what the trainer was configured with. ``written_names`` may be
-    in files in place of the model's own names.
+    in files in place of the model's own names. ``evaluating`` are the names of modules in evaluation mode,
+    ``noncontiguous`` those of parameters whose elements lie in another order in memory than in the tensor.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -120,6 +123,8 @@ class UnwrappedInfo:
     products: int | None = None
     obeyed: tuple[str, ...] = ()
     written_names: tuple[str, ...] = ()
+    evaluating: tuple[str, ...] = ()
+    noncontiguous: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -279,7 +284,7 @@ Sums = tuple[int, float, float]
 
 @dataclass(frozen=True)
 class CallInfo:
-    """Data that a walk compares after a call of the live trainer, besides that of any snapshot.
+    """Data by which calls of the live trainer are compared, besides that of any snapshot.
 
     ``observes``: the call must change nothing. ``gradients`` are digests by live name, empty for none; ``evaluating`` the
     modules in evaluation mode. ``sums`` are this rank's part of what is optimized and of buffers, by live name; ``returned``
@@ -338,53 +343,103 @@ WITHOUT_GRADIENT = "without gradient"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Record of one rank's probe after one action.
+    """Record of one rank's probe after one action: what it read of model, optimizer, process and files.
 
-    ``grad_norm`` is what the trainer reports, before clipping. ``inputs`` are digests of what the model was fed, one a
-    forward, ``evaluating`` the modules that were in evaluation mode then, ``rng`` one of torch's random states,
-    ``dropouts`` what its modules dropped, ``compute`` the dtypes of its matrix products. ``outputs`` is a sample of what
-    the model computes on a fixed batch.
-    ``memory`` is the peak in bytes: of the GPU, else of the process. ``tokens`` counts what this rank learned from in a
-    step, ``float8`` the tensors made in 8 bits, ``recomputed`` the operators of blocks, in the forward pass and ``again`` after
-    it, where activations are to be recomputed. These and ``collectives`` are recorded in the third step of a
-    training, or in its last if it has fewer; with gradient accumulation in every step; and never in a training that
-    resumes from a checkpoint. ``rows`` are what loaders give, ``metrics`` what an evaluation finds. In a simulation
-    ``stands_for`` names the ranks that hold as much, this one included. ``averages`` are what the reference's loss would be if
-    something else counted alike. ``products`` says how the GPU multiplies: ``matmul`` and ``conv`` the precision of float32
-    (``ieee``, ``tf32``), ``autocast`` its dtype if it is on between steps; empty on the CPU.
+    Empty values are those of an action after which a field is not read.
     """
 
+    # Of which action it is.
+
+    #: The rank.
     rank: int
+    #: The name of the run in its scenario.
     run: str
+    #: The action: ``build_model``, ``build``, ``step``, ``save``, ...
     action: str
+    #: The number of the action in its run, from 0.
     index: int
+    #: How long the action took.
     seconds: float = 0.0
+
+    # What a step of the trainer reports.
+
+    #: This rank's loss.
     loss: float | None = None
+    #: The norm of all gradients before clipping, as the trainer reports it.
     grad_norm: float | None = None
+    #: How many tokens, or samples, this rank learned from.
     tokens: int = 0
+
+    # How a step was computed. ``float8``, ``recomputed`` and ``collectives`` are recorded in the third step of a training, or in
+    # its last if it has fewer; with gradient accumulation in every step; and never in a training that resumes from a checkpoint.
+
+    #: The number of tensors made in 8 bits.
     float8: int = 0
+    #: Where activations are to be recomputed: how many operators of each kind blocks ran in the forward pass, and how many after
+    #: it, as ``KIND again``.
     recomputed: Mapping[str, int] = field(default_factory=dict)
+    #: The peak memory in bytes until then: allocated on the GPU, else resident in the process.
     memory: int = 0
+
+    # What the model is fed, and what it computes.
+
+    #: Digests of what the model was fed, one a forward.
     inputs: tuple[str, ...] = ()
+    #: The names of the modules that were in evaluation mode then.
     evaluating: tuple[str, ...] = ()
+    #: What its modules dropped.
     dropouts: tuple[DropoutInfo, ...] = ()
+    #: A sample of what the model computes on a fixed batch.
     outputs: tuple[float, ...] = ()
+
+    # The live trainer after the action.
+
+    #: A digest of torch's random states.
     rng: str = ""
+    #: The numbers of the loss scaler of fp16.
     scaler: Mapping[str, float] = field(default_factory=dict)
+    #: The model before anything wraps it.
     unwrapped: UnwrappedInfo | None = None
+    #: The model as the trainer has it: its parameters and buffers.
     model: ModelInfo | None = None
+    #: The optimizer: its state and its parameter groups.
     optimizer: OptimizerInfo | None = None
+    #: A digest of the state of the learning rate scheduler.
     scheduler: str = ""
+
+    # What was seen inside a step.
+
+    #: The step of each optimizer: dtypes, and the gradients that it got.
     steps: tuple[StepInfo, ...] = ()
+    #: The dtypes of the model's matrix products.
     compute: tuple[str, ...] = ()
+    #: The collectives of the step, by kind.
     collectives: tuple[CollectiveInfo, ...] = ()
+
+    # What is on disk.
+
+    #: The files of the checkpoint, and those of an export.
     files: tuple[FileInfo, ...] = ()
+    #: The files of the checkpoint with digests of their values, where a check compares them.
     saved: tuple[FileInfo, ...] = ()
+
+    # What other actions return.
+
+    #: What a call of the live trainer left behind, in a walk.
     call: CallInfo | None = None
+    #: What loaders gave this rank.
     rows: tuple[RowsInfo, ...] = ()
+    #: What an evaluation found, by name.
     metrics: Mapping[str, float] = field(default_factory=dict)
+    #: Of a reference: what its loss would be if something else were averaged: what counts alike -> loss.
     averages: Mapping[str, float] = field(default_factory=dict)
+
+    # Of the machine, and of simulations.
+
+    #: How the GPU multiplies: ``matmul`` and ``conv`` the precision of float32 (``ieee``, ``tf32``), ``autocast`` its dtype if it
+    #: is on between steps; empty on the CPU.
     products: Mapping[str, str] = field(default_factory=dict)
+    #: In a simulation the ranks that hold as much as this one, it included.
     stands_for: tuple[int, ...] = ()
 
     @property

@@ -8,18 +8,19 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.calls import CALL, REFERENCE_CALL, WALK, Call, kind_of
+from pytest_distcompat.calls import CALL, REFERENCE_CALL, Call, kind_of
 from pytest_distcompat.decode import decode, encode, prepare
 from pytest_distcompat.driver import RESUME_AT, STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import DRIVERS, Calls, find_driver
 from pytest_distcompat.events import Action, SnapshotTaken
-from pytest_distcompat.launch.files import log_file, reach_file
+from pytest_distcompat.launch.files import log_file
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.recording import RecordedRank, Recorder, recording
 from pytest_distcompat.registry import installed_entry_points
 from pytest_distcompat.run_paths import RunPaths, SuitePayload
 from pytest_distcompat.scenario import ROWS, Run
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.launch.rank_log import RankLog
     from pytest_distcompat.probe.observe import Observer
-    from pytest_distcompat.reach.tracer import RankTracer
 
 # Fork servers import this module: their ranks need not look for the registered items again.
 installed_entry_points()
@@ -65,30 +65,15 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         _init_gloo(world)
     cell = asked.driver_cell
     os.environ.update(cell.settings("env"))
-    with _traced(asked, log) as tracer:
+    recorded_rank = RecordedRank(asked.driver, asked.asking_cell, log.path.parent, log.rank)
+    with recording(asked.recorders, recorded_rank) as recorders:
         driver = find_driver(asked.driver)(cell, world)
         if log.by_hand:
             asked.paths.clear(asked.run, log.path.parent, first=world.first(per_node=asked.per_node))
         rank = Rank(driver, asked.run, asked.paths, Observer(), log)
-        rank.tracer = tracer
+        rank.recorders = recorders
         rank.perform()
         _end_process_group(driver)
-
-
-@contextlib.contextmanager
-def _traced(asked: SuitePayload, log: RankLog) -> Iterator[RankTracer | None]:
-    """Trace what this rank executes in the block, if that is asked for; also of a rank that fails."""
-    if not asked.reach:
-        yield None
-        return
-    from pytest_distcompat.reach.tracer import RankTracer
-
-    tracer = RankTracer(asked.driver, asked.reach, reach_file(log.path.parent, log.rank))
-    tracer.start()
-    try:
-        yield tracer
-    finally:
-        tracer.stop()
 
 
 def _capture_log(level: str, log: RankLog) -> None:
@@ -122,8 +107,8 @@ _alive: list[object] = []
 class Rank:
     """Actions of one run on one rank, each followed by a snapshot."""
 
-    #: What records which branches each action executes, if that is asked for.
-    tracer: RankTracer | None = None
+    #: What extensions record here.
+    recorders: Sequence[Recorder] = ()
 
     def __init__(self, driver: Driver, run: Run, run_paths: RunPaths, observer: Observer, log: RankLog) -> None:
         self.driver, self.run, self.run_paths, self.observer, self.log = driver, run, run_paths, observer, log
@@ -152,8 +137,8 @@ class Rank:
         following = self.run.actions[self.index] if self.index < len(self.run.actions) else ""
         if following:
             self.log.write(Action(following, self.index))
-        if self.tracer is not None:
-            self.tracer.switch(following)
+        for recorder in self.recorders:
+            recorder.switch(following)
         self.observer.restart()
         self.began = clock.now()
 
@@ -177,8 +162,8 @@ class Rank:
         unwrapped, self.unwrapped = self.unwrapped, None
         load_from = self.run_paths.save_to if self.run.damage else self.run_paths.load_from
         plan = Plan(actions, self.number, self.run_paths.save_to, load_from)
-        if self.driver.walk_calls is not None:
-            self.driver.walker = self.driver.walk_calls(
+        if self.driver.live_calls is not None:
+            self.driver.caller = self.driver.live_calls(
                 self.driver, self.run_paths.save_to / "called", (self.driver.world.rank,), self.number
             )
         with self.observer.watching():
@@ -213,8 +198,9 @@ class Rank:
         with self.observer.aside():
             first = self.number < self.run.first_step + WHOLE_STEPS
             last = STEP_ACTIONS.isdisjoint(self.run.actions[self.index + 1 :])
-            infos = self._snapshot(whole=first or last or self.walks or action not in STEP_ACTIONS)
-            infos |= self._called(loss) if self.walks else {}
+            infos = self._snapshot(whole=first or last or self.run.records_calls or action not in STEP_ACTIONS)
+            if self.run.records_calls:
+                infos |= self._called(loss)
         if action in STEP_ACTIONS:
             driver = self.driver
             infos |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
@@ -245,18 +231,13 @@ class Rank:
         if not loads or self.run.strategy:
             fit_first_scale(self.driver.scaler, self.driver.optimizer)
 
-    @property
-    def walks(self) -> bool:
-        """Tell whether the run is a walk."""
-        return self.run.name.startswith(WALK)
-
     def _called(self, result: Any) -> dict[str, Any]:
-        """Return what a walk compares after an action, which returned a loss, outputs, whole tensors or nothing."""
+        """Return what calls are compared by after an action, which returned a loss, outputs, whole tensors or nothing."""
         from torch import Tensor
 
         from pytest_distcompat.probe.snapshot import read_call, sample
 
-        action, calls = self.run.actions[self.index], type(self.driver.walker)
+        action, calls = self.run.actions[self.index], type(self.driver.caller)
         observes = action.startswith(CALL) and kind_of(calls, Call.parse(action.removeprefix(CALL)).name) == "observer"
         infos: dict[str, Any] = {"call": read_call(self.driver.model, result, observes=observes)}
         infos["grad_norm"] = _number(self.driver.grad_norm, "grad_norm")
@@ -267,18 +248,18 @@ class Rank:
         return infos | self.observer.infos()
 
     def _reference_call(self) -> dict[str, Any]:
-        """Do a call of a walk in one process, on the batches of all ranks."""
+        """Do a call of the live trainer in one process, on the batches of all ranks."""
         driver = self.driver
-        if driver.walker is None:
+        if driver.caller is None:
             assert self.unwrapped is not None
             driver.model = self.unwrapped.float()
             driver.optimizer = driver.make_optimizer(driver.model)
             driver.scheduler = driver.make_scheduler(driver.optimizer)
-            driver.walker = Calls(driver, self.run_paths.save_to, range(self.run_paths.ranks))
+            driver.caller = Calls(driver, self.run_paths.save_to, range(self.run_paths.ranks))
         with self.observer.watching():
-            result = driver.walker.perform(self.run.actions[self.index].removeprefix(REFERENCE_CALL))
+            result = driver.caller.perform(self.run.actions[self.index].removeprefix(REFERENCE_CALL))
             if result is None:
-                result = driver.walker.outputs()
+                result = driver.caller.outputs()
         return self._snapshot(whole=True) | self._called(result)
 
     def _build_model(self) -> dict[str, Any]:
@@ -309,8 +290,9 @@ class Rank:
         from pytest_distcompat.probe.snapshot import read_products
 
         driver = self.driver
+        compute = PRECISIONS.get(driver.cell.precision).compute
         infos: dict[str, Any] = {
-            "unwrapped": read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options),
+            "unwrapped": read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options, compute),
             # Before the trainer is built: what it changes shows against it.
             "products": read_products(driver.world.device),
         }
@@ -427,8 +409,8 @@ class Rank:
             device=driver.world.device,
             scheduler=driver.scheduler,
             scaler=driver.scaler,
-            # The reference of a walk has no trainer.
-            trainer_world_size=None if type(driver.walker) is Calls else driver.trainer_world_size(),
+            # The reference of calls has no trainer.
+            trainer_world_size=None if type(driver.caller) is Calls else driver.trainer_world_size(),
             whole=whole,
             without_gradient=self.observer.without_gradient(),
             pp_group=driver.pp_group,

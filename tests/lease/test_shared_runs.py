@@ -20,7 +20,7 @@ from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Inventory, Pool, Span, entries, read_timeline
 from pytest_distcompat.lease.timeline import Leak, append
 from pytest_distcompat.leased import LeasedLauncher
-from pytest_distcompat.plugin.marked.packing import Demands, plan
+from pytest_distcompat.plugin.packing import Demands, plan
 from pytest_distcompat.report.telemetry import with_device_seconds
 from pytest_distcompat.report.text import runs_text
 from pytest_distcompat.world import World

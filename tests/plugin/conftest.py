@@ -15,7 +15,7 @@ import pytest
 from tests.pytest_runs import RECORDED, reports
 from tests.pytest_runs import Run as RunOfPytest
 
-import pytest_distcompat.plugin.marked.marker
+import pytest_distcompat.plugin.marked.run
 import pytest_distcompat.plugin.reporting.results
 
 # Imported before any run in this process: pytester takes out of sys.modules what such a run imports.

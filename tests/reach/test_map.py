@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from pytest_distcompat.ext.reach import collect as collecting
+from pytest_distcompat.ext.reach.branches import Branch, Executed, Function, Rank, SourceFile, bits_of
+from pytest_distcompat.ext.reach.collect import collect
+from pytest_distcompat.ext.reach.compare import compare
+from pytest_distcompat.ext.reach.libraries import FileId
+from pytest_distcompat.ext.reach.map import Context, ReachMap
+from pytest_distcompat.ext.reach.page import page
+from pytest_distcompat.ext.reach.store import read_map, write_map
+from pytest_distcompat.ext.reach.text import WIDTH, functions, headline, missing, overview, unreached
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.reach import collect as collecting
-from pytest_distcompat.reach.branches import Branch, Executed, Function, Rank, SourceFile, bits_of
-from pytest_distcompat.reach.collect import collect
-from pytest_distcompat.reach.compare import compare
-from pytest_distcompat.reach.libraries import FileId
-from pytest_distcompat.reach.map import Context, ReachMap
-from pytest_distcompat.reach.page import page
-from pytest_distcompat.reach.store import read_map, write_map
-from pytest_distcompat.reach.text import WIDTH, functions, headline, missing, overview, unreached
 
 FILE = FileId("lib", "trainer.py")
 BRANCHES = (

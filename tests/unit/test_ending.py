@@ -209,6 +209,16 @@ def test_a_rank_that_needed_one_that_had_finished_says_so(ranks: Ranks) -> None:
     assert ending.headline() == f"rank 0 needed ranks 1 and 2, which had finished: it raised {PEER_GONE}"
 
 
+@pytest.mark.parametrize("started", [True, False])
+def test_a_rank_that_had_no_room_for_its_report_says_so(ranks: Ranks, started: bool) -> None:
+    if started:
+        ranks.started(0, 1, action="save")
+    full = "[Errno 28] No space left on device: '/runs'"
+    ranks.left = {rank: RankProcess(no_space=full) for rank in range(2)}
+    expected = "exited with code 1 without a report during 'save'" if started else "never started (exit code 1)"
+    assert ranks.end(1, 1).headline() == f"rank 0 {expected}: {full}"
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [

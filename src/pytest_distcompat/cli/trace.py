@@ -139,7 +139,7 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
     if run.end is not None:
         place = f" in {run.end.action}" if run.end.action else ""
         yield ""
-        yield f"{run.end.kind}{place}: {run.end.text}"
+        yield from f"{run.end.kind}{place}: {run.end.text}".split("\n")
 
 
 def _names(run: RunTrace, evidence: Row) -> Iterator[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -37,6 +38,9 @@ class Calls:
     """
 
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    #: Call -> public method (``module:Class.method``) whose further arguments it passes on. The reference has none of them:
+    #: with such an argument a call does what it does without.
+    passes_on: ClassVar[Mapping[str, str]] = {}
     #: The calls that the trainer does itself, as actions of its plan.
     own: ClassVar[tuple[str, ...]] = ()
     #: Strategy -> code that makes the trainer of ``model``, for the script that shows a walk without this plugin.
@@ -60,7 +64,7 @@ class Calls:
         method = getattr(self, call.name, None)
         if method is None:
             return None
-        return method(**dict(call.arguments))
+        return method(**_accepted(method, dict(call.arguments)))
 
     def sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002 - for those who override it
         """Return the context of a forward and backward pass, in which gradients are reduced if it is the last one."""
@@ -229,18 +233,28 @@ class Calls:
         return self.directory / "exported"
 
     def written(self, name: str) -> Any:
-        """Return the weights in a file that rank 0 has exported, on rank 0, and remove it before the next one is written."""
+        """Return the weights in a file that rank 0 has exported, or in its parts, and remove these files.
+
+        Returns:
+            The weights by name on rank 0, None on others.
+        """
         import torch
         from safetensors.torch import load_file
 
         if self.ranks[0]:
             return None
         path = self.exports / name
-        if path.suffix == ".safetensors":
-            weights = load_file(path)
-        else:
-            weights = torch.load(path, weights_only=True)
-        path.unlink()
+        paths = sorted(self.exports.glob(f"{path.stem}-*-of-*{path.suffix}"))
+        if not paths:
+            # It is in one file.
+            paths = [path]
+        weights: dict[str, Any] = {}
+        for part in paths:
+            if part.suffix == ".safetensors":
+                weights |= load_file(part)
+            else:
+                weights |= torch.load(part, weights_only=True)
+            part.unlink()
         return weights
 
     def outputs(self, context: str = "no_grad") -> Any:
@@ -256,3 +270,11 @@ class Calls:
             self.model.reshard()
         self.model.train(was_training)
         return outputs
+
+
+def _accepted(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a method has, all of them if it passes further ones on."""
+    parameters = inspect.signature(method).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}

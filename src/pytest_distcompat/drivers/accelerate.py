@@ -106,6 +106,16 @@ class AccelerateCalls(Calls):
         **dict.fromkeys(("zero0", "zero1", "zero2"), _ENGINE),
         "zero3": _ENGINE | NO_SECOND_LOAD,
     }
+    passes_on: ClassVar[Mapping[str, str]] = {
+        name: f"accelerate.accelerator:Accelerator.{method}"
+        for name, method in {
+            "export": "save_model",
+            "gather_for_metrics": "gather_for_metrics",
+            "get_state_dict": "get_state_dict",
+            "save": "save_state",
+            "unwrap_model": "unwrap_model",
+        }.items()
+    }
 
     @property
     def accelerator(self) -> Any:
@@ -139,9 +149,9 @@ class AccelerateCalls(Calls):
         self.trainer.forget_stream()
 
     @observer
-    def save(self) -> None:
+    def save(self, **more: Any) -> None:
         """Save by ``save_state``."""
-        self.accelerator.save_state(str(self.directory))
+        self.accelerator.save_state(str(self.directory), **more)
 
     def load(self, optimizer: bool = True, scheduler: bool = True) -> None:  # noqa: ARG002 - see ``refused``
         """Load by ``load_state``, which passes arguments on to DeepSpeed's ``load_checkpoint``."""
@@ -151,26 +161,31 @@ class AccelerateCalls(Calls):
         self.accelerator.load_state(str(self.directory), **settings)
 
     @observer
-    def gather_for_metrics(self) -> Any:
+    def gather_for_metrics(self, **more: Any) -> Any:
         """Evaluate and gather what all ranks found."""
         outputs = self.outputs()
-        gathered = self.accelerator.gather_for_metrics(outputs)
+        gathered = self.accelerator.gather_for_metrics(outputs, **more)
+        if isinstance(gathered, list):
+            # Of objects, which rows of a tensor are, it gives a list.
+            import torch
+
+            gathered = torch.stack(gathered)
         return gathered[: len(outputs)]
 
     @observer
-    def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+    def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, **more: Any) -> Any:
         """Take all wrappers off."""
-        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper, keep_torch_compile)
+        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper, keep_torch_compile, **more)
 
     @observer
-    def get_state_dict(self, unwrap: bool = True) -> Any:
+    def get_state_dict(self, unwrap: bool = True, **more: Any) -> Any:
         """Take the model's whole state dict, which FSDP gives to rank 0 alone."""
-        return self.accelerator.get_state_dict(self.model, unwrap=unwrap)
+        return self.accelerator.get_state_dict(self.model, unwrap=unwrap, **more)
 
     @observer
-    def export(self, safe_serialization: bool = True) -> Any:
+    def export(self, safe_serialization: bool = True, **more: Any) -> Any:
         """Write the weights by ``save_model``."""
-        self.accelerator.save_model(self.model, str(self.exports), safe_serialization=safe_serialization)
+        self.accelerator.save_model(self.model, str(self.exports), safe_serialization=safe_serialization, **more)
         return self.written("model.safetensors" if safe_serialization else "pytorch_model.bin")
 
 
@@ -224,7 +239,7 @@ class AccelerateDriver(TinyDriver):
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2", "zero1": "fsdp2", "zero2": "fsdp2", "zero3": "fsdp2"}
     order: ClassVar[int] = 1
-    walk_calls: ClassVar[type[Calls]] = AccelerateCalls
+    live_calls: ClassVar[type[Calls]] = AccelerateCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
 
     accelerator: Any = None

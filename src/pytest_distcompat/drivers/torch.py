@@ -231,7 +231,7 @@ class TorchDriver(TinyDriver):
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
     order: ClassVar[int] = 0
-    walk_calls: ClassVar[type[Calls]] = TorchCalls
+    live_calls: ClassVar[type[Calls]] = TorchCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TORCH
 
     #: What writes a checkpoint while training goes on; it is waited for after the next step.

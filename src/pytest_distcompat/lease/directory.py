@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from pytest_distcompat.disk import is_full
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.places import device_of, place_of
 
@@ -80,8 +81,12 @@ class LeaseDirectory:
             self.make()
 
     def write(self, name: str, text: str) -> None:
-        """Write a record."""
-        self._there(lambda: (self.path / name).write_text(text, encoding="utf-8"))
+        """Write a record, which only those read who wait: on a full disk there is none, and the lock holds all the same."""
+        try:
+            self._there(lambda: (self.path / name).write_text(text, encoding="utf-8"))
+        except OSError as error:
+            if not is_full(error):
+                raise
 
     def tickets(self) -> Iterator[str]:
         """Yield the records of the queue; those that are removed meanwhile are left out."""

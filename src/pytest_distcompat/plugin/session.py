@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import sys
 import tempfile
 import warnings
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,8 @@ from pytest_distcompat import clock, devices
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.plugin.inside import rank_session
+from pytest_distcompat.plugin.on_ranks import rank_session
+from pytest_distcompat.plugin.on_ranks.launched import ON_RANK
 from pytest_distcompat.plugin.options import Setting, setting
 from pytest_distcompat.plugin.reporting import reproduce
 from pytest_distcompat.report.document import Report
@@ -240,6 +243,11 @@ class DistcompatSession:
         return str(getattr(self.config, "workerinput", {}).get("workerid", ""))
 
     @property
+    def has_terminal(self) -> bool:
+        """Whether this process reports the session: it is neither a rank nor a worker of xdist."""
+        return ON_RANK not in self.config.stash and not self.worker
+
+    @property
     def runs(self) -> Path:
         """The part of the store that holds the runs of suites."""
         return self.store / "runs"
@@ -260,8 +268,7 @@ class DistcompatSession:
                 call = rank_session.COLLECT
                 payload = rank_session.describe(self.config)
                 own = rank_session.own_files(self.config)
-            traced = ("coverage", "pytest_distcompat.reach.tracer") if self.reach is not None else ()
-            modules, limit = tuple(dict.fromkeys((*self.modules, *traced))), float(self.setting("warm_timeout").value)
+            modules, limit = self._preloaded(), float(self.setting("warm_timeout").value)
             warmth = Warmth(modules, call, payload, path=import_path(), own=own, timeout=limit)
             if self.simulated:
                 self._launcher = SimulatingLauncher()
@@ -272,6 +279,11 @@ class DistcompatSession:
                 self._launcher = self._nodes_launcher = self._over_nodes(self._launcher, warmth)
         assert self._launcher is not None
         return self._launcher
+
+    def _preloaded(self) -> tuple[str, ...]:
+        """Return the modules that the fork server imports, those of extensions too."""
+        by_extension: list[Sequence[str]] = self.config.hook.pytest_distcompat_preload(session=self)
+        return tuple(dict.fromkeys(itertools.chain(self.modules, *by_extension)))
 
     def nodes_problem(self) -> str:
         """Wait until all nodes have joined; return what is wrong with them, empty if nothing is."""
@@ -382,16 +394,6 @@ class DistcompatSession:
         return self._launcher.reuse_scope if self._launcher is not None else ""
 
     @functools.cached_property
-    def reach(self) -> Path | None:
-        """The file for the map of what cells execute, if one is asked for. Raises pytest.UsageError beside a simulation."""
-        path: Path | None = self.setting("reach").value
-        if path is not None and self.simulated:
-            raise pytest.UsageError(
-                "--distcompat-reach: a simulation executes no trainer; expected no --distcompat-simulate"
-            )
-        return path
-
-    @functools.cached_property
     def pool(self) -> Pool:
         """The pool that leases devices to the runs of all sessions of this user."""
         from pytest_distcompat.lease import Pool
@@ -467,7 +469,8 @@ class DistcompatSession:
         ini = self.config.getini("log_level") if self.config.pluginmanager.hasplugin("logging") else None
         level = str(self.config.getoption("log_level", None) or ini or "")
         settings: dict[str, Any] = {"notice": self.notice, "limits": self.limits, "log_level": level}
-        settings["reach"] = self.reach is not None
+        by_extension: list[Sequence[str]] = self.config.hook.pytest_distcompat_recorders(session=self)
+        settings["recorders"] = tuple(itertools.chain.from_iterable(by_extension))
         return Runner(store, launcher, device=self.device, timeout=self.timeout, worker=self.worker, **settings)
 
     def new_directory(self, name: str) -> Path:

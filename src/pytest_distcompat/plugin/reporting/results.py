@@ -16,8 +16,8 @@ from pytest_distcompat.decode import decode
 from pytest_distcompat.grouping import grouped
 from pytest_distcompat.installed import GET_TORCH, versions
 from pytest_distcompat.plugin.declared import declared_of
-from pytest_distcompat.plugin.marked.packing import keep_durations
-from pytest_distcompat.plugin.options import OPTIONS
+from pytest_distcompat.plugin.options import options_of
+from pytest_distcompat.plugin.packing import keep_durations
 from pytest_distcompat.plugin.reporting.progress import Forecast, Progress
 from pytest_distcompat.plugin.reporting.summary import fold_failures, show
 from pytest_distcompat.plugin.selection import is_narrowed, strip_group
@@ -312,7 +312,7 @@ class Results:
         from pytest_distcompat.lease import entries, gaps, read_timeline
 
         session = self.session
-        names = [name.removeprefix("distcompat_") for name in OPTIONS]
+        names = [name.removeprefix("distcompat_") for name in options_of(session.config)]
         settings = {name: {"value": session.setting(name).text, "from": session.setting(name).origin} for name in names}
         # What "auto" was on this machine: whether ranks shared a GPU.
         settings["ranks_per_gpu"]["value"] = str(session.ranks_each)

@@ -66,10 +66,9 @@ def show(terminal: Any, report: Report, written: Sequence[str], nothing_ran: Seq
     verdicts = f"{len(report.results)} verdict{'s' * (len(report.results) != 1)}"
     terminal.write_line(f"{verdicts} from {runs} {'run' if runs == 1 else 'runs'}")
     terminal.write_line(visible(counts_text(report)))
-    for one in report.results:
-        if one.seed is not None:
-            command = f"distcompat walk --driver {one.driver} --cell {one.cell} --seed {one.seed}"
-            terminal.write_line(visible(f"walks drawn by seed {one.seed}, again: {command}"))
+    for lines in terminal.config.hook.pytest_distcompat_summary(report=report):
+        for line in lines:
+            terminal.write_line(visible(line))
     # The page has the timeline of the devices.
     timeline, gaps = (report.session.get(name, ()) if verbose else () for name in ("timeline", "gaps"))
     _write_lines(terminal, runs_text(report.runs, timeline, gaps))
