@@ -59,16 +59,32 @@ class Option:
 #: One setting of a library; a cell's id has hyphens, an item's square brackets around what they hold.
 _SETTING = r"\w+\.[\w.]+=[^\s+\[\]-]+"
 
+#: Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
+_FIRST_MODELS = ("llama", "llama_tied", "mlp")
+if not version_of("transformers"):
+    _FIRST_MODELS = ("mlp", "llama", "llama_tied")
+
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
         Option(
             "model",
-            # Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
             (
-                *(("llama", "llama_tied", "mlp") if version_of("transformers") else ("mlp", "llama", "llama_tied")),
-                *("twice", "odd", "scalar", "transposed", "branch", "dropout", "wrapper_names", "llama_dropout"),
-                *("batchnorm", "syncbatchnorm", "moe", "moe_fused", "moe_deepspeed", "wide"),
+                *_FIRST_MODELS,
+                "twice",
+                "odd",
+                "scalar",
+                "transposed",
+                "branch",
+                "dropout",
+                "wrapper_names",
+                "llama_dropout",
+                "batchnorm",
+                "syncbatchnorm",
+                "moe",
+                "moe_fused",
+                "moe_deepspeed",
+                "wide",
             ),
             "which tiny model the built-in drivers train; `hf:MODEL_TYPE` or `hf:CLASS` is an architecture of transformers",
             pattern=r"hf:\w+",
@@ -216,6 +232,10 @@ class Cell:
             if name in given and given[name] != option.default:
                 options.append((name, option.listed(given[name])))
         object.__setattr__(self, "options", tuple(options))
+        self._check_mesh()
+
+    def _check_mesh(self) -> None:
+        """Raise UsageProblem unless the dimensions of the mesh divide the ranks, from the outermost to the innermost."""
         self._check_divides("pp", self.world_size, "ranks")
         ranks = self.world_size // self.pp
         self._check_divides("tp", ranks, "ranks" if self.pp == 1 else "ranks, those of each stage of pp")

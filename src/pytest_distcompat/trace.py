@@ -15,8 +15,10 @@ from pytest_distcompat.excerpt import name_nodes
 
 T = TypeVar("T")
 
-#: Placements of a dimension along which all ranks hold the same, and of one whose ranks hold pieces of the flattened tensor.
-REPLICATE, FLAT = "Replicate", "Flat"
+#: Placement along a dimension whose ranks all hold the same.
+REPLICATE = "Replicate"
+#: Placement along a dimension whose ranks hold pieces of the flattened tensor.
+FLAT = "Flat"
 #: Placement of a dimension of which this rank's coordinate alone holds the tensor: a stage of a pipeline, an expert.
 STAGE = "Stage"
 #: Products of float32 that a GPU computes with 10 bits of each factor: https://docs.pytorch.org/docs/stable/notes/cuda.html
@@ -25,11 +27,20 @@ TF32 = "tf32"
 
 @dataclass(frozen=True)
 class MeshDim:
-    """One dimension of a mesh: its name (``tp``), its size, this rank's coordinate, and how a tensor is placed along it.
+    """One dimension of a device mesh, and how a tensor is placed along it.
 
-    ``placement`` is ``Replicate``, ``Shard(0)``, ``StridedShard(0, 2)`` or ``Partial``, as torch's DTensor has them, or ``Flat``:
-    pieces of the flattened tensor in the order of the ranks, as FSDP1 and ZeRO cut it, or ``Stage``: on this coordinate alone, as
-    the dimension ``pp`` has it, and ``ep`` of DeepSpeed's experts.
+    A mesh arranges ranks in a grid: four ranks as ``dp_shard`` of size 2 times ``tp`` of size 2, say, with ranks 0 and 1 as
+    neighbours in the innermost dimension, ``tp``.
+
+    Attributes:
+        name: The name of the dimension; empty where the mesh has no names.
+        size: How many ranks it has.
+        coordinate: This rank's index along it.
+        placement: ``Replicate`` (each rank holds the same), ``Shard(0)`` (each holds a piece of the tensor's dimension 0),
+            ``StridedShard(0, 2)`` (a piece of each of 2 pieces that another mesh dimension has made) or ``Partial`` (their sum
+            is the tensor), as torch's DTensor has them; ``Flat``: pieces of the flattened tensor in the order of the ranks, as
+            FSDP1 and ZeRO shard it; ``Stage``: this coordinate alone holds the tensor, as in ``pp``, and in ``ep`` of
+            DeepSpeed's experts.
     """
 
     name: str
@@ -40,11 +51,13 @@ class MeshDim:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which part of a whole tensor this rank holds.
+    """Which part of a tensor this rank holds.
 
-    ``dims`` are those of its mesh. ``holders`` are the ranks that hold one copy of the tensor together (its shard group), in the
-    order of their pieces if it is cut flat; empty if this rank alone holds the whole. Of an expert that is a tensor of its own
-    they are the ranks that hold one copy of all experts together.
+    Attributes:
+        dims: The dimensions of the tensor's mesh, the outermost first; none for a tensor that lies on no mesh.
+        holders: The ranks that together hold one copy of the tensor (its shard group), in the order of their pieces if it is
+            sharded flat; empty if this rank alone holds all of it. Of an expert that is a tensor of its own: the ranks that
+            together hold one copy of all experts.
     """
 
     dims: tuple[MeshDim, ...] = ()
@@ -52,7 +65,7 @@ class Layout:
 
     @property
     def region(self) -> tuple[tuple[str, int, int], ...]:
-        """Return which part it is: ranks with the same one hold replicas of it."""
+        """Return which part it is, as (placement, size, coordinate) of each mesh dimension that shards; equal for replicas."""
         cuts: list[tuple[str, int, int]] = []
         for dim in self.dims:
             if dim.size > 1 and dim.placement not in {REPLICATE, STAGE}:
@@ -61,7 +74,7 @@ class Layout:
 
     @property
     def flat(self) -> bool:
-        """Tell whether it is a piece of the flattened tensor, whose place follows from the pieces before it."""
+        """Tell whether it is a piece of the flattened tensor; where it begins follows from the sizes of the pieces before it."""
         return {dim.placement for dim in self.dims} - {REPLICATE, STAGE} == {FLAT}
 
     def dim(self, name: str) -> MeshDim | None:

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 def require_module(model: object, name: str, hint: str) -> None:
     """Raise TypeError if ``model`` is not a module, with ``name`` and a ``hint`` that the author of a driver understands."""
-    if not isinstance(model, torch.nn.Module):
-        description = f"{model!r:.100}" if model is None else f"a {type(model).__name__}: {model!r:.100}"
-        raise TypeError(f"{name} is {description}; expected a torch.nn.Module, {hint}")
+    if isinstance(model, torch.nn.Module):
+        return
+    description = f"a {type(model).__name__}: {model!r:.100}"
+    if model is None:
+        description = "None"
+    raise TypeError(f"{name} is {description}; expected a torch.nn.Module, {hint}")
 
 
 def read_unwrapped(
@@ -41,17 +44,17 @@ def read_unwrapped(
     """
     require_module(model, "the unwrapped model", "which build_model() and reload() return")
     classes = blocks or declared_blocks(model)
-    parameters = tuple(
-        replace(parameter_info(name, parameter), rounded=digest_rounded(parameter, compute))
-        for name, parameter in model.named_parameters()
-    )
+    parameters: list[ParameterInfo] = []
+    for name, parameter in model.named_parameters():
+        info = parameter_info(name, parameter)
+        parameters.append(replace(info, rounded=digest_rounded(parameter, compute)))
     state_dict = tuple(model.state_dict())
     buffers: list[ParameterInfo] = []
     for name, buffer in model.named_buffers():
         info = parameter_info(name, buffer, persistent=name in state_dict)
         buffers.append(replace(info, rounded=digest_rounded(buffer, compute)))
     return UnwrappedInfo(
-        parameters,
+        tuple(parameters),
         tuple(buffers),
         state_dict,
         tuple(tied_names(model)),
@@ -59,12 +62,20 @@ def read_unwrapped(
         block_classes=classes,
         ignored_modules=ignored_modules,
         obeyed=obeyed,
-        # Products in 8 bits need sizes that are divisible by 16.
         linears=_linear_count(model),
         products=sum(multiplies(module) for module in model.modules()),
         evaluating=tuple(name for name, module in model.named_modules() if not module.training),
-        noncontiguous=tuple(name for name, one in model.named_parameters() if not local_of(one).is_contiguous()),
+        noncontiguous=_noncontiguous_names(model),
     )
+
+
+def _noncontiguous_names(model: Module) -> tuple[str, ...]:
+    """Return the names of the parameters whose elements do not follow one another in memory, as those of a transposed one."""
+    names: list[str] = []
+    for name, parameter in model.named_parameters():
+        if not local_of(parameter).is_contiguous():
+            names.append(name)
+    return tuple(names)
 
 
 def _linear_count(model: Module) -> int:
