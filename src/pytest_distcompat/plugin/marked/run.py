@@ -17,7 +17,7 @@ from pytest_distcompat.plugin.on_ranks import rank_session
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch.ending import Ending
+    from pytest_distcompat.launch.forensics.ending import Ending
     from pytest_distcompat.launch.request import Request
     from pytest_distcompat.launch.reused_ranks import Reuse
 

@@ -24,8 +24,8 @@ from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
 from pytest_distcompat.judge import NO_VALUES, declaration, skipped
 from pytest_distcompat.known import concerned
-from pytest_distcompat.launch.ending import name_ranks
 from pytest_distcompat.launch.files import written
+from pytest_distcompat.launch.forensics.ending import name_ranks
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.plugin.declared import declared_of, take_xfail_from_hard
 from pytest_distcompat.plugin.marked.outcome import disagreement
