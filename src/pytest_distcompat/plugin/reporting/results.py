@@ -149,9 +149,13 @@ class Results:
         rank = verdict.rank
         if rank is None:
             rank = rank_of_cause(verdict.message)
-        # The item as a whole: under xdist a report comes when its worker has sent it.
-        began = report.start - self._began
-        verdict = dataclasses.replace(verdict, rank=rank, seconds=report.duration, began=began)
+        verdict = dataclasses.replace(
+            verdict,
+            rank=rank,
+            seconds=report.duration,
+            # The item as a whole: under xdist a report comes when its worker has sent it.
+            began=report.start - self._began,
+        )
         self.results[verdict.nodeid] = verdict
         row = self._row(verdict)
         row.not_applicable.update(data["not_applicable"])
@@ -238,8 +242,9 @@ class Results:
         if self.results or self.collected or self.without_cells:
             return True
         # A report or a baseline needs suites, unless a selection explains that none was collected.
-        expected = self.session.setting("report").value or self.session.setting("baseline").value
-        return bool(expected) and bool(self._shard or not is_narrowed(config))
+        if not self.session.setting("report").value and not self.session.setting("baseline").value:
+            return False
+        return bool(self._shard) or not is_narrowed(config)
 
     def _write_files(self, session: pytest.Session, report: Report) -> None:
         """Write the report files, and the summary of a GitHub step."""
@@ -345,14 +350,18 @@ class Results:
 
     def _places_by_reason(self) -> dict[str, list[str]]:
         """Return why cells and suites did not run: the reason, and each suite and cell that it holds for, once."""
-        places: dict[str, dict[str, None]] = {}
+        places: dict[str, list[str]] = {}
+
+        def add(reason: str, place: str) -> None:
+            of_reason = places.setdefault(reason, [])
+            if place not in of_reason:
+                of_reason.append(place)
+
         for result in self.ordered():
-            reason = result.reason or result.message
-            places.setdefault(reason, {})[f"{result.suite} {result.cell}"] = None
+            add(result.reason or result.message, f"{result.suite} {result.cell}")
         for nodeid, reason in self.without_cells.items():
-            suite = nodeid.split("::")[-2]
-            places.setdefault(reason, {})[suite] = None
-        return {reason: list(names) for reason, names in places.items()}
+            add(reason, place=nodeid.split("::")[-2])
+        return places
 
     def ordered(self) -> list[Verdict]:
         """Return the results in the order of the matrix, independent of the order in which items ran."""
