@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_distcompat.cell import Cell, Matrix
-from pytest_distcompat.checks import CHECKS, OBSERVERS_WALK, WALK, Check, find_check
+from pytest_distcompat.checks import CHECKS, Check, find_check
 from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver, preload_of, unsupported_reason
@@ -27,7 +27,6 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.status import Verdict
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.walk.explore import WALKS, Explorer
 
 if TYPE_CHECKING:
     from pytest_distcompat.trace import Trace
@@ -108,18 +107,11 @@ def run_check(
     runner: Runner, driver: str, cell: Cell, check: Check, expectations: Iterable[Expectation]
 ) -> tuple[Verdict, Trace]:
     """Run what a check needs in a cell; return its verdict and the trace that it was judged on."""
-    seed = None
-    if check is OBSERVERS_WALK:
-        trace = Explorer(runner, driver, cell).observe()
-        # What is known to fail is not called.
-        expectations = [dataclasses.replace(one, strict=False) for one in expectations]
-    elif check is WALK:
-        explorer = Explorer(runner, driver, cell)
-        seed = explorer.seed
-        trace = explorer.explore(WALKS, seed)
-    else:
-        trace = runner.trace(driver, cell, check.runs(cell, find_driver(driver)))
-    return dataclasses.replace(judge(check, cell, trace, expectations), seed=seed), trace
+    execution = check.execute(runner, driver, find_driver(driver), cell)
+    if execution.may_pass:
+        expectations = [dataclasses.replace(expectation, strict=False) for expectation in expectations]
+    verdict = judge(check, cell, execution.trace, expectations)
+    return dataclasses.replace(verdict, seed=execution.seed), execution.trace
 
 
 def not_applicable(check: Check, cell: Cell, driver: type[Driver], limits: Mapping[str, float]) -> str | None:

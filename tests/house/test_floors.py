@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.all_options import ALL_OPTIONS
+
 import pytest_distcompat
 from pytest_distcompat.plugin.options import OPTIONS
 
@@ -24,7 +26,8 @@ BY_NAME = {
 }
 #: The only modules that need torch to be defined at all.
 NEED_TORCH = {"simulate", "models._modules", "launch.agent", "drivers._joined"} | {
-    f"probe.{m}" for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot")
+    f"probe.{m}"
+    for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot", "extra", "weights")
 }
 
 
@@ -127,7 +130,7 @@ def test_no_room_for_odds_and_ends() -> None:
 def test_importing_everything_the_parent_needs_imports_no_torch() -> None:
     script = (
         "import sys, pytest_distcompat, pytest_distcompat.plugin, pytest_distcompat.plugin.session\n"
-        "import pytest_distcompat.plugin.suite.cases, pytest_distcompat.plugin.marked.marker, pytest_distcompat.runner\n"
+        "import pytest_distcompat.plugin.suite.cases, pytest_distcompat.plugin.marked.run, pytest_distcompat.runner\n"
         "from pytest_distcompat import CHECKS\n"
         "from pytest_distcompat.drivers import DRIVERS\n"
         "from pytest_distcompat.models import MODELS\n"
@@ -165,7 +168,6 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-reuse-limit",
         "--distcompat-report",
         "--distcompat-baseline",
-        "--distcompat-reach",
         "--distcompat-launcher",
         "--distcompat-nodes",
         "--distcompat-worker-nodes",
@@ -175,6 +177,8 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-verify",
         "--distcompat-nothing-ran",
     ]
+    of_extensions = [option.flag for name, option in ALL_OPTIONS.items() if name not in OPTIONS]
+    assert of_extensions == ["--distcompat-reach"]
 
 
 def test_the_list_of_public_names_is_frozen() -> None:
@@ -204,7 +208,7 @@ def test_the_list_of_public_names_is_frozen() -> None:
 def test_the_fixtures_and_the_mark_are_frozen() -> None:
     from pytest_distcompat.ext.scripts import plugin
     from pytest_distcompat.plugin import fixtures
-    from pytest_distcompat.plugin.marked import marker
+    from pytest_distcompat.plugin.marked import declare
 
     names = [
         node.name
@@ -214,7 +218,7 @@ def test_the_fixtures_and_the_mark_are_frozen() -> None:
     ]
     of_ranks = ["cell", "world", "rank", "world_size", "device", "shared_dir", "process_group", "distcompat_case"]
     assert names == [*of_ranks, "distcompat"]
-    assert marker.ARGUMENTS == ("world_size", "nodes", "strategies", "precisions", "options", "timeout", "reuse")
+    assert declare.ARGUMENTS == ("world_size", "nodes", "strategies", "precisions", "options", "timeout", "reuse")
 
 
 def test_actions_are_pinned_by_commit() -> None:
@@ -248,11 +252,10 @@ PRIVATE_IMPORTS = {
     "ext.scripts.configuration": {"strategies._fsdp"},
     "ext.scripts.final_model": {"checks._values"},
     "ext.scripts.roundtrip": {"checks._values"},
+    "ext.walk.script": {"models._modules", "drivers._calls", "drivers._tiny"},
+    "ext.walk.sequence": {"drivers._tiny"},
     "strategies._pipeline": {"models._modules"},
     "strategies._tensor": {"models._modules"},
-    "walk.explore": {"checks._walk"},
-    "walk.script": {"models._modules", "drivers._calls", "drivers._tiny"},
-    "walk.sequence": {"drivers._tiny"},
 }
 
 

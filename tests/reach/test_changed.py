@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.reach.branches import AnalysedFile, Executed, bits_of
-from pytest_distcompat.reach.changed import (
+from pytest_distcompat.ext.reach.branches import AnalysedFile, Executed, bits_of
+from pytest_distcompat.ext.reach.changed import (
     ChangedPlace,
     cells_by_specificity,
     changed_places,
@@ -17,9 +16,10 @@ from pytest_distcompat.reach.changed import (
     reached_places,
     read_change,
 )
-from pytest_distcompat.reach.libraries import BY_NAME, FileId
-from pytest_distcompat.reach.map import Context, ReachMap
-from pytest_distcompat.reach.text import WIDTH, changed
+from pytest_distcompat.ext.reach.libraries import BY_NAME, FileId
+from pytest_distcompat.ext.reach.map import Context, ReachMap
+from pytest_distcompat.ext.reach.text import WIDTH, changed
+from pytest_distcompat.failures import UsageProblem
 
 ACCELERATE = BY_NAME["accelerate"]
 FILE = FileId("accelerate", "accelerator.py")

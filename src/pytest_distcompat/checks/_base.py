@@ -9,11 +9,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import MESH, OTHER_REFERENCE, REFERENCE_RUN, Scenario
 from pytest_distcompat.trace import CollectiveInfo, OptimizerInfo, Snapshot, Trace, UnwrappedInfo
+
+if TYPE_CHECKING:
+    from pytest_distcompat.runner import Runner
 
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: (cell, driver) -> why the check does not apply to that cell; None if it does.
@@ -57,6 +61,21 @@ def _applies_to_all(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @dataclass(frozen=True)
+class Execution:
+    """What a check's runs in a cell gave.
+
+    Attributes:
+        trace: What the runs recorded.
+        seed: What the runs were drawn by; None if they were not drawn.
+        may_pass: Whether they leave out what is known to fail: then an expectation without a failure is no news.
+    """
+
+    trace: Trace
+    seed: int | None = None
+    may_pass: bool = False
+
+
+@dataclass(frozen=True)
 class Check:
     """A claim with a stable name.
 
@@ -86,6 +105,17 @@ class Check:
     raises: tuple[str, ...] = ()
     costly: bool = False
     depends_on: frozenset[str] | None = None
+
+    def execute(self, runner: Runner, name: str, driver: type[Driver], cell: Cell) -> Execution:
+        """Run what the claim reads in a cell. A check whose runs depend on what earlier ones show overrides this.
+
+        Args:
+            runner: What runs it.
+            name: The driver as its suite names it, by which ranks find it.
+            driver: The driver.
+            cell: The cell.
+        """
+        return Execution(runner.trace(name, cell, self.runs(cell, driver)))
 
     def runs(self, cell: Cell, driver: type[Driver]) -> Scenario:
         """Return the runs that the claim reads in that cell."""

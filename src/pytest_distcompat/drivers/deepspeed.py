@@ -58,10 +58,24 @@ class DeepSpeedCalls(Calls):
                 ("step(clip*", "step(zero*"), "the engine clips as its JSON says, and zeroes gradients in step()"
             ),
             **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "the engine partitions what it was built with"),
+            "load(*load_module_only=*": "load_weights does that",
+            **dict.fromkeys(
+                ("save(*save_latest=False*", "save(*exclude_frozen_parameters=True*"), "leaves out what load needs"
+            ),
         },
         "zero0": _WITHOUT_ZERO,
         **{f"zero{stage}": _WHOLE_PARAMETERS for stage in (1, 2)},
         "zero3": NO_SECOND_LOAD,
+    }
+    passes_on: ClassVar[Mapping[str, str]] = {
+        name: f"deepspeed.runtime.engine:DeepSpeedEngine.{method}"
+        for name, method in {
+            "export": "save_16bit_model",
+            "load": "load_checkpoint",
+            "load_weights": "load_checkpoint",
+            "module_state_dict": "module_state_dict",
+            "save": "save_checkpoint",
+        }.items()
     }
 
     def backward(self, last: bool) -> float:
@@ -91,18 +105,18 @@ class DeepSpeedCalls(Calls):
             self.model.zero_grad()
 
     @observer
-    def save(self) -> None:
+    def save(self, **more: Any) -> None:
         """Save by ``save_checkpoint``."""
-        self.model.save_checkpoint(str(self.directory))
+        self.model.save_checkpoint(str(self.directory), **more)
 
-    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
+    def load(self, optimizer: bool = True, scheduler: bool = True, **more: Any) -> None:
         """Load by ``load_checkpoint``."""
         wanted = {"load_optimizer_states": optimizer, "load_lr_scheduler_states": scheduler}
-        self.model.load_checkpoint(str(self.directory), **wanted)
+        self.model.load_checkpoint(str(self.directory), **wanted, **more)
 
-    def load_weights(self) -> None:
+    def load_weights(self, **more: Any) -> None:
         """Load the weights alone, by an argument of ``load_checkpoint``."""
-        self.model.load_checkpoint(str(self.directory), load_module_only=True)
+        self.model.load_checkpoint(str(self.directory), load_module_only=True, **more)
 
     @observer
     def gather(self) -> Any:
@@ -124,15 +138,15 @@ class DeepSpeedCalls(Calls):
         return {name: read(one, *more) for name, one in trained}
 
     @observer
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+    def module_state_dict(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
         """Take the module's state dict, which ZeRO-3 has shards of."""
-        state = self.model.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        state = self.model.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters, **more)
         return None if self.trainer.strategy.shards else state
 
     @observer
-    def export(self, exclude_frozen_parameters: bool = False) -> Any:
+    def export(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
         """Write the weights by ``save_16bit_model``."""
-        self.model.save_16bit_model(str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters)
+        self.model.save_16bit_model(str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters, **more)
         return self.written("pytorch_model.bin")
 
     @observer
@@ -161,13 +175,14 @@ class DeepSpeedDriver(TinyDriver):
         Source("initialize", "deepspeed.initialize", ("zero2", "zero3")),
         Source("save_checkpoint", "deepspeed.DeepSpeedEngine.save_checkpoint", ("zero2", "zero3")),
         Source("load_checkpoint", "deepspeed.DeepSpeedEngine.load_checkpoint", ("zero2", "zero3")),
+        Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("zero2", "zero3")),
         Source("AdamW", "torch.optim.AdamW", ("zero2", "zero3")),
     )
     libraries: ClassVar[tuple[str, ...]] = ("deepspeed", "torch")
     #: By way of a universal checkpoint.
     reshards: ClassVar[tuple[str, ...]] = ("zero1", "zero2", "zero3")
     order: ClassVar[int] = 2
-    walk_calls: ClassVar[type[Calls]] = DeepSpeedCalls
+    live_calls: ClassVar[type[Calls]] = DeepSpeedCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.DEEPSPEED
     update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "muon")
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit", "muon")
@@ -215,7 +230,7 @@ class DeepSpeedDriver(TinyDriver):
             config["zero_optimization"] = {**config["zero_optimization"], "reduce_scatter": False}
         self.raw = _options.in_8_bits(model, self.world.device) if self.precision.float8 else model
         if self.cell.option("activation_checkpointing"):
-            _options.recompute_by_model(self.raw, self.wrap_spec.block_modules(self.raw))
+            _options.recompute_by_model(self.raw, self.wrap_spec.block_modules(self.raw), self.cell)
         if self.cell.option("meta_init"):
             # Parameters are partitioned one by one; the whole model need not fit into one rank's memory.
             deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)

@@ -209,6 +209,7 @@ class TorchDriver(TinyDriver):
             "StateDictOptions", "torch.distributed.checkpoint.state_dict.StateDictOptions", ("ddp", "fsdp1", "fsdp2")
         ),
         Source("compile", "torch.compile", ("ddp", "fsdp2")),
+        Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "fsdp1", "fsdp2")),
         Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp1", "fsdp2")),
         Source("SGD", "torch.optim.SGD", ("ddp", "fsdp1", "fsdp2")),
         Source("Adafactor", "torch.optim.Adafactor", ("ddp", "fsdp2")),
@@ -221,7 +222,7 @@ class TorchDriver(TinyDriver):
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
     order: ClassVar[int] = 0
-    walk_calls: ClassVar[type[Calls]] = TorchCalls
+    live_calls: ClassVar[type[Calls]] = TorchCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TORCH
 
     #: What writes a checkpoint while training goes on; it is waited for after the next step.
@@ -320,9 +321,8 @@ class TorchDriver(TinyDriver):
 
         def prepare(model: Module) -> None:
             blocks = self.wrap_spec.block_modules(model)
-            recompute = self.cell.option("activation_checkpointing")
-            if recompute:
-                _options.recompute(model, blocks, recompute)
+            if self.cell.option("activation_checkpointing"):
+                _options.recompute(model, blocks, self.cell)
             if by_block:
                 _options.compile_blocks(mode, blocks)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_distcompat.launch.stacks import without_launcher_in_crash
+from pytest_distcompat.launch.forensics.stacks import without_launcher_in_crash
 
 #: The last lines of each file of a rank's output that a report shows.
 LINES_SHOWN = 40
@@ -65,14 +65,14 @@ def log_file(run: Path, rank: int) -> Path:
     return run / f"rank-{rank}.log"
 
 
-def reach_file(run: Path, rank: int) -> Path:
-    """Return the file with what that rank of a suite executed, where that is traced (``reach/``)."""
-    return run / f"reach-{rank}.json"
+def recorded_file(run: Path, extension: str, rank: int) -> Path:
+    """Return the file in which that extension's recorder writes on that rank of a suite (``recording``)."""
+    return run / f"recorded-{extension}-{rank}.json"
 
 
-def reach_files(run: Path) -> list[Path]:
-    """Return those files of all ranks here; none where nothing is traced."""
-    return sorted(run.glob("reach-*.json"))
+def recorded_files(run: Path, extension: str = "*") -> list[Path]:
+    """Return the files that recorders have written, by default those of all extensions."""
+    return sorted(run.glob(f"recorded-{extension}-*.json"))
 
 
 def written(run: Path, rank: int, first: int = 0) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.launch.files import reach_files, written
+from pytest_distcompat.launch.files import recorded_files, written
 from pytest_distcompat.launch.process import die_with_parent
 from pytest_distcompat.launch.request import Place, Request, Warmth
 from pytest_distcompat.launch.temporary import OwnedDirectory
@@ -187,7 +187,7 @@ class _Agent:
         part["leaks"], part["spans"] = ending.leaks, [dataclasses.asdict(one) for one in read_timeline(self._spans)]
         shutil.rmtree(self._spans, ignore_errors=True)
         part["output"] = {rank: dict(written(self._run, rank, request.here.start)) for rank in request.here}
-        part["reach"] = {path.name: path.read_text(encoding="utf-8") for path in reach_files(self._run)}
+        part["recorded"] = {path.name: path.read_text(encoding="utf-8") for path in recorded_files(self._run)}
         shutil.rmtree(self._run, ignore_errors=True)
         return part
 

@@ -28,7 +28,7 @@ from pytest_distcompat.failures import RunFailedError
 from pytest_distcompat.lease import Lease
 from pytest_distcompat.leased import inherited_leak_message, leak_message, rank_environment
 from pytest_distcompat.plugin.current import session_of
-from pytest_distcompat.plugin.marked.marker import MARK
+from pytest_distcompat.plugin.marked.declare import MARK
 from pytest_distcompat.plugin.marked.outcome import unexcused
 from pytest_distcompat.plugin.reporting.representation import represent
 
