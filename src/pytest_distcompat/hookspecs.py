@@ -37,6 +37,11 @@ def pytest_distcompat_options() -> Sequence[Option]:  # type: ignore[empty-body]
 
 
 @pytest.hookspec
+def pytest_distcompat_configure(config: pytest.Config) -> None:
+    """Change how this pytest is configured, before the plugin reads its options."""
+
+
+@pytest.hookspec
 def pytest_distcompat_session(session: DistcompatSession) -> None:
     """Use the session of this pytest process, which was just made.
 

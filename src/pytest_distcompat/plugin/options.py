@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,9 @@ class Option:
     @property
     def names(self) -> tuple[str, ...]:
         """The ini keys that set the option, its own first."""
-        return (self.name, f"distcompat_{self.alias}") if self.alias else (self.name,)
+        if not self.alias:
+            return (self.name,)
+        return (self.name, f"distcompat_{self.alias}")
 
     @property
     def flag(self) -> str:
@@ -59,7 +61,7 @@ class Option:
     @property
     def flags(self) -> tuple[str, ...]:
         """All names of the option on the command line, its own first."""
-        return tuple(map(_flag, self.names))
+        return tuple([_flag(name) for name in self.names])
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,12 @@ class Setting:
     origin: str
 
 
+# Parsers: each returns the value of an option's text, or raises UsageProblem with the allowed values.
+
+
 def _choice(*allowed: str) -> Callable[[str], str]:
+    """Return a parser for one of these words."""
+
     def read(text: str) -> str:
         if text not in allowed:
             raise UsageProblem(f"no such value: {text!r}. Known: {', '.join(allowed)}.")
@@ -81,6 +88,8 @@ def _choice(*allowed: str) -> Callable[[str], str]:
 
 
 def _count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int | str]:
+    """Return a parser for a whole number of at least ``least``, or one of the keywords."""
+
     def read(text: str) -> int | str:
         if text in keywords:
             return text
@@ -88,7 +97,7 @@ def _count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int
         if text.isdecimal() and (len(text) > len(str(LARGEST_COUNT)) or int(text) > LARGEST_COUNT):
             raise UsageProblem(f"{text[:20]!r} is too large: expected at most {LARGEST_COUNT}.")
         if not text.isdecimal() or int(text) < least:
-            also = "".join(f", or {keyword!r}" for keyword in keywords)
+            also = "".join([f", or {keyword!r}" for keyword in keywords])
             raise UsageProblem(f"{text!r} is not right: expected a whole number of at least {least}{also}.")
         return int(text)
 
@@ -96,6 +105,8 @@ def _count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int
 
 
 def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return a parser for a number that fits; ``expected`` says in words which do."""
+
     def read(text: str) -> float:
         try:
             number = float(text)
@@ -119,13 +130,23 @@ def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
         from pytest_distcompat.precisions import PRECISIONS
         from pytest_distcompat.strategies import STRATEGIES
 
-        get = {"strategies": STRATEGIES.get, "precisions": PRECISIONS.get, "drivers": find_driver}[registry]
-        names = tuple(dict.fromkeys(text.replace(",", " ").split()))
+        # Each raises UsageProblem for a name that is not known.
+        find: Mapping[str, Callable[[str], object]] = {
+            "strategies": STRATEGIES.get,
+            "precisions": PRECISIONS.get,
+            "drivers": find_driver,
+        }
+        names = _split(text)
         for name in names:
-            get(name)
-        return names
+            find[registry](name)
+        return tuple(dict.fromkeys(names))
 
     return read
+
+
+def _split(text: str) -> list[str]:
+    """Return the words of a list, which commas or white space separate."""
+    return text.replace(",", " ").split()
 
 
 def _executor(text: str) -> str:
@@ -170,19 +191,30 @@ def _known(text: str, base: Path) -> Any:
     """Return the issues of all files in the list."""
     from pytest_distcompat.known import read_file
 
-    return tuple(issue for name in text.replace(",", " ").split() for issue in read_file(base / name))
+    issues: list[Any] = []
+    for name in _split(text):
+        issues += read_file(base / name)
+    return tuple(issues)
+
+
+_positive = _number("a number above 0, as 0.9", lambda number: 0 < number < math.inf)
 
 
 def _part(text: str) -> float:
     """Return a number above 0, or 0 for an empty text: no limit."""
-    return _number("a number above 0, as 0.9", lambda number: 0 < number < math.inf)(text) if text else 0.0
+    if not text:
+        return 0.0
+    return _positive(text)
 
 
 def _report(text: str, base: Path) -> tuple[Path, ...]:
     """Return the paths of report files, one for each line."""
     from pytest_distcompat.report.write import FORMATS
 
-    paths = tuple(base / line.strip() for line in dict.fromkeys(text.splitlines()) if line.strip())
+    paths = []
+    for line in dict.fromkeys(text.splitlines()):
+        if line.strip():
+            paths.append(base / line.strip())
     for path in paths:
         if path.suffix not in FORMATS:
             raise UsageProblem(f"{str(path)!r}: the suffix says the format. Known: {', '.join(FORMATS)}.")
@@ -190,11 +222,14 @@ def _report(text: str, base: Path) -> tuple[Path, ...]:
             raise UsageProblem(f"{str(path)!r}: there is no directory {path.absolute().parent}.")
         if path.is_dir():
             raise UsageProblem(f"{str(path)!r} is a directory; expected a file.")
-    return paths
+    return tuple(paths)
 
 
 def _baseline(text: str, base: Path) -> Any:
-    return _read_report((base / text).absolute()) if text else None
+    """Return the report that the session is compared with; None for an empty text."""
+    if not text:
+        return None
+    return _read_report((base / text).absolute())
 
 
 @functools.cache
@@ -449,21 +484,31 @@ def setting(config: pytest.Config, name: str) -> Setting:
     Raises:
         pytest.UsageError: The value is wrong; the message names the allowed ones.
     """
-    option, given = options_of(config)[name], config.getoption(name)
+    option = options_of(config)[name]
+    given = config.getoption(name)
     ini = _in_file(config, option)
     # An empty value on the command line overrides the file too: no baseline this time, or an unset shell variable.
     if given is not None:
         # A conftest may have set it to another type.
-        text, origin, where = "\n".join(given) if option.repeated else str(given), "option", option.flag
+        text = "\n".join(given) if option.repeated else str(given)
+        origin = "option"
+        where = option.flag
     elif ini:
-        text, origin, where = str(ini), "ini", f"ini {name}"
+        text = str(ini)
+        origin = "ini"
+        where = f"ini {name}"
     else:
-        text, origin, where = option.default, "default", name
-    files = (_base(config, origin),) if option.metavar.startswith("FILE") else ()
+        text = option.default
+        origin = "default"
+        where = name
     try:
-        return Setting(option.read(text, *files), ", ".join(text.split("\n")), origin)
+        if option.metavar.startswith("FILE"):
+            value = option.read(text, _base(config, origin))
+        else:
+            value = option.read(text)
     except UsageProblem as problem:
         raise pytest.UsageError(f"{where}: {problem}") from None
+    return Setting(value, ", ".join(text.split("\n")), origin)
 
 
 def _base(config: pytest.Config, origin: str) -> Path:
@@ -474,7 +519,9 @@ def _base(config: pytest.Config, origin: str) -> Path:
     """
     file = config.inipath if origin == "ini" else None
     # Relative paths stay relative where possible: messages show them as they were written.
-    return Path() if file is None or file.parent == config.invocation_params.dir else file.parent
+    if file is None or file.parent == config.invocation_params.dir:
+        return Path()
+    return file.parent
 
 
 def given(config: pytest.Config) -> Sequence[str]:

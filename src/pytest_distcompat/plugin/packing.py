@@ -1,4 +1,4 @@
-"""Packing of tests on devices: how many ranks each needs, and the order under xdist.
+"""Packing of tests on devices: how many ranks and nodes each needs, and the order under xdist.
 
 The workers collect, the controller hands out. So the workers write into the session's store how many ranks each test needs,
 and the controller plans the order, from durations of earlier sessions. No worker's list of tests is reordered: xdist requires
@@ -7,12 +7,13 @@ that all workers have the same one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import pytest
 
-from pytest_distcompat.plugin.marked.declare import mark_of, scope_of, world_size_of
+from pytest_distcompat.cell import uneven
+from pytest_distcompat.plugin.marked.declare import mark_of, nodes_of, scope_of, world_size_of
 from pytest_distcompat.plugin.selection import case_of, cell_name
 from pytest_distcompat.plugin.session import DistcompatSession
 
@@ -35,6 +36,30 @@ class Demands:
     items: Mapping[str, str]
     world_sizes: Mapping[str, int]
     ordered: bool
+
+
+def note_nodes(session: DistcompatSession, items: Iterable[pytest.Item]) -> None:
+    """Note in the session over how many nodes a test of it is spread at most, and whether one needs a directory of all nodes."""
+    for item in items:
+        mark = mark_of(item)
+        case = case_of(item)
+        if mark is not None:
+            # Each rank writes for itself, but for what it puts into the fixture ``shared_dir``.
+            world_size = world_size_of(item, mark, session)
+            nodes = nodes_of(mark, session)
+            shares = "shared_dir" in getattr(item, "fixturenames", ())
+        elif case is not None:
+            # Runs of a suite go on from one another's files, unless its checkpoints are those of single nodes.
+            world_size = case.cell.world_size
+            nodes = case.cell.nodes
+            shares = not (case.cell.per_node and nodes > 1)
+        else:
+            continue
+        if uneven(world_size, nodes):
+            continue
+        session.nodes = max(session.nodes, nodes)
+        if shares and (nodes > 1 or session.worker_nodes > 0):
+            session.shares = True
 
 
 def write_demands(session: DistcompatSession, collected: Sequence[pytest.Item], items: Sequence[pytest.Item]) -> None:

@@ -17,17 +17,12 @@ ON_RANK: pytest.StashKey[bool] = pytest.StashKey()
 STARTS_RANKS: pytest.StashKey[bool] = pytest.StashKey()
 WORLD: pytest.StashKey[World] = pytest.StashKey()
 SHARED: pytest.StashKey[Path] = pytest.StashKey()
-#: Variables that torchrun, accelerate, deepspeed and composer's launcher all set for a rank.
-_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: Set on a rank for the processes that it starts: they inherit the variables, and are no ranks.
-_HIDDEN = "DISTCOMPAT_INSIDE"
-
-
-def is_rank() -> bool:
-    """Tell whether a launcher started this process as one of several ranks."""
-    return all(name in os.environ for name in _VARIABLES) and _HIDDEN not in os.environ
+#: Set in the configuration of a rank that collects the tests it runs; any other runs the item of its request.
+COLLECTS: pytest.StashKey[bool] = pytest.StashKey()
+#: Set on a rank for the processes that it starts: they inherit a launcher's variables, and are no ranks.
+HIDDEN = "DISTCOMPAT_INSIDE"
 
 
 def hide_from_children() -> None:
     """Have the processes that this one starts not take themselves for ranks."""
-    os.environ[_HIDDEN] = "1"
+    os.environ[HIDDEN] = "1"

@@ -18,18 +18,18 @@ from typing import Any, Literal
 import pytest
 
 from pytest_distcompat import clock
+from pytest_distcompat.ext.inside.agreement import POSTPONED, impose
+from pytest_distcompat.ext.inside.lockstep import Gone, Lockstep
+from pytest_distcompat.ext.inside.termination import Termination
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.declared import apply_known_issues, declared_of
-from pytest_distcompat.plugin.inside import launched
-from pytest_distcompat.plugin.inside.agreement import POSTPONED, impose
-from pytest_distcompat.plugin.inside.launched import ON_RANK, SHARED, WORLD
-from pytest_distcompat.plugin.inside.lockstep import Gone, Lockstep
-from pytest_distcompat.plugin.inside.rank_session import OF_RANK_ZERO
-from pytest_distcompat.plugin.inside.termination import Termination
 from pytest_distcompat.plugin.marked.declare import cell_of, mark_of
 from pytest_distcompat.plugin.marked.outcome import Outcome
 from pytest_distcompat.plugin.marked.phase import LOST, Phases, mark_exception, name_of
 from pytest_distcompat.plugin.marked.run import TIME_LIMIT
+from pytest_distcompat.plugin.on_ranks import launched
+from pytest_distcompat.plugin.on_ranks.launched import COLLECTS, ON_RANK, SHARED, WORLD
+from pytest_distcompat.plugin.on_ranks.rank_session import OF_RANK_ZERO
 from pytest_distcompat.plugin.session import DistcompatSession, session_basetemp
 from pytest_distcompat.world import World
 
@@ -47,7 +47,7 @@ _DIFFERENCES_SHOWN = 5
 
 def enter(config: pytest.Config) -> None:
     """Set this pytest up as a rank of the launch. Raises pytest.UsageError under xdist."""
-    config.stash[ON_RANK] = True
+    config.stash[ON_RANK] = config.stash[COLLECTS] = True
     session = session_of(config)
     launched.hide_from_children()
     if getattr(config.option, "dist", "no") != "no" or hasattr(config, "workerinput"):
@@ -64,7 +64,7 @@ def enter(config: pytest.Config) -> None:
         if config.option.basetemp:
             # pytest empties the directory: each rank needs its own.
             config.option.basetemp = f"{config.option.basetemp}-rank{world.rank}"
-    config.pluginmanager.register(Inside(session, world), "distcompat-inside")
+    config.pluginmanager.register(Inside(session, world), "distcompat-inside-rank")
     config.pluginmanager.register(declared_of(session), "distcompat-declared")
 
 

@@ -23,10 +23,10 @@ import pytest
 
 from pytest_distcompat import clock, decode
 from pytest_distcompat.events import Done, Error, Event, Excused, Resumed, of_kind
-from pytest_distcompat.plugin.inside import launched
-from pytest_distcompat.plugin.inside.launched import ON_RANK, SHARED, WORLD
-from pytest_distcompat.plugin.inside.rank_output import capturing, fault_handler, no_terminal
 from pytest_distcompat.plugin.marked.phase import Phase, Phases, mark_exception
+from pytest_distcompat.plugin.on_ranks import launched
+from pytest_distcompat.plugin.on_ranks.launched import ON_RANK, SHARED, WORLD
+from pytest_distcompat.plugin.on_ranks.rank_output import capturing, fault_handler, no_terminal
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
