@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-#: How the action begins that is a call of the live trainer.
+#: How the action of a walk begins that is a call of the live trainer.
 CALL = "call "
 #: How that of its reference begins.
 REFERENCE_CALL = "reference "

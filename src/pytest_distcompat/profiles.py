@@ -144,8 +144,8 @@ def cells(
     }
     added = find_added(profile)
     if added is not None:
-        strategies = dict.fromkeys(strategy for strategy, _precision in selection.claimed)
-        return added.cells(driver, list(strategies), selection.world_size)
+        claimed_strategies = dict.fromkeys(strategy for strategy, _ in selection.claimed)
+        return added.cells(driver, list(claimed_strategies), selection.world_size)
     selected = selectors.get(profile, _full)(selection)
     if profile == "default":
         return list(selected)
@@ -297,7 +297,7 @@ def _full(selection: _Selection) -> Iterator[Cell]:
     yield from selection.own
 
 
-def option_choices(driver: type[Driver], names: Iterable[str] = tuple(OPTIONS)) -> list[Choice]:
+def option_choices(driver: type[Driver], names: Iterable[str] = OPTIONS) -> list[Choice]:
     """Return no option, then each value, except defaults, of each of these options that the driver supports."""
     choices: list[Choice] = [None]
     for name in names:

@@ -122,7 +122,8 @@ class UnwrappedInfo:
     ``products`` counts the modules that multiply by a matrix, None where they were not counted. ``obeyed`` are the options of a
     cell that the driver supports: only for these does a check know what the trainer was configured with. ``written_names`` may be
     in files in place of the model's own names. ``evaluating`` are the names of modules in evaluation mode,
-    ``noncontiguous`` those of parameters whose elements lie in another order in memory than in the tensor.
+    ``noncontiguous`` those of parameters whose elements lie in another order in memory than in the tensor. ``mean`` is what
+    the driver says that gradients are means over.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -138,6 +139,7 @@ class UnwrappedInfo:
     written_names: tuple[str, ...] = ()
     evaluating: tuple[str, ...] = ()
     noncontiguous: tuple[str, ...] = ()
+    mean: str = ""
 
 
 @dataclass(frozen=True)
@@ -331,6 +333,39 @@ class Loader:
 
 
 @dataclass(frozen=True)
+class ExtraState:
+    """Expectations of a state beside model and optimizer: an average of the weights, the place in the data, a curriculum.
+
+    Attributes:
+        changes: It changes within the first three steps.
+        alike: All ranks have the same. Shards of a DTensor are compared where ranks hold the same part.
+        comes_back: A checkpoint brings it back.
+    """
+
+    changes: bool = True
+    alike: bool = True
+    comes_back: bool = True
+
+
+@dataclass(frozen=True)
+class ExtraStateInfo:
+    """Values of one such state on one rank, by their place in it: texts of numbers, digests of tensors.
+
+    ``rounded`` are numbers with a fraction, which computing the same in another order may change.
+    """
+
+    name: str
+    expected: ExtraState
+    exact: Mapping[str, str]
+    rounded: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def values(self) -> Mapping[str, str]:
+        """Return all values."""
+        return {**self.exact, **self.rounded}
+
+
+@dataclass(frozen=True)
 class RowsInfo:
     """Rows that one loader gave this rank, by epoch and batch, from batch ``done`` of that epoch on."""
 
@@ -339,6 +374,30 @@ class RowsInfo:
     done: int
     expected: Loader
     epochs: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class RowWeight:
+    """How many tokens of a row are trained on, and the weight of each of them in the gradients of this rank."""
+
+    tokens: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """Weights of the rows of one micro-batch that have tokens to train on.
+
+    They are not ``known`` of a loss that is no cross-entropy, or that weights the tokens of a row.
+    """
+
+    rows: tuple[RowWeight, ...]
+    known: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens are trained on."""
+        return sum(row.tokens for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -402,6 +461,8 @@ class Snapshot:
     evaluating: tuple[str, ...] = ()
     #: What its modules dropped.
     dropouts: tuple[DropoutInfo, ...] = ()
+    #: The weights of tokens in the gradients of each micro-batch, in the first steps of a run.
+    token_weights: tuple[TokenWeights, ...] = ()
     #: A sample of what the model computes on a fixed batch.
     outputs: tuple[float, ...] = ()
 
@@ -419,6 +480,8 @@ class Snapshot:
     optimizer: OptimizerInfo | None = None
     #: A digest of the state of the learning rate scheduler.
     scheduler: str = ""
+    #: The states that the driver names in ``extra_state``.
+    extra: tuple[ExtraStateInfo, ...] = ()
 
     # What was seen inside a step.
 

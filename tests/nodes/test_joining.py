@@ -12,7 +12,7 @@ import pytest
 
 from pytest_distcompat import clock
 from pytest_distcompat.executors import Executor
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.reused_ranks import Reuse

@@ -181,6 +181,7 @@ class DeepSpeedDriver(TinyDriver):
         Source("initialize", "deepspeed.initialize", ("zero2", "zero3")),
         Source("save_checkpoint", "deepspeed.DeepSpeedEngine.save_checkpoint", ("zero2", "zero3")),
         Source("load_checkpoint", "deepspeed.DeepSpeedEngine.load_checkpoint", ("zero2", "zero3")),
+        Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("zero2", "zero3")),
         Source("AdamW", "torch.optim.AdamW", ("zero2", "zero3")),
     )
     libraries: ClassVar[tuple[str, ...]] = ("deepspeed", "torch")
@@ -237,7 +238,7 @@ class DeepSpeedDriver(TinyDriver):
         if self.precision.float8:
             self.raw = _options.in_8_bits(model, self.world.device)
         if self.cell.option("activation_checkpointing"):
-            _options.recompute_by_model(self.raw, self.wrap_spec.block_modules(self.raw))
+            _options.recompute_by_model(self.raw, self.wrap_spec.block_modules(self.raw), self.cell)
         if self.cell.option("meta_init"):
             # Parameters are partitioned one by one; the whole model need not fit into one rank's memory.
             deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)

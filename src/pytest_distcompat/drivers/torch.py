@@ -219,6 +219,7 @@ class TorchDriver(TinyDriver):
             "StateDictOptions", "torch.distributed.checkpoint.state_dict.StateDictOptions", ("ddp", "fsdp1", "fsdp2")
         ),
         Source("compile", "torch.compile", ("ddp", "fsdp2")),
+        Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "fsdp1", "fsdp2")),
         Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp1", "fsdp2")),
         Source("SGD", "torch.optim.SGD", ("ddp", "fsdp1", "fsdp2")),
         Source("Adafactor", "torch.optim.Adafactor", ("ddp", "fsdp2")),
@@ -335,9 +336,8 @@ class TorchDriver(TinyDriver):
 
         def prepare(model: Module) -> None:
             blocks = self.wrap_spec.block_modules(model)
-            recompute = self.cell.option("activation_checkpointing")
-            if recompute:
-                _options.recompute(model, blocks, recompute)
+            if self.cell.option("activation_checkpointing"):
+                _options.recompute(model, blocks, self.cell)
             if by_block:
                 _options.compile_blocks(mode, blocks)
 

@@ -28,7 +28,8 @@ from pytest_distcompat.probe.blocks import is_a, multiplies
 from pytest_distcompat.probe.layouts import secondary_ranks
 from pytest_distcompat.probe.optimizer import numbers_of, read_gradients
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype, valueless
-from pytest_distcompat.trace import WITHOUT_GRADIENT, CollectiveInfo, DropoutInfo, StepInfo
+from pytest_distcompat.probe.weights import logits_of, read_weights
+from pytest_distcompat.trace import WITHOUT_GRADIENT, CollectiveInfo, DropoutInfo, StepInfo, TokenWeights
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -75,6 +76,7 @@ class Observer:
         #: The names of modules in evaluation mode in a forward whose gradients are wanted.
         self.evaluating: set[str] = set()
         self.dropouts: list[DropoutInfo] = []
+        self.token_weights: list[TokenWeights] = []
         self.float8 = 0
         self.recomputed: Counter[str] = Counter()
         #: Whether the model's own forward is going on, and how many forwards of blocks and what is in them.
@@ -105,6 +107,7 @@ class Observer:
         self._attached.update(dict.fromkeys(model.modules()))
         self.attach_to_layers(model)
         model.register_forward_pre_hook(Hook(self.record_inputs), with_kwargs=True)
+        model.register_forward_hook(Hook(self._guarded("what a model returned", self._await_gradient)))
 
     def attach_to_built(self, model: Module) -> None:
         """Register hooks on layers that a trainer has put in the place of the given ones.
@@ -169,6 +172,21 @@ class Observer:
             for name, part in module.named_modules():
                 if not part.training:
                     self.evaluating.add(name)
+
+    def _await_gradient(self, _module: Module, _inputs: Any, output: Any) -> None:
+        """Have the weights of tokens recorded once the gradient of the model's logits is there, in the first steps."""
+        if torch.compiler.is_compiling() or not (self.active and torch.is_grad_enabled() and self.trainer()[2]):
+            return
+        logits = logits_of(output)
+        if logits is None:
+            return
+        values = logits.detach()
+
+        def record(gradient: torch.Tensor) -> None:
+            with self.aside():
+                self.token_weights.append(read_weights(values, gradient))
+
+        logits.register_hook(self._guarded("the gradient of logits", record))  # type: ignore[no-untyped-call]  # torch
 
     @contextlib.contextmanager
     def recording_operators(self) -> Iterator[None]:
@@ -248,6 +266,7 @@ class Observer:
         self.inputs.clear()
         self.evaluating.clear()
         self.dropouts.clear()
+        self.token_weights.clear()
         self._reached.update(dict.fromkeys(self._reached, False))
         self.float8 = 0
         self.recomputed.clear()
@@ -278,6 +297,7 @@ class Observer:
             "inputs": tuple(self.inputs),
             "evaluating": tuple(sorted(self.evaluating)),
             "dropouts": tuple(self.dropouts),
+            "token_weights": tuple(self.token_weights),
             "float8": self.float8,
             "recomputed": dict(self.recomputed),
         }

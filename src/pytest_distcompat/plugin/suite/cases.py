@@ -24,16 +24,15 @@ from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
 from pytest_distcompat.judge import NO_VALUES, declaration, skipped
 from pytest_distcompat.known import concerned
-from pytest_distcompat.launch.ending import name_ranks
 from pytest_distcompat.launch.files import written
+from pytest_distcompat.launch.forensics.ending import name_ranks
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
 from pytest_distcompat.plugin.declared import declared_of, take_xfail_from_hard
 from pytest_distcompat.plugin.marked.outcome import disagreement
 from pytest_distcompat.plugin.marked.phase import SECTION_CHARACTERS
 from pytest_distcompat.plugin.reporting.representation import represent
 from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
-from pytest_distcompat.plugin.selection import case_of, cell_name, strip_group
+from pytest_distcompat.plugin.selection import case_of, cell_name
 from pytest_distcompat.plugin.session import LEFT_OUT, SESSION, DistcompatSession
 from pytest_distcompat.plugin.shard import FILE as SHARDS
 from pytest_distcompat.plugin.shard import ORDINARY, Shard, divide
@@ -478,13 +477,14 @@ class BoundCase:
     def __call__(self) -> None:
         """Run the case; return if its verdict is a success, or skip, or xfail. Any other verdict is raised, see FAILURES."""
         __tracebackhide__ = True
-        verdict, command = self._verdict()
+        session = self.item.config.stash[SESSION]
+        verdict, command = self._verdict(session)
         verdict = dataclasses.replace(
             verdict,
             suite=self.case.suite.__name__,
             driver=self.case.suite.driver,
-            nodeid=strip_group(self.item.config, self.item.nodeid),
-            reproduce=self.item.config.stash[SESSION].reproduce(self.item),
+            nodeid=session.nodeid_of(self.item),
+            reproduce=session.reproduce(self.item),
         )
         self.item.stash[VERDICT] = {
             "verdict": verdict.to_json(),
@@ -500,16 +500,15 @@ class BoundCase:
             failure = FAILURES.get(verdict.status, Incompatible)
             raise failure(self._text(verdict, command))
 
-    def _verdict(self) -> tuple[Verdict, str]:
+    def _verdict(self, session: DistcompatSession) -> tuple[Verdict, str]:
         """Run the case; return its verdict, and the command that repeats the run which ended early, else the last run."""
         case = self.case
-        session = self.item.config.stash[SESSION]
         driver = find_driver(case.suite.driver)
         reason = why_not_run(case, session) or session.over_budget(case.suite.driver, case.cell)
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
         session.runner.started.clear()
-        known = session.known_of(concerned(driver), strip_group(self.item.config, self.item.nodeid))
+        known = session.known_of(concerned(driver), session.nodeid_of(self.item))
         # The suite's own expectations come first.
         expected = [*case.suite.expect]
         for issue in known:
@@ -530,7 +529,7 @@ class BoundCase:
             message=trace.name_nodes(verdict.message),
         )
         rank_that_raised = end.rank if end is not None and end.kind == "raised" else None
-        self.item.stash[FAILED_RUN] = FailedRun(command, rank_that_raised)
+        session.note_failed_run(self.item, command, rank_that_raised)
         scenario = case.check.runs(case.cell, driver)
         self._show_output(session, session.runner.directories(case.suite.driver, case.cell, scenario), verdict)
         return verdict, command
@@ -541,7 +540,7 @@ class BoundCase:
         # A check with a limit measures a number, which differs from run to run.
         # Cold torchrun starts all ranks on this machine.
         can_verify = not case.check.limit and case.cell.nodes == 1
-        if not can_verify or not session.verifies(strip_group(self.item.config, self.item.nodeid)):
+        if not can_verify or not session.verifies(session.nodeid_of(self.item)):
             return verdict
         cold, _ = run_check(session.cold_runner, case.suite.driver, case.cell, case.check, expected)
         if cold.status == verdict.status:
