@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.plugin.options import Option
     from pytest_distcompat.plugin.session import DistcompatSession
     from pytest_distcompat.report.document import Report
+    from pytest_distcompat.substitute import Substitute
     from pytest_distcompat.suite import CompatSuite
 
 
@@ -48,6 +49,11 @@ def pytest_distcompat_session(session: DistcompatSession) -> None:
     It is made for the first distributed test that is collected, or for an option of the plugin. Other hooks may be registered
     here, in ``session.config.pluginmanager``: a pytest without distributed tests then has none of them.
     """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_distcompat_substitute(session: DistcompatSession) -> Substitute | None:
+    """Return what takes the place of ranks; None for ranks."""
 
 
 @pytest.hookspec

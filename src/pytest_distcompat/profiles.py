@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -308,30 +307,3 @@ def _pairwise(
     factors = [list(dict.fromkeys(names)) for names in zip(*claimed, strict=True)]
     for row in make([*factors, model_choices, training_choices], constraints=[constraint]):
         yield _cell(driver, row[0], row[1], world_size, row[2], row[3])
-
-
-#: The checks that need no values.
-OF_SIMULATIONS = ("active", "names", "dtypes", "units", "memory")
-#: The options beside which FSDP2 was simulated.
-_SIMULATED_OPTIONS = frozenset(
-    {"model", "dp_replicate", "tp", "sp", "reshard_after_forward", "activation_checkpointing", "state_dict", "frozen"}
-    | {"param_groups", "reduce_dtype", "float32_norms"}
-)
-
-
-def resized(cells: Iterable[Cell], size: int) -> list[Cell]:
-    """Return the cells for so many ranks, each once. Raises UsageProblem if so many cannot form the mesh of one."""
-    try:
-        return list(dict.fromkeys(dataclasses.replace(cell, world_size=size) for cell in cells))
-    except ValueError as error:
-        raise UsageProblem(f"--distcompat-simulate {size}: {error}") from None
-
-
-def not_simulated(driver: type[Driver], cell: Cell) -> str | None:
-    """Return why a cell cannot be simulated; None if it can."""
-    if cell.strategy != "fsdp2":
-        return f"{cell.strategy} needs values and peers; FSDP2, with replicas and tensor parallelism, can be simulated"
-    if {*driver.libraries} - {"torch"}:
-        return f"{' and '.join(driver.libraries)} reads values at build; drivers of plain torch can be simulated"
-    others = [name for name, _ in cell.options if name not in _SIMULATED_OPTIONS]
-    return f"option {others[0]!r} needs values, or was not simulated yet" if others else None

@@ -91,10 +91,8 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     from pytest_distcompat.cell import OPTIONS
 
     session = session_of(config)
-    if session.simulated:
-        return [
-            f"distcompat: simulated: {session.simulated} ranks, of which those that differ are simulated; no values are computed"
-        ]
+    if session.substitute is not None:
+        return [f"distcompat: {session.substitute.title}"]
     origin = session.setting("world_size").origin
     launcher = session.setting("launcher").value
     limit = f"time limit {session.timeout:g} s ({session.setting('timeout').origin})"

@@ -87,7 +87,7 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return read
 
 
-def _count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int | str]:
+def count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int | str]:
     """Return a parser for a whole number of at least ``least``, or one of the keywords."""
 
     def read(text: str) -> int | str:
@@ -246,30 +246,23 @@ _ALL = (
         "gpus",
         "N|auto|0",
         "auto",
-        _count(least=0, keywords=("auto",)),
+        count(least=0, keywords=("auto",)),
         "Use N of the visible GPUs; more than there are is an error. auto: all, or the CPU where there are none. 0: the CPU.",
     ),
     Option(
         "world_size",
         "N",
         "auto",
-        _count(least=1, keywords=("auto",)),
+        count(least=1, keywords=("auto",)),
         "Start N ranks where a test does not say how many. auto: one a GPU, 2 on the CPU.",
     ),
     Option(
         "ranks_per_gpu",
         "N|auto",
         "auto",
-        _count(least=1, keywords=("auto",)),
+        count(least=1, keywords=("auto",)),
         "Let up to N ranks share a GPU, above 1 those of several runs too. auto: 2 of a run on one GPU if NCCL can, else 1.",
         alias="oversubscribe",
-    ),
-    Option(
-        "simulate",
-        "N",
-        "0",
-        _count(least=0),
-        "Run no ranks: simulate each cell of a suite as N ranks, without values (default: 0, run them).",
     ),
     Option(
         "strategies",
@@ -354,7 +347,7 @@ _ALL = (
         "reuse_limit",
         "N",
         "100",
-        _count(least=1),
+        count(least=1),
         "Start new ranks after so many tests, where ranks are reused (default: 100).",
     ),
     Option(
@@ -383,14 +376,14 @@ _ALL = (
         "nodes",
         "N",
         "1",
-        _count(least=1),
+        count(least=1),
         "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
     ),
     Option(
         "worker_nodes",
         "N",
         "0",
-        _count(least=0),
+        count(least=0),
         "Deal the workers of xdist (-n) out over N nodes: each has its runs, of one node, there (default: 0, all here).",
     ),
     Option(

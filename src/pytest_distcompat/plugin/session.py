@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.lease import Inventory, Pool
     from pytest_distcompat.nodes.launcher import NodesLauncher
     from pytest_distcompat.runner import Runner
+    from pytest_distcompat.substitute import Substitute
 
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
 
@@ -83,7 +84,7 @@ class DistcompatSession:
     def gpus(self) -> int:
         """The number of GPUs to use. Raises pytest.UsageError for more than are visible."""
         requested = self.setting("gpus")
-        if requested.value == 0 or self.simulated:
+        if requested.value == 0 or self.substitute is not None:
             return 0
         visible = devices.visible_gpus()
         if requested.value == "auto":
@@ -96,10 +97,11 @@ class DistcompatSession:
             )
         return int(requested.value)
 
-    @property
-    def simulated(self) -> int:
-        """The number of ranks that a simulation has; 0 for real ranks."""
-        return int(self.setting("simulate").value)
+    @functools.cached_property
+    def substitute(self) -> Substitute | None:
+        """What takes the place of ranks, as a simulation; None for ranks."""
+        chosen: Substitute | None = self.config.hook.pytest_distcompat_substitute(session=self)
+        return chosen
 
     @functools.cached_property
     def last_report(self) -> Report | None:
@@ -154,8 +156,8 @@ class DistcompatSession:
     @functools.cached_property
     def world_size(self) -> int:
         """The number of ranks of tests that do not set one. Raises pytest.UsageError if there are not enough GPUs for it."""
-        if self.simulated:
-            return self.simulated
+        if self.substitute is not None:
+            return self.substitute.world_size
         requested = self.setting("world_size")
         if requested.value == "auto":
             if self.gpus == 1 and self.ranks_each > 1 and self.nccl_takes_shared_ranks:
@@ -257,7 +259,6 @@ class DistcompatSession:
         """The launcher of this process. Raises UsageProblem in a fork of the process that made the session."""
         from pytest_distcompat.launch.hosting import LAUNCHERS
         from pytest_distcompat.launch.request import Warmth, import_path
-        from pytest_distcompat.launch.simulated import SimulatingLauncher
         from pytest_distcompat.leased import LeasedLauncher
 
         if os.getpid() != self._process:
@@ -270,8 +271,8 @@ class DistcompatSession:
                 own = rank_session.own_files(self.config)
             modules, limit = self._preloaded(), float(self.setting("warm_timeout").value)
             warmth = Warmth(modules, call, payload, path=import_path(), own=own, timeout=limit)
-            if self.simulated:
-                self._launcher = SimulatingLauncher()
+            if self.substitute is not None:
+                self._launcher = self.substitute.launcher()
                 return self._launcher
             kind: Any = LAUNCHERS[self.setting("launcher").value]
             self._launcher = LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
