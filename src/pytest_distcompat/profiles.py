@@ -147,8 +147,8 @@ def cells(  # noqa: PLR0911 - a return for each profile
         # cells without options.
         return list(dict.fromkeys([*own, *_pairwise(claimed, world_sizes[0], driver, supported)]))
     found = [
-        _cell(driver, *pair, size, choice)
-        for pair, size, choice in itertools.product(claimed, world_sizes, _choices(driver))
+        cell_of(driver, *pair, size, choice)
+        for pair, size, choice in itertools.product(claimed, world_sizes, option_choices(driver))
     ]
     found += _composed(driver, claimed, world_sizes[0], supported)
     return list(dict.fromkeys([*found, *own]))
@@ -218,7 +218,7 @@ def with_set(driver: type[Driver], cell: Cell, text: str, **options: OptionValue
     return Cell.of(cell.strategy, cell.precision, cell.world_size, **{**model, **options, "set": text})
 
 
-def _choices(driver: type[Driver], selects: Callable[[str], bool] = lambda name: True) -> list[Choice]:  # noqa: ARG005
+def option_choices(driver: type[Driver], selects: Callable[[str], bool] = lambda name: True) -> list[Choice]:  # noqa: ARG005
     """Return no option, then each value, except defaults, of each option that the driver supports."""
     found: list[Choice] = [None]
     for name in (name for name in OPTIONS if name in driver.options and selects(name)):
@@ -226,7 +226,8 @@ def _choices(driver: type[Driver], selects: Callable[[str], bool] = lambda name:
     return found
 
 
-def _cell(driver: type[Driver], strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
+def cell_of(driver: type[Driver], strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
+    """Return the cell with these options and those that they need, with at least as many ranks as they need."""
     chosen = dict(choice for choice in choices if choice is not None)
     tokens = [token for name, value in chosen.items() for token in (name, OPTIONS[name].token(value))]
     tokens.append("+".join(chosen))
@@ -255,7 +256,7 @@ def _composed(
     """
     choices = [(name, OPTIONS[name].values[1]) for name in AXES] + [*BESIDE_AXES]
     for strategy, precision in claimed:
-        make = functools.partial(_cell, driver, strategy, precision, world_size)
+        make = functools.partial(cell_of, driver, strategy, precision, world_size)
         able = [choice for choice in choices if choice[0] in driver.options and supported(make(choice))]
         for one, other in itertools.combinations(able, 2):
             if one[0] in AXES:
@@ -290,13 +291,13 @@ def _pairwise(
     except ImportError:
         raise UsageProblem("the profile pairwise needs covertable: pip install 'pytest-distcompat[pairwise]'") from None
 
-    model_choices = _choices(driver, lambda name: name in MODEL_OPTIONS)
-    training_choices = _choices(driver, lambda name: name not in MODEL_OPTIONS)
+    model_choices = option_choices(driver, lambda name: name in MODEL_OPTIONS)
+    training_choices = option_choices(driver, lambda name: name not in MODEL_OPTIONS)
 
     @functools.cache
     def possible(strategy: str, precision: str, *choices: Choice) -> bool:
         # Cached: covertable calls it often, and a driver looks for the libraries that it needs.
-        cell = _cell(driver, strategy, precision, world_size, *choices)
+        cell = cell_of(driver, strategy, precision, world_size, *choices)
         return (strategy, precision) in claimed and supported(cell)
 
     constraint = {
@@ -306,4 +307,4 @@ def _pairwise(
     }
     factors = [list(dict.fromkeys(names)) for names in zip(*claimed, strict=True)]
     for row in make([*factors, model_choices, training_choices], constraints=[constraint]):
-        yield _cell(driver, row[0], row[1], world_size, row[2], row[3])
+        yield cell_of(driver, row[0], row[1], world_size, row[2], row[3])

@@ -77,7 +77,8 @@ class ParameterInfo:
     ``kind`` is ``Tensor``, ``DTensor``, ``FSDP1 shard``, ``FlatParameter`` or ``ZeRO-3``; ``shape`` the global shape,
     ``local_numel`` what this rank stores of it, ``dtype`` that of the local storage. ``held`` says how many entries of
     the optimizer's param_groups are this very tensor, or None where the optimizer holds flat copies (ZeRO). ``persistent`` tells
-    of a buffer of the unwrapped model whether it is saved.
+    of a buffer of the unwrapped model whether it is saved. ``rounded`` is the digest of a tensor of the unwrapped model in the
+    dtype in which the precision computes, empty where that is no other one.
     """
 
     name: str
@@ -90,6 +91,7 @@ class ParameterInfo:
     digest: str = ""
     held: int | None = None
     persistent: bool = False
+    rounded: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class UnwrappedInfo:
     ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored_modules`` to stay whole; 8 bits are for ``linears``.
     ``products`` counts the modules that multiply by a matrix, None where they were not counted. ``obeyed`` are the options of a
     cell that the driver supports: only for these does a check know what the trainer was configured with. ``written_names`` may be
-    in files in place of the model's own names.
+    in files in place of the model's own names. ``evaluating`` are the names of modules in evaluation mode,
+    ``noncontiguous`` those of parameters whose elements lie in another order in memory than in the tensor.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -113,6 +116,8 @@ class UnwrappedInfo:
     products: int | None = None
     obeyed: tuple[str, ...] = ()
     written_names: tuple[str, ...] = ()
+    evaluating: tuple[str, ...] = ()
+    noncontiguous: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -351,14 +356,15 @@ class Snapshot:
     #: How many tokens, or samples, this rank learned from.
     tokens: int = 0
 
-    # How a step was computed. These are recorded in the third step of a training, or in its last if it has fewer; with gradient
-    # accumulation in every step; never in a training that resumes from a checkpoint. So are ``tokens`` and ``collectives``.
+    # How a step was computed. ``float8``, ``recomputed`` and ``collectives`` are recorded in the third step of a training, or in
+    # its last if it has fewer; with gradient accumulation in every step; and never in a training that resumes from a checkpoint.
 
     #: The number of tensors made in 8 bits.
     float8: int = 0
-    #: Where activations are to be recomputed: how often blocks ran each operator in the forward pass, and ``again`` after it.
+    #: Where activations are to be recomputed: how many operators of each kind blocks ran in the forward pass, and how many after
+    #: it, as ``KIND again``.
     recomputed: Mapping[str, int] = field(default_factory=dict)
-    #: The peak memory in bytes: allocated on the GPU, else resident in the process. Read after each action.
+    #: The peak memory in bytes until then: allocated on the GPU, else resident in the process.
     memory: int = 0
 
     # What the model is fed, and what it computes.

@@ -290,8 +290,9 @@ class Rank:
         from pytest_distcompat.probe.snapshot import read_products
 
         driver = self.driver
+        compute = PRECISIONS.get(driver.cell.precision).compute
         infos: dict[str, Any] = {
-            "unwrapped": read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options),
+            "unwrapped": read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options, compute),
             # Before the trainer is built: what it changes shows against it.
             "products": read_products(driver.world.device),
         }

@@ -143,6 +143,11 @@ EXAMPLES: Mapping[str, Example] = {
             .stepped({"master": ("bfloat16",), "state": ("bfloat16",)}, action="step", nth=2)
         ),
     ),
+    "start": Example(
+        "loads the weights on rank 0 and does not send them",
+        "ddp-fp32-w2",
+        lambda cell: runs_of(cell, "start").parameters({"digest": "3:1"}, only="outlet.weight", action="build", rank=1),
+    ),
     "resume": Example(
         "loads the model and not the optimizer",
         "fsdp2-fp32-w2",

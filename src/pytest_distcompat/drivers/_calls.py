@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -35,6 +36,9 @@ class Calls:
     """
 
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    #: Call -> public method (``module:Class.method``) whose further arguments it passes on. The reference has none of them:
+    #: with such an argument a call does what it does without.
+    passes_on: ClassVar[Mapping[str, str]] = {}
     #: The calls that the trainer does itself, as actions of its plan.
     own: ClassVar[tuple[str, ...]] = ()
     #: Strategy -> code that makes the trainer of ``model``, for the script that shows a walk without this plugin.
@@ -53,7 +57,9 @@ class Calls:
         """Do a call and return its result; one that this class lacks does nothing: the reference has no observers."""
         call = Call.parse(text)
         method = getattr(self, call.name, None)
-        return method(**dict(call.arguments)) if method else None
+        if method is None:
+            return None
+        return method(**_accepted(method, dict(call.arguments)))
 
     def sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002 - for those who override it
         """Return the context of a forward and backward pass, in which gradients are reduced if it is the last one."""
@@ -214,15 +220,22 @@ class Calls:
         return self.directory / "exported"
 
     def written(self, name: str) -> Any:
-        """Return the weights in a file that rank 0 has exported, on rank 0, and remove it before the next one is written."""
+        """Return the weights in a file that rank 0 has exported, or in its parts, and remove these files.
+
+        Returns:
+            The weights by name on rank 0, None on others.
+        """
         import torch
         from safetensors.torch import load_file
 
         if self.ranks[0]:
             return None
         path = self.exports / name
-        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-        path.unlink()
+        paths = sorted(self.exports.glob(f"{path.stem}-*-of-*{path.suffix}")) or [path]
+        found: dict[str, Any] = {}
+        for part in paths:
+            found |= load_file(part) if part.suffix == ".safetensors" else torch.load(part, weights_only=True)
+            part.unlink()
         return found
 
     def outputs(self, context: str = "no_grad") -> Any:
@@ -238,3 +251,11 @@ class Calls:
             self.model.reshard()
         self.model.train(was)
         return found
+
+
+def _accepted(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a method has, all of them if it passes further ones on."""
+    parameters = inspect.signature(method).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}

@@ -224,7 +224,8 @@ class TinyDriver(Driver):
                 parameter.data = parameter.data.to(load)
         if self.cell.option("lora") != "int8":
             return model, None
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        # Once its subpackage of the same name is imported, ``torchao.quantization.quantize_`` is that.
+        from torchao.quantization.quant_api import Int8WeightOnlyConfig, quantize_
 
         linear = torch.nn.Linear
         last = ""

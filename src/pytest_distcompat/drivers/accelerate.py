@@ -106,6 +106,16 @@ class AccelerateCalls(Calls):
         **dict.fromkeys(("zero0", "zero1", "zero2"), _ENGINE),
         "zero3": _ENGINE | NO_SECOND_LOAD,
     }
+    passes_on: ClassVar[Mapping[str, str]] = {
+        name: f"accelerate.accelerator:Accelerator.{method}"
+        for name, method in {
+            "export": "save_model",
+            "gather_for_metrics": "gather_for_metrics",
+            "get_state_dict": "get_state_dict",
+            "save": "save_state",
+            "unwrap_model": "unwrap_model",
+        }.items()
+    }
 
     @property
     def accelerator(self) -> Any:
@@ -139,35 +149,40 @@ class AccelerateCalls(Calls):
         self.trainer.forget_stream()
 
     @observer
-    def save(self) -> None:
+    def save(self, **more: Any) -> None:
         """Save by ``save_state``."""
-        self.accelerator.save_state(str(self.directory))
+        self.accelerator.save_state(str(self.directory), **more)
 
     def load(self, optimizer: bool = True, scheduler: bool = True) -> None:  # noqa: ARG002 - see ``refused``
         """Load by ``load_state``, which passes arguments on to DeepSpeed's ``load_checkpoint``."""
         self.accelerator.load_state(str(self.directory), **{} if optimizer else {"load_optimizer_states": False})
 
     @observer
-    def gather_for_metrics(self) -> Any:
+    def gather_for_metrics(self, **more: Any) -> Any:
         """Evaluate and gather what all ranks found."""
         found = self.outputs()
-        gathered = self.accelerator.gather_for_metrics(found)
+        gathered = self.accelerator.gather_for_metrics(found, **more)
+        if isinstance(gathered, list):
+            # Of objects, which rows of a tensor are, it gives a list.
+            import torch
+
+            gathered = torch.stack(gathered)
         return gathered[: len(found)]
 
     @observer
-    def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+    def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, **more: Any) -> Any:
         """Take all wrappers off."""
-        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper, keep_torch_compile)
+        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper, keep_torch_compile, **more)
 
     @observer
-    def get_state_dict(self, unwrap: bool = True) -> Any:
+    def get_state_dict(self, unwrap: bool = True, **more: Any) -> Any:
         """Take the model's whole state dict, which FSDP gives to rank 0 alone."""
-        return self.accelerator.get_state_dict(self.model, unwrap=unwrap)
+        return self.accelerator.get_state_dict(self.model, unwrap=unwrap, **more)
 
     @observer
-    def export(self, safe_serialization: bool = True) -> Any:
+    def export(self, safe_serialization: bool = True, **more: Any) -> Any:
         """Write the weights by ``save_model``."""
-        self.accelerator.save_model(self.model, str(self.exports), safe_serialization=safe_serialization)
+        self.accelerator.save_model(self.model, str(self.exports), safe_serialization=safe_serialization, **more)
         return self.written("model.safetensors" if safe_serialization else "pytorch_model.bin")
 
 

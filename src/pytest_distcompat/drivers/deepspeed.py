@@ -58,10 +58,24 @@ class DeepSpeedCalls(Calls):
                 ("step(clip*", "step(zero*"), "the engine clips as its JSON says, and zeroes gradients in step()"
             ),
             **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "the engine partitions what it was built with"),
+            "load(*load_module_only=*": "load_weights does that",
+            **dict.fromkeys(
+                ("save(*save_latest=False*", "save(*exclude_frozen_parameters=True*"), "leaves out what load needs"
+            ),
         },
         "zero0": _WITHOUT_ZERO,
         **{f"zero{stage}": _WHOLE_PARAMETERS for stage in (1, 2)},
         "zero3": NO_SECOND_LOAD,
+    }
+    passes_on: ClassVar[Mapping[str, str]] = {
+        name: f"deepspeed.runtime.engine:DeepSpeedEngine.{method}"
+        for name, method in {
+            "export": "save_16bit_model",
+            "load": "load_checkpoint",
+            "load_weights": "load_checkpoint",
+            "module_state_dict": "module_state_dict",
+            "save": "save_checkpoint",
+        }.items()
     }
 
     def backward(self, last: bool) -> float:
@@ -91,18 +105,18 @@ class DeepSpeedCalls(Calls):
             self.model.zero_grad()
 
     @observer
-    def save(self) -> None:
+    def save(self, **more: Any) -> None:
         """Save by ``save_checkpoint``."""
-        self.model.save_checkpoint(str(self.directory))
+        self.model.save_checkpoint(str(self.directory), **more)
 
-    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
+    def load(self, optimizer: bool = True, scheduler: bool = True, **more: Any) -> None:
         """Load by ``load_checkpoint``."""
         wanted = {"load_optimizer_states": optimizer, "load_lr_scheduler_states": scheduler}
-        self.model.load_checkpoint(str(self.directory), **wanted)
+        self.model.load_checkpoint(str(self.directory), **wanted, **more)
 
-    def load_weights(self) -> None:
+    def load_weights(self, **more: Any) -> None:
         """Load the weights alone, by an argument of ``load_checkpoint``."""
-        self.model.load_checkpoint(str(self.directory), load_module_only=True)
+        self.model.load_checkpoint(str(self.directory), load_module_only=True, **more)
 
     @observer
     def gather(self) -> Any:
@@ -124,15 +138,15 @@ class DeepSpeedCalls(Calls):
         return {name: read(one, *more) for name, one in trained}
 
     @observer
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+    def module_state_dict(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
         """Take the module's state dict, which ZeRO-3 has shards of."""
-        state = self.model.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        state = self.model.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters, **more)
         return None if self.trainer.strategy.shards else state
 
     @observer
-    def export(self, exclude_frozen_parameters: bool = False) -> Any:
+    def export(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
         """Write the weights by ``save_16bit_model``."""
-        self.model.save_16bit_model(str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters)
+        self.model.save_16bit_model(str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters, **more)
         return self.written("pytorch_model.bin")
 
     @observer

@@ -43,14 +43,14 @@ def install_handler(directory: str | Path, rank: int) -> None:
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _write(file))
         # It is opened now because at the time of a hang this process may be unable to open a file, and not earlier
         # because the parent takes the file as a sign that there is a handler.
-        file = os.open(
-            record_file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        file = os.open(record_file(directory, rank), flags, 0o644)
         ctypes.CDLL(None).signal(int(RECORDER_SIGNAL), handler)
         _installed_handlers[:] = [handler]
 
 
 def _write(file: int) -> None:
+    """Write what all recorders hold to a file that is open."""
     with contextlib.suppress(Exception):
         for dump in dumps():
             os.write(file, dump().strip() + b"\n")
@@ -65,5 +65,9 @@ def dumps() -> list[Callable[[], bytes]]:
     if torch is not imported or has none.
     """
     module = sys.modules.get("torch._C._distributed_c10d")
-    found = (getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
-    return [dump for dump in found if dump is not None]
+    of_all_recorders = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(module, name, None)
+        if dump is not None:
+            of_all_recorders.append(dump)
+    return of_all_recorders

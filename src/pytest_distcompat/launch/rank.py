@@ -119,7 +119,8 @@ def perform(request: Request, *, by_hand: bool = False, debugged: int | None = N
         log.write(Start(own, deaths.out_of_memory_kills()))
         try:
             module, _, function = request.target.partition(":")
-            getattr(importlib.import_module(module), function)(request.payload, log)
+            target = getattr(importlib.import_module(module), function)
+            target(request.payload, log)
         except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
             debug(log, error)
             # The rank may have reported one before.
@@ -139,7 +140,8 @@ def debug(log: RankLog, error: BaseException) -> None:
 
     A failed rank that ended at once would take the rank to debug with it. Does nothing in a run without a rank to debug.
     """
-    began, debugged = clock.now(), log.debugged
+    began = clock.now()
+    debugged = log.debugged
     if debugged is None:
         return
     if log.rank == debugged:
@@ -150,10 +152,12 @@ def debug(log: RankLog, error: BaseException) -> None:
         pdb.post_mortem(error.__traceback__)
         return
     logs = LogReader(log.path.parent, [debugged])
-    # The log of an earlier run may still be there.
-    clock.wait_until(
-        lambda: has_ended(event for event in logs.read()[debugged] if event.time > began), math.inf, every=0.1
-    )
+
+    def debugged_has_ended() -> bool:
+        # The log of an earlier run may still be there.
+        return has_ended(event for event in logs.read()[debugged] if event.time > began)
+
+    clock.wait_until(debugged_has_ended, math.inf, every=0.1)
 
 
 def _use_threads() -> None:
@@ -202,8 +206,11 @@ def request_straggler_stacks(events: Mapping[int, Sequence[Event]]) -> None:
 
     The agent ends them as soon as it sees that this rank is gone, and afterwards their stacks cannot be had.
     """
-    errors = [error for logged in events.values() for error in of_kind(Error, logged)]
-    gave_up = [error for error in errors if _GAVE_UP.search(error.message)]
+    gave_up = []
+    for logged in events.values():
+        for error in of_kind(Error, logged):
+            if _GAVE_UP.search(error.message):
+                gave_up.append(error)
     first = min(gave_up, key=lambda error: error.time, default=None)
     pids = pids_of(events)
     if first is None or pids.get(first.rank) != os.getpid():

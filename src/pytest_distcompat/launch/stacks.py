@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import linecache
 import os
 import re
@@ -49,7 +50,9 @@ class Frame:
     def source(self) -> str:
         """The text of that line, cut; empty if the file cannot be read."""
         text = linecache.getline(self.file, self.line).strip()
-        return text if len(text) <= _SOURCE_LENGTH else f"{text[:_SOURCE_LENGTH]} ..."
+        if len(text) > _SOURCE_LENGTH:
+            text = f"{text[:_SOURCE_LENGTH]} ..."
+        return text
 
     @property
     def where(self) -> str:
@@ -63,7 +66,9 @@ class Frame:
     @property
     def package(self) -> str:
         """The installed package of the file, or the directory that has the file."""
-        return _PACKAGES.sub("", self.file).split("/")[0] if _PACKAGES.match(self.file) else str(Path(self.file).parent)
+        if _PACKAGES.match(self.file):
+            return _PACKAGES.sub("", self.file).split("/")[0]
+        return str(Path(self.file).parent)
 
     @property
     def of_torch(self) -> bool:
@@ -78,9 +83,12 @@ class Frame:
     @property
     def calls_wait(self) -> bool:
         """Tell whether the line has the name ``wait``."""
-        tokens = tokenize.generate_tokens(iter([linecache.getline(self.file, self.line).strip()]).__next__)
+        line = linecache.getline(self.file, self.line).strip()
+        tokens = tokenize.generate_tokens(io.StringIO(line).readline)
         with contextlib.suppress(SyntaxError, tokenize.TokenError):  # a statement may have further lines
-            return any(token.string == "wait" for token in tokens if token.type == tokenize.NAME)
+            for token in tokens:
+                if token.type == tokenize.NAME and token.string == "wait":
+                    return True
         return False
 
     @property
@@ -120,23 +128,30 @@ class _Thread:
 
     def without_callers(self) -> _Thread:
         """Return the same thread without the frames of what called the test or trainer."""
-        kept = [line for line in self.frames if not any(caller in line for caller in _CALLERS)]
-        return _Thread(self.title, kept)
+        frames = []
+        for line in self.frames:
+            if not any(caller in line for caller in _CALLERS):
+                frames.append(line)
+        return _Thread(self.title, frames)
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *self.frames])
 
 
 def _threads_above_main(stack: str) -> list[_Thread]:
     """Return each thread with its frames down to the rank's main, in the order in which faulthandler wrote them."""
-    found: list[_Thread] = []
-    below = False
+    above_main: list[_Thread] = []
+    below_main = False
     for line in stack.rstrip().splitlines():
         if not line.startswith("  "):
-            found.append(_Thread(line, []))
-            below = False
+            above_main.append(_Thread(line, []))
+            below_main = False
             continue
-        below = below or _MAIN in line
-        if found and not below:
-            found[-1].frames.append(line)
-    return found
+        if _MAIN in line:
+            below_main = True
+        if above_main and not below_main:
+            above_main[-1].frames.append(line)
+    return above_main
 
 
 def threads(stack: str) -> list[list[Frame]]:
@@ -144,11 +159,16 @@ def threads(stack: str) -> list[list[Frame]]:
 
     faulthandler writes the newest thread first.
     """
-    found = []
+    frames_by_thread = []
     for thread in reversed(_threads_above_main(stack)):
-        matches = [_FRAME.fullmatch(line) for line in thread.frames]
-        found.append([Frame(match["file"], int(match["line"]), match["function"]) for match in matches if match])
-    return [frames for frames in found if frames]
+        frames = []
+        for line in thread.frames:
+            match = _FRAME.fullmatch(line)
+            if match:
+                frames.append(Frame(match["file"], int(match["line"]), match["function"]))
+        if frames:
+            frames_by_thread.append(frames)
+    return frames_by_thread
 
 
 def nearest(frames: Sequence[Frame]) -> Frame:
@@ -156,13 +176,18 @@ def nearest(frames: Sequence[Frame]) -> Frame:
 
     Without one: the innermost of the package whose script runs, else of a library other than torch, else of all.
     """
+    for frame in frames:
+        if frame.of_the_user:
+            return frame
     of_libraries = [frame for frame in frames if not (frame.of_python or frame.of_torch)]
-    outermost = of_libraries[-1] if of_libraries else None
-    if outermost and outermost.function == "<module>":
-        started = next((frame for frame in of_libraries if frame.package == outermost.package), None)
-    else:
-        started = None
-    return next((frame for frame in frames if frame.of_the_user), started or next(iter(of_libraries), frames[0]))
+    if not of_libraries:
+        return frames[0]
+    outermost = of_libraries[-1]
+    if outermost.function == "<module>":
+        for frame in of_libraries:
+            if frame.package == outermost.package:
+                return frame
+    return of_libraries[0]
 
 
 def without_launcher(stack: str) -> str:
@@ -175,7 +200,7 @@ def without_launcher(stack: str) -> str:
     shown = [thread.without_callers() for thread in above_main]
     if all(thread.empty for thread in shown):
         shown = above_main
-    return "\n".join("\n".join([thread.title, *thread.frames]) for thread in shown if not thread.empty)
+    return "\n".join(str(thread) for thread in shown if not thread.empty)
 
 
 def format_error(error: BaseException) -> str:
@@ -200,9 +225,11 @@ def without_launcher_in_crash(lines: Sequence[str]) -> list[str]:
     """
     shown: list[str] = []
     for thread in _threads_above_main("\n".join(lines)):
+        if not thread.title or thread.title.startswith("Extension modules: "):
+            continue
         above_callers = thread.without_callers()
-        is_thread = thread.title.endswith(_TITLE_END)
-        left_out = thread.title.startswith("Extension modules: ") or not thread.title
-        if not left_out and not (is_thread and above_callers.empty):
-            shown += [above_callers.title, *above_callers.frames]
+        # Any other line that names no thread says what happened.
+        if above_callers.empty and thread.title.endswith(_TITLE_END):
+            continue
+        shown += [above_callers.title, *above_callers.frames]
     return shown

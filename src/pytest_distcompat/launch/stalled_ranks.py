@@ -37,7 +37,8 @@ class StallDetector:
         if not self._in_torch and now >= self._recheck_at:
             self._in_torch = wait_in_torch()
             if not self._in_torch:
-                self._recheck_at, self._pause = now + self._pause, min(2 * self._pause, RECHECK_AT_MOST_S)
+                self._recheck_at = now + self._pause
+                self._pause = min(2 * self._pause, RECHECK_AT_MOST_S)
             # From here on they must sleep for as long again.
             self._have_run(pids)
             self._since = clock.now()
@@ -49,14 +50,16 @@ class StallDetector:
 
         The kernel counts the context switches of a thread (``/proc/PID/status``); a thread that blocks in a call has none.
         """
-        switches = list(map(_switches, pids))
+        switches = [_switches(pid) for pid in pids]
         if switches == self._switches:
             return False
-        self._switches, self._since = switches, clock.now()
+        self._switches = switches
+        self._since = clock.now()
         return True
 
 
 def _switches(pid: int) -> object:
+    """Return how often the kernel has switched to and from the main thread of a process; None if it is gone."""
     try:
         return psutil.Process(pid).num_ctx_switches()
     except psutil.Error:
@@ -68,8 +71,11 @@ def in_torch(stack: str) -> bool:
 
     A store that nobody hosts looks the same whether a rank that has left would have been its host, or nobody ever.
     """
-    found = threads(stack)
-    return bool(found) and found[0][0].of_torch and not found[0][0].of_rendezvous
+    frames_by_thread = threads(stack)
+    if not frames_by_thread:
+        return False
+    innermost = frames_by_thread[0][0]
+    return innermost.of_torch and not innermost.of_rendezvous
 
 
 def may_wait_for_work(pid: int, stack: str) -> bool:
@@ -79,14 +85,15 @@ def may_wait_for_work(pid: int, stack: str) -> bool:
     too, but then Python's own code is innermost, another thread runs the user's, or the line says ``acquire`` and not ``wait``.
     https://man7.org/linux/man-pages/man5/proc_pid_wchan.5.html
     """
-    found = threads(stack)
-    if (
-        not found
-        or found[0][0].of_python
-        or not found[0][0].calls_wait
-        or any(frame.of_the_user for frames in found[1:] for frame in frames)
-    ):
+    frames_by_thread = threads(stack)
+    if not frames_by_thread:
         return False
+    innermost = frames_by_thread[0][0]
+    if innermost.of_python or not innermost.calls_wait:
+        return False
+    for frames in frames_by_thread[1:]:
+        if any(frame.of_the_user for frame in frames):
+            return False
     with contextlib.suppress(OSError):
         return "futex" in Path(f"/proc/{pid}/task/{pid}/wchan").read_text(encoding="ascii")
     return False

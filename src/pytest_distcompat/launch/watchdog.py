@@ -27,6 +27,8 @@ from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.stacks import request_stack, stack_file, threads
 from pytest_distcompat.launch.stalled_ranks import StallDetector, in_torch, may_wait_for_work
 
+#: How often the logs are read, in seconds.
+CHECK_INTERVAL_S = 0.2
 #: After how many seconds the run ends in which a rank vanished: its process is gone, with code 0 and without a last event
 #: (``os._exit(0)``), which the agent does not notice.
 VANISHED_AFTER = 1.0
@@ -63,10 +65,11 @@ class Watchdog:
         self.timed_out = False
         self.ended_by_us: list[int] = []
         self.ended_since = math.inf
-        self._suspect_since: float | None = None
-        self._failed_since: float | None = None
+        #: Since when a rank is gone without a last event, and since when one has failed; infinity while none is, or has.
+        self._vanished_since = math.inf
+        self._failed_since = math.inf
         self._stall_detector = StallDetector()
-        self._next_check = self.began + 0.2
+        self._next_check = self.began + CHECK_INTERVAL_S
 
     @property
     def acted(self) -> bool:
@@ -81,33 +84,45 @@ class Watchdog:
         self._called_at = now
         if self.acted or now < self._next_check:
             return
-        ran = now - self.began - self._gaps
-        self._next_check = now + 0.2
+        self._next_check = now + CHECK_INTERVAL_S
+        elapsed = now - self.began - self._gaps
         events = self.logs.read()
         if self.stopped:
             self._end(events, timed_out=False)
-            return
-        if ran > self.request.timeout:
-            # Ranks that have done their work get a moment to end, and the agent one to notice.
-            all_done = all(of_kind(Done, logged) for logged in events.values())
-            if not all_done or ran > self.request.timeout + LEAVING_AFTER:
+        elif elapsed > self.request.timeout:
+            if self._must_end(events, elapsed):
                 self._end(events, timed_out=True)
-            return
-        pids = pids_of(events)
-        vanished = any(not has_ended(events[rank]) and not alive(pid) for rank, pid in pids.items())
+        elif self._outlives_failure(events, now) or self._waits_for_excused(events):
+            self._end(events, timed_out=False)
+
+    def _must_end(self, events: Mapping[int, Sequence[Event]], elapsed: float) -> bool:
+        """Tell whether to end ranks after the time limit: those that have done their work get a moment to leave."""
+        if elapsed > self.request.timeout + LEAVING_AFTER:
+            return True
+        return any(not of_kind(Done, logged) for logged in events.values())
+
+    def _outlives_failure(self, events: Mapping[int, Sequence[Event]], now: float) -> bool:
+        """Tell whether ranks have lived on for too long after another one vanished or failed."""
+        vanished = False
+        for rank, pid in pids_of(events).items():
+            if not has_ended(events[rank]) and not alive(pid):
+                vanished = True
+        self._vanished_since = _first_time(self._vanished_since, now, seen=vanished)
         failed = any(of_kind(Error, logged) for logged in events.values())
-        self._suspect_since = (self._suspect_since or now) if vanished else None
-        self._failed_since = (self._failed_since or now) if failed else None
-        for since, limit in ((self._suspect_since, VANISHED_AFTER), (self._failed_since, FAILED_AFTER)):
-            if since is not None and now - since > limit:
-                self._end(events, timed_out=False)
-                return
-        if any(map(is_excused, events.values())):
-            running = {
-                rank: pid for rank, pid in pids.items() if not (has_ended(events[rank]) or is_excused(events[rank]))
-            }
-            if self._stall_detector.check(running.values(), lambda: self._wait_in_torch(running)):
-                self._end(events, timed_out=False)
+        self._failed_since = _first_time(self._failed_since, now, seen=failed)
+        return now - self._vanished_since > VANISHED_AFTER or now - self._failed_since > FAILED_AFTER
+
+    def _waits_for_excused(self, events: Mapping[int, Sequence[Event]]) -> bool:
+        """Tell whether all ranks at work wait in torch for a rank that left its test as the test allows."""
+        excused = {rank for rank, logged in events.items() if is_excused(logged)}
+        if not excused:
+            return False
+        running = {}
+        for rank, pid in pids_of(events).items():
+            if rank in excused or has_ended(events[rank]):
+                continue
+            running[rank] = pid
+        return self._stall_detector.check(running.values(), lambda: self._wait_in_torch(running))
 
     def conclude(
         self,
@@ -123,87 +138,133 @@ class Watchdog:
         ``codes`` and ``ended_at`` (when each was seen gone) are in the order of the ranks that were started here, ``also_ended``
         are ranks that others than the watchdog killed, and ``more`` are further arguments of ``ending.conclude``.
         """
-        events, ended, ranks = self.logs.read(), {*self.ended_by_us, *also_ended}, self.request.here
-        processes = {}
-        for rank, code, time in zip(
-            ranks, codes or [None for _ in ranks], ended_at or [None for _ in ranks], strict=True
-        ):
-            left = RankProcess(code, rank in ended, time, self.files.output(rank))
-            if rank in ended or code or not of_kind(Done, events[rank]):
-                stack, record = stack_file(self.files.run, rank), record_file(self.files.run, rank)
-                left = replace(left, stack=read_file(stack), record=read_file(record))
-            reported = bool(of_kind(Done, events[rank])) or bool(of_kind(Error, events[rank]))
-            if not reported:
-                left = replace(left, no_space=full_disk_reason(self.files.run))
-            processes[rank] = left
-        killed = any(code is not None and code < 0 for code in codes or ())
-        known = {"seconds": clock.now() - self.began, "timeout": self.request.timeout, "ended_since": self.ended_since}
-        known |= {"timed_out": self.timed_out, "oom_kills": out_of_memory_kills() if killed else 0}
-        self.processes, self.known = processes, {**known, **more}
-        ending = conclude(events, processes, **self.known)
+        events = self.logs.read()
+        ranks = self.request.here
+        if not codes:
+            codes = [None] * len(ranks)
+        if not ended_at:
+            ended_at = [None] * len(ranks)
+        killed_here = {*self.ended_by_us, *also_ended}
+        self.processes = {}
+        for rank, code, time in zip(ranks, codes, ended_at, strict=True):
+            process = RankProcess(code, rank in killed_here, time, self.files.output(rank))
+            self.processes[rank] = self._with_reports(rank, process, events[rank])
+        died_of_signal = any(code is not None and code < 0 for code in codes)
+        self.known = {
+            "seconds": clock.now() - self.began,
+            "timeout": self.request.timeout,
+            "ended_since": self.ended_since,
+            "timed_out": self.timed_out,
+            "oom_kills": out_of_memory_kills() if died_of_signal else 0,
+            **more,
+        }
+        ending = conclude(events, self.processes, **self.known)
         if not ending.failed:
             return ending
         builds.remove_abandoned(ending.seconds, environment)
-        stacks = [end.stack for end in ending.ranks if end.status == "stuck"]
-        waited_for = any(builds.is_waiting(frames) for stack in stacks for frames in threads(stack))
-        return replace(ending, builds=builds.describe_locks(environment)) if waited_for else ending
+        if _waits_for_build(ending):
+            return replace(ending, builds=builds.describe_locks(environment))
+        return ending
+
+    def _with_reports(self, rank: int, process: RankProcess, logged: Sequence[Event]) -> RankProcess:
+        """Return the same process with what it wrote for a report: stacks, flight record, or why it could not write."""
+        done = bool(of_kind(Done, logged))
+        if process.ended_by_us or process.code or not done:
+            stack = read_file(stack_file(self.files.run, rank))
+            record = read_file(record_file(self.files.run, rank))
+            process = replace(process, stack=stack, record=record)
+        if not done and not of_kind(Error, logged):
+            process = replace(process, no_space=full_disk_reason(self.files.run))
+        return process
 
     def _end(self, events: Mapping[int, Sequence[Event]], *, timed_out: bool) -> None:
+        """Kill the ranks that are alive; those that hang first write where they are."""
         self.timed_out = timed_out
-        pids = {rank: pid for rank, pid in pids_of(events).items() if alive(pid)}
-        # A rank that raised before is about to end by itself. What a rank raises from here on is our doing.
-        raised = {rank for rank in pids if of_kind(Error, events[rank])}
-        self.ended_by_us = [rank for rank in pids if not (timed_out and rank in raised)]
+        living = {rank: pid for rank, pid in pids_of(events).items() if alive(pid)}
+        self.ended_by_us = []
+        for rank in living:
+            # At the time limit, a rank that raised before is about to end by itself. What one raises from here on is our doing.
+            if not (timed_out and of_kind(Error, events[rank])):
+                self.ended_by_us.append(rank)
         if timed_out:
-            self._take_stacks({rank: pids[rank] for rank in self.ended_by_us})
-            self._take_records(pids)
+            self._take_stacks({rank: living[rank] for rank in self.ended_by_us})
+            self._take_records(living)
         self.ended_since = clock.now()
-        kill(_with_children(pids.values()))
+        kill(_with_children(living.values()))
         self.acted_at = clock.now()
 
-    def _take_stacks(self, pids: Mapping[int, int]) -> list[str]:
-        """Have these ranks write their stacks, and return what they wrote."""
-        files = [stack_file(self.files.run, rank) for rank in pids]
-        for path, pid in zip(files, pids.values(), strict=True):
+    def _take_stacks(self, pids: Mapping[int, int]) -> dict[int, str]:
+        """Have these ranks write their stacks, and return by rank what they wrote."""
+        files = {rank: stack_file(self.files.run, rank) for rank in pids}
+        for rank, path in files.items():
             if path.exists():
                 os.truncate(path, 0)
-            request_stack(pid)
+            request_stack(pids[rank])
+
+        def all_written() -> bool:
+            return all(path.exists() and path.stat().st_size > 0 for path in files.values())
+
         # A signal handler writes them. A rank in an uninterruptible call never does, so the wait is short.
-        clock.wait_until(
-            lambda: all(path.exists() and path.stat().st_size > 0 for path in files), STACK_TIMEOUT_S, every=0.02
-        )
+        clock.wait_until(all_written, STACK_TIMEOUT_S, every=0.02)
         clock.sleep(0.05)
-        return list(map(read_file, files))
+        return {rank: read_file(path) for rank, path in files.items()}
 
     def _wait_in_torch(self, pids: Mapping[int, int]) -> bool:
         """Tell whether these ranks, which sleep, all wait for other ranks."""
-        stacks = dict(zip(pids, self._take_stacks(pids), strict=True))
+        stacks = self._take_stacks(pids)
         # A line of the user's may call C++ code that waits, which leaves nothing in the Python stack.
-        rest = {rank: pids[rank] for rank, stack in stacks.items() if not in_torch(stack)}
-        if not all(may_wait_for_work(pid, stacks[rank]) for rank, pid in rest.items()):
-            return False
-        self._take_records(rest)
-        found = (read_wait_state(read_file(record_file(self.files.run, rank)), stacks[rank]) for rank in rest)
-        return all(one is not None and one.unfinished is not None for one in found)
+        elsewhere = {rank: pids[rank] for rank, stack in stacks.items() if not in_torch(stack)}
+        for rank, pid in elsewhere.items():
+            if not may_wait_for_work(pid, stacks[rank]):
+                return False
+        self._take_records(elsewhere)
+        for rank in elsewhere:
+            record = read_file(record_file(self.files.run, rank))
+            state = read_wait_state(record, stacks[rank])
+            if state is None or state.unfinished is None:
+                return False
+        return True
 
     def _take_records(self, pids: Mapping[int, int]) -> None:
         """Have these ranks write what torch recorded of collectives, after the stacks: the signal may kill a rank."""
-        files = {rank: record_file(self.files.run, rank) for rank in pids}
-        # Without the file a rank has no handler, and the signal would kill it.
-        signalled = {rank: path for rank, path in files.items() if path.exists()}
-        for rank, path in signalled.items():
+        signalled = []
+        for rank, pid in pids.items():
+            path = record_file(self.files.run, rank)
+            if not path.exists():
+                # Without the file a rank has no handler, and the signal would kill it.
+                continue
+            signalled.append(path)
             os.truncate(path, 0)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pids[rank], RECORDER_SIGNAL)
-        clock.wait_until(
-            lambda: all(path.read_bytes().endswith(END) for path in signalled.values()), RECORD_TIMEOUT_S, every=0.02
-        )
+                os.kill(pid, RECORDER_SIGNAL)
+
+        def all_written() -> bool:
+            return all(path.read_bytes().endswith(END) for path in signalled)
+
+        clock.wait_until(all_written, RECORD_TIMEOUT_S, every=0.02)
+
+
+def _first_time(since: float, now: float, *, seen: bool) -> float:
+    """Return since when something is seen without a break; infinity if it is not seen."""
+    if not seen:
+        return math.inf
+    return min(since, now)
+
+
+def _waits_for_build(ending: Ending) -> bool:
+    """Tell whether a rank that hangs waits for the lock of an extension that another process builds."""
+    for end in ending.ranks:
+        if end.status == "stuck":
+            for frames in threads(end.stack):
+                if builds.is_waiting(frames):
+                    return True
+    return False
 
 
 def _with_children(pids: Iterable[int]) -> list[psutil.Process]:
     """Return the processes and their descendants, found before any is killed: a dead parent has no children."""
-    found: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += [*descendants(pid), psutil.Process(pid)]
-    return found
+            processes += [*descendants(pid), psutil.Process(pid)]
+    return processes

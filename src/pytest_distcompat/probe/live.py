@@ -13,7 +13,7 @@ import torch
 from pytest_distcompat.probe.blocks import declared_blocks, is_a, join, multiplies, named_blocks, unwrapped
 from pytest_distcompat.probe.layouts import autotp_cut, layout_of, named_parameters, wrapper_layouts
 from pytest_distcompat.probe.optimizer import entries, master_copies
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype, zero3_shard
+from pytest_distcompat.probe.tensors import digest, digest_rounded, dtype_name, local_of, stored_dtype, zero3_shard
 from pytest_distcompat.trace import STAGE, Layout, MeshDim, ModelInfo, ParameterInfo, UnwrappedInfo
 
 if TYPE_CHECKING:
@@ -28,18 +28,27 @@ def require_module(model: object, name: str, hint: str) -> None:
 
 
 def read_unwrapped(
-    model: Module, blocks: tuple[str, ...] = (), ignored_modules: tuple[str, ...] = (), obeyed: tuple[str, ...] = ()
+    model: Module,
+    blocks: tuple[str, ...] = (),
+    ignored_modules: tuple[str, ...] = (),
+    obeyed: tuple[str, ...] = (),
+    compute: str = "",
 ) -> UnwrappedInfo:
     """Return names, shapes, dtypes and digests of a model that nothing has wrapped, and its groups of tied names.
 
-    Without ``blocks`` the blocks are those that the model declares. Raises TypeError if ``model`` is not a module.
+    Without ``blocks`` the blocks are those that the model declares. Values are also digested as the dtype ``compute`` rounds
+    them. Raises TypeError if ``model`` is not a module.
     """
     require_module(model, "the unwrapped model", "which build_model() and reload() return")
     classes = blocks or declared_blocks(model)
-    parameters = tuple(parameter_info(name, parameter) for name, parameter in model.named_parameters())
+    parameters = tuple(
+        replace(parameter_info(name, parameter), rounded=digest_rounded(parameter, compute))
+        for name, parameter in model.named_parameters()
+    )
     state_dict = tuple(model.state_dict())
     buffers = tuple(
-        parameter_info(name, buffer, persistent=name in state_dict) for name, buffer in model.named_buffers()
+        replace(parameter_info(name, buffer, persistent=name in state_dict), rounded=digest_rounded(buffer, compute))
+        for name, buffer in model.named_buffers()
     )
     return UnwrappedInfo(
         parameters,
@@ -56,6 +65,8 @@ def read_unwrapped(
             for module in model.modules()
         ),
         products=sum(multiplies(module) for module in model.modules()),
+        evaluating=tuple(name for name, module in model.named_modules() if not module.training),
+        noncontiguous=tuple(name for name, one in model.named_parameters() if not local_of(one).is_contiguous()),
     )
 
 

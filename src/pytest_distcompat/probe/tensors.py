@@ -108,6 +108,22 @@ def digest(value: Any, starts: torch.Tensor | None = None) -> str:
         return digests.concatenate(map(digest, stored_parts(flat)))
 
 
+def digest_rounded(tensor: torch.Tensor, dtype: str) -> str:
+    """Return the digest of a tensor as the dtype of that name rounds it; empty where that rounds nothing.
+
+    Args:
+        tensor: The tensor.
+        dtype: A name such as ``bfloat16``; empty for none.
+    """
+    rounded = getattr(torch, dtype) if dtype else tensor.dtype
+    # A quantized tensor cannot be cast, and is never wider than the dtype that a model computes in.
+    if not tensor.is_floating_point() or hasattr(tensor, "__tensor_flatten__"):
+        return ""
+    if rounded == tensor.dtype or rounded.itemsize >= torch.float32.itemsize:
+        return ""
+    return digest(tensor.detach().to(rounded))
+
+
 def _of_values(flat: torch.Tensor, starts: torch.Tensor | None) -> str:
     with torch.no_grad():
         if flat.numel() == 0:

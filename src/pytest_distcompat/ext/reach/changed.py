@@ -12,6 +12,7 @@ from pathlib import Path
 from pytest_distcompat.ext.reach.libraries import BY_NAME, FileId, Library
 from pytest_distcompat.ext.reach.map import Context, FileReach, ReachMap
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.installed import version_of
 
 #: The head of a hunk: its first line and number of lines, in the old file and in the new one.
 _HEAD = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
@@ -93,6 +94,15 @@ def read_change(text: str) -> tuple[str, list[ChangedPlace]]:
     if not separator:
         raise UsageProblem(f"{where!r} is not right: expected two directories as OLD_DIR..NEW_DIR, or a .diff file.")
     return package, list(changed_places(library, _package_directory(old, package), _package_directory(new, package)))
+
+
+def old_release(text: str) -> str | None:
+    """Return the release of the old copy in a change, if its metadata is beside it."""
+    package, _, where = text.partition("@")
+    old, separator, _ = where.partition("..")
+    if not separator:
+        return None
+    return version_of(package, [old, str(Path(old).parent)])
 
 
 def _read(path: Path) -> str:

@@ -40,6 +40,18 @@ def add(commands: Any) -> None:
         help="list the cells that execute what differs in these two copies of a package, of which the map has the old one; "
         "or PACKAGE@FILE.diff",
     )
+    parser.add_argument(
+        "--select",
+        type=Path,
+        metavar="FILE",
+        help="write the cells of --changed there, for pytest in the order to run them",
+    )
+    parser.add_argument(
+        "--cells-per-place",
+        type=int,
+        metavar="N",
+        help="select only so many cells that execute each changed place (default: all)",
+    )
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write a page of the map too")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the map of all files into one")
     parser.set_defaults(call=_reach)
@@ -93,7 +105,7 @@ def _lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
     from pytest_distcompat.ext.reach.text import functions, missing, overview, unreached
 
     if options.changed:
-        yield from _changed_lines(options.changed, found)
+        yield from _changed_lines(options, found)
     elif options.compare:
         news = compare(read_map(options.compare), found)
         yield from missing(news.unreached, "new branches that no cell reaches")
@@ -109,11 +121,21 @@ def _lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
         yield from overview(found)
 
 
-def _changed_lines(text: str, found: ReachMap) -> Iterator[str]:
-    from pytest_distcompat.ext.reach.changed import reached_places, read_change
-    from pytest_distcompat.ext.reach.text import changed
+def _changed_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
+    from pytest_distcompat.ext.reach.changed import old_release, reached_places, read_change
+    from pytest_distcompat.ext.reach.selection import check_release, file_lines, select, summary
+    from pytest_distcompat.ext.reach.text import changed, changed_unexecuted
 
+    text = options.changed
     library, places = read_change(text)
     if library not in found.libraries():
         raise UsageProblem(f"--changed {text}: {library} is not in the map. Known: {', '.join(found.libraries())}.")
-    yield from changed(reached_places(found, places))
+    check_release(found, library, old_release(text))
+    reached = reached_places(found, places)
+    if not options.select:
+        yield from changed(reached)
+    else:
+        yield from changed_unexecuted(reached)
+        selected = select(found, reached, options.cells_per_place)
+        write(options.select, "\n".join(file_lines(text, selected)) + "\n")
+        yield summary(selected)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pytest_distcompat.ext.reach.branches import Branch
 from pytest_distcompat.ext.reach.changed import CellReach, PlaceReach, cells_by_specificity
 from pytest_distcompat.ext.reach.map import BranchReach, Context, Counts, FileReach, FunctionReach, ReachMap
+from pytest_distcompat.grouping import grouped
 
 #: The columns of a terminal that lines fit in.
 WIDTH = 100
@@ -171,8 +172,7 @@ def _function_heading(branch_reach: BranchReach) -> str:
 def changed(places: Sequence[PlaceReach]) -> Iterator[str]:
     """Yield the lines about a change: the cells that execute its places, the places, and those that no cell executes."""
     executed = [place_reach for place_reach in places if place_reach.contexts]
-    files = {place_reach.place.file for place_reach in places}
-    yield f"{_counted(len(places), 'changed place')} in {_counted(len(files), 'file')}; cells execute {len(executed)}"
+    yield _changed_headline(places)
     yield ""
     yield "cells, those first whose places few others execute"
     for cell in cells_by_specificity(places):
@@ -183,12 +183,50 @@ def changed(places: Sequence[PlaceReach]) -> Iterator[str]:
         yield from _place_lines(place_reach)
         yield fitted(f"        {cells_text(place_reach.contexts)}")
     yield ""
-    unexecuted = [place_reach for place_reach in places if place_reach.function and not place_reach.contexts]
-    yield from _titled_places("places that no cell executes", unexecuted)
+    yield from _unexecuted_lines(places)
+
+
+def changed_unexecuted(places: Sequence[PlaceReach]) -> Iterator[str]:
+    """Yield the lines about a change of which another file has the cells: its size, and the places that no cell executes."""
+    yield _changed_headline(places)
+    yield ""
+    unexecuted = _unexecuted(places)
+    yield f"places that no cell executes: {len(unexecuted)}"
+    lines_by_function = grouped(
+        (f"{place_reach.place.file} {place_reach.function}", place_reach) for place_reach in unexecuted
+    )
+    for function, function_places in lines_by_function.items():
+        lines = [str(place_reach.place.line) for place_reach in function_places]
+        yield fitted(f"  {function}: {', '.join(lines)}")
+    definitions = [place_reach for place_reach in places if place_reach.place.defines]
+    yield f"new functions and classes: {len(definitions)}"
+    for place_reach in definitions:
+        yield fitted(f"  {place_reach.place.file}:{place_reach.place.line} {place_reach.place.text}")
+    yield _on_import_line(places)
+
+
+def _unexecuted(places: Sequence[PlaceReach]) -> list[PlaceReach]:
+    """Return the places in functions of the old release that no cell executes."""
+    return [place_reach for place_reach in places if place_reach.function and not place_reach.contexts]
+
+
+def _on_import_line(places: Sequence[PlaceReach]) -> str:
+    on_import = [place_reach for place_reach in places if place_reach.on_import]
+    return f"places outside functions, which run on import: {len(on_import)}"
+
+
+def _changed_headline(places: Sequence[PlaceReach]) -> str:
+    executed = [place_reach for place_reach in places if place_reach.contexts]
+    files = {place_reach.place.file for place_reach in places}
+    return f"{_counted(len(places), 'changed place')} in {_counted(len(files), 'file')}; cells execute {len(executed)}"
+
+
+def _unexecuted_lines(places: Sequence[PlaceReach]) -> Iterator[str]:
+    """Yield the lines about places that no cell executes, or of which the map knows nothing."""
+    yield from _titled_places("places that no cell executes", _unexecuted(places))
     definitions = [place_reach for place_reach in places if place_reach.place.defines]
     yield from _titled_places("new functions and classes", definitions)
-    on_import = [place_reach for place_reach in places if place_reach.on_import]
-    yield f"places outside functions, which run on import: {len(on_import)}"
+    yield _on_import_line(places)
 
 
 def _cell_line(cell: CellReach) -> str:

@@ -25,9 +25,12 @@ class SimulatingLauncher(Launcher):
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
         """Run the process to its end or to the time limit; never raises for what the ranks do."""
-        request, began, timed_out = request.from_here(), clock.now(), False
+        request = request.from_here()
+        began = clock.now()
+        timed_out = False
         command = [*unbuffered(), "-m", "pytest_distcompat.ext.simulation.fake_ranks", str(request.write())]
-        output, code = Path(request.directory) / "simulated.log", -9
+        output = Path(request.directory) / "simulated.log"
+        code = -9
         with output.open("wb") as log:
             try:
                 code = subprocess.run(
@@ -42,17 +45,27 @@ class SimulatingLauncher(Launcher):
             except subprocess.TimeoutExpired:
                 timed_out = True
         logged = LogReader(request.directory, range(request.world_size)).read()
-        events = {rank: found for rank, found in logged.items() if found}
+        events = {}
+        processes = {}
         text = read_end(output, OUTPUT_BYTES)
+        for rank, events_of_rank in logged.items():
+            if not events_of_rank:
+                # A rank that the process did not come to, or that does as another one does.
+                continue
+            events[rank] = events_of_rank
+            if of_kind(Done, events_of_rank):
+                processes[rank] = RankProcess(0)
+            else:
+                processes[rank] = RankProcess(code, ended_by_us=timed_out, ended_at=clock.now(), output=text)
         if not events:
             return Ending.not_launched(
                 request.world_size, f"{text}\nthe simulation ended with code {code} before any rank"
             )
-        processes = {
-            rank: RankProcess(0)
-            if of_kind(Done, found)
-            else RankProcess(code, ended_by_us=timed_out, ended_at=clock.now(), output=text)
-            for rank, found in events.items()
-        }
-        seconds, line = clock.now() - began, " ".join(command)
-        return conclude(events, processes, timed_out=timed_out, seconds=seconds, timeout=request.timeout, command=line)
+        return conclude(
+            events,
+            processes,
+            timed_out=timed_out,
+            seconds=clock.now() - began,
+            timeout=request.timeout,
+            command=" ".join(command),
+        )
