@@ -52,7 +52,9 @@ class Ray(Executor):
 
     def unsupported_reason(self) -> str | None:
         """Return why there is no Ray to use; None if there is."""
-        return None if importlib.util.find_spec("ray") else "ray is not installed: pip install 'pytest-distcompat[ray]'"
+        if importlib.util.find_spec("ray"):
+            return None
+        return "ray is not installed: pip install 'pytest-distcompat[ray]'"
 
     def names(self, nodes: int) -> list[str]:
         """Return the first nodes of the cluster. Raises UsageProblem if no cluster is there."""
@@ -97,13 +99,15 @@ class Ray(Executor):
         self._give_back()
 
     def _give_back(self) -> None:
+        """Give back the devices of the last run."""
         with contextlib.suppress(OSError):
             self._send({"nodes": []})
 
-    def _send(self, asked: Mapping[str, Any]) -> None:
+    def _send(self, request: Mapping[str, Any]) -> None:
+        """Send the process what a run needs, the fields of ``Asked``."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{json.dumps(asked)}\n")
+        self._process.stdin.write(f"{json.dumps(request)}\n")
         self._process.stdin.flush()
 
 
@@ -124,8 +128,11 @@ def nodes_by_name() -> dict[str, Any]:
     alive.sort(key=lambda node: (-_total(node, "GPU"), str(node["NodeID"])))
     hosts = [node["NodeManagerHostname"] for node in alive]
     # Several nodes of a cluster can be on one machine.
-    names = [host if hosts.count(host) == 1 else f"{host}-{number}" for number, host in enumerate(hosts)]
-    return dict(zip(names, alive, strict=True))
+    by_name = {}
+    for number, (host, node) in enumerate(zip(hosts, alive, strict=True)):
+        name = host if hosts.count(host) == 1 else f"{host}-{number}"
+        by_name[name] = node
+    return by_name
 
 
 def _shown(name: str) -> str:
@@ -133,6 +140,7 @@ def _shown(name: str) -> str:
 
 
 def _total(node: Mapping[str, Any], resource: str) -> int:
+    """Return how many of a resource Ray counts on a node."""
     return int(node["Resources"].get(resource, 0))
 
 
@@ -140,7 +148,8 @@ class Placements:
     """Placement groups for runs on these nodes, one at a time; ``replaced`` tells whether a run has stopped to wait."""
 
     def __init__(self, nodes: Mapping[str, Any], replaced: Callable[[], bool]) -> None:
-        self._nodes, self._replaced = nodes, replaced
+        self._nodes = nodes
+        self._replaced = replaced
         self._group: Any = None
 
     def place(self, asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -155,27 +164,38 @@ class Placements:
         names = asked["nodes"]
         if not names:
             return
-        who, resource, least = asked["who"], asked["resource"], asked["least"]
-        totals = {name: _total(self._nodes[name], resource) for name in names}
-        bundles = {name: {resource: min(asked["most"], total)} for name, total in totals.items() if total}
-        if small := [f"{_shown(name)} has {total}" for name, total in totals.items() if total < least]:
-            yield {"refused": f"{who} needs {resource}s ({least} on each node); by Ray's count {', '.join(small)}"}
-        elif not bundles:
+        resource = asked["resource"]
+        too_few = []
+        bundles = {}
+        for name in names:
+            total = _total(self._nodes[name], resource)
+            if total < asked["least"]:
+                too_few.append(f"{_shown(name)} has {total}")
+            if total:
+                bundles[name] = {resource: min(asked["most"], total)}
+        if too_few:
+            need = f"{asked['who']} needs {resource}s ({asked['least']} on each node)"
+            yield {"refused": f"{need}; by Ray's count {', '.join(too_few)}"}
+            return
+        if not bundles:
             # Ranks on CPUs do without, on a node that Ray counts none of.
             yield {"given": {}}
-        else:
-            strategy = "STRICT_PACK" if len(bundles) == 1 else "STRICT_SPREAD"
-            labels = [{"ray.io/node-id": self._nodes[name]["NodeID"]} for name in bundles]
-            self._group = placement_group([*bundles.values()], strategy, bundle_label_selector=labels)
-            words = ", ".join(f"{bundle[resource]} on {_shown(name)}" for name, bundle in bundles.items())
-            yield from self._wait([*bundles], who, f"{resource}s ({words})", resource)
+            return
+        strategy = "STRICT_PACK" if len(bundles) == 1 else "STRICT_SPREAD"
+        labels = [{"ray.io/node-id": self._nodes[name]["NodeID"]} for name in bundles]
+        self._group = placement_group([*bundles.values()], strategy, bundle_label_selector=labels)
+        parts = [f"{bundle[resource]} on {_shown(name)}" for name, bundle in bundles.items()]
+        yield from self._wait([*bundles], asked["who"], f"{resource}s ({', '.join(parts)})", resource)
 
     def _wait(self, names: Sequence[str], who: str, words: str, resource: str) -> Iterator[dict[str, Any]]:
+        """Wait until the placement group is there; yield answers as ``place`` does."""
         import ray
 
-        began, notified = clock.now(), False
+        began = clock.now()
+        notified = False
         while not self._group.wait(1):
-            waited, free = clock.now() - began, ray.available_resources().get(resource, 0)
+            waited = clock.now() - began
+            free = ray.available_resources().get(resource, 0)
             text = f"{who} has waited {waited:.0f} s for {words}; by Ray's count {free:g} are free in the cluster"
             if waited > DEVICES_S or self._replaced():
                 self.give_back()
@@ -213,8 +233,8 @@ class Placements:
         from ray.util.placement_group import remove_placement_group
 
         def free() -> list[float]:
-            found = ray.available_resources()
-            return [found.get(name, 0) for name in ("CPU", "GPU")]
+            available = ray.available_resources()
+            return [available.get("CPU", 0), available.get("GPU", 0)]
 
         if self._group is not None:
             before = free()
@@ -231,7 +251,7 @@ def _own_gpus() -> list[str]:
     return sorted(ray.get_runtime_context().get_accelerator_ids()["GPU"], key=lambda name: (len(name), name))
 
 
-def serve(found: Mapping[str, Any], names: Sequence[str], join: Sequence[str], commands: io.FileIO, token: str) -> None:
+def serve(nodes: Mapping[str, Any], names: Sequence[str], join: Sequence[str], commands: io.FileIO, token: str) -> None:
     """Run an agent on each of these nodes, and give runs their devices, until the session ends."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -243,29 +263,32 @@ def serve(found: Mapping[str, Any], names: Sequence[str], join: Sequence[str], c
     visible = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
     agents = []
     for name in names:
-        where = NodeAffinitySchedulingStrategy(found[name]["NodeID"], soft=False)
+        where = NodeAffinitySchedulingStrategy(nodes[name]["NodeID"], soft=False)
         options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where, "runtime_env": visible}
         agent: Any = ray.remote(**options)(_agent)
         agents.append(agent.remote([*join, "--name", name], token))
-    own = ray.get_runtime_context().get_node_id()
-    here = next(node for node in found.values() if node["NodeID"] == own)
+    own_id = ray.get_runtime_context().get_node_id()
+    own_node = next(node for node in nodes.values() if node["NodeID"] == own_id)
 
     def comes(seconds: float = 0) -> bool:
         return bool(select.select([commands], [], [], seconds)[0])
 
-    placements = Placements({**found, "": here}, comes)
+    placements = Placements({**nodes, "": own_node}, comes)
     # Where a node of the cluster is gone, the agents of the others go on; they end with this process.
     while ray.wait(agents, num_returns=len(agents), timeout=0)[1]:
-        if comes(ENDED_S):
-            if not (line := commands.readline()):
-                # pytest's process is gone. Its agents notice too: until they have ended their ranks, the devices are in use.
-                ray.wait(agents, num_returns=len(agents))
-                break
-            asked = json.loads(line)
-            for answer in placements.place(asked):
-                # pytest's process may be gone.
-                with contextlib.suppress(BrokenPipeError):
-                    os.write(answers, f"{json.dumps({**answer, 'number': asked['number']})}\n".encode())
+        if not comes(ENDED_S):
+            continue
+        line = commands.readline()
+        if not line:
+            # pytest's process is gone. Its agents notice too: until they have ended their ranks, the devices are in use.
+            ray.wait(agents, num_returns=len(agents))
+            break
+        asked = json.loads(line)
+        for answer in placements.place(asked):
+            reply = json.dumps({**answer, "number": asked["number"]})
+            # pytest's process may be gone.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(answers, f"{reply}\n".encode())
 
 
 def _agent(command: Sequence[str], token: str) -> int:
@@ -279,19 +302,19 @@ def main(action: str, *arguments: str) -> str:
         # Without a buffer, so that ``select`` sees each line.
         commands = io.FileIO(0, closefd=False)
         token = "" if action == "names" else commands.readline().decode().strip()
-        found = nodes_by_name()
+        nodes = nodes_by_name()
     except ConnectionError as error:
         return f"no Ray cluster is there ({error}); start one by `ray start`, or set RAY_ADDRESS"
     if action == "names":
-        sys.stdout.writelines(f"{name}\n" for name in found)
+        sys.stdout.writelines(f"{name}\n" for name in nodes)
         return ""
     wanted, *join = arguments
-    names = [wanted] if action == "start_one" else [*found][: int(wanted)]
+    names = [wanted] if action == "start_one" else [*nodes][: int(wanted)]
     if action == "start" and len(names) < int(wanted):
         return f"the cluster has {len(names)} of {wanted} nodes"
-    if not {*names} <= {*found}:
-        return f"the node {wanted} is gone; there are {', '.join(found)}"
-    serve(found, names, join, commands, token)
+    if not {*names} <= {*nodes}:
+        return f"the node {wanted} is gone; there are {', '.join(nodes)}"
+    serve(nodes, names, join, commands, token)
     return ""
 
 

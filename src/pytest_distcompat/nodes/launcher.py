@@ -52,13 +52,17 @@ class Node:
     """A node that has joined, as pytest's process sees it."""
 
     def __init__(self, channel: Channel, hello: Mapping[str, Any]) -> None:
-        self.channel, self.name, self.boot = channel, str(hello["name"]), str(hello["boot"])
+        self.channel = channel
+        self.name = str(hello["name"])
+        self.boot = str(hello["boot"])
         #: Why it is gone, and when that was noticed; empty while it is there.
-        self.lost, self.lost_at = "", 0.0
+        self.lost = ""
+        self.lost_at = 0.0
         self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.facts: dict[str, Any] = {}
         #: How often its agent has said that it runs, about once a second, and when it did last.
-        self.beats, self.beat_at = 0, clock.now()
+        self.beats = 0
+        self.beat_at = clock.now()
         #: By how much its CLOCK_MONOTONIC is ahead of ours.
         self.ahead = 0.0
 
@@ -66,13 +70,20 @@ class Node:
         """Find out how far ahead its clock is, from the fastest of several answers."""
         fastest = math.inf
         for _ in range(5):
-            asked = clock.now()
+            sent_at = clock.now()
             self.channel.send({"do": "time"})
-            while (answer := self.channel.receive())["is"] != "time":
-                pass
-            took = clock.now() - asked
-            if took < fastest:
-                fastest, self.ahead = took, answer["now"] - asked - took / 2
+            answer = self.receive("time")
+            round_trip = clock.now() - sent_at
+            if round_trip < fastest:
+                fastest = round_trip
+                self.ahead = answer["now"] - sent_at - round_trip / 2
+
+    def receive(self, kind: str) -> dict[str, Any]:
+        """Receive until a message of that kind comes, and return it."""
+        while True:
+            message = self.channel.receive()
+            if message["is"] == kind:
+                return message
 
     def listen(self) -> None:
         """Receive until the node is gone."""
@@ -80,7 +91,8 @@ class Node:
             while True:
                 message = self.channel.receive()
                 if message["is"] == "beat":
-                    self.beats, self.beat_at = self.beats + 1, clock.now()
+                    self.beats += 1
+                    self.beat_at = clock.now()
                 elif message["is"] == "leaving":
                     self.lose(message["why"])
                     return
@@ -92,12 +104,16 @@ class Node:
     def lose(self, why: str) -> None:
         """Note that it is gone, and why."""
         if not self.lost:
-            self.lost, self.lost_at = why, clock.now()
+            self.lost = why
+            self.lost_at = clock.now()
         self.channel.close()
 
     def _lose_by(self, error: Exception) -> None:
-        silent = "sent nothing for some seconds: the link is cut, or the node is down"
-        self.lose(silent if unreached(error) else f"its agent is gone ({error})")
+        """Note that it is gone, as an error of the channel shows."""
+        if unreached(error):
+            self.lose("sent nothing for some seconds: the link is cut, or the node is down")
+        else:
+            self.lose(f"its agent is gone ({error})")
 
     def device(self, name: str) -> str:
         """Return the name of one of its devices in the timeline. On this machine it is that of runs on one node."""
@@ -146,11 +162,16 @@ class Settings:
 
 
 class NodesLauncher(Launcher):
-    """Launcher that runs requests of several nodes on node agents, and others by ``one``."""
+    """Launcher that runs requests of several nodes on node agents, and others by the launcher ``on_one_node``."""
 
-    def __init__(self, one: Launcher, executor: Executor, settings: Settings, warmth: Warmth, session: str) -> None:
-        self._one, self._executor, self._settings = one, executor, settings
-        self._warmth, self._session = warmth, session
+    def __init__(
+        self, on_one_node: Launcher, executor: Executor, settings: Settings, warmth: Warmth, session: str
+    ) -> None:
+        self._on_one_node = on_one_node
+        self._executor = executor
+        self._settings = settings
+        self._warmth = warmth
+        self._session = session
         self._nodes: dict[str, Node] = {}
         #: So that a name is taken once.
         self._admitting = threading.Lock()
@@ -171,26 +192,23 @@ class NodesLauncher(Launcher):
     def warm_up(self) -> None:
         """Start the agents that the executor starts, and what runs on one node, unless an agent has that too."""
         if not self._settings.node:
-            self._one.warm_up()
+            self._on_one_node.warm_up()
         self._start()
 
     def _start(self) -> None:
-        if self._listener is None:
-            host, port = self._settings.listen
-            self._listener = Listener(host, port, self._token.encode(), self._admit)
-            self._join = [
-                sys.executable,
-                "-m",
-                "pytest_distcompat.cli",
-                "join",
-                write_address(host, self._listener.port),
-            ]
-            self._join += ["--token-file", "-", "--with-parent"]
-            if self._settings.node:
-                process = self._executor.start_one(self._join, self._settings.node, self._token)
-                self._processes = [process] if process is not None else []
-            else:
-                self._processes = self._executor.start(self._join, self._settings.nodes, self._token)
+        """Listen for node agents, and have the executor start its own, once."""
+        if self._listener is not None:
+            return
+        host, port = self._settings.listen
+        self._listener = Listener(host, port, self._token.encode(), self._admit)
+        address = write_address(host, self._listener.port)
+        self._join = [sys.executable, "-m", "pytest_distcompat.cli", "join", address]
+        self._join += ["--token-file", "-", "--with-parent"]
+        if self._settings.node:
+            process = self._executor.start_one(self._join, self._settings.node, self._token)
+            self._processes = [process] if process is not None else []
+        else:
+            self._processes = self._executor.start(self._join, self._settings.nodes, self._token)
 
     def _admit(self, channel: Channel) -> None:
         """Take in a peer that knows the token, or tell it why not. Runs in a thread of its own."""
@@ -198,29 +216,14 @@ class NodesLauncher(Launcher):
         try:
             node = Node(channel, channel.receive())
             with self._admitting:
-                refused = self._refused(node)
+                refused = self._refusal_reason(node)
                 if not refused:
                     self._nodes[node.name] = node
             if refused:
                 channel.send({"refused": refused})
                 channel.close()
                 return
-            warmth = dataclasses.asdict(self._warmth)
-            settings = self._settings
-            names = ("device", "root", "gpus", "ranks_each", "runs_share", "timeline")
-            fields = {name: getattr(settings, name) for name in names}
-            channel.send({"warmth": warmth, "cwd": str(Path.cwd()), **fields})
-            while (message := channel.receive())["is"] != "facts":
-                pass
-            # Nodes may join minutes apart, so each clock is compared with the one here.
-            message["facts"]["wall"] -= clock.wall()
-            if node.boot != boot_id():
-                node.measure_clock()
-            node.send({"do": "warm", "session": self._session})
-            if self.accounts:
-                # Its scheduler says whether a node has enough.
-                message["facts"]["gpus"] = 0
-            node.facts = message["facts"]
+            self._greet(node)
             node.listen()
         except (OSError, NotProvedError, KeyError, ValueError) as error:
             if node is None:
@@ -229,69 +232,125 @@ class NodesLauncher(Launcher):
                 # It has joined: its name must be free for the next agent.
                 node.lose(f"its agent went away while it joined ({error})")
 
-    def _refused(self, node: Node) -> str:
+    def _greet(self, node: Node) -> None:
+        """Tell a node that has joined what it needs to know, and learn its facts."""
+        settings = self._settings
+        fields = {
+            "warmth": dataclasses.asdict(self._warmth),
+            "cwd": str(Path.cwd()),
+            "device": settings.device,
+            "root": settings.root,
+            "gpus": settings.gpus,
+            "ranks_each": settings.ranks_each,
+            "runs_share": settings.runs_share,
+            "timeline": settings.timeline,
+        }
+        node.channel.send(fields)
+        node_facts = node.receive("facts")["facts"]
+        # Nodes may join minutes apart, so each clock is compared with the one here.
+        node_facts["wall"] -= clock.wall()
+        if node.boot != boot_id():
+            node.measure_clock()
+        node.send({"do": "warm", "session": self._session})
+        if self.accounts:
+            # Its scheduler says whether a node has enough.
+            node_facts["gpus"] = 0
+        node.facts = node_facts
+
+    def _refusal_reason(self, node: Node) -> str:
+        """Return why a node cannot join; empty if it can."""
         known = self._nodes.get(node.name)
         if known is not None and not known.lost:
             return f"a node of that name has joined from {known.channel.peer} already; expected another --name"
-        present = [one.name for one in self._nodes.values() if not one.lost]
-        full = len(present) >= self._settings.nodes
-        return f"all {len(present)} nodes have joined: {', '.join(present)}" if full else ""
+        present = [other.name for other in self._nodes.values() if not other.lost]
+        if len(present) >= self._settings.nodes:
+            return f"all {len(present)} nodes have joined: {', '.join(present)}"
+        return ""
 
-    def ready(self) -> str:  # noqa: C901 - one wait, and what came of it
+    def ready(self) -> str:
         """Wait until all nodes have joined and are alike; return what is wrong, empty if nothing is.
 
         Agents that were lost since are started again, by an executor that can.
         """
         self._start()
-        if taken := self._taken():
+        taken = self._taken()
+        if taken:
             return taken
         self._move()
-        for node in self._lost():
-            # One that never was ready will not be.
-            if node.facts and node not in self._restarted and not self._settings.node:
-                process = self._restarted[node] = self._executor.restart(self._join, node.name, self._token)
-                self._processes += [process] if process is not None else []
-
-        def gone(node: Node) -> bool:
-            process = self._restarted.get(node)
-            return process is None or process.poll() is not None
-
-        def decided() -> bool:
-            ended = bool(self._processes) and all(process.poll() is not None for process in self._processes)
-            return len(self._joined()) >= self._settings.nodes or ended or any(map(gone, self._lost()))
-
-        clock.wait_until(decided, self._settings.wait)
+        self._restart_lost()
+        clock.wait_until(self._all_joined_or_never_will, self._settings.wait)
         present = self._joined()
         if len(present) < self._settings.nodes:
             for node in self._lost():
-                if process := self._restarted.get(node):
+                process = self._restarted.get(node)
+                if process is not None:
                     # No later test waits for it.
                     kill_and_wait(process)
-            names = ", ".join(node.name for node in present) or "none"
-            again = ", and a new one does not join"
-            lost = "".join(f"; {one.name}: {one.lost}{again * bool(self._restarted.get(one))}" for one in self._lost())
-            assert self._listener is not None
-            where = write_address(self._settings.listen[0], self._listener.port)
-            hint = f"; {self._executor.hint.replace('HOST:PORT', where)}" if self._executor.hint else ""
-            return f"{len(present)} of {self._settings.nodes} nodes are there ({names}){lost}{hint}"
+            return self._describe_missing(present)
         if self._alike == {*present}:
             return ""
-        nodes = sorted(present, key=lambda node: node.name)
-        first, compared = nodes[0].name, nodes[0].facts
+        problem = self._difference(sorted(present, key=lambda node: node.name))
+        self._alike = set() if problem else {*present}
+        return problem
+
+    def _restart_lost(self) -> None:
+        """Have agents started again that were lost since they were ready; one that never was ready will not be."""
+        if self._settings.node:
+            return
+        for node in self._lost():
+            if node.facts and node not in self._restarted:
+                process = self._executor.restart(self._join, node.name, self._token)
+                self._restarted[node] = process
+                if process is not None:
+                    self._processes.append(process)
+
+    def _all_joined_or_never_will(self) -> bool:
+        """Tell whether there is nothing left to wait for: all nodes have joined, or one that is missing will not come."""
+        if len(self._joined()) >= self._settings.nodes:
+            return True
+        if self._processes and all(process.poll() is not None for process in self._processes):
+            return True
+        for node in self._lost():
+            process = self._restarted.get(node)
+            if process is None or process.poll() is not None:
+                return True
+        return False
+
+    def _describe_missing(self, present: Sequence[Node]) -> str:
+        """Return which nodes are there and what became of those that were lost, and how a node can join."""
+        names = ", ".join(node.name for node in present) or "none"
+        text = f"{len(present)} of {self._settings.nodes} nodes are there ({names})"
+        for node in self._lost():
+            text += f"; {node.name}: {node.lost}"
+            if self._restarted.get(node):
+                text += ", and a new one does not join"
+        if self._executor.hint:
+            assert self._listener is not None
+            address = write_address(self._settings.listen[0], self._listener.port)
+            text += f"; {self._executor.hint.replace('HOST:PORT', address)}"
+        return text
+
+    def _difference(self, nodes: list[Node]) -> str:
+        """Return in what nodes differ from the first, or from pytest's own where one node has all runs; empty if in nothing."""
+        first = nodes[0].name
+        first_facts = nodes[0].facts
         if self._settings.node:
             first = f"pytest on {socket.gethostname()}"
             device = "cpu" if self.accounts else self._settings.device
-            compared = {**facts(self._settings.root, self._warmth.own, device), "wall": 0.0}
-        found = [text for node in nodes for text in differences(node.name, node.facts, first, compared)]
-        problem = "; ".join(found) or (self._unshared(nodes) if self._settings.shared else "")
-        self._alike = set() if problem else {*present}
-        return problem
+            first_facts = {**facts(self._settings.root, self._warmth.own, device), "wall": 0.0}
+        texts: list[str] = []
+        for node in nodes:
+            texts += differences(node.name, node.facts, first, first_facts)
+        if texts:
+            return "; ".join(texts)
+        return self._unshared(nodes) if self._settings.shared else ""
 
     def _move(self) -> None:
         """Start the agent of the next node where the one that has all runs is lost: one that is preempted does not come back."""
         while self._spare and self._lost() and not self._joined():
             name = self._spare.pop(0)
-            if process := self._executor.start_one(self._join, name, self._token):
+            process = self._executor.start_one(self._join, name, self._token)
+            if process is not None:
                 self._settings.say(f"{self._lost()[-1].name} is lost; {name} has the runs from now on")
                 self._processes.append(process)
                 self._await_agent(process)
@@ -300,6 +359,7 @@ class NodesLauncher(Launcher):
         clock.wait_until(lambda: bool(self._joined()) or process.poll() is not None, self._settings.wait)
 
     def _joined(self) -> list[Node]:
+        """Return the nodes that have joined and are there."""
         return [node for node in list(self._nodes.values()) if node.facts and not node.lost]
 
     def _unshared(self, nodes: list[Node]) -> str:
@@ -309,19 +369,22 @@ class NodesLauncher(Launcher):
         directory = Path(shared, f"nodes-{uuid.uuid4().hex[:8]}")
         directory.mkdir(parents=True)
         files = {node: directory / str(number) for number, node in enumerate(nodes)}
-        answers = _asked(nodes, lambda node: {"do": "write", "path": str(files[node])})
-        found = [f"{node.name} cannot write in {shared} ({problem})" for node, problem in answers if problem]
-        found += [
-            f"pytest on {socket.gethostname()} does not see what {node.name} wrote in {shared}"
-            for node, path in files.items()
-            if not path.exists()
-        ]
+        problem_by_node = _problems(nodes, lambda node: {"do": "write", "path": str(files[node])})
+        texts = []
+        for node, problem in problem_by_node.items():
+            if problem:
+                texts.append(f"{node.name} cannot write in {shared} ({problem})")
+        for node, path in files.items():
+            if not path.exists():
+                texts.append(f"pytest on {socket.gethostname()} does not see what {node.name} wrote in {shared}")
         shutil.rmtree(directory, ignore_errors=True)
+        if not texts:
+            return ""
         advice = (
             "suites, and tests with shared_dir, need a directory that all nodes share; expected --basetemp=DIR with one, "
             "or cells with option checkpoints='node', where the driver has it"
         )
-        return f"{found[0]}: {advice}" if found else ""
+        return f"{texts[0]}: {advice}"
 
     def _taken(self) -> str:
         """Find out, once nodes are lost, whether a scheduler takes all of them away."""
@@ -334,37 +397,46 @@ class NodesLauncher(Launcher):
 
     def get_warm(self) -> str:
         """Wait until what runs on one node is ready; return what is wrong with it."""
-        return self._one.get_warm()
+        return self._on_one_node.get_warm()
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
         """Run the request on its nodes."""
         if request.nodes == 1 and not self._settings.node and not request.payload.get("per_node"):
-            return self._one.run(request, reuse)
-        self._one.retire()
-        if problem := self.ready():
+            return self._on_one_node.run(request, reuse)
+        self._on_one_node.retire()
+        problem = self.ready()
+        if problem:
             return Ending.not_launched(request.world_size, problem)
-        nodes = sorted((node for node in self._nodes.values() if not node.lost), key=lambda node: node.name)
-        nodes = nodes[: request.nodes]
+        present = [node for node in self._nodes.values() if not node.lost]
+        nodes = sorted(present, key=lambda node: node.name)[: request.nodes]
         # Imports take seconds on each node, and the time limit begins with the ranks.
-        answers = _asked(nodes, lambda _: {"do": "get_warm"})
-        if cold := [f"{node.name}: {problem}" for node, problem in answers if problem]:
-            return Ending.not_launched(request.world_size, "\n".join(cold))
-        who, asked = current_item() or request.directory, clock.now()
+        not_warm = []
+        for node, cold_reason in _problems(nodes, lambda _: {"do": "get_warm"}).items():
+            if cold_reason:
+                not_warm.append(f"{node.name}: {cold_reason}")
+        if not_warm:
+            return Ending.not_launched(request.world_size, "\n".join(not_warm))
         try:
-            with self.devices(nodes, request.world_size // request.nodes, who) as given:
-                got = clock.now()
-                run = _Run(nodes, request.from_here(), self._environment, self._settings, self._taken, given)
-                ending = run.run()
-                if run.devices:
-                    # One node that leases devices has noted them itself.
-                    times = (asked, got, clock.now())
-                    span = Span(run.devices, who, os.getpid(), *times, worker=self._settings.worker)
-                    # The record is for reports only.
-                    with contextlib.suppress(OSError):
-                        append(Path(self._settings.timeline), span)
-                return ending
-        except UsageProblem as problem:
-            return Ending.not_launched(request.world_size, str(problem))
+            return self._run_on(nodes, request)
+        except UsageProblem as error:
+            return Ending.not_launched(request.world_size, str(error))
+
+    def _run_on(self, nodes: list[Node], request: Request) -> Ending:
+        """Run the request on these nodes once it has its devices, and record the lease of those that a scheduler gave."""
+        who = current_item() or request.directory
+        requested_at = clock.now()
+        with self.devices(nodes, request.world_size // request.nodes, who) as given:
+            granted_at = clock.now()
+            run = _Run(nodes, request.from_here(), self._environment, self._settings, self._taken, given)
+            ending = run.run()
+            if run.devices:
+                # One node that leases devices has noted them itself.
+                times = (requested_at, granted_at, clock.now())
+                span = Span(run.devices, who, os.getpid(), *times, worker=self._settings.worker)
+                # The record is for reports only.
+                with contextlib.suppress(OSError):
+                    append(Path(self._settings.timeline), span)
+            return ending
 
     def devices(self, nodes: Sequence[Node], ranks: int, who: str) -> contextlib.AbstractContextManager[Given]:
         """Hold devices for so many ranks on each of these nodes, or on pytest's own, if the executor's scheduler counts them."""
@@ -378,7 +450,8 @@ class NodesLauncher(Launcher):
             asked = Asked(names, "GPU", -(-ranks // settings.ranks_each), min(ranks, settings.gpus), who)
 
         def say(text: str) -> None:
-            if lost := [f"{node.name}: {node.lost}" for node in nodes if node.lost]:
+            lost = [f"{node.name}: {node.lost}" for node in nodes if node.lost]
+            if lost:
                 raise UsageProblem("; ".join(lost))
             if text:
                 settings.say(text)
@@ -388,11 +461,11 @@ class NodesLauncher(Launcher):
     @property
     def reuse_scope(self) -> str:
         """The scope of the ranks that wait for a request; ranks of several nodes never do."""
-        return self._one.reuse_scope
+        return self._on_one_node.reuse_scope
 
     def retire(self) -> str:
         """End the ranks that wait for a request."""
-        return self._one.retire()
+        return self._on_one_node.retire()
 
     def close(self) -> None:
         """End all node agents that were started, and let the others go."""
@@ -401,22 +474,23 @@ class NodesLauncher(Launcher):
         for process in self._processes:
             await_exit(process, 5.0)
             kill_and_wait(process)
-            for pipe in filter(None, (process.stdin, process.stdout)):
+            for pipe in (process.stdin, process.stdout):
                 # A line may be left that it did not read.
                 with contextlib.suppress(OSError):
-                    pipe.close()
+                    if pipe is not None:
+                        pipe.close()
         if self._listener is not None:
             self._listener.close()
         for node in list(self._nodes.values()):
             node.channel.close()
-        self._one.close()
+        self._on_one_node.close()
 
 
-def _asked(nodes: list[Node], message: Callable[[Node], Mapping[str, Any]]) -> list[tuple[Node, str]]:
+def _problems(nodes: list[Node], message: Callable[[Node], Mapping[str, Any]]) -> dict[Node, str]:
     """Send each node a message, then wait for their answers: what is wrong, empty if nothing is."""
     for node in nodes:
         node.send(message(node))
-    return [(node, node.problem()) for node in nodes]
+    return {node: node.problem() for node in nodes}
 
 
 @dataclasses.dataclass(eq=False)
@@ -432,20 +506,24 @@ class _Run:
 
     def __post_init__(self) -> None:
         self._directory = Path(self.request.directory)
-        self._each = self.request.world_size // len(self.nodes)
+        self._ranks_each = self.request.world_size // len(self.nodes)
+        #: By the name of each node that has ended its part of the run: how it ended.
         self._parts: dict[str, dict[str, Any]] = {}
+        #: When a part failed, and when the others were told to stop.
+        self._failed_at: float | None = None
         self._stopped_at: float | None = None
+        #: How many beats each node had given when the time limit began; empty before.
         self._counted_from: dict[Node, int] = {}
-        #: The nodes that had stopped when it looked last, and when this process saw the first of them stop.
-        self._still: list[Node] = []
-        self._looked_at = self._still_since = clock.now()
+        #: The nodes that were suspended when it looked last, and when this process saw the first of them stop.
+        self._suspended: list[Node] = []
+        self._looked_at = self._suspended_since = clock.now()
         self._set = {name: value for name, value in os.environ.items() if self.environment.get(name) != value}
         self._unset = [name for name in self.environment if name not in os.environ]
         if not self.settings.node:
             # A node that leases devices says for which test.
             self._set.pop("PYTEST_CURRENT_TEST", None)
 
-    def run(self) -> Ending:  # noqa: C901 - one loop over messages of all nodes
+    def run(self) -> Ending:
         """Start the parts, follow them to their ends, and conclude."""
         self.request.write()
         began = clock.now()
@@ -453,70 +531,99 @@ class _Run:
             # A run that has to wait for its devices has its time limit from its first rank on.
             self._count()
         run_id = uuid.uuid4().hex
-        store: list[Any] = [self.nodes[0].channel.peer, 0]
-        failed_at: float | None = None
-        waiting = list(enumerate(self.nodes))
-        self._send(*waiting.pop(0), run_id, store)
+        self._send(0, run_id, (self.nodes[0].channel.peer, 0))
+        all_started = len(self.nodes) == 1
         while len(self._parts) < len(self.nodes):
-            heard = [message for node in self.nodes for message in self._heard(node)]
-            for message in heard:
+            messages = self._receive()
+            for message in messages:
                 if message["is"] == "log" and not self._counted_from:
                     self._count()
-                elif message["is"] == "listens":
-                    store = message["store"]
-                    while waiting:
-                        self._send(*waiting.pop(0), run_id, store)
-            for node in self.nodes:
-                if node.lost and node.name not in self._parts:
-                    taken = self.taken()
-                    why = f"{node.lost}: {taken}" if taken else node.lost
-                    self._parts[node.name] = {"processes": {}, "known": {}, "lost": why, "output": {}}
-            if waiting and self._parts:
+                elif message["is"] == "listens" and not all_started:
+                    self._start_others(run_id, message["store"])
+                    all_started = True
+            self._note_lost()
+            if not all_started and self._parts:
                 # Nobody opened the store.
-                self._parts |= {node.name: _NOT_STARTED for _, node in waiting}
-            if failed_at is None and any(map(_bad, self._parts.values())):
-                failed_at = clock.now()
-            self._stop(failed_at)
-            if not heard:
+                for node in self.nodes[1:]:
+                    self._parts[node.name] = _NOT_STARTED
+            if self._failed_at is None and any(_has_failed(part) for part in self._parts.values()):
+                self._failed_at = clock.now()
+            self._stop_late()
+            if not messages:
                 clock.sleep(0.005)
         return self._conclude(began)
+
+    def _start_others(self, run_id: str, store: Sequence[Any]) -> None:
+        """Start the parts of all nodes but the first, which has opened the store."""
+        host, port = store
+        for number in range(1, len(self.nodes)):
+            self._send(number, run_id, (host, port))
+
+    def _note_lost(self) -> None:
+        """Note how the parts of nodes ended that are gone."""
+        for node in self.nodes:
+            if node.lost and node.name not in self._parts:
+                taken = self.taken()
+                why = f"{node.lost}: {taken}" if taken else node.lost
+                self._parts[node.name] = {"processes": {}, "known": {}, "lost": why, "output": {}}
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices that a scheduler gave the run on its nodes, as far as they have ended it."""
-        return tuple(node.device(one) for node in self.nodes for one in self._parts[node.name].get("devices", ()))
+        names = []
+        for node in self.nodes:
+            for device in self._parts[node.name].get("devices", ()):
+                names.append(node.device(device))
+        return tuple(names)
 
-    def _send(self, number: int, node: Node, run_id: str, store: list[Any]) -> None:
+    def _send(self, number: int, run_id: str, store: tuple[str, int]) -> None:
+        """Start the part of the ``number``-th node; the nodes meet on ``store``, host and port."""
+        node = self.nodes[number]
         place = {}
         if not self.settings.node:
-            place = dataclasses.asdict(Place(number, len(self.nodes), node.channel.peer, (store[0], store[1]), run_id))
-        request = dataclasses.asdict(self.request)
-        changes = {"set": self._set, "unset": self._unset, "id": run_id[:8], "gpus": self.given.get(node.name, ())}
-        node.send({"do": "run", "request": request, "place": place, **changes})
+            place = dataclasses.asdict(Place(number, len(self.nodes), node.channel.peer, store, run_id))
+        message = {
+            "do": "run",
+            "request": dataclasses.asdict(self.request),
+            "place": place,
+            "set": self._set,
+            "unset": self._unset,
+            "id": run_id[:8],
+            "gpus": self.given.get(node.name, ()),
+        }
+        node.send(message)
 
-    def _heard(self, node: Node) -> list[dict[str, Any]]:
-        """Return the messages of a node that have arrived, once its logs are written and forwarded."""
-        found = []
-        while not node.messages.empty():
-            message = node.messages.get()
-            found.append(message)
-            if message["is"] == "log":
-                self._log(node, message["rank"], message["lines"])
-            elif message["is"] == "waits":
-                self.settings.say(f"{node.name}: {message['text']}")
-            elif message["is"] == "ended":
-                self._parts[node.name] = message
-                for span in message.get("spans", ()):
-                    there = decode(Span, span).on_node(node.name, node.ahead, self.settings.worker)
-                    append(Path(self.settings.timeline), there)
-        return found
+    def _receive(self) -> list[dict[str, Any]]:
+        """Return the messages of all nodes that have arrived, once their logs are written and forwarded."""
+        messages = []
+        for node in self.nodes:
+            while not node.messages.empty():
+                message = node.messages.get()
+                messages.append(message)
+                self._take_in(node, message)
+        return messages
+
+    def _take_in(self, node: Node, message: dict[str, Any]) -> None:
+        """Write down what a node says: lines of a log, what it waits for, or how its part ended."""
+        if message["is"] == "log":
+            self._log(node, message["rank"], message["lines"])
+        elif message["is"] == "waits":
+            self.settings.say(f"{node.name}: {message['text']}")
+        elif message["is"] == "ended":
+            self._parts[node.name] = message
+            for fields in message.get("spans", ()):
+                span = decode(Span, fields).on_node(node.name, node.ahead, self.settings.worker)
+                append(Path(self.settings.timeline), span)
 
     def _log(self, node: Node, rank: int, lines: str) -> None:
-        found = [_shifted(line, -node.ahead) for line in lines.splitlines()]
+        """Write lines of a rank's log, with times by the clock here, and forward to other nodes what they need."""
+        own_lines = [_shifted(line, -node.ahead) for line in lines.splitlines()]
         with (self._directory / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in found)
-        forwarded = [_without_pid(line) for line in found if not _NOT_FORWARDED.match(line)]
-        for other in self.nodes if forwarded else ():
+            file.writelines(f"{line}\n" for line in own_lines)
+        forwarded = [_without_pid(line) for line in own_lines if not _NOT_FORWARDED.match(line)]
+        if not forwarded:
+            return
+        for other in self.nodes:
             if other is not node:
                 text = "".join(f"{_shifted(line, other.ahead)}\n" for line in forwarded)
                 other.send({"do": "log", "rank": rank, "lines": text})
@@ -525,67 +632,101 @@ class _Run:
         """Begin the time limit. It is in beats of the nodes: where a job is suspended they have none, and no ranks run."""
         self._counted_from = {node: node.beats for node in self.nodes}
 
-    def _stop(self, failed_at: float | None) -> None:
+    def _stop_late(self) -> None:
         """End the parts that outlive the failure of another one, or the time limit."""
         now = clock.now()
         running = [node for node in self.nodes if node.name not in self._parts]
-        still = [node for node in running if now - min(self._looked_at, node.beat_at) > clock.GAP_S]
-        if still and not self._still:
-            names = ", ".join(node.name for node in still)
-            self.settings.say(f"{names}: stopped, as in a suspended job, or very busy; time limits wait")
-        if not self._still or now - self._looked_at > clock.GAP_S:
-            self._still_since = now
-        self._still, self._looked_at = still, now
-        for node in still if now - self._still_since > SUSPENDED_S else ():
-            node.lose(f"its agent has not run for {SUSPENDED_S / 60:g} minutes, though the node answers")
-        limit = (self.request.timeout + AFTER_LIMIT_S) / HEARTBEAT_S
-        over = self._counted_from and all(node.beats - self._counted_from[node] > limit for node in running)
-        if self._stopped_at is None and ((failed_at and now > failed_at + AFTER_FAILURE_S) or over):
+        self._note_suspended(running, now)
+        if self._stopped_at is not None:
+            if now > self._stopped_at + AFTER_LIMIT_S:
+                for node in running:
+                    node.lose("did not end its ranks in time")
+            return
+        outlives_failure = self._failed_at is not None and now > self._failed_at + AFTER_FAILURE_S
+        if outlives_failure or self._is_over(running):
             self._stopped_at = now
             for node in running:
                 node.send({"do": "stop", "why": "another node has ended"})
-        elif self._stopped_at is not None and now > self._stopped_at + AFTER_LIMIT_S:
-            for node in running:
-                node.lose("did not end its ranks in time")
+
+    def _note_suspended(self, running: Sequence[Node], now: float) -> None:
+        """Notice nodes whose agents do not run; one that is suspended for too long is given up."""
+        suspended = [node for node in running if now - min(self._looked_at, node.beat_at) > clock.GAP_S]
+        if suspended and not self._suspended:
+            names = ", ".join(node.name for node in suspended)
+            self.settings.say(f"{names}: stopped, as in a suspended job, or very busy; time limits wait")
+        if not self._suspended or now - self._looked_at > clock.GAP_S:
+            self._suspended_since = now
+        self._suspended = suspended
+        self._looked_at = now
+        if now - self._suspended_since > SUSPENDED_S:
+            for node in suspended:
+                node.lose(f"its agent has not run for {SUSPENDED_S / 60:g} minutes, though the node answers")
+
+    def _is_over(self, running: Sequence[Node]) -> bool:
+        """Tell whether the time limit has passed on all nodes that still run their parts."""
+        if not self._counted_from:
+            return False
+        limit = (self.request.timeout + AFTER_LIMIT_S) / HEARTBEAT_S
+        return all(node.beats - self._counted_from[node] > limit for node in running)
 
     def _conclude(self, began: float) -> Ending:
+        """Return how the run ended, from the logs of all ranks and what each node knew of its processes."""
         processes: dict[int, RankProcess] = {}
         errors: list[str] = []
         events = LogReader(self._directory, range(self.request.world_size)).read()
         for number, node in enumerate(self.nodes):
             part = self._parts[node.name]
-            ranks = range(number * self._each, (number + 1) * self._each)
+            ranks = range(number * self._ranks_each, (number + 1) * self._ranks_each)
             for rank in ranks:
-                fields = part["processes"].get(str(rank), {"lost": part.get("lost", "")})
-                process = RankProcess(**{**fields, "node": node.name})
-                if process.ended_at is not None:
-                    process = dataclasses.replace(process, ended_at=process.ended_at - node.ahead)
-                elif process.lost:
-                    process = dataclasses.replace(process, ended_at=node.lost_at)
-                processes[rank] = process
+                processes[rank] = _process_of(rank, node, part)
             if "lost" in part:
                 # A rank that had not finished says so itself.
-                errors += [f"{node.name}: {part['lost']}"] * all(of_kind(Done, events[rank]) for rank in ranks)
+                if all(of_kind(Done, events[rank]) for rank in ranks):
+                    errors.append(f"{node.name}: {part['lost']}")
             elif part["known"].get("launch_error"):
                 errors.append(f"{node.name}: {part['known']['launch_error']}")
             self._write_output(part["output"])
-            for name, text in part.get("recorded", {}).items():
+            for name, text in part.get("reach", {}).items():
                 (self._directory / name).write_text(text, encoding="utf-8")
-        parts = [(node, self._parts[node.name]["known"]) for node in self.nodes]
-        known = {
-            "timed_out": any(part.get("timed_out") for _, part in parts),
+        ending = conclude(
+            events,
+            processes,
+            **self._known_of_run(),
+            launch_error="\n".join(errors),
+            seconds=clock.now() - began,
+            command=self.request.command(),
+        )
+        leaks: list[str] = []
+        for part in self._parts.values():
+            leaks += part.get("leaks", ())
+        return dataclasses.replace(ending, leaks=tuple(leaks))
+
+    def _known_of_run(self) -> dict[str, Any]:
+        """Return the arguments of ``conclude`` that each node knows of its part, put together for the run."""
+        timed_out = False
+        ended_since = math.inf
+        oom_kills = 0
+        first: int | None = None
+        left_over: list[str] = []
+        notice = ""
+        for node in self.nodes:
+            known = self._parts[node.name]["known"]
+            timed_out = timed_out or bool(known.get("timed_out"))
+            ended_since = min(ended_since, known.get("ended_since", math.inf) - node.ahead)
+            oom_kills = max(oom_kills, known.get("oom_kills", 0))
+            if first is None:
+                first = known.get("first")
+            left_over += [f"{process} on {node.name}" for process in known.get("left_over", ())]
+            notice = notice or known.get("notice", "")
+        return {
+            "timed_out": timed_out,
             "timeout": self.request.timeout,
-            "ended_since": min(part.get("ended_since", math.inf) - node.ahead for node, part in parts),
-            "oom_kills": max(part.get("oom_kills", 0) for _, part in parts),
-            "first": next((part["first"] for _, part in parts if part.get("first") is not None), None),
-            "left_over": tuple(f"{one} on {node.name}" for node, part in parts for one in part.get("left_over", ())),
-            "notice": next((part["notice"] for _, part in parts if part.get("notice")), ""),
-            "launch_error": "\n".join(errors),
-            "seconds": clock.now() - began,
-            "command": self.request.command(),
+            "ended_since": ended_since,
+            "oom_kills": oom_kills,
+            "first": first,
+            "left_over": tuple(left_over),
+            "notice": notice,
         }
-        leaks = tuple(one for part in self._parts.values() for one in part.get("leaks", ()))
-        return dataclasses.replace(conclude(events, processes, **known), leaks=leaks)
 
     def _write_output(self, output: Mapping[str, Mapping[str, str]]) -> None:
         """Write what the ranks of a node wrote to where reports look for it."""
@@ -600,14 +741,30 @@ class _Run:
 _NOT_STARTED: dict[str, Any] = {"processes": {}, "known": {}, "output": {}}
 
 
-def _bad(part: Mapping[str, Any]) -> bool:
+def _has_failed(part: Mapping[str, Any]) -> bool:
+    """Tell whether a node's part of the run has ended badly."""
+    if "lost" in part or part["known"].get("launch_error"):
+        return True
     codes = [process["code"] for process in part["processes"].values()]
-    return "lost" in part or not codes or any(codes) or bool(part["known"].get("launch_error"))
+    return not codes or any(codes)
+
+
+def _process_of(rank: int, node: Node, part: Mapping[str, Any]) -> RankProcess:
+    """Return how the process of a rank ended, with times by the clock here."""
+    fields = part["processes"].get(str(rank), {"lost": part.get("lost", "")})
+    process = RankProcess(**{**fields, "node": node.name})
+    if process.ended_at is not None:
+        return dataclasses.replace(process, ended_at=process.ended_at - node.ahead)
+    if process.lost:
+        return dataclasses.replace(process, ended_at=node.lost_at)
+    return process
 
 
 def _shifted(line: str, seconds: float) -> str:
     """Return the line of an event with its time by another node's clock."""
-    return _TIME.sub(lambda found: f'"time": {float(found[1]) + seconds}', line, count=1) if seconds else line
+    if not seconds:
+        return line
+    return _TIME.sub(lambda match: f'"time": {float(match[1]) + seconds}', line, count=1)
 
 
 def _without_pid(line: str) -> str:
