@@ -29,11 +29,14 @@ class Registry(Generic[T]):
     Other installed packages add items by entry points: their group is the package's name, as
     ``pytest_distcompat.strategies``, their value ``module:item``. Modules whose name begins with an underscore are left
     out. An item is an instance of ``kind``, or a subclass that a module defines. A registry without modules has the items of
-    entry points alone.
+    entry points alone. ``group`` is their group, if it is not named after the package.
     """
 
-    def __init__(self, package: str, kind: type[T], item_name: str, *, has_modules: bool = True) -> None:
+    def __init__(
+        self, package: str, kind: type[T], item_name: str, *, has_modules: bool = True, group: str = ""
+    ) -> None:
         self._package, self._kind, self._item_name = package, kind, item_name
+        self._group = group or package
         self._has_modules = has_modules
 
     @property
@@ -51,7 +54,7 @@ class Registry(Generic[T]):
     @property
     def extensions(self) -> dict[str, EntryPoint]:
         """Return the entry points by which other packages add items, by "NAME of DISTRIBUTION"."""
-        found = installed_entry_points().select(group=self._package)
+        found = installed_entry_points().select(group=self._group)
         return {f"{entry.name} of {entry.dist.name if entry.dist else 'an unknown package'}": entry for entry in found}
 
     def _own_items(self) -> Iterator[tuple[str, T]]:
@@ -66,7 +69,7 @@ class Registry(Generic[T]):
     def _added_items(self) -> Iterator[tuple[str, T]]:
         """Yield each item that another package adds, after its origin."""
         for origin, entry in self.extensions.items():
-            where = f"entry point {self._package}: {origin}"
+            where = f"entry point {self._group}: {origin}"
             try:
                 item = entry.load()
             except Exception as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_distcompat.executors.slurm import Slurm
+from pytest_distcompat.ext.cluster.executors.slurm import Slurm
 
 
 @pytest.mark.parametrize(

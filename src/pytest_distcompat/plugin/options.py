@@ -14,7 +14,7 @@ import pytest
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.shard import read_shard
 from pytest_distcompat.plugin.suite.budget import read_budget
-from pytest_distcompat.user_input import LARGEST_COUNT, read_address
+from pytest_distcompat.user_input import LARGEST_COUNT
 
 
 def _flag(name: str) -> str:
@@ -147,36 +147,6 @@ def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
 def _split(text: str) -> list[str]:
     """Return the words of a list, which commas or white space separate."""
     return text.replace(",", " ").split()
-
-
-def _executor(text: str) -> str:
-    from pytest_distcompat.executors import EXECUTORS
-
-    EXECUTORS.get(text)
-    return text
-
-
-def _address(text: str) -> tuple[str, int] | None:
-    """Return host and port; None for an empty text."""
-    if not text:
-        return None
-    host, port = read_address(text)
-    if host == "0.0.0.0":  # noqa: S104 - it is refused
-        raise UsageProblem(f"{text!r} is no address that other nodes can reach: expected that of one interface.")
-    return host, port or 0
-
-
-def _token(text: str, base: Path) -> str:
-    """Return the token in a file; empty for an empty text."""
-    if not text:
-        return ""
-    try:
-        token = (base / text).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UsageProblem(f"{text!r}: {error.strerror}.") from None
-    if len(token) < 16:
-        raise UsageProblem(f"{text!r}: expected a token of at least 16 characters, as `openssl rand -hex 32` makes it.")
-    return token
 
 
 def _profile(text: str) -> str:
@@ -378,36 +348,6 @@ _ALL = (
         "1",
         count(least=1),
         "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
-    ),
-    Option(
-        "worker_nodes",
-        "N",
-        "0",
-        count(least=0),
-        "Deal the workers of xdist (-n) out over N nodes: each has its runs, of one node, there (default: 0, all here).",
-    ),
-    Option(
-        "executor",
-        "NAME",
-        "local",
-        _executor,
-        "Start the agents of several nodes on this machine (local), by `distcompat join` on each (join), by srun in "
-        "an allocation (slurm), or on a Ray cluster (ray) (default: local).",
-    ),
-    Option(
-        "listen",
-        "HOST[:PORT]",
-        "",
-        _address,
-        "Have nodes join at this address of this machine (default: 127.0.0.1 for local, the host's for slurm and ray).",
-    ),
-    Option(
-        "token_file",
-        "FILE",
-        "",
-        _token,
-        "Let only nodes join that know the token in this file; --distcompat-executor join needs it (default: a new "
-        "token).",
     ),
     Option(
         "verify",

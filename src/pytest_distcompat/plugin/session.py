@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
@@ -29,12 +28,10 @@ from pytest_distcompat.plugin.reporting import reproduce
 from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
-    from pytest_distcompat.executors import Executor
     from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.launch.launcher import Launcher
     from pytest_distcompat.launch.request import Warmth
     from pytest_distcompat.lease import Inventory, Pool
-    from pytest_distcompat.nodes.launcher import NodesLauncher
     from pytest_distcompat.runner import Runner
     from pytest_distcompat.substitute import Substitute
 
@@ -67,12 +64,13 @@ class DistcompatSession:
         self.collects = False
         #: The most nodes that a test of this session spans.
         self.nodes = 1
+        #: Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node.
+        self.worker_nodes = 0
         #: Whether such a test needs a directory that all its nodes share.
         self.shares = False
         #: A line for each suite of the user's some of whose cells the profile leaves out.
         self.left_out: dict[tuple[str, str], str] = {}
         self._launcher: Launcher | None = None
-        self._nodes_launcher: NodesLauncher | None = None
         self._started: set[tuple[str, Cell]] = set()
         self._process = os.getpid()
 
@@ -132,11 +130,6 @@ class DistcompatSession:
             return f"the budget of {budget.text} is used up"
         self._started.add((driver, cell))
         return None
-
-    @property
-    def worker_nodes(self) -> int:
-        """Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node."""
-        return int(self.setting("worker_nodes").value)
 
     @property
     def over_nodes(self) -> bool:
@@ -277,90 +270,23 @@ class DistcompatSession:
             kind: Any = LAUNCHERS[self.setting("launcher").value]
             self._launcher = LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
             if self.nodes > 1 or self.worker_nodes:
-                self._launcher = self._nodes_launcher = self._over_nodes(self._launcher, warmth)
+                self._launcher = self._over_nodes(self._launcher, warmth)
         assert self._launcher is not None
         return self._launcher
+
+    def _over_nodes(self, launcher: Launcher, warmth: Warmth) -> Launcher:
+        """Return a launcher for runs of several nodes too. Raises pytest.UsageError if no extension has one."""
+        over_nodes: Launcher | None = self.config.hook.pytest_distcompat_over_nodes(
+            session=self, launcher=launcher, warmth=warmth
+        )
+        if over_nodes is None:
+            raise pytest.UsageError("tests over several nodes need the plugin distcompat-cluster")
+        return over_nodes
 
     def _preloaded(self) -> tuple[str, ...]:
         """Return the modules that the fork server imports, those of extensions too."""
         by_extension: list[Sequence[str]] = self.config.hook.pytest_distcompat_preload(session=self)
         return tuple(dict.fromkeys(itertools.chain(self.modules, *by_extension)))
-
-    def nodes_problem(self) -> str:
-        """Wait until all nodes have joined; return what is wrong with them, empty if nothing is."""
-        return self._nodes_launcher.ready() if self._nodes_launcher is not None else ""
-
-    @property
-    def nodes_taken(self) -> str:
-        """Why a scheduler takes the session's nodes away, so that no later test can run; empty while it does not."""
-        return self._nodes_launcher.taken if self._nodes_launcher is not None else ""
-
-    def _over_nodes(self, one: Launcher, warmth: Warmth) -> NodesLauncher:
-        """Return a launcher for runs of several nodes too. Raises pytest.UsageError if an option does not fit."""
-        from pytest_distcompat.executors import EXECUTORS
-        from pytest_distcompat.nodes.launcher import NodesLauncher, Settings
-
-        name = self.setting("executor").value
-        token = self.setting("token_file").value
-        executor = EXECUTORS.get(name)()
-        reason = self._why_no_executor(executor, token)
-        names: list[str] | None = None
-        if not reason and (self.worker_nodes or executor.lists_at_once):
-            try:
-                names = executor.names(self.worker_nodes or self.nodes)
-            except UsageProblem as problem:
-                reason = str(problem)
-        reason = reason or self._why_no_nodes(names)
-        if reason:
-            raise pytest.UsageError(f"--distcompat-executor {name}: {reason}")
-        limit, listen = float(self.setting("warm_timeout").value), self.setting("listen").value or executor.listen
-        shared = str(self.store) if self.shares else ""
-        settings = Settings(self.nodes, str(self.config.rootpath), self.device, listen, token, limit, shared)
-        settings = dataclasses.replace(
-            settings,
-            gpus=self.gpus,
-            ranks_each=self.ranks_each,
-            runs_share=self.runs_share,
-            say=self.say,
-            timeline=str(self.store),
-            worker=self.worker,
-        )
-        if names and self.worker_nodes:
-            number = int(self.worker.removeprefix("gw") or 0)
-            node, *others = names[number % len(names) :] + names[: number % len(names)]
-            # The node itself is the last: its agent alone may be gone.
-            settings = dataclasses.replace(settings, node=node, spare=(*others, node))
-        return NodesLauncher(one, executor, settings, warmth, self.description_file.read_text(encoding="utf-8"))
-
-    def _why_no_executor(self, executor: Executor, token: object) -> str:
-        """Return why the options do not fit the executor, empty if they do; ``token``: whether nodes have one to join with."""
-        from pytest_distcompat.strategies import first_reason
-
-        cold = self.setting("launcher").value != "warm"
-        shares_gpus = executor.name == "local" and self.gpus > 0 and not self.worker_nodes
-        has_no_token = bool(executor.hint) and not token
-        has_workers = bool(executor.hint) and bool(self.worker)
-        reason = executor.unsupported_reason() or first_reason(
-            (cold, "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes"),
-            (
-                shares_gpus,
-                "its nodes would share GPUs, which NCCL refuses; expected --distcompat-gpus 0, or another executor",
-            ),
-            (has_no_token, "expected --distcompat-token-file FILE, with the token that nodes join with"),
-            (has_workers, "each worker of xdist would need nodes of its own; expected no -n"),
-        )
-        return reason or ""
-
-    def _why_no_nodes(self, names: list[str] | None) -> str:
-        """Return why runs cannot be on these nodes, empty if they can; None: nodes join one by one."""
-        wanted = self.worker_nodes or self.nodes
-        if self.worker_nodes and self.nodes > 1:
-            return "runs of one node and of several do not mix; expected no --distcompat-worker-nodes"
-        if self.worker_nodes and names is None:
-            return f"it cannot start agents on {self.worker_nodes} nodes one by one"
-        if names is not None and len(names) < wanted:
-            return f"there are {len(names)} of {wanted} nodes: {', '.join(names) or 'none'}"
-        return ""
 
     @functools.cached_property
     def cold_launcher(self) -> Launcher:
@@ -399,13 +325,15 @@ class DistcompatSession:
         """The pool that leases devices to the runs of all sessions of this user."""
         from pytest_distcompat.lease import Pool
 
-        options: dict[str, Any] = {"timeline": self.store, "worker": self.worker, "notify": self.say}
-        nodes = self._nodes_launcher
-        if nodes is not None and nodes.accounts and self.gpus:
-            from pytest_distcompat.nodes.pool import ScheduledPool
+        scheduled: Pool | None = self.config.hook.pytest_distcompat_pool(session=self, inventory=self.inventory)
+        if scheduled is not None:
+            return scheduled
+        return Pool(None, self.inventory, **self.pool_options)
 
-            return ScheduledPool(None, self.inventory, ask=lambda ranks, who: nodes.devices([], ranks, who), **options)
-        return Pool(None, self.inventory, **options)
+    @property
+    def pool_options(self) -> dict[str, Any]:
+        """What a pool writes to and says, as arguments of ``Pool``."""
+        return {"timeline": self.store, "worker": self.worker, "notify": self.say}
 
     def waits(self) -> str:
         """Return what a run of this process waits for, if it has to wait for devices; empty otherwise."""
