@@ -7,31 +7,20 @@ not exist.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.cell import Cell
-
 if TYPE_CHECKING:
-    from pytest_distcompat.checks import Check
     from pytest_distcompat.launch.launcher import Launcher
     from pytest_distcompat.launch.request import Warmth
     from pytest_distcompat.lease import Inventory, Pool
     from pytest_distcompat.plugin.options import Option
     from pytest_distcompat.plugin.session import DistcompatSession
+    from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
     from pytest_distcompat.substitute import Substitute
     from pytest_distcompat.suite import CompatSuite
-
-
-@dataclass(frozen=True)
-class AddedCheck:
-    """A check of an extension, and the cell that it adds for it."""
-
-    cell: Cell
-    check: Check
 
 
 # historic: pytest may load the extension after the plugin.

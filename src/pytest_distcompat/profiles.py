@@ -47,6 +47,14 @@ class AddedProfile:
     cells: Callable[[type[Driver], Sequence[str], int], list[Cell]]
 
 
+@dataclass(frozen=True)
+class AddedCheck:
+    """A check of an extension, and the cell that it adds for it."""
+
+    cell: Cell
+    check: Check
+
+
 #: The profiles of extensions.
 ADDED_PROFILES: Registry[AddedProfile] = Registry(
     "pytest_distcompat.profiles", AddedProfile, "profile", has_modules=False

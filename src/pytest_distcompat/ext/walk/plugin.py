@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from pytest_distcompat.hookspecs import AddedCheck
     from pytest_distcompat.plugin.session import DistcompatSession
+    from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
     from pytest_distcompat.suite import CompatSuite
 
@@ -26,7 +26,7 @@ def pytest_distcompat_added_checks(suite: type[CompatSuite], session: Distcompat
         return []
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.ext.walk.check import OBSERVERS_WALK
-    from pytest_distcompat.hookspecs import AddedCheck
+    from pytest_distcompat.profiles import AddedCheck
 
     cell = Cell.of(_STRATEGY_BY_DRIVER[suite.driver], "fp32", session.world_size, model="mlp")
     return [AddedCheck(cell, OBSERVERS_WALK)]
