@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-#: How the action begins that is a call of the live trainer, and that of its reference.
-CALL, REFERENCE_CALL = "call ", "reference "
+#: How the action begins that is a call of the live trainer.
+CALL = "call "
+#: How that of its reference begins.
+REFERENCE_CALL = "reference "
 #: The call that saves, and goes on in a new process group.
 RESUME = "resume"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import CALL
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +133,9 @@ class HasReference(LiveTrainer):
     A driver has it by ``loss`` and ``make_optimizer``, from which ``reference`` is derived, or by a ``reference`` of its own.
     """
 
+    #: What has an equal weight in the gradients of a step, over all ranks: ``token``, ``row``, ``micro_batch`` or ``rank``. Empty
+    #: where the driver does not say.
+    mean: ClassVar[str] = ""
     #: The norm to which the trainer clips gradients, for the derived reference; None if it does not clip.
     max_norm: float | None = None
     #: What the loss of the reference's last step would be if something else were averaged: what counts alike -> loss.
@@ -243,6 +246,14 @@ class RenamesKeys(LiveTrainer):
         return ()
 
 
+class HasExtraState(LiveTrainer):
+    """State that training depends on beside model, optimizer, scheduler and scaler, for the check ``extra_state``."""
+
+    #: Name of an attribute of the driver, such as ``trainer.ema`` -> what to expect of it. The attribute is a tensor, a module, a
+    #: number, text, a collection of them, or an object with ``state_dict()``.
+    extra_state: ClassVar[Mapping[str, ExtraState]] = {}
+
+
 class HasPipeline(LiveTrainer):
     """What a driver with pipeline parallelism tells of it: each rank holds some stages, consecutive layers of the model."""
 
@@ -261,7 +272,7 @@ class HasBlocks(LiveTrainer):
     ignored_modules: tuple[str, ...] = ()
 
 
-class HasWalks(LiveTrainer):
+class HasLiveCalls(LiveTrainer):
     """What users call on the live trainer in any order."""
 
     #: What users call on the live trainer: a subclass of ``drivers.Calls``.
@@ -276,10 +287,11 @@ class Driver(
     HasLossScaling,
     HasLoaders,
     HasMetrics,
+    HasExtraState,
     RenamesKeys,
     HasPipeline,
     HasBlocks,
-    HasWalks,
+    HasLiveCalls,
 ):
     """The trainer under test: subclass it, write five methods and name the class ``module:attribute`` in your suite.
 

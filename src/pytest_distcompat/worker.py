@@ -344,8 +344,9 @@ class Rank:
 
         driver = self.driver
         compute = PRECISIONS.get(driver.cell.precision).compute
+        unwrapped = read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options, compute)
         infos: dict[str, Any] = {
-            "unwrapped": read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options, compute),
+            "unwrapped": dataclasses.replace(unwrapped, mean=driver.mean),
             # Before the trainer is built: what it changes shows against it.
             "products": read_products(driver.world.device),
         }
@@ -472,7 +473,12 @@ class Rank:
         from pytest_distcompat.probe.snapshot import read_snapshot_fields
 
         driver = self.driver
-        return read_snapshot_fields(
+        extra: dict[str, Any] = {}
+        if whole and driver.extra_state:
+            from pytest_distcompat.probe.extra import read_extra_state
+
+            extra["extra"] = read_extra_state(driver, driver.extra_state)
+        return extra | read_snapshot_fields(
             driver.model,
             driver.optimizer,
             device=driver.world.device,

@@ -26,7 +26,8 @@ BY_NAME = {
 }
 #: The only modules that need torch to be defined at all.
 NEED_TORCH = {"ext.simulation.fake_ranks", "models._modules", "launch.agent", "drivers._joined"} | {
-    f"probe.{m}" for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot")
+    f"probe.{m}"
+    for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot", "extra", "weights")
 }
 
 

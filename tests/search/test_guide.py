@@ -17,6 +17,7 @@ from pytest_distcompat.ext.search.reached import Branches
 from pytest_distcompat.ext.search.space import DriverSpace
 from pytest_distcompat.ext.search.state import Kept, State, cause_of, corpus_text, read_corpus, smallest_cover
 from pytest_distcompat.ext.search.trial import Outcome
+from pytest_distcompat.ext.search.yields import Yields
 from pytest_distcompat.failures import UsageProblem
 
 FILE = FileId("torch", "distributed/fsdp/api.py")
@@ -62,6 +63,16 @@ def test_what_is_new_is_kept_and_varied() -> None:
     assert len(state.new_branches) == 5
     assert len(blind.new_branches) == 2
     assert all(len(kept.branches) for kept in state.kept)
+
+
+def test_settings_that_unreached_branches_read_are_drawn_more_often() -> None:
+    plain = Yields()
+    informed = Yields({"field3": 8, "enabled": 1000})
+    assert informed.of_setting("AdamW.field3") == 3 * plain.of_setting("AdamW.field3")
+    assert informed.of_setting("AdamW.field4") == plain.of_setting("AdamW.field4")
+    assert informed.of_setting("x.enabled") < 4 * plain.of_setting("x.enabled")
+    informed.add(Candidate.parse("torch ddp-fp32-w2-set_AdamW.field3=1"), 0)
+    assert informed.of_setting("AdamW.field3") < 3 * plain.of_setting("AdamW.field3")
 
 
 def test_a_candidate_is_tried_once() -> None:

@@ -257,8 +257,9 @@ def _other_groups(before: Snapshot, after: Snapshot, action: str) -> Iterator[st
     groups_after = after.param_groups
     if len(groups) != len(groups_after):
         yield f"{where}: the optimizer has {len(groups_after)} param groups after the {action}; {len(groups)} before"
-    for number, key, old, new in unlike(groups, groups_after):
-        yield f"{where}: {key} of the optimizer's group {number} is {new} after the {action}; {old} before"
+    for number in unlike(groups, groups_after):
+        setting = f"{number.key} of the optimizer's group {number.group}"
+        yield f"{where}: {setting} is {number.after} after the {action}; {number.before} before"
 
 
 def _other_tensors(kind: str, before: _Tensors, after: _Tensors, action: str) -> Iterator[str]:
@@ -298,11 +299,12 @@ def _other_numbers(nth: int, expected: tuple[Snapshot, ...], resumed: tuple[Snap
     """Yield findings for numbers of param groups after a step; those of the last step affect no loss."""
     when = f"after step {nth + 1} of the resumed run"
     for before, after in pairs(expected, resumed):
-        for group, key, old, new in unlike(before.param_groups, after.param_groups, RATE_TOLERANCE):
-            if old is None or new is None:
+        for number in unlike(before.param_groups, after.param_groups, RATE_TOLERANCE):
+            if number.before is None or number.after is None:
                 continue
-            number = f"{key} of the optimizer's group {group} is {new:.6g} {when}"
-            yield f"rank {after.rank}: {number}; {old:.6g} in the run that never stopped"
+            setting = f"{number.key} of the optimizer's group {number.group}"
+            finding = f"{setting} is {number.after:.6g} {when}; {number.before:.6g} in the run that never stopped"
+            yield f"rank {after.rank}: {finding}"
 
 
 @check(scenario=TRAIN, until=(("train", "save", 0), ("train", "exported", 0)), order=9)

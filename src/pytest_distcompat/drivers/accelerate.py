@@ -155,19 +155,22 @@ class AccelerateCalls(Calls):
 
     def load(self, optimizer: bool = True, scheduler: bool = True) -> None:  # noqa: ARG002 - see ``refused``
         """Load by ``load_state``, which passes arguments on to DeepSpeed's ``load_checkpoint``."""
-        self.accelerator.load_state(str(self.directory), **{} if optimizer else {"load_optimizer_states": False})
+        settings: dict[str, Any] = {}
+        if not optimizer:
+            settings["load_optimizer_states"] = False
+        self.accelerator.load_state(str(self.directory), **settings)
 
     @observer
     def gather_for_metrics(self, **more: Any) -> Any:
         """Evaluate and gather what all ranks found."""
-        found = self.outputs()
-        gathered = self.accelerator.gather_for_metrics(found, **more)
+        outputs = self.outputs()
+        gathered = self.accelerator.gather_for_metrics(outputs, **more)
         if isinstance(gathered, list):
             # Of objects, which rows of a tensor are, it gives a list.
             import torch
 
             gathered = torch.stack(gathered)
-        return gathered[: len(found)]
+        return gathered[: len(outputs)]
 
     @observer
     def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, **more: Any) -> Any:
@@ -220,6 +223,10 @@ class AccelerateDriver(TinyDriver):
         Source("TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("ddp", "fsdp2")),
         Source("", "accelerate.utils.dataclasses.KwargsHandler", ("ddp", "fsdp2"), "subclasses"),
         Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero2",), "keys"),
+        Source("prepare", "accelerate.Accelerator.prepare", ("ddp", "fsdp2", "zero2")),
+        Source("save_state", "accelerate.Accelerator.save_state", ("ddp", "fsdp2", "zero2")),
+        Source("save_model", "accelerate.Accelerator.save_model", ("ddp", "fsdp2", "zero3")),
+        Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "zero2", "zero3")),
         Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp2", "zero2")),
         Source("SGD", "torch.optim.SGD", ("ddp", "fsdp2", "zero2")),
         Source("Adafactor", "torch.optim.Adafactor", ("ddp", "fsdp2")),
@@ -300,10 +307,14 @@ class AccelerateDriver(TinyDriver):
         data = self.dataset(self.cell.dp_size)
         rows = len(data) // (self.epoch * self.cell.dp_size)
         loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]  # a list is a dataset
-        self.loader, self.model, *prepared = self.accelerator.prepare(loader, model, *optimizers, *schedulers)
+        objects = (loader, model, *optimizers, *schedulers)
+        self.loader, self.model, *prepared = self.accelerator.prepare(*objects, **self.cell.settings("prepare"))
         count = len(optimizers)
-        self.optimizer = prepared[:count] if count > 1 else prepared[0]
-        self.scheduler = prepared[count:] if count > 1 else prepared[1]
+        if count > 1:
+            self.optimizer = prepared[:count]
+            self.scheduler = prepared[count:]
+        else:
+            self.optimizer, self.scheduler = prepared
         self.scaler = self.accelerator.scaler
         set_seed(1, device_specific=True)
 
@@ -355,7 +366,7 @@ class AccelerateDriver(TinyDriver):
         """Turn on activation checkpointing in the model; for FSDP accelerate does it."""
         if not self.cell.option("activation_checkpointing") or "fsdp" in self.cell.strategy:
             return
-        _options.recompute_by_model(model, self.wrap_spec.block_modules(model))
+        _options.recompute_by_model(model, self.wrap_spec.block_modules(model), self.cell)
 
     def _recipe(self) -> list[Any]:
         """Return the recipe for 8 bits; without all-gather in 8 bits, which DeepSpeed cannot do."""
@@ -425,7 +436,7 @@ class AccelerateDriver(TinyDriver):
 
     def save(self, directory: Path) -> None:
         """Save a checkpoint by ``save_state``."""
-        self.accelerator.save_state(str(directory))
+        self.accelerator.save_state(str(directory), **self.cell.settings("save_state"))
 
     def load(self, directory: Path) -> None:
         """Load a checkpoint by ``load_state``."""
@@ -446,6 +457,7 @@ class AccelerateDriver(TinyDriver):
         configured = hasattr(unwrapped, "config")
         # In several files, as large models are, where ``from_pretrained`` reads them.
         arguments = {"max_shard_size": "20KB"} if configured else {}
+        arguments = self.cell.with_settings("save_model", arguments)
         self.accelerator.save_model(self.model, str(directory), **arguments)
         if main and configured:
             unwrapped.config.save_pretrained(directory)

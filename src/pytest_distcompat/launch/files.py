@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_distcompat.launch.stacks import without_launcher_in_crash
+from pytest_distcompat.launch.forensics.stacks import without_launcher_in_crash
 
 #: The last lines of each file of a rank's output that a report shows.
 LINES_SHOWN = 40

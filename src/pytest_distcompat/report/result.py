@@ -91,7 +91,10 @@ class Table:
         cells = dict.fromkeys(cell for cell, _ in worst)
         checks_with_verdict = {check for _, check in worst}
         all_checks = order or check_order(all_results)
-        checks = [check for check in all_checks if check in checks_with_verdict]
+        checks = []
+        for check in all_checks:
+            if check in checks_with_verdict:
+                checks.append(check)
         return cls(all_results, tuple(checks), tuple(cells), worst)
 
     @property
@@ -103,7 +106,9 @@ class Table:
     def word(self, cell: str, check: str) -> str:
         """Return the word of the verdict, empty where there is none."""
         verdict = self.verdicts.get((cell, check))
-        return verdict.status.word if verdict else ""
+        if verdict is None:
+            return ""
+        return verdict.status.word
 
 
 def tables(results: Iterable[Verdict]) -> list[Table]:
@@ -149,7 +154,8 @@ def _next_check(earlier_by_check: Mapping[str, set[str]], order: Iterable[str]) 
     for check, earlier in earlier_by_check.items():
         if earlier <= placed | {check}:
             return check
-    return next(iter(earlier_by_check))
+    first, *_ = earlier_by_check
+    return first
 
 
 def by_reason(results: Iterable[Verdict], status: str) -> dict[str, list[str]]:
@@ -189,4 +195,6 @@ class Change:
 
 
 def _word(status: str) -> str:
-    return Status(status).word if status else "none"
+    if not status:
+        return "none"
+    return Status(status).word

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import constant_part, unshown
-from pytest_distcompat.report.compare import BeforeAndNow, differing
+from pytest_distcompat.report.compare import BeforeAndNow, changed_values, differing
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.merge import merge
 from pytest_distcompat.report.text import CAUSES, HEADLINE, cut, shortened
@@ -127,8 +127,13 @@ class Trend:
     @property
     def headline(self) -> str:
         """Return how many histories are of which kind."""
-        histories_by_kind = Counter(history.kind for history in self.histories)
-        counts = [f"{histories_by_kind[kind]} {kind}" for kind in KINDS if histories_by_kind[kind]]
+        histories_by_kind = Counter[str]()
+        for history in self.histories:
+            histories_by_kind[history.kind] += 1
+        counts = []
+        for kind in KINDS:
+            if histories_by_kind[kind]:
+                counts.append(f"{histories_by_kind[kind]} {kind}")
         plural = "s" if len(self.nights) != 1 else ""
         text = f"{len(self.nights)} night{plural}: {', '.join(counts) or 'no verdicts'}"
         stopped = self._stopped_running()
@@ -198,8 +203,9 @@ class _Story:
 
 def changes(changed: Mapping[str, BeforeAndNow]) -> str:
     """Return the changed versions as one text."""
-    texts = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
-    return ", ".join(texts) or "no version changed"
+    if not changed:
+        return "no version changed"
+    return changed_values(changed)
 
 
 @dataclass(frozen=True)
@@ -217,8 +223,14 @@ class _Session:
     peak_memory: dict[str, int]
 
 
-#: A check in a cell of a suite: ``suite``, ``place``, ``cell`` and ``check`` of its verdicts.
-_CheckKey = tuple[str, str, str, str]
+@dataclass(frozen=True)
+class _CheckKey:
+    """A check in a cell of a suite, as its verdicts have them."""
+
+    suite: str
+    place: str
+    cell: str
+    check: str
 
 
 def trend(reports: Iterable[Report]) -> Trend:
@@ -263,7 +275,7 @@ def _verdicts_by_check(sessions: Sequence[_Session]) -> dict[_CheckKey, list[Ver
     verdicts_by_check: dict[_CheckKey, list[Verdict | None]] = {}
     for night, session in enumerate(sessions):
         for result in session.results:
-            key = (result.suite, result.place, result.cell, result.check)
+            key = _CheckKey(result.suite, result.place, result.cell, result.check)
             verdicts = verdicts_by_check.setdefault(key, [None] * len(sessions))
             verdicts[night] = result
     return verdicts_by_check
@@ -328,13 +340,12 @@ def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], first_
         nights: The nights.
         first_equal: For each night, the first one with equal versions.
     """
-    statuses = tuple(verdict.status if verdict else None for verdict in verdicts)
+    statuses = tuple(_status(verdict) for verdict in verdicts)
     stretches = _stretches(verdicts)
-    red_positions = [position for position, stretch in enumerate(stretches) if stretch.red]
-    if not red_positions:
-        last_verdict = [verdict for verdict in verdicts if verdict][-1]
-        return History(last_verdict, statuses, "never red" if stretches else "never run")
-    position = red_positions[-1]
+    position = _last_red_position(stretches)
+    if position is None:
+        kind = "never red" if stretches else "never run"
+        return History(_last_verdict(verdicts), statuses, kind)
     last_red = stretches[position]
     before = None
     changed: Mapping[str, BeforeAndNow] = {}
@@ -355,6 +366,27 @@ def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], first_
     else:
         kind = "fixed"
     return History(last_red.last, statuses, kind, before, last_red.first_night, until, changed, mended)
+
+
+def _status(verdict: Verdict | None) -> Status | None:
+    if verdict is None:
+        return None
+    return verdict.status
+
+
+def _last_verdict(verdicts: Sequence[Verdict | None]) -> Verdict:
+    """Return the last verdict of which there is at least one."""
+    known = [verdict for verdict in verdicts if verdict]
+    return known[-1]
+
+
+def _last_red_position(stretches: Sequence[_Stretch]) -> int | None:
+    """Return the position of the last red stretch, None if none is red."""
+    last = None
+    for position, stretch in enumerate(stretches):
+        if stretch.red:
+            last = position
+    return last
 
 
 def _turns_with_equal_versions(verdicts: Sequence[Verdict | None], first_equal: Sequence[int]) -> Counter[int]:

@@ -28,7 +28,7 @@ from pytest_distcompat.ext.cluster.channel import Channel, Listener, NotProvedEr
 from pytest_distcompat.ext.cluster.executors import Asked, Executor, Given
 from pytest_distcompat.ext.cluster.facts import differences, facts
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.launch.ending import Ending, RankProcess, conclude
+from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import await_exit, kill_and_wait
 from pytest_distcompat.launch.rank_log import LogReader

@@ -15,26 +15,26 @@ from pytest_distcompat.plugin.session import DistcompatSession
 from pytest_distcompat.strategies import first_reason
 
 
-def nodes_launcher(session: DistcompatSession, of_this_node: Launcher, warmth: Warmth) -> NodesLauncher:
-    """Return a launcher for runs of several nodes too. Raises pytest.UsageError if an option does not fit."""
+def nodes_launcher(session: DistcompatSession, launcher: Launcher, warmth: Warmth) -> NodesLauncher:
+    """Return a launcher for runs of several nodes, which runs all others by ``launcher``.
+
+    Raises:
+        pytest.UsageError: An option does not fit the executor or its nodes.
+    """
     name = session.setting("executor").value
-    token = session.setting("token_file").value
     executor = EXECUTORS.get(name)()
-    reason = _why_no_executor(session, executor, token)
-    names: list[str] | None = None
-    if not reason and (session.worker_nodes or executor.lists_at_once):
-        try:
-            names = executor.names(session.worker_nodes or session.nodes)
-        except UsageProblem as problem:
-            reason = str(problem)
-    reason = reason or _why_no_nodes(session, names)
-    if reason:
-        raise pytest.UsageError(f"--distcompat-executor {name}: {reason}")
-    limit, listen = float(session.setting("warm_timeout").value), session.setting("listen").value or executor.listen
-    shared = str(session.store) if session.shares else ""
-    settings = Settings(session.nodes, str(session.config.rootpath), session.device, listen, token, limit, shared)
-    settings = dataclasses.replace(
-        settings,
+    try:
+        names = _names_of_nodes(session, executor)
+    except UsageProblem as problem:
+        raise pytest.UsageError(f"--distcompat-executor {name}: {problem}") from None
+    settings = Settings(
+        nodes=session.nodes,
+        root=str(session.config.rootpath),
+        device=session.device,
+        listen=session.setting("listen").value or executor.listen,
+        token=session.setting("token_file").value,
+        wait=float(session.setting("warm_timeout").value),
+        shared=str(session.store) if session.shares else "",
         gpus=session.gpus,
         ranks_each=session.ranks_each,
         runs_share=session.runs_share,
@@ -43,20 +43,44 @@ def nodes_launcher(session: DistcompatSession, of_this_node: Launcher, warmth: W
         worker=session.worker,
     )
     if names and session.worker_nodes:
-        number = int(session.worker.removeprefix("gw") or 0)
-        node, *others = names[number % len(names) :] + names[: number % len(names)]
+        # Each worker of xdist has its runs on one node, the next worker on the next node.
+        number = int(session.worker.removeprefix("gw") or 0) % len(names)
+        node = names[number]
+        others = names[number + 1 :] + names[:number]
         # The node itself is the last: its agent alone may be gone.
         settings = dataclasses.replace(settings, node=node, spare=(*others, node))
-    return NodesLauncher(of_this_node, executor, settings, warmth, session.description_file.read_text(encoding="utf-8"))
+    description = session.description_file.read_text(encoding="utf-8")
+    return NodesLauncher(launcher, executor, settings, warmth, description)
+
+
+def _names_of_nodes(session: DistcompatSession, executor: Executor) -> list[str] | None:
+    """Return the names of the nodes on which runs can be; None if they join one by one.
+
+    Raises:
+        UsageProblem: Runs cannot be there.
+    """
+    reason = _why_no_executor(session, executor, session.setting("token_file").value)
+    if reason:
+        raise UsageProblem(reason)
+    names: list[str] | None = None
+    if session.worker_nodes or executor.lists_at_once:
+        names = executor.names(session.worker_nodes or session.nodes)
+    reason = _why_no_nodes(session, names)
+    if reason:
+        raise UsageProblem(reason)
+    return names
 
 
 def _why_no_executor(session: DistcompatSession, executor: Executor, token: object) -> str:
     """Return why the options do not fit the executor, empty if they do; ``token``: whether nodes have one to join with."""
+    unsupported = executor.unsupported_reason()
+    if unsupported:
+        return unsupported
     cold = session.setting("launcher").value != "warm"
     shares_gpus = executor.name == "local" and session.gpus > 0 and not session.worker_nodes
     has_no_token = bool(executor.hint) and not token
     has_workers = bool(executor.hint) and bool(session.worker)
-    reason = executor.unsupported_reason() or first_reason(
+    reason = first_reason(
         (cold, "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes"),
         (
             shares_gpus,

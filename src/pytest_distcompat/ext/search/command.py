@@ -13,7 +13,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.cli.output import named_in_errors
 from pytest_distcompat.ext.search.candidate import Candidate, parse_calls
 from pytest_distcompat.ext.search.guide import Search, Step
-from pytest_distcompat.ext.search.reached import Branches, branches_of_map
+from pytest_distcompat.ext.search.reached import Reached, read_reached
 from pytest_distcompat.ext.search.space import DriverSpace
 from pytest_distcompat.ext.search.state import State, corpus_text, read_corpus, smallest_cover
 from pytest_distcompat.ext.search.trial import Trials
@@ -66,11 +66,14 @@ def _search(options: argparse.Namespace) -> int:
     if options.cell:
         return _alone(options)
     state = _state(options)
-    known = branches_of_map(options.map) if options.map else Branches()
+    reached = read_reached(options.map) if options.map else Reached()
+    known = reached.branches
     limit = _limit(options)
     deadline = clock.now() + _seconds(options.budget)
     with Trials(known) as trials:
-        search = Search(_spaces(options), state, known, trials.installed.functions, guided=not options.blind)
+        functions = trials.installed.functions
+        spaces = _spaces(options)
+        search = Search(spaces, state, known, functions, readers=reached.readers, guided=not options.blind)
         first = [] if options.blind else read_corpus(options.corpus)
         if limit > 0 and clock.now() < deadline:
             for number, step in enumerate(search.run(first, trials.run), start=1):
@@ -99,7 +102,7 @@ def _alone(options: argparse.Namespace) -> int:
     space = DriverSpace(candidate.driver, [candidate.cell.strategy])
     if not space.sound(candidate):
         raise UsageProblem(f"{candidate}: the driver cannot do this, or what a call does is known to be broken")
-    known = branches_of_map(options.map) if options.map else Branches()
+    known = (read_reached(options.map) if options.map else Reached()).branches
     with Trials(known) as trials:
         outcome = trials.run(candidate)
         new = outcome.branches.without(known)

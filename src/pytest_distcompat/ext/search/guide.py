@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -15,7 +15,7 @@ from pytest_distcompat.ext.search.yields import Yields
 from pytest_distcompat.settings.pairs import smallest
 
 #: How often a candidate is drawn from all, although there is something new to vary.
-_FRESH = 0.35
+_FRESH = 0.5
 #: How many draws may go wrong one after another before nothing is left to try.
 _DRAWS = 2000
 #: The most trials that the reduction of one failure takes.
@@ -46,6 +46,7 @@ class Search:
         state: What was tried before, which grows.
         known: The branches that some cell of the map reaches, which grow too.
         functions: Returns the functions that have these branches, those with most first.
+        readers: How many branches that no cell reaches read a name, such as a setting's.
         guided: Neighbours of what was new are tried; else all are drawn alike.
     """
 
@@ -56,12 +57,13 @@ class Search:
         known: Branches,
         functions: Callable[[Branches], Iterator[str]],
         *,
+        readers: Mapping[str, int] | None = None,
         guided: bool = True,
     ) -> None:
         self.state, self.known, self.guided = state, known, guided
         self._functions = functions
         self._spaces = {space.driver: space for space in spaces}
-        self._yields = state.yields() if guided else Yields()
+        self._yields = state.yields(readers or {}) if guided else Yields()
         known.add(state.new_branches)
 
     def run(self, first: Sequence[Candidate], attempt: Try) -> Iterator[Step]:

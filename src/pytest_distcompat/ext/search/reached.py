@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,9 @@ from pytest_distcompat.ext.reach.libraries import FileId, installed_files, insta
 from pytest_distcompat.ext.reach.rank_files import reach_files
 from pytest_distcompat.ext.reach.store import read_map
 from pytest_distcompat.failures import UsageProblem
+
+#: A name, also one in a text: ``config.get("overlap_comm")``.
+_NAME = re.compile(r"[A-Za-z_]\w+")
 
 
 @dataclass
@@ -98,8 +102,21 @@ class InstalledBranches:
             yield f"{name}: {counts[name]}"
 
 
-def branches_of_map(path: Path) -> Branches:
-    """Return the branches that some cell of a map reaches.
+@dataclass(frozen=True)
+class Reached:
+    """What a map says.
+
+    Attributes:
+        branches: The branches that some cell reaches.
+        readers: For each name in a condition, how many branches that no cell reaches read it.
+    """
+
+    branches: Branches = field(default_factory=Branches)
+    readers: dict[str, int] = field(default_factory=dict)
+
+
+def read_reached(path: Path) -> Reached:
+    """Return what a map says.
 
     Raises:
         UsageProblem: The map cannot be read, or is of other releases than those installed.
@@ -109,8 +126,14 @@ def branches_of_map(path: Path) -> Branches:
         mapped = reach_map.versions.get(name, version)
         if mapped != version:
             raise UsageProblem(f"{path}: the map is of {name} {mapped}, and {version} is installed; write a new one")
-    found = Branches()
+    reached = Reached()
     for file_id, by_context in reach_map.executed.items():
         for executed in by_context.values():
-            found.add(Branches({file_id: executed.branches}))
-    return found
+            reached.branches.add(Branches({file_id: executed.branches}))
+    for file_id, file in reach_map.files.items():
+        bits = reached.branches.bits.get(file_id, 0)
+        for number, branch in enumerate(file.branches):
+            if not bits >> number & 1:
+                for name in set(_NAME.findall(branch.text)):
+                    reached.readers[name] = reached.readers.get(name, 0) + 1
+    return reached

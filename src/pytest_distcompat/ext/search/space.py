@@ -65,18 +65,22 @@ class DriverSpace:
     def sound(self, candidate: Candidate) -> bool:
         """Tell whether a candidate can be run, so that what comes of it says something about the stack."""
         cell = candidate.cell
-        if cell.world_size > MOST_RANKS or not self._runs(cell):
+        # On a busy machine inductor's compiler takes longer than a run may.
+        too_slow = cell.world_size > MOST_RANKS or cell.option("compile") is True
+        if too_slow or not self._runs(cell):
             return False
         if not candidate.calls:
             return True
+        return self._compares_calls(cell) and self._callable(candidate.calls, cell.strategy)
+
+    def _compares_calls(self, cell: Cell) -> bool:
+        """Tell whether calls in a cell can be compared with one process."""
         if self.kind.live_calls is None or cell.option("model") != "mlp" or cell.precision != "fp32":
             return False
         if any(name not in _OPTIONS_OF_CALLS for name, _ in cell.options):
             return False
         # The reference of calls follows no settings.
-        if any(setting.startswith(FOLLOWED) for setting in cell.set):
-            return False
-        return self._callable(candidate.calls, cell.strategy)
+        return not any(setting.startswith(FOLLOWED) for setting in cell.set)
 
     def _callable(self, calls: Sequence[Call], strategy: str) -> bool:
         """Tell whether each call may follow those before it, and none is refused or known to be broken."""

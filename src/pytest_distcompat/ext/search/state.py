@@ -98,9 +98,9 @@ class State:
             branches.add(kept.branches)
         return branches
 
-    def yields(self) -> Yields:
-        """Return what was new by far."""
-        yields = Yields()
+    def yields(self, readers: Mapping[str, int]) -> Yields:
+        """Return what was new by far; ``readers`` as for ``Yields``."""
+        yields = Yields(readers)
         new_by_text = {str(kept.candidate): len(kept.branches) for kept in self.kept}
         for text in self.tried:
             yields.add(Candidate.parse(text), new_by_text.get(text, 0))

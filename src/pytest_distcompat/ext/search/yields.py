@@ -1,20 +1,30 @@
-"""What was new by far, by the things that candidates are made of: a search draws what gave more more often."""
+"""Weights of the things that candidates are made of: a search draws more often what gave more, or what more branches wait for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pytest_distcompat.ext.search.candidate import Candidate
 
 #: What a thing counts that was never tried: as if it had given so much in one trial.
 _PRIOR = 2.0
+#: More unreached branches that read a name do not count: ``enabled`` and ``dtype`` are read everywhere.
+_MOST_READERS = 9
 
 
 @dataclass
 class Yields:
-    """New branches and trials by family: the object of a setting, an option, a call. Empty, all are drawn alike."""
+    """New branches and trials by family: the object of a setting, an option, a call. Empty, all are drawn alike.
 
+    Attributes:
+        readers: How many branches that no cell reaches read a name.
+        branches: The square roots of the new branches of each trial, summed up, by family.
+        trials: The number of trials by family.
+    """
+
+    readers: Mapping[str, int] = field(default_factory=dict)
     branches: dict[str, float] = field(default_factory=dict)
     trials: dict[str, int] = field(default_factory=dict)
 
@@ -25,8 +35,9 @@ class Yields:
             self.branches[family] = self.branches.get(family, 0.0) + new_branches**0.5
 
     def of_setting(self, name: str) -> float:
-        """Return the weight of a setting: that of its object, and its own."""
-        return self._weight(_setting_family(name)) * self._weight(f"setting {name}")
+        """Return the weight of a setting: that of its object, its own, and that of the branches that read it."""
+        readers = min(self.readers.get(name.rpartition(".")[2], 0), _MOST_READERS)
+        return self._weight(_setting_family(name)) * self._weight(f"setting {name}") * math.sqrt(1 + readers)
 
     def of_option(self, name: str) -> float:
         """Return the weight of an option."""

@@ -89,12 +89,15 @@ class Executor:
         With ``answers`` it can be sent lines after that, and its answers be read.
         """
         # Named, or the process would also get LINES and COLUMNS, which readline sets past ``os.environ``.
-        now = dict(os.environ)
-        out = subprocess.PIPE if answers else None
+        environment = dict(os.environ)
+        output = subprocess.PIPE if answers else None
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=out, text=True, start_new_session=True, env=now
+            command, stdin=subprocess.PIPE, stdout=output, text=True, start_new_session=True, env=environment
         )
         assert process.stdin is not None
         process.stdin.write(f"{token}\n")
-        process.stdin.flush() if answers else process.stdin.close()
+        if answers:
+            process.stdin.flush()
+        else:
+            process.stdin.close()
         return process

@@ -16,16 +16,16 @@ from pytest_distcompat import clock
 from pytest_distcompat.disk import full_disk_reason
 from pytest_distcompat.events import Done, Error, Event, has_ended, is_excused, of_kind, pids_of
 from pytest_distcompat.launch import builds
-from pytest_distcompat.launch.collectives import read_wait_state
-from pytest_distcompat.launch.deaths import out_of_memory_kills
-from pytest_distcompat.launch.ending import Ending, RankProcess, conclude
 from pytest_distcompat.launch.files import Files, read_file
-from pytest_distcompat.launch.flight_recorder import END, RECORDER_SIGNAL, record_file
+from pytest_distcompat.launch.forensics.collectives import read_wait_state
+from pytest_distcompat.launch.forensics.deaths import out_of_memory_kills
+from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
+from pytest_distcompat.launch.forensics.flight_recorder import END, RECORDER_SIGNAL, record_file
+from pytest_distcompat.launch.forensics.stacks import request_stack, stack_file, threads
+from pytest_distcompat.launch.forensics.stalled_ranks import StallDetector, in_torch, may_wait_for_work
 from pytest_distcompat.launch.process import alive, descendants, kill
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.stacks import request_stack, stack_file, threads
-from pytest_distcompat.launch.stalled_ranks import StallDetector, in_torch, may_wait_for_work
 
 #: How often the logs are read, in seconds.
 CHECK_INTERVAL_S = 0.2

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch.stacks import threads
+from pytest_distcompat.launch.forensics.stacks import threads
 
 #: How long a main thread must have slept without waking up once, in seconds, before and after it was found to be in torch.
 QUIET_S = 0.6

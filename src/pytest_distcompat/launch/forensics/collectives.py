@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_distcompat.launch.stacks import Frame, nearest, threads
+from pytest_distcompat.launch.forensics.stacks import Frame, nearest, threads
 
 _C10D = "/torch/distributed/distributed_c10d.py"
 #: Of the functions there, those that send from one rank to another, and those that wait without a record.

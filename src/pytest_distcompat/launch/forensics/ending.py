@@ -26,10 +26,15 @@ from pytest_distcompat.events import (
     of_kind,
 )
 from pytest_distcompat.excerpt import encodable, name_nodes
-from pytest_distcompat.launch import deaths
-from pytest_distcompat.launch.collectives import WaitState, describe_wait_states, first_mismatch, read_wait_state
+from pytest_distcompat.launch.forensics import deaths
+from pytest_distcompat.launch.forensics.collectives import (
+    WaitState,
+    describe_wait_states,
+    first_mismatch,
+    read_wait_state,
+)
+from pytest_distcompat.launch.forensics.stacks import without_launcher
 from pytest_distcompat.launch.peers import aborted_by_lost_peer
-from pytest_distcompat.launch.stacks import without_launcher
 
 #: How the message about a rank begins whose node is gone.
 _LOST = "was lost with its node: "

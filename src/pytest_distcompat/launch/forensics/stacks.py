@@ -23,7 +23,7 @@ _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 _STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<")
 #: The ranks of a script may have another Python than this process: https://docs.python.org/3/library/sysconfig.html#installation-paths.
 _ANY_STANDARD = re.compile(r"/.*/lib(64)?/python3\.\d+t?/")
-_OUR_PACKAGE = Path(__file__).parents[1]
+_OUR_PACKAGE = Path(__file__).parents[2]
 
 #: Makes a rank write the Python stack of each of its threads. A real-time signal, because programs do not use those.
 STACK_SIGNAL = signal.SIGRTMIN + 7
