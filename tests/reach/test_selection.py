@@ -79,7 +79,8 @@ def test_the_command_writes_the_cells_and_says_what_none_executes(
     new = tmp_path / "new" / "accelerate"
     new.mkdir(parents=True)
     (new / "__init__.py").touch()
-    (new / "accelerator.py").write_text(OLD.replace("2", "3") + "\n\ndef load():\n    return 3\n", encoding="utf-8")
+    source = OLD.replace("import os\n", "import os\n\n\ndef load():\n    return 3\n").replace("return 2", "return 4")
+    (new / "accelerator.py").write_text(source, encoding="utf-8")
     change = f"accelerate@{tmp_path / 'old'}..{tmp_path / 'new'}"
     cells = tmp_path / "cells"
     assert main(["reach", str(tmp_path / "r.sqlite"), "--changed", change, "--select", str(cells)]) == 0
@@ -91,7 +92,7 @@ def test_the_command_writes_the_cells_and_says_what_none_executes(
         "",
         "places that no cell executes: 0",
         "new functions and classes: 1",
-        "  accelerate/accelerator.py:12 def load():",
+        "  accelerate/accelerator.py:4 def load():",
         "places outside functions, which run on import: 0",
         "1 cells are selected; the first 1 execute each changed place that any cell executes",
     ]

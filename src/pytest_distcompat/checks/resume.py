@@ -84,7 +84,10 @@ def _first_infinite_losses(train: RunTrace) -> list[str]:
     """Return a finding for each rank with a loss that is not finite in the first step with such losses."""
     for nth in range(SAVED + 2):
         # ``_other_losses`` reports those without a loss.
-        with_loss = [snapshot for snapshot in train.at("step", nth) if snapshot.loss is not None]
+        with_loss = []
+        for snapshot in train.at("step", nth):
+            if snapshot.loss is not None:
+                with_loss.append(snapshot)
         infinite = list(finite_losses(with_loss, f"step {nth + 1}"))
         if infinite:
             return infinite  # later ones follow from the first
@@ -134,7 +137,10 @@ def _later_steps(cell: Cell, train: RunTrace, resumed: RunTrace, *, compares_gro
 def tied_apart(cell: Cell, run: RunTrace) -> str:
     """Return, for the end of a finding, which tied names FSDP2 has in units of their own; an empty text if there are none."""
     # Each unit gathers and frees its own copy of what is one parameter: https://github.com/pytorch/pytorch/issues/176076.
-    models = [snapshot.model for snapshot in run.at("build") if snapshot.model]
+    models = []
+    for snapshot in run.at("build"):
+        if snapshot.model:
+            models.append(snapshot.model)
     if not models or run.unwrapped is None or "FSDP2" not in models[0].wrappers:
         return ""
     strategy = STRATEGIES.get(cell.strategy)
@@ -145,7 +151,7 @@ def tied_apart(cell: Cell, run: RunTrace) -> str:
     for group in run.unwrapped.tied:
         owners = {module_of(name) for name in group}
         if len(owners) > 1 and owners <= units:
-            names = " and ".join(map(repr, group))
+            names = " and ".join(repr(name) for name in group)
             cure = "shard them as one, fully_shard([...]), or leave both to the root"
             return f"; {names} are one tensor in units of their own: {cure}"
     return ""

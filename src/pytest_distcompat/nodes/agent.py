@@ -174,7 +174,8 @@ class _Agent:
         self._stopped.clear()
         streaming.start()
         try:
-            ending = (self._launcher if message["place"] else self._leased).run(request)
+            launcher = self._launcher if message["place"] else self._leased
+            ending = launcher.run(request)
         finally:
             self._stopped.set()
             streaming.join()
@@ -184,7 +185,8 @@ class _Agent:
         if watch is not None:
             processes = {rank: dataclasses.asdict(process) for rank, process in watch.processes.items()}
             part |= {"processes": processes, "known": watch.known}
-        part["leaks"], part["spans"] = ending.leaks, [dataclasses.asdict(one) for one in read_timeline(self._spans)]
+        part["leaks"] = ending.leaks
+        part["spans"] = [dataclasses.asdict(span) for span in read_timeline(self._spans)]
         shutil.rmtree(self._spans, ignore_errors=True)
         part["output"] = {rank: dict(written(self._run, rank, request.here.start)) for rank in request.here}
         part["recorded"] = {path.name: path.read_text(encoding="utf-8") for path in recorded_files(self._run)}

@@ -686,7 +686,7 @@ class _Run:
             elif part["known"].get("launch_error"):
                 errors.append(f"{node.name}: {part['known']['launch_error']}")
             self._write_output(part["output"])
-            for name, text in part.get("reach", {}).items():
+            for name, text in part.get("recorded", {}).items():
                 (self._directory / name).write_text(text, encoding="utf-8")
         ending = conclude(
             events,

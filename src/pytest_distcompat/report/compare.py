@@ -14,6 +14,7 @@ from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import cells_of, constant_part, wording
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import Change
+from pytest_distcompat.report.values import ValueChange, value_changes, value_lines
 from pytest_distcompat.status import Verdict
 
 #: The statuses that are less than a verdict of real ranks.
@@ -42,6 +43,7 @@ class Comparison:
         versions: The packages whose versions differ.
         settings: The settings that differ, of those that select cells.
         counts: How many verdicts there were, and are now, as ``COUNTED`` names them.
+        values: The cells whose trainings compute or save something else, whatever their verdicts.
     """
 
     broken: list[Change] = field(default_factory=list)
@@ -53,6 +55,7 @@ class Comparison:
     versions: dict[str, BeforeAndNow] = field(default_factory=dict)
     settings: dict[str, BeforeAndNow] = field(default_factory=dict)
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    values: list[ValueChange] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
         """Yield the lines for a terminal, the newly broken first; control characters are escaped."""
@@ -77,6 +80,7 @@ class Comparison:
         yield from _missing_lines(self.missing)
         yield from _by_cause("newly fixed", self.fixed)
         yield from _by_cause("still broken, otherwise", self.otherwise)
+        yield from value_lines(self.values)
 
     def to_json(self, name: str) -> dict[str, Any]:
         """Return the differences for the later report; ``name`` is the earlier report's file."""
@@ -86,6 +90,7 @@ class Comparison:
             "broken": [vars(change) for change in self.broken],
             "fixed": [vars(change) for change in self.fixed],
             "missing": [vars(change) for change in self.missing],
+            "values": [change.to_json() for change in self.values],
         }
 
 
@@ -150,6 +155,7 @@ def compare(before: Report, after: Report) -> Comparison:
     for index, result in enumerate(after.results):
         _add_verdict(comparison, earlier.get(index), result)
     _add_vanished(comparison, before, after, earlier.values())
+    comparison.values = value_changes(before, after)
     return comparison
 
 

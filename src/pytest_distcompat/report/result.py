@@ -31,6 +31,7 @@ class Row:
         memory: The peak memory of each rank, in bytes.
         tensor_bytes: The bytes of each kind of tensor, by rank.
         sent: What rank 0 sends in a simulated step, by kind of collective and mesh dimension.
+        values: What a training in float32 computes and saves, to the last bit: ``digests``, ``numbers`` and ``files``.
     """
 
     suite: str
@@ -47,6 +48,7 @@ class Row:
     memory: list[int] = field(default_factory=list)
     tensor_bytes: dict[str, list[int]] = field(default_factory=dict)
     sent: list[dict[str, Any]] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, verdict: Verdict, **more: Any) -> Row:

@@ -13,6 +13,7 @@ from pytest_distcompat.report.compare import BeforeAndNow, changed_values, diffe
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.merge import merge
 from pytest_distcompat.report.text import CAUSES, HEADLINE, cut, shortened
+from pytest_distcompat.report.values import digest_of
 from pytest_distcompat.status import Status, Verdict
 
 #: A figure for each night, None where there is none.
@@ -110,6 +111,21 @@ class History:
 
 
 @dataclass(frozen=True)
+class ValueTurn:
+    """Cells whose trainings computed or saved something else in a night than when their values were last known.
+
+    Attributes:
+        night: That night.
+        changed: What differs between the versions of both nights.
+        cells: The cells, each with its driver.
+    """
+
+    night: int
+    changed: Mapping[str, BeforeAndNow]
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Trend:
     """Nights in the order of time, a history for each check of each cell, and the cost of each cell.
 
@@ -118,11 +134,13 @@ class Trend:
         histories: The verdicts on each check of each cell.
         costs: By cell, for each night the seconds of all items, and the peak memory of the fullest rank in bytes; None
             without a figure.
+        value_turns: The nights in which trainings began to compute or save something else, whatever their verdicts.
     """
 
     nights: tuple[Night, ...]
     histories: tuple[History, ...]
     costs: Mapping[str, _Costs]
+    value_turns: tuple[ValueTurn, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -176,6 +194,12 @@ class Trend:
             yield visible(f"{story.text}: {shortened(names)}: {first.status.word}: {why}")
         if len(groups) > CAUSES:
             yield unshown(len(groups) - CAUSES)
+        for turn in self.value_turns:
+            yield visible(self.turn_text(turn))
+
+    def turn_text(self, turn: ValueTurn) -> str:
+        """Return since when cells have other values, and with which versions."""
+        return f"other values since {self.nights[turn.night]}, {changes(turn.changed)}: {shortened([*turn.cells])}"
 
     def _last_verdicts_by_story(self) -> dict[_Story, list[Verdict]]:
         """Return the last red verdicts of broken, flaky and fixed histories, those with an equal story together."""
@@ -216,11 +240,13 @@ class _Session:
         night: The session, before it is compared with the others.
         results: Its verdicts: of several on a check in a cell, the worst.
         peak_memory: The peak memory of the fullest rank in bytes, by suite and cell.
+        values: A digest of the values of each training, by cell and driver.
     """
 
     night: Night
     results: list[Verdict]
     peak_memory: dict[str, int]
+    values: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -245,7 +271,8 @@ def trend(reports: Iterable[Report]) -> Trend:
     first_equal = _first_nights_with_equal_versions(nights)
     verdicts_by_check = _verdicts_by_check(sessions)
     histories = [_history(verdicts, nights, first_equal) for verdicts in verdicts_by_check.values()]
-    return Trend(tuple(_compared(nights, histories)), tuple(histories), _costs_by_cell(sessions))
+    turns = tuple(_value_turns(sessions))
+    return Trend(tuple(_compared(nights, histories)), tuple(histories), _costs_by_cell(sessions), turns)
 
 
 def _reduced(report: Report) -> _Session:
@@ -261,7 +288,26 @@ def _reduced(report: Report) -> _Session:
     for row in merged.rows:
         if row.memory:
             peak_memory[f"{row.place}[{row.cell}]"] = max(row.memory)
-    return _Session(night, merged.results, peak_memory)
+    values = {f"{row.cell} ({row.driver})": digest_of(row.values) for row in merged.rows if row.values}
+    return _Session(night, merged.results, peak_memory, values)
+
+
+def _value_turns(sessions: Sequence[_Session]) -> Iterator[ValueTurn]:
+    """Yield each night in which cells have other values than in the last night that knows theirs.
+
+    Cells whose earlier nights differ are turns of their own, since other versions may have changed in between.
+    """
+    last_night: dict[str, int] = {}
+    for night, session in enumerate(sessions):
+        turned: dict[int, list[str]] = {}
+        for cell, digest in session.values.items():
+            before = last_night.get(cell)
+            if before is not None and sessions[before].values[cell] != digest:
+                turned.setdefault(before, []).append(cell)
+            last_night[cell] = night
+        for before, cells in turned.items():
+            changed = differing(sessions[before].night.versions, session.night.versions)
+            yield ValueTurn(night, changed, tuple(cells))
 
 
 def _first_nights_with_equal_versions(nights: Sequence[Night]) -> list[int]:
