@@ -73,7 +73,7 @@ def look(sound: Stack, name: str, sighting: Sighting, among: list[Cell]) -> tupl
 def main() -> None:
     """Print a row for each mutant."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--profile", choices=list(profiles.PROFILES), default="pairwise")
+    parser.add_argument("--profile", choices=list(profiles.all_profiles()), default="pairwise")
     parser.add_argument("--tries", type=int, default=8, help="so many cells a mutant at most")
     parser.add_argument("mutants", nargs="*", default=list(SIGHTINGS))
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Calls of a live trainer, as text and as declared methods: what walks draw."""
+"""Calls of a live trainer, as text and as declared methods."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-#: How the action of a walk begins that is a call of the live trainer, and that of its reference.
-CALL, REFERENCE_CALL = "call ", "reference "
-#: How the name of a walk's run begins. One of Trainer's may have steps alone, which no action tells from a plain training.
-WALK = "walk-"
+#: How the action begins that is a call of the live trainer.
+CALL = "call "
+#: How that of its reference begins.
+REFERENCE_CALL = "reference "
 #: The call that saves, and goes on in a new process group.
 RESUME = "resume"
 
@@ -98,7 +98,7 @@ def _calls_of_method(name: str, method: Callable[..., Any]) -> Iterator[Call]:
 
 
 def read_calls(text: str, calls: type) -> list[Call]:
-    """Return the calls of a walk, as ``offered`` has them. Raises ValueError for a text that is none.
+    """Return the calls in a text, as ``offered`` has them. Raises ValueError for a text that is none.
 
     Args:
         text: ``step(), micro(), step(clip='no')``.

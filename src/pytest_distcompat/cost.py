@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_distcompat.trace import RunTrace, Snapshot, StateInfo, Trace, UnwrappedInfo
+from pytest_distcompat.trace import MeshDim, RunTrace, Snapshot, StateInfo, Trace, UnwrappedInfo
 
 #: Steps at the start that are not measured: allocators, compilers and bucket sizes settle in them.
 WARM_UP = 8
@@ -49,22 +50,51 @@ class Cost:
 
 
 def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
-    """Return the cost of the training, on that GPU or (empty) the CPU; None if it has too few steps."""
+    """Return the cost of a run of training; None if the trace lacks it, or if it has no steps beyond ``WARM_UP``.
+
+    Args:
+        trace: The runs of a scenario.
+        device: The name of the GPU (``NVIDIA H200``), empty for the CPU.
+        run: The name of the run.
+    """
     if run not in trace.runs:
         return None
-    trained = trace.run(run)
-    steps = [trained.at("step", nth) for nth in range(WARM_UP, len(trained.indices("step")))]
-    if not steps:
+    training = trace.run(run)
+    step_seconds: list[float] = []
+    tokens: list[int] = []
+    peak_memory = 0
+    for nth in range(WARM_UP, len(training.indices("step"))):
+        snapshots = training.at("step", nth)
+        # A step takes as long as its slowest rank.
+        step_seconds.append(max(snapshot.seconds for snapshot in snapshots))
+        tokens.extend(snapshot.tokens for snapshot in snapshots)
+        peak_memory = max(peak_memory, *(snapshot.memory for snapshot in snapshots))
+    if not step_seconds:
         return None
-    # A step takes as long as its slowest rank.
-    seconds = statistics.median(max(snapshot.seconds for snapshot in snapshots) for snapshots in steps)
-    tokens = statistics.mean(snapshot.tokens for snapshots in steps for snapshot in snapshots)
-    rate = tokens / seconds if seconds else 0.0
-    peak = next((value for name, value in PEAK.items() if name in device), None)
-    size = sum(math.prod(info.shape) for info in trained.unwrapped.parameters) if trained.unwrapped else 0
-    memory = max((snapshot.memory for snapshots in steps for snapshot in snapshots), default=0)
-    mfu = 6 * size * rate / peak if peak else None
-    return Cost(seconds, rate, memory, state_bytes(trained), mfu)
+    seconds = statistics.median(step_seconds)
+    rate = 0.0
+    if seconds:
+        rate = statistics.mean(tokens) / seconds
+    mfu = None
+    peak = _peak_operations(device)
+    if peak is not None:
+        mfu = 6 * _model_elements(training.unwrapped) * rate / peak
+    return Cost(seconds, rate, peak_memory, state_bytes(training), mfu)
+
+
+def _peak_operations(device: str) -> float | None:
+    """Return the dense bfloat16 operations a second of the device; None if its data sheet is not listed."""
+    for part_of_name, operations in PEAK.items():
+        if part_of_name in device:
+            return operations
+    return None
+
+
+def _model_elements(unwrapped: UnwrappedInfo | None) -> int:
+    """Return the number of elements of all parameters, trained or frozen; 0 if the unwrapped model was not recorded."""
+    if unwrapped is None:
+        return 0
+    return sum(math.prod(info.shape) for info in unwrapped.parameters)
 
 
 def is_quantized(state: StateInfo) -> bool:
@@ -76,24 +106,33 @@ def is_quantized(state: StateInfo) -> bool:
 def state_bytes(run: RunTrace, nth: int = 2) -> float:
     """Return the bytes of masters and optimizer state on all ranks per trained parameter, after step ``nth``."""
     # Float32 masters and two moments are 12 bytes: https://huggingface.co/blog/deepspeed-to-fsdp-and-back.
-    stored = (item for snapshot in run.at("step", nth) for item in state_elements(snapshot).items())
-    size = sum(numel * BYTES.get(dtype, 4) for (_, dtype), numel in stored)
     trained = trained_elements(run.unwrapped)
-    return size / trained if trained else 0.0
+    if not trained:
+        return 0.0
+    size = 0
+    for snapshot in run.at("step", nth):
+        for (_key, dtype), numel in state_elements(snapshot).items():
+            size += _nbytes(numel, dtype)
+    return size / trained
+
+
+def _nbytes(numel: int, dtype: str) -> int:
+    """Return the bytes of so many elements; a dtype that ``BYTES`` does not list counts as float32."""
+    return numel * BYTES.get(dtype, 4)
 
 
 def state_elements(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
     """Return the elements that this rank's optimizer stores, without step counters, by (key or ``master``, dtype)."""
-    found: dict[tuple[str, str], int] = {}
+    stored = Counter[tuple[str, str]]()
     for state in snapshot.states:
         if state.numel > 1 or state.key != "step":
-            found[state.key, state.dtype] = found.get((state.key, state.dtype), 0) + state.numel
-    if not any(key == "master" for key, _ in found):
+            stored[state.key, state.dtype] += state.numel
+    if not any(key == "master" for key, _dtype in stored):
         # Without flat copies the optimizer updates the live parameters themselves.
         for info in snapshot.parameters:
             if info.held and info.trainable:
-                found["master", info.dtype] = found.get(("master", info.dtype), 0) + info.local_numel
-    return found
+                stored["master", info.dtype] += info.local_numel
+    return stored
 
 
 def tensor_bytes(run: RunTrace) -> dict[str, list[int]]:
@@ -101,22 +140,53 @@ def tensor_bytes(run: RunTrace) -> dict[str, list[int]]:
 
     Gradients are those that the optimizer gets; flat masters count as optimizer state.
     """
-    found: dict[str, dict[int, int]] = {}
+    bytes_by_rank: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer": {}}
     for snapshot in run.trained:
-        live, stored = snapshot.parameters, state_elements(snapshot)
-        flat = any(state.key == "master" for state in snapshot.states)
-        without = snapshot.optimizer.without_gradient if snapshot.optimizer else ()
-        updated = sum(numel for (key, _), numel in stored.items() if key == "master")
-        updated -= 0 if flat else sum(info.local_numel for info in live if info.held and info.name in without)
-        width = max((BYTES.get(dtype, 4) for step in snapshot.steps for dtype in step.gradient), default=0)
-        sizes = {
-            "parameters": sum(info.local_numel * BYTES.get(info.dtype, 4) for info in live),
-            "gradients": updated * width,
-            "optimizer": sum(n * BYTES.get(dtype, 4) for (key, dtype), n in stored.items() if flat or key != "master"),
-        }
-        for name, size in sizes.items():
-            found.setdefault(name, {}).update(dict.fromkeys(snapshot.ranks, size))
-    return {name: [size for _, size in sorted(sizes.items())] for name, sizes in found.items()}
+        parameters = sum(_nbytes(info.local_numel, info.dtype) for info in snapshot.parameters)
+        gradients = _gradient_bytes(snapshot)
+        optimizer = _optimizer_bytes(snapshot)
+        for rank in snapshot.ranks:
+            bytes_by_rank["parameters"][rank] = parameters
+            bytes_by_rank["gradients"][rank] = gradients
+            bytes_by_rank["optimizer"][rank] = optimizer
+    listed: dict[str, list[int]] = {}
+    for name, sizes in bytes_by_rank.items():
+        if sizes:
+            listed[name] = [sizes[rank] for rank in sorted(sizes)]
+    return listed
+
+
+def _has_flat_masters(snapshot: Snapshot) -> bool:
+    """Tell whether the optimizer updates flat copies of the parameters (ZeRO), not the live parameters themselves."""
+    return any(state.key == "master" for state in snapshot.states)
+
+
+def _gradient_bytes(snapshot: Snapshot) -> int:
+    """Return the bytes of the gradients that this rank's optimizer gets: of all it updates, in their widest dtype."""
+    numel = 0
+    for (key, _dtype), master_numel in state_elements(snapshot).items():
+        if key == "master":
+            numel += master_numel
+    if not _has_flat_masters(snapshot) and snapshot.optimizer is not None:
+        # A parameter whose gradient was None in all steps is updated without one.
+        for info in snapshot.parameters:
+            if info.held and info.name in snapshot.optimizer.without_gradient:
+                numel -= info.local_numel
+    element_size = 0
+    for step in snapshot.steps:
+        for dtype in step.gradient:
+            element_size = max(element_size, _nbytes(1, dtype))
+    return numel * element_size
+
+
+def _optimizer_bytes(snapshot: Snapshot) -> int:
+    """Return the bytes of this rank's optimizer state, with its masters if they are copies of the parameters."""
+    flat = _has_flat_masters(snapshot)
+    size = 0
+    for (key, dtype), numel in state_elements(snapshot).items():
+        if flat or key != "master":
+            size += _nbytes(numel, dtype)
+    return size
 
 
 #: Kinds of collectives, by how their operators begin; each with the part of its input that a rank of n sends in a ring.
@@ -128,35 +198,71 @@ _KINDS: dict[str, Callable[[int], float]] = {
 }
 
 
+@dataclass(frozen=True)
+class _Traffic:
+    """Collectives that are counted together: the kind, the mesh dimensions it runs along, and the size of its group."""
+
+    collective: str
+    mesh: str
+    ranks: int
+
+
 def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
     """Return what rank 0 sends in the recorded step of a simulation, in a ring: by kind of collective and mesh dimension."""
-    calls, sent = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]]()
-    for snapshot in run.trained[:1] if run.simulated else ():
-        dims = [
-            (dim.name, dim.size) for dim in max((info.layout.dims for info in snapshot.parameters), key=len, default=())
-        ]
-        # An operator without ranks, such as ``wait_tensor``, sends nothing.
-        for info in (one for one in snapshot.collectives if one.ranks):
-            op = next((kind for kind in _KINDS if info.op.replace("_", "").startswith(kind.replace("_", ""))), info.op)
-            part = _KINDS[op](len(info.ranks)) if op in _KINDS else 1.0
-            kind = op, _along(dims, info.ranks), len(info.ranks)
-            calls[kind] += info.calls
-            sent[kind] += round(info.total * BYTES.get(info.dtype, 4) * part)
-    return [
-        {"collective": kind[0], "mesh": kind[1], "ranks": kind[2], "calls": calls[kind], "bytes": sent[kind]}
-        for kind in calls
-    ]
+    if not run.simulated or not run.trained:
+        return []
+    snapshot = run.trained[0]
+    dims = _largest_mesh(snapshot)
+    calls = Counter[_Traffic]()
+    sent = Counter[_Traffic]()
+    for info in snapshot.collectives:
+        if not info.ranks:
+            # An operator without ranks, such as ``wait_tensor``, sends nothing.
+            continue
+        collective = _collective_kind(info.op)
+        traffic = _Traffic(collective, _along(dims, info.ranks), len(info.ranks))
+        part_sent = 1.0
+        if collective in _KINDS:
+            part_sent = _KINDS[collective](len(info.ranks))
+        calls[traffic] += info.calls
+        sent[traffic] += round(_nbytes(info.total, info.dtype) * part_sent)
+    rows: list[dict[str, Any]] = []
+    for traffic in calls:
+        rows.append({**dataclasses.asdict(traffic), "calls": calls[traffic], "bytes": sent[traffic]})
+    return rows
 
 
-def _along(dims: Iterable[tuple[str, int]], ranks: tuple[int, ...]) -> str:
+def _largest_mesh(snapshot: Snapshot) -> tuple[MeshDim, ...]:
+    """Return the dimensions of the mesh with the most of them on which a parameter lies; none where none lies on one."""
+    largest: tuple[MeshDim, ...] = ()
+    for info in snapshot.parameters:
+        if len(info.layout.dims) > len(largest):
+            largest = info.layout.dims
+    return largest
+
+
+def _collective_kind(op: str) -> str:
+    """Return the kind of a collective by its operator (``allgather_base_`` is ``all_gather``); an unknown one itself."""
+    for kind in _KINDS:
+        if op.replace("_", "").startswith(kind.replace("_", "")):
+            return kind
+    return op
+
+
+def _along(dims: Sequence[MeshDim], ranks: tuple[int, ...]) -> str:
     """Return the names of the mesh dimensions along which these ranks differ, the outermost first."""
     names: list[str] = []
-    for name, size in reversed([*dims]):
-        names[:0] = [name] if len({rank % size for rank in ranks}) > 1 else []
-        ranks = tuple(rank // size for rank in ranks)
+    # Ranks are numbered along the innermost dimension first.
+    for dim in reversed(dims):
+        coordinates = {rank % dim.size for rank in ranks}
+        if len(coordinates) > 1:
+            names.insert(0, dim.name)
+        ranks = tuple(rank // dim.size for rank in ranks)
     return " x ".join(names)
 
 
 def trained_elements(unwrapped: UnwrappedInfo | None) -> int:
     """Return the number of trained elements of the unwrapped model; 0 if it was not recorded."""
-    return sum(math.prod(info.shape) for info in (unwrapped.parameters if unwrapped else ()) if info.trainable)
+    if unwrapped is None:
+        return 0
+    return sum(math.prod(info.shape) for info in unwrapped.parameters if info.trainable)

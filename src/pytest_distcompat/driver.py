@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import CALL
 from pytest_distcompat.settings.fields import Source
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class Plan:
     """Actions of one training, in order.
 
     Attributes:
-        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``; in a walk also ``call`` and a call.
+        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``, or ``call`` with a call of a live trainer.
         first_step: The number of the first step.
         save_to: The directory to save into; it exists and is the same for all ranks, for those of one node in a cell with
             ``checkpoints="node"``.
@@ -57,161 +57,56 @@ class Plan:
     @property
     def steps(self) -> tuple[str, ...]:
         """Return the actions that are a step."""
-        return tuple(action for action in self.actions if action in STEP_ACTIONS)
+        steps = []
+        for action in self.actions:
+            if action in STEP_ACTIONS:
+                steps.append(action)
+        return tuple(steps)
 
 
 def _missing(driver: Driver, action: str) -> str:
     return f"{type(driver).__name__} has no {action}(); a driver needs {', '.join(REQUIRED_METHODS)}"
 
 
-class Driver:
-    """The trainer under test: subclass it, write five methods and name the class ``module:attribute`` in your suite.
+def _makers(sources: Iterable[Source], setting: str, strategy: str) -> list[Source]:
+    """Return the objects of libraries that may have a setting: those that name it, else those that take any subclass."""
+    by_name = []
+    of_subclasses = []
+    for source in sources:
+        if source.names(setting, strategy):
+            by_name.append(source)
+        if source.kind == "subclasses":
+            of_subclasses.append(source)
+    return by_name or of_subclasses
 
-    Every rank makes one driver for each run and calls its methods in order. After each action a probe reads
-    ``self.model``, ``self.optimizer`` and ``self.scheduler``. Set them in ``build``, as your trainer has them: the model
-    may be wrapped, and several optimizers (``torch.optim.Muon`` needs a second one) are a list. The probe only reads; it
-    never calls your code.
 
-    pytest imports the class too, to find out what it supports. Importing torch at module level makes collection slower.
+class LiveTrainer:
+    """The trainer of one rank in one run: what a driver knows from its start, and what a probe reads after each action."""
 
-    ``build_model``, ``build``, ``step``, ``save`` and ``load`` are required. ``export``, ``reload``, ``evaluate``,
-    ``reference`` and ``overflow`` enable further checks, which are reported as not applicable without them. ``reference`` is
-    derived for a driver with ``loss`` and ``make_optimizer``.
-    """
-
-    #: The driver's name in its registry.
-    name: ClassVar[str] = ""
-    #: Modules that the fork server imports before the first rank starts, so that ranks need not import them.
-    preload: ClassVar[tuple[str, ...]] = ()
-    #: The options of a cell that this driver supports; a cell with another option is not run, and the report says why.
-    options: ClassVar[tuple[str, ...]] = ()
-    #: Option, or several as ``tp+ep`` -> other options without which the driver does not have it, with their values; profiles
-    #: add them.
-    needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    #: The libraries whose known issues concern this driver: ``("accelerate", "torch")``.
-    libraries: ClassVar[tuple[str, ...]] = ()
-    #: Strategies whose checkpoints can be loaded at another world size.
-    reshards: ClassVar[tuple[str, ...]] = ()
-    #: Strategy -> the other strategy that can load its checkpoints.
-    portable: ClassVar[Mapping[str, str]] = {}
-    #: Whether the trainer knows where it will save when it is built, and must refuse a bad place before it trains.
-    knows_directory: ClassVar[bool] = False
-    #: The objects of libraries that this driver makes, whose fields option ``set`` of a cell can set.
-    sources: ClassVar[tuple[Source, ...]] = ()
-    #: Position in lists of drivers.
-    order: ClassVar[int] = 100
-    #: What users call on the live trainer, for walks: a subclass of ``drivers._calls.Calls``.
-    walk_calls: ClassVar[Any] = None
-    #: The trainer's loaders that ``rows`` knows, by name.
-    loaders: ClassVar[Mapping[str, Loader]] = {}
-    #: An instance of ``walk_calls``, in a run that is a walk.
-    walker: Any = None
-
+    #: The model as the trainer has it, wrapped or not.
     model: Any = None
+    #: The optimizer; several are a list.
     optimizer: Any = None
+    #: The learning rate scheduler, where there is one.
     scheduler: Any = None
     #: The gradient scaler of fp16, where there is one; after ``build`` its scale is lowered if the first steps would overflow.
     scaler: Any = None
     #: The gradient norm of the last step, before clipping, if the trainer reports it.
     grad_norm: float | None = None
-    #: The norm to which the trainer clips gradients, for the derived reference; None if it does not clip.
-    max_norm: float | None = None
-    #: The process group of the ranks that hold the stages of one pipeline, in their order; None if each rank has the whole model.
-    pp_group: Any = None
-    #: Under pipeline parallelism the micro-batches of the last step as this rank got them: later stages are fed activations.
-    fed: Sequence[Any] = ()
     #: How many tokens (or samples) this rank trained on in the last step.
     tokens: int = 0
-    #: What the loss of the reference's last step would be if something else were averaged: what counts alike -> loss.
-    averages: Mapping[str, float] = MappingProxyType({})
-    #: Class names of the modules to shard, checkpoint and compile one by one.
-    blocks: tuple[str, ...] = ()
-    #: Names of the modules to leave out of the sharding.
-    ignored_modules: tuple[str, ...] = ()
 
     def __init__(self, cell: Cell, world: World) -> None:
         self.cell = cell
         self.world = world
 
-    @classmethod
-    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:  # noqa: ARG003 - for those who override it
-        """Return why this driver cannot run the cell on that device (``cpu``, ``cuda``); None if it can.
 
-        The reason is one sentence; reports show it.
-        """
-        for name, _ in cell.options:
-            if name not in cls.options:
-                return f"the {cls.name or cls.__name__} driver does not support option {name!r}"
-        for setting in cell.set:
-            named = [one for one in cls.sources if one.names(setting, cell.strategy)]
-            makers = named or [one for one in cls.sources if one.kind == "subclasses"]
-            if not any(cell.strategy in one.strategies for one in makers):
-                return f"the {cls.name or cls.__name__} driver has no {setting.partition('.')[0]} under {cell.strategy}"
-        return None
+# Abilities that a driver may have: each is a method or a few, and the checks that need them are not applicable without. A driver
+# has an ability by overriding its methods.
 
-    @classmethod
-    def can(cls, action: str) -> bool:
-        """Return whether the driver has that optional method, or those from which it is derived."""
-        if action == "reference" and cls.reference is Driver.reference:
-            return cls.can("loss") and cls.can("make_optimizer")
-        return getattr(cls, action) is not getattr(Driver, action)
 
-    def build_model(self) -> Module:
-        """Return the model that a user hands to the trainer: unwrapped, on the CPU, in the precision's load dtype."""
-        raise NotImplementedError(_missing(self, "build_model"))
-
-    def build(self, model: Module) -> None:
-        """Build the trainer: wrap the model, make the optimizer and the scheduler, and set the three attributes."""
-        raise NotImplementedError(_missing(self, "build"))
-
-    def step(self, number: int) -> float:
-        """Take one optimizer step on batch ``number`` of this rank and return this rank's loss.
-
-        Returns:
-            The mean over this rank's rows or tokens, scaled so that the average over ranks is the loss of all; or this
-            rank's part of a sum, if the trainer sums gradients over ranks. Of micro-batches, the loss of all together.
-        """
-        raise NotImplementedError(_missing(self, "step"))
-
-    def overflow(self, number: int) -> float:
-        """Do a ``step`` in which the gradients of the first layer alone are infinite, on the highest rank alone."""
-        raise NotImplementedError
-
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint to resume from; the directory exists and is the same for all ranks, see ``Plan``."""
-        raise NotImplementedError(_missing(self, "save"))
-
-    def load(self, directory: Path) -> None:
-        """Load a checkpoint that ``save`` wrote in another process group."""
-        raise NotImplementedError(_missing(self, "load"))
-
-    def train(self, model: Module, plan: Plan, report: OnAction) -> None:
-        """Perform the plan's actions in order and report each when it is done.
-
-        Override this instead of the single methods for a trainer that does several actions in one call and reports them
-        by callbacks.
-
-        Args:
-            model: The model that ``build_model`` returned.
-            plan: The actions, and where to save and load.
-            report: Called as ``report(action)`` after each action, after a step as ``report("step", loss)``.
-        """
-        number = plan.first_step
-        for action in plan.actions:
-            if action in STEP_ACTIONS:
-                report(action, getattr(self, action)(number))
-                number += 1
-                continue
-            if action.startswith(CALL):
-                report(action, self.walker.perform(action.removeprefix(CALL)))
-                continue
-            if action == "build":
-                self.build(model)
-            elif action == "save":
-                self.save(plan.save_to)
-            else:
-                self.load(plan.load_from)
-            report(action)
+class Exports(LiveTrainer):
+    """Ability to write weights for use elsewhere, which the check ``export`` loads again."""
 
     def export(self, directory: Path) -> None:
         """Write the trained weights for use elsewhere: whole tensors, the unwrapped model's names, no optimizer."""
@@ -230,6 +125,21 @@ class Driver:
         A model that ``torch.compile`` wraps is run uncompiled here.
         """
         raise NotImplementedError
+
+
+class HasReference(LiveTrainer):
+    """Ability to repeat the training in one process, which the checks ``parity``, ``clipping`` and ``gradients`` compare with.
+
+    A driver has it by ``loss`` and ``make_optimizer``, from which ``reference`` is derived, or by a ``reference`` of its own.
+    """
+
+    #: What has an equal weight in the gradients of a step, over all ranks: ``token``, ``row``, ``micro_batch`` or ``rank``. Empty
+    #: where the driver does not say.
+    mean: ClassVar[str] = ""
+    #: The norm to which the trainer clips gradients, for the derived reference; None if it does not clip.
+    max_norm: float | None = None
+    #: What the loss of the reference's last step would be if something else were averaged: what counts alike -> loss.
+    averages: Mapping[str, float] = MappingProxyType({})
 
     def reference(self, model: Module, number: int, ranks: int) -> float:
         """Take step ``number`` of the same training in one process, without the trainer, and return the loss.
@@ -276,6 +186,21 @@ class Driver:
         """Return the scheduler of an optimizer, which is stepped after it; None if there is none."""
         return None
 
+
+class HasLossScaling(LiveTrainer):
+    """Ability to take a step whose gradients overflow, for the check ``scaling`` of fp16."""
+
+    def overflow(self, number: int) -> float:
+        """Do a ``step`` in which the gradients of the first layer alone are infinite, on the highest rank alone."""
+        raise NotImplementedError
+
+
+class HasLoaders(LiveTrainer):
+    """Ability to show which rows the trainer's loaders give to each rank, for the check ``coverage``."""
+
+    #: The trainer's loaders that ``rows`` knows, by name.
+    loaders: ClassVar[Mapping[str, Loader]] = {}
+
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
@@ -291,12 +216,20 @@ class Driver:
         """
         raise NotImplementedError
 
+
+class HasMetrics(LiveTrainer):
+    """Ability to evaluate over several ranks, for the check ``evaluation``."""
+
     def metrics(self, count: int) -> Mapping[str, float]:
         """Return metrics over rows ``range(count)`` by name, for each way in which the trainer evaluates.
 
         The check ``evaluation`` compares each with its value in one process, on every rank. ``build`` was not called.
         """
         raise NotImplementedError
+
+
+class RenamesKeys(LiveTrainer):
+    """How names in saved files differ from those of the unwrapped model. By default they do not."""
 
     def saved_name(self, key: str) -> str:
         """Return the unwrapped model's name for ``key`` of a saved file, for a trainer that renames keys when it saves.
@@ -311,6 +244,173 @@ class Driver:
         For tensors that are joined or split when they are written, which ``saved_name`` cannot express.
         """
         return ()
+
+
+class HasExtraState(LiveTrainer):
+    """State that training depends on beside model, optimizer, scheduler and scaler, for the check ``extra_state``."""
+
+    #: Name of an attribute of the driver, such as ``trainer.ema`` -> what to expect of it. The attribute is a tensor, a module, a
+    #: number, text, a collection of them, or an object with ``state_dict()``.
+    extra_state: ClassVar[Mapping[str, ExtraState]] = {}
+
+
+class HasPipeline(LiveTrainer):
+    """What a driver with pipeline parallelism tells of it: each rank holds some stages, consecutive layers of the model."""
+
+    #: The process group of the ranks that hold the stages of one pipeline, in their order; None if each rank has the whole model.
+    pp_group: Any = None
+    #: Under pipeline parallelism the micro-batches of the last step as this rank got them: later stages are fed activations.
+    fed: Sequence[Any] = ()
+
+
+class HasBlocks(LiveTrainer):
+    """Which modules a driver treats one by one, and which it leaves alone."""
+
+    #: Class names of the modules to shard, checkpoint and compile one by one.
+    blocks: tuple[str, ...] = ()
+    #: Names of the modules to leave out of the sharding.
+    ignored_modules: tuple[str, ...] = ()
+
+
+class HasLiveCalls(LiveTrainer):
+    """What users call on the live trainer in any order."""
+
+    #: What users call on the live trainer: a subclass of ``drivers.Calls``.
+    live_calls: ClassVar[Any] = None
+    #: An instance of ``live_calls``, in a run with such calls.
+    caller: Any = None
+
+
+class Driver(
+    Exports,
+    HasReference,
+    HasLossScaling,
+    HasLoaders,
+    HasMetrics,
+    HasExtraState,
+    RenamesKeys,
+    HasPipeline,
+    HasBlocks,
+    HasLiveCalls,
+):
+    """The trainer under test: subclass it, write five methods and name the class ``module:attribute`` in your suite.
+
+    Every rank makes one driver for each run and calls its methods in order. After each action a probe reads
+    ``self.model``, ``self.optimizer`` and ``self.scheduler``. Set them in ``build``, as your trainer has them: the model
+    may be wrapped, and several optimizers (``torch.optim.Muon`` needs a second one) are a list. The probe only reads; it
+    never calls your code.
+
+    pytest imports the class too, to find out what it supports. Importing torch at module level makes collection slower.
+
+    ``build_model``, ``build``, ``step``, ``save`` and ``load`` are required. ``export``, ``reload``, ``evaluate``,
+    ``reference`` and ``overflow`` enable further checks, which are reported as not applicable without them. ``reference`` is
+    derived for a driver with ``loss`` and ``make_optimizer``.
+    """
+
+    # What it is.
+
+    #: The driver's name in its registry.
+    name: ClassVar[str] = ""
+    #: Position in lists of drivers.
+    order: ClassVar[int] = 100
+    #: The libraries whose known issues concern this driver: ``("accelerate", "torch")``.
+    libraries: ClassVar[tuple[str, ...]] = ()
+    #: Modules that the fork server imports before the first rank starts, so that ranks need not import them.
+    preload: ClassVar[tuple[str, ...]] = ()
+
+    # What it supports.
+
+    #: The options of a cell that this driver supports; a cell with another option is not run, and the report says why.
+    options: ClassVar[tuple[str, ...]] = ()
+    #: Option, or several as ``tp+ep`` -> other options without which the driver does not have it, with their values; profiles
+    #: add them.
+    needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    #: The objects of libraries that this driver makes, whose fields option ``set`` of a cell can set.
+    sources: ClassVar[tuple[Source, ...]] = ()
+    #: Strategies whose checkpoints can be loaded at another world size.
+    reshards: ClassVar[tuple[str, ...]] = ()
+    #: Strategy -> the other strategy that can load its checkpoints.
+    portable: ClassVar[Mapping[str, str]] = {}
+    #: Whether the trainer knows where it will save when it is built, and must refuse a bad place before it trains.
+    knows_directory: ClassVar[bool] = False
+
+    @classmethod
+    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:  # noqa: ARG003 - for those who override it
+        """Return why this driver cannot run the cell on that device (``cpu``, ``cuda``); None if it can.
+
+        The reason is one sentence; reports show it.
+        """
+        for name, _ in cell.options:
+            if name not in cls.options:
+                return f"the {cls.name or cls.__name__} driver does not support option {name!r}"
+        for setting in cell.set:
+            makers = _makers(cls.sources, setting, cell.strategy)
+            if not any(cell.strategy in source.strategies for source in makers):
+                return f"the {cls.name or cls.__name__} driver has no {setting.partition('.')[0]} under {cell.strategy}"
+        return None
+
+    @classmethod
+    def can(cls, action: str) -> bool:
+        """Return whether the driver has that optional method, or those from which it is derived."""
+        if action == "reference" and cls.reference is Driver.reference:
+            return cls.can("loss") and cls.can("make_optimizer")
+        return getattr(cls, action) is not getattr(Driver, action)
+
+    # What every trainer does. A driver with its own ``train`` needs ``build_model`` alone.
+
+    def build_model(self) -> Module:
+        """Return the model that a user hands to the trainer: unwrapped, on the CPU, in the precision's load dtype."""
+        raise NotImplementedError(_missing(self, "build_model"))
+
+    def build(self, model: Module) -> None:
+        """Build the trainer: wrap the model, make the optimizer and the scheduler, and set the three attributes."""
+        raise NotImplementedError(_missing(self, "build"))
+
+    def step(self, number: int) -> float:
+        """Take one optimizer step on batch ``number`` of this rank and return this rank's loss.
+
+        Returns:
+            The mean over this rank's rows or tokens, scaled so that the average over ranks is the loss of all; or this
+            rank's part of a sum, if the trainer sums gradients over ranks. Of micro-batches, the loss of all together.
+        """
+        raise NotImplementedError(_missing(self, "step"))
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint to resume from; the directory exists and is the same for all ranks, see ``Plan``."""
+        raise NotImplementedError(_missing(self, "save"))
+
+    def load(self, directory: Path) -> None:
+        """Load a checkpoint that ``save`` wrote in another process group."""
+        raise NotImplementedError(_missing(self, "load"))
+
+    def train(self, model: Module, plan: Plan, report: OnAction) -> None:
+        """Perform the plan's actions in order and report each when it is done.
+
+        Override this instead of the single methods for a trainer that does several actions in one call and reports them
+        by callbacks.
+
+        Args:
+            model: The model that ``build_model`` returned.
+            plan: The actions, and where to save and load.
+            report: Called as ``report(action)`` after each action, after a step as ``report("step", loss)``.
+        """
+        number = plan.first_step
+        for action in plan.actions:
+            if action in STEP_ACTIONS:
+                take_step = getattr(self, action)
+                report(action, take_step(number))
+                number += 1
+            elif action.startswith(CALL):
+                report(action, self.caller.perform(action.removeprefix(CALL)))
+            elif action == "build":
+                self.build(model)
+                report(action)
+            elif action == "save":
+                self.save(plan.save_to)
+                report(action)
+            else:
+                self.load(plan.load_from)
+                report(action)
 
     def trainer_world_size(self) -> int | None:
         """Return the number of ranks that the trainer assumes; None if unknown."""

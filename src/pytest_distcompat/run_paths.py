@@ -20,7 +20,7 @@ class SuitePayload:
     ``driver`` is a name or ``module:attribute``, ``cell`` the id of the run's cell, ``ranks`` the number of
     data-parallel ranks of the cell that it is for. A run with damage has a copy of ``load_from`` in ``save_to``, and
     loads that. ``log_level`` is pytest's, or empty. With ``per_node`` the three directories are on each node other ones.
-    With ``reach``, the cell whose check needs the run, each rank writes which lines and branches of the stack it executes.
+    ``recorders`` are the extensions' on each rank (``recording``); ``asking_cell`` is the cell whose check needs the run.
     """
 
     driver: str
@@ -33,7 +33,8 @@ class SuitePayload:
     export: str
     log_level: str = ""
     per_node: bool = False
-    reach: str = ""
+    asking_cell: str = ""
+    recorders: tuple[str, ...] = ()
 
     @property
     def paths(self) -> RunPaths:

@@ -18,11 +18,11 @@ from filelock import FileLock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.events import Done, Event, SnapshotTaken, of_kind
-from pytest_distcompat.launch.ending import Ending, RankEnd, current_action
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd, current_action
+from pytest_distcompat.launch.forensics.stacks import without_launcher
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.stacks import without_launcher
 from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.scenario import Run, Scenario
 from pytest_distcompat.trace import RunFailure, RunTrace, Snapshot, Trace
@@ -39,9 +39,9 @@ WORKER = "pytest_distcompat.worker"
 class Runner:
     """Runner of a session: keeps the results in ``store``, a directory that all its xdist workers share.
 
-    ``worker`` is the worker of xdist, whose node agents alone have its checkpoints of each node. With ``reach`` ranks write which
-    branches of the stack they execute. ``started`` has the directories
-    of the runs that this process has started, each with the name of the run.
+    ``worker`` is the worker of xdist, whose node agents alone have its checkpoints of each node. ``recorders`` are the
+    extensions' on each rank (``recording``). ``started`` has the directories of the runs that this process has started, each
+    with the name of the run.
     """
 
     store: Path
@@ -53,7 +53,7 @@ class Runner:
     limits: Mapping[str, float] | None = None
     log_level: str = ""
     worker: str = ""
-    reach: bool = False
+    recorders: tuple[str, ...] = ()
     started: dict[Path, str] = field(default_factory=dict, init=False)
     _decoded: dict[Path, tuple[RunTrace, str]] = field(default_factory=dict, init=False)
 
@@ -82,7 +82,8 @@ class Runner:
 
     def _trace(self, driver: str, cell: Cell, run: Run, after: Run | None) -> tuple[RunTrace, str]:
         directory = self._directory(driver, cell, run)
-        if directory not in self._decoded:
+        # A test, or a cleaner of temporary files, may have removed what later runs load.
+        if directory not in self._decoded or not (directory / DONE).exists():
             self.store.mkdir(parents=True, exist_ok=True)
             # The operating system releases the lock if its holder dies; the next worker then runs the run again.
             with FileLock(f"{directory}.lock"):
@@ -110,8 +111,18 @@ class Runner:
             shutil.copytree(load_from, save_to, dirs_exist_ok=True)
         run_cell = run.cell(cell)
         names = str(save_to), str(load_from), str(export)
-        settings = (self.log_level, _on_each_node(cell, run), cell.id if self.reach else "")
-        payload = SuitePayload(driver, run_cell.id, cell.dp_size, self.device, run, *names, *settings)
+        payload = SuitePayload(
+            driver,
+            run_cell.id,
+            cell.dp_size,
+            self.device,
+            run,
+            *names,
+            log_level=self.log_level,
+            per_node=_on_each_node(cell, run),
+            asking_cell=cell.id,
+            recorders=self.recorders,
+        )
         request = Request(
             target=f"{WORKER}:run",
             payload=dataclasses.asdict(payload),

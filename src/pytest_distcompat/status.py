@@ -82,7 +82,7 @@ class Verdict:
         reproduce: The command that runs the item alone, empty for an item that came to no verdict.
         teardown: The error of the item's teardown, if that failed too.
         ended_run: The run that ended early and whose ending is the message; empty for what the check itself found.
-        seed: What walks were drawn by; None for any other check.
+        seed: What the runs were drawn by; None if they were not drawn.
     """
 
     check: str

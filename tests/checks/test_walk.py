@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks import WALK
+from pytest_distcompat.ext.walk.check import WALK
 from pytest_distcompat.trace import (
     CallInfo,
     ModelInfo,

@@ -210,8 +210,15 @@ def item(documented: Any) -> Iterator[str]:
     if not raised and documented is not pytest_distcompat.CompatSuite:
         yield f"{fenced(documented)}\n"
     yield from whole(Docstring.of(documented))
-    if inspect.isclass(documented) and not raised:
-        yield from ended(members(documented))
+    if not inspect.isclass(documented) or raised:
+        return
+    yield from ended(members(documented))
+    # What it inherits from classes beside it, such as the abilities of a driver.
+    for inherited in documented.__mro__[1:]:
+        if inherited.__module__ == documented.__module__:
+            yield f"#### {inherited.__name__}\n\n"
+            yield from whole(Docstring.of(inherited))
+            yield from ended(members(inherited))
 
 
 def section(name: str) -> str:

@@ -23,7 +23,15 @@ from tests.checks.traces import Story
 from tests.unit import test_cost
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.trace import CollectiveInfo, FileInfo, Snapshot
+from pytest_distcompat.trace import (
+    CollectiveInfo,
+    ExtraState,
+    ExtraStateInfo,
+    FileInfo,
+    RowWeight,
+    Snapshot,
+    TokenWeights,
+)
 
 
 def sound(cell_id: str) -> Story:
@@ -45,6 +53,28 @@ class Example:
     wrong: str
     cell: str
     story: Callable[[str], Story]
+
+
+def _means_of_ranks(cell: str) -> Story:
+    def declare(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.unwrapped is not None
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, mean="token"))
+
+    story = sound(cell).alter(declare, action="build_model")
+    for rank, tokens in enumerate((4, 8)):
+        weights = TokenWeights((RowWeight(tokens, 1 / tokens),), known=True)
+        for nth in range(3):
+            story = story.snapshot("step", {"token_weights": (weights,)}, nth=nth, rank=rank)
+    return story
+
+
+def _average(digest: str) -> dict[str, Any]:
+    return {"extra": (ExtraStateInfo("trainer.average", ExtraState(), {}, {"inlet.weight": digest}),)}
+
+
+def _with_average(story: Story, run: str, action: str) -> Story:
+    story = story.snapshot(action, _average("3"), run=run)
+    return story.snapshot("step", _average("3"), run=run, nth=2)
 
 
 def _units(cell: str) -> Story:
@@ -142,6 +172,26 @@ EXAMPLES: Mapping[str, Example] = {
             .parameters({"dtype": "bfloat16"}, action="step", nth=2)
             .stepped({"master": ("bfloat16",), "state": ("bfloat16",)}, action="step", nth=2)
         ),
+    ),
+    "resume_again": Example(
+        "saves the steps of its own run alone",
+        "ddp-fp32-w2",
+        lambda cell: runs_of(cell, "resume_again").snapshot("step", {"loss": 0.5}, run="third", nth=0),
+    ),
+    "mean": Example(
+        "averages the means of ranks, and says that each token counts alike",
+        "ddp-fp32-w2",
+        _means_of_ranks,
+    ),
+    "extra_state": Example(
+        "forgets its average of the weights",
+        "ddp-fp32-w2",
+        lambda cell: _with_average(sound(cell), "train", "save").snapshot("load", _average("0"), run="resume"),
+    ),
+    "start": Example(
+        "loads the weights on rank 0 and does not send them",
+        "ddp-fp32-w2",
+        lambda cell: runs_of(cell, "start").parameters({"digest": "3:1"}, only="outlet.weight", action="build", rank=1),
     ),
     "resume": Example(
         "loads the model and not the optimizer",

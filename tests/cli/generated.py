@@ -30,7 +30,7 @@ from pytest_distcompat.models import BLANK, BLANK_TASKS, of_tasks
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import AXES, BESIDE_AXES
 from pytest_distcompat.strategies import STRATEGIES, Dtypes
-from pytest_distcompat.trace import Loader
+from pytest_distcompat.trace import ExtraState, Loader
 
 from . import api_page
 from .failing import EXAMPLES
@@ -44,6 +44,7 @@ CLAIMS: Mapping[str, str] = {
     "reshards": "Strategies whose checkpoints can be loaded at another world size.",
     "portable": "Strategy to the other one that can load its checkpoints.",
     "loaders": "The trainer's loaders by name, and the rows that each gives.",
+    "extra_state": "Names of state beside model and optimizer, and what to expect of each.",
 }
 #: The titles of the columns of the dtype table.
 COLUMNS: Mapping[str, str] = {
@@ -288,6 +289,7 @@ class Able(Driver):
     reshards = STRATEGIES.names()
     portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp2": "ddp"}
     loaders: ClassVar[Mapping[str, Loader]] = {"": Loader(resumes=True, moves=True)}
+    extra_state: ClassVar[Mapping[str, ExtraState]] = {"": ExtraState()}
     lacks: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -321,6 +323,7 @@ STEPS_OF_A_DRIVER = (
     Step((), CLAIMS["reshards"], {"reshards": ()}, "reshards"),
     Step((), CLAIMS["portable"], {"portable": {}}, "portable"),
     Step(("rows",), CLAIMS["loaders"], {"loaders": {}}, "loaders"),
+    Step((), CLAIMS["extra_state"], {"extra_state": {}}, "extra_state"),
 )
 #: Cells in which a check may apply that does not in others, by the words for them.
 CELLS_OF_CHECKS = {

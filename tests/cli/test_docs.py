@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.all_options import ALL_OPTIONS
 
 import pytest_distcompat
 from pytest_distcompat import scripts
@@ -25,8 +26,7 @@ from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cli.main import parser
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.known import read_file
-from pytest_distcompat.plugin.marked.marker import read_mark
-from pytest_distcompat.plugin.options import OPTIONS
+from pytest_distcompat.plugin.marked.declare import read_mark
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import Status
@@ -76,21 +76,21 @@ def test_commands_on_pages_are_valid(page: Path, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_options_and_settings_on_pages_exist(page: Path) -> None:
-    flags = {option.flag for option in OPTIONS.values()}
+    flags = {option.flag for option in ALL_OPTIONS.values()}
     for line in [*commands(page, "pytest"), *commands(page, "python")]:
         assert {word.partition("=")[0] for word in line if word.startswith("--distcompat")} <= flags, line
     for block in blocks(page, "ini"):
         settings = configparser.ConfigParser()
         settings.read_string(block)
         ours = {key for section in settings.values() for key in section if key.startswith("distcompat")}
-        assert ours <= set(OPTIONS)
+        assert ours <= set(ALL_OPTIONS)
 
 
 def test_every_option_is_on_its_page() -> None:
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     arguments = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `--distcompat")}
-    assert arguments == {option.flag for option in OPTIONS.values()}
-    for option in OPTIONS.values():
+    assert arguments == {option.flag for option in ALL_OPTIONS.values()}
+    for option in ALL_OPTIONS.values():
         (row,) = [line.split(" | ") for line in text.splitlines() if line.startswith(f"| `{option.flag}` |")]
         if option.default:
             assert row[2].strip("`") == option.default, option.flag

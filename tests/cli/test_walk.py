@@ -8,7 +8,7 @@ import pytest
 
 from pytest_distcompat.calls import Call
 from pytest_distcompat.cli import main
-from pytest_distcompat.walk.explore import Explorer
+from pytest_distcompat.ext.walk.explore import Explorer
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.all_options import ALL_OPTIONS
 
 from pytest_distcompat import __version__
 from pytest_distcompat.cli import main
-from pytest_distcompat.plugin.options import OPTIONS
-from pytest_distcompat.profiles import PROFILES
+from pytest_distcompat.profiles import all_profiles
 from pytest_distcompat.report import github
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report
@@ -80,7 +80,7 @@ def test_scripts_of_workflows_are_valid_bash_with_existing_options(
         assert done.returncode == 0, done.stderr
         # What comes from outside goes through the environment: pasted into a script it would be run.
         assert "${{" not in script or path.stem == "downstream"
-        assert set(re.findall(r"--distcompat-[\w-]+", script)) <= {option.flag for option in OPTIONS.values()}
+        assert set(re.findall(r"--distcompat-[\w-]+", script)) <= {option.flag for option in ALL_OPTIONS.values()}
         assert set(re.findall(r"(?:^|[;&(]|then|\)) ?distcompat (\w+)", script, re.MULTILINE)) <= known
 
 
@@ -105,7 +105,7 @@ def test_every_profile_is_run_by_some_workflow() -> None:
     }
     run = {*drawn["strategy"]["matrix"]["profile"], night["gpu"]["steps"][-1]["with"]["profile"], "default"}
     assert "--distcompat-profile smoke" in (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert run | {"smoke"} == set(PROFILES)
+    assert run | {"smoke"} == set(all_profiles())
 
 
 def test_workflows_give_the_action_inputs_that_it_has(written: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -168,6 +169,50 @@ def test_a_full_disk(start: Start, mounts: None) -> None:
     assert (run.causes("test_fills_the_disk"), run.consequences("test_fills_the_disk")) == ([1], {0})
     assert run.code == pytest.ExitCode.TESTS_FAILED
     assert not run.leftovers
+
+
+SUITE = """
+from tests.plugin.adopter import Mine  # noqa: F401 - the driver
+from pytest_distcompat import CompatSuite, Matrix
+
+class TestMine(CompatSuite):
+    driver = "tests.plugin.adopter:Mine"
+    matrix = Matrix(strategies=("fsdp2",), precisions=("fp32",), world_sizes=(2,))
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "first"), [(120, "rank * exited with code 1 without a report during *"), (8, "OSError")]
+)
+def test_a_suite_on_a_full_disk(start: Start, mounts: None, size: int, first: str) -> None:
+    """The first line names the disk, be it full before the launcher has started or when ranks write."""
+    mount = [
+        "sh",
+        "-c",
+        f'mkdir small && mount -t tmpfs -o size={size}k none small && TMPDIR=$PWD/small exec "$@"',
+        "sh",
+    ]
+    run = start(SUITE, "--basetemp", "small/base", "--distcompat-timeout=30", "-k", "names", wrap=mount).finish()
+    assert "INTERNALERROR" not in run.out
+    assert run.code == pytest.ExitCode.TESTS_FAILED
+    run.shows("TestMine::test[fsdp2-fp32-w2:names]", f"{first}: [[]Errno 28[]] No space left on device*")
+    assert not run.leftovers
+
+
+@pytest.mark.parametrize("size", [120, 8])
+def test_a_trace_on_a_full_disk(mounts: None, size: int, tmp_path: Path) -> None:
+    """It names the disk instead of a traceback, and leaves nothing."""
+    script = f'mount -t tmpfs -o size={size}k none /mnt && TMPDIR=/mnt "$@"; ls /mnt'
+    command = [sys.executable, "-m", "pytest_distcompat.cli", "trace", "torch", "fsdp2-fp32-w2", "--check", "names"]
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", *command], capture_output=True, text=True, check=False
+    )
+    assert "No space left on device" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert {name.partition("-leases-")[0] for name in done.stdout.splitlines()[-2:]} <= {
+        "distcompat",
+        "torchinductor_root",
+    }
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,14 +13,19 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from tests.house.test_floors import imports_of, ours
+from tests.all_options import ALL_OPTIONS, options_without
+from tests.house.test_floors import imports_of, name_of, ours
 
 import pytest_distcompat
+from pytest_distcompat import hookspecs
 
 SOURCE = Path(pytest_distcompat.__file__).parent
+ROOT = Path(__file__).parents[2]
 EXTENSIONS = sorted(path.name for path in (SOURCE / "ext").iterdir() if (path / "__init__.py").exists())
 #: Modules beside the folder that belong to an extension: the names by which users import it.
-FACES = {"aliases": "aliases.py", "scripts": "scripts.py"}
+FACES = {"aliases": "aliases.py", "cluster": "executors.py", "scripts": "scripts.py"}
+#: Extensions that are built on others, and go with them.
+NEEDS = {"search": {"reach", "walk"}}
 
 MARKED = """
 import pytest
@@ -113,6 +119,11 @@ def write_metadata(site: Path, without: list[str]) -> None:
     (directory / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def with_dependents(name: str) -> list[str]:
+    """Return an extension and those that need it, which go with it."""
+    return [name, *(other for other, needed in NEEDS.items() if name in needed)]
+
+
 def modules_of(name: str) -> list[Path]:
     """Return the modules of an extension."""
     return sorted((SOURCE / "ext" / name).rglob("*.py"))
@@ -132,8 +143,34 @@ def test_an_extension_imports_no_other_one(extension: str) -> None:
     for path in modules_of(extension):
         for name in ours(imports_of(path, types=True)):
             package, _, module = name.partition(".")
-            other = package == "ext" and module.partition(".")[0] not in {"", extension}
+            other = package == "ext" and module.partition(".")[0] not in {"", extension, *NEEDS.get(extension, ())}
             assert not other, f"{path.relative_to(SOURCE)} imports {name}"
+
+
+def test_extensions_import_public_modules_only() -> None:
+    """Those that ``docs/extend.md`` names; ``PRIVATE_IMPORTS`` has what is left of others."""
+    _, _, section = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8").partition("## Public modules\n")
+    rows = re.findall(r"^\| .* \| `([\w. ]+)` \|$", section, re.MULTILINE)
+    public = {name for row in rows for name in row.split()}
+    assert public
+    for name in public:
+        assert (SOURCE / name.replace(".", "/")).with_suffix(".py").exists() or (
+            SOURCE / name.replace(".", "/")
+        ).is_dir()
+    all_names = {name_of(path).removesuffix(".__init__") for path in SOURCE.rglob("*.py")}
+    for extension in EXTENSIONS:
+        for path in modules_of(extension):
+            for imported in ours(imports_of(path, types=True)) & all_names:
+                is_own = imported == "ext" or imported.startswith("ext.")
+                is_public = any(imported == name or imported.startswith(f"{name}.") for name in public)
+                is_parent = any(name.startswith(f"{imported}.") for name in public)
+                assert is_own or is_public or is_parent, f"{path.relative_to(SOURCE)} imports {imported}"
+
+
+def test_every_hook_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    hooks = [name for name in vars(hookspecs) if name.startswith("pytest_distcompat_")]
+    assert re.findall(r"^\| `(pytest_distcompat_\w+)` \|", page, re.MULTILINE) == hooks
 
 
 @pytest.mark.spawn
@@ -141,11 +178,14 @@ def test_an_extension_imports_no_other_one(extension: str) -> None:
     "extensions",
     [
         pytest.param(EXTENSIONS, id="all"),
-        *(pytest.param([name], id=name, marks=pytest.mark.nightly) for name in EXTENSIONS),
+        *(pytest.param(with_dependents(name), id=name, marks=pytest.mark.nightly) for name in EXTENSIONS),
     ],
 )
 def test_without_extensions_the_rest_works(extensions: list[str], tmp_path: Path) -> None:
     copy = install_without(extensions, tmp_path)
+    help_text = copy.run("--help").stdout
+    flags = {option.flag for option in ALL_OPTIONS.values() if f"{option.flag}=" in help_text}
+    assert flags == {option.flag for option in options_without(extensions).values()}
     report = copy.directory / "report.json"
     done = copy.run(
         "-n", "2", "-k", "sum or fails or active or resume", f"--distcompat-report={report}", "--distcompat-gpus=0"

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.all_options import ALL_OPTIONS
+
 import pytest_distcompat
 from pytest_distcompat.plugin.options import OPTIONS
 
@@ -23,8 +25,9 @@ BY_NAME = {
     "ext.scripts.site.sitecustomize",
 }
 #: The only modules that need torch to be defined at all.
-NEED_TORCH = {"simulate", "models._modules", "launch.agent", "drivers._joined"} | {
-    f"probe.{m}" for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot")
+NEED_TORCH = {"ext.simulation.fake_ranks", "models._modules", "launch.agent", "drivers._joined"} | {
+    f"probe.{m}"
+    for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot", "extra", "weights")
 }
 
 
@@ -94,7 +97,7 @@ def test_one_module_alone_reads_pythons_clocks() -> None:
 def test_nothing_imports_what_is_started_by_name() -> None:
     for path in MODULES:
         # A simulation is a process of its own too, which takes the part of ranks.
-        assert name_of(path) == "simulate" or not ours(imports_of(path)) & BY_NAME, path
+        assert name_of(path) == "ext.simulation.fake_ranks" or not ours(imports_of(path)) & BY_NAME, path
 
 
 def test_modules_and_public_names_have_docstrings() -> None:
@@ -127,7 +130,7 @@ def test_no_room_for_odds_and_ends() -> None:
 def test_importing_everything_the_parent_needs_imports_no_torch() -> None:
     script = (
         "import sys, pytest_distcompat, pytest_distcompat.plugin, pytest_distcompat.plugin.session\n"
-        "import pytest_distcompat.plugin.suite.cases, pytest_distcompat.plugin.marked.marker, pytest_distcompat.runner\n"
+        "import pytest_distcompat.plugin.suite.cases, pytest_distcompat.plugin.marked.run, pytest_distcompat.runner\n"
         "from pytest_distcompat import CHECKS\n"
         "from pytest_distcompat.drivers import DRIVERS\n"
         "from pytest_distcompat.models import MODELS\n"
@@ -150,7 +153,6 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-gpus",
         "--distcompat-world-size",
         "--distcompat-ranks-per-gpu",
-        "--distcompat-simulate",
         "--distcompat-strategies",
         "--distcompat-precisions",
         "--distcompat-drivers",
@@ -165,15 +167,19 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-reuse-limit",
         "--distcompat-report",
         "--distcompat-baseline",
-        "--distcompat-reach",
         "--distcompat-launcher",
         "--distcompat-nodes",
+        "--distcompat-verify",
+        "--distcompat-nothing-ran",
+    ]
+    of_extensions = [option.flag for name, option in ALL_OPTIONS.items() if name not in OPTIONS]
+    assert of_extensions == [
+        "--distcompat-reach",
+        "--distcompat-simulate",
         "--distcompat-worker-nodes",
         "--distcompat-executor",
         "--distcompat-listen",
         "--distcompat-token-file",
-        "--distcompat-verify",
-        "--distcompat-nothing-ran",
     ]
 
 
@@ -204,7 +210,7 @@ def test_the_list_of_public_names_is_frozen() -> None:
 def test_the_fixtures_and_the_mark_are_frozen() -> None:
     from pytest_distcompat.ext.scripts import plugin
     from pytest_distcompat.plugin import fixtures
-    from pytest_distcompat.plugin.marked import marker
+    from pytest_distcompat.plugin.marked import declare
 
     names = [
         node.name
@@ -214,7 +220,7 @@ def test_the_fixtures_and_the_mark_are_frozen() -> None:
     ]
     of_ranks = ["cell", "world", "rank", "world_size", "device", "shared_dir", "process_group", "distcompat_case"]
     assert names == [*of_ranks, "distcompat"]
-    assert marker.ARGUMENTS == ("world_size", "nodes", "strategies", "precisions", "options", "timeout", "reuse")
+    assert declare.ARGUMENTS == ("world_size", "nodes", "strategies", "precisions", "options", "timeout", "reuse")
 
 
 def test_actions_are_pinned_by_commit() -> None:
@@ -248,11 +254,10 @@ PRIVATE_IMPORTS = {
     "ext.scripts.configuration": {"strategies._fsdp"},
     "ext.scripts.final_model": {"checks._values"},
     "ext.scripts.roundtrip": {"checks._values"},
+    "ext.walk.script": {"models._modules", "drivers._calls", "drivers._tiny"},
+    "ext.walk.sequence": {"drivers._tiny"},
     "strategies._pipeline": {"models._modules"},
     "strategies._tensor": {"models._modules"},
-    "walk.explore": {"checks._walk"},
-    "walk.script": {"models._modules", "drivers._calls", "drivers._tiny"},
-    "walk.sequence": {"drivers._tiny"},
 }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pytest_distcompat.lease import Demand, Span
 from pytest_distcompat.lease.packing import expect, ideal
 from pytest_distcompat.lease.tickets import Ticket, ahead
-from pytest_distcompat.plugin.marked.packed import IN_HAND
+from pytest_distcompat.plugin.packed import IN_HAND
 
 
 @dataclass(frozen=True)

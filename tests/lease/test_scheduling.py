@@ -19,7 +19,7 @@ from pytest_distcompat.lease.tickets import Ticket, ahead
 
 pytest.importorskip("xdist")
 
-from pytest_distcompat.plugin.marked.packed import PackedScheduling
+from pytest_distcompat.plugin.packed import PackedScheduling
 
 DEVICES = 8
 IDS = tuple(f"gpu-{number}" for number in range(DEVICES))

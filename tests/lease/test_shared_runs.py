@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat import lease as lease_package
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Inventory, Pool, Span, entries, read_timeline
 from pytest_distcompat.lease.timeline import Leak, append
 from pytest_distcompat.leased import LeasedLauncher
-from pytest_distcompat.plugin.marked.packing import Demands, plan
+from pytest_distcompat.plugin.packing import Demands, plan
 from pytest_distcompat.report.telemetry import with_device_seconds
 from pytest_distcompat.report.text import runs_text
 from pytest_distcompat.world import World

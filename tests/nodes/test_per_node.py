@@ -10,7 +10,7 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.plugin.marked import marker
+from pytest_distcompat.plugin import packing
 from pytest_distcompat.world import World
 
 PLAIN = "checkpoints on each node are tried with plain data parallel ranks alone, without experts"
@@ -104,8 +104,8 @@ def test_the_first_rank_of_a_node() -> None:
 def test_who_needs_a_shared_directory(
     cells: list[str], worker_nodes: int, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(marker, "mark_of", lambda _: None)
-    monkeypatch.setattr(marker, "case_of", lambda item: SimpleNamespace(cell=Cell.parse(item)))
+    monkeypatch.setattr(packing, "mark_of", lambda _: None)
+    monkeypatch.setattr(packing, "case_of", lambda item: SimpleNamespace(cell=Cell.parse(item)))
     session: Any = SimpleNamespace(nodes=1, worker_nodes=worker_nodes, shares=False)
-    marker.note_nodes(session, cells)  # type: ignore[arg-type]  # a cell stands for its item
+    packing.note_nodes(session, cells)  # type: ignore[arg-type]  # a cell stands for its item
     assert session.shares is shares

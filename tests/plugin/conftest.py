@@ -15,7 +15,7 @@ import pytest
 from tests.pytest_runs import RECORDED, reports
 from tests.pytest_runs import Run as RunOfPytest
 
-import pytest_distcompat.plugin.marked.marker
+import pytest_distcompat.plugin.marked.run
 import pytest_distcompat.plugin.reporting.results
 
 # Imported before any run in this process: pytester takes out of sys.modules what such a run imports.
@@ -26,7 +26,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.hosting import LAUNCHERS
 from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.reused_ranks import Reuse

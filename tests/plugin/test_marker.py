@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.launch.ending import RankEnd
+from pytest_distcompat.launch.forensics.ending import RankEnd
 from pytest_distcompat.plugin.marked.phase import Phase
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
@@ -327,7 +327,7 @@ def test_a_failed_rank_shows_its_report_and_the_commands(pytester: pytest.Pytest
             "FAILED *" + " - rank 1 failed: ValueError: no" * (pytest.version_tuple >= (9,)),
         ]
     )
-    result.stdout.no_fnmatch_line("*marker.py*")
+    result.stdout.no_fnmatch_line("*plugin/marked/*")
 
 
 def test_a_skip_on_all_ranks_is_reported_where_they_skipped(pytester: pytest.Pytester, ranks: FakeRanks) -> None:

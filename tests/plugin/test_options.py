@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.all_options import ALL_OPTIONS
 
 from pytest_distcompat import known
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.plugin.options import OPTIONS, setting
+from pytest_distcompat.plugin.options import setting
 from pytest_distcompat.plugin.shard import Shard
 from pytest_distcompat.plugin.suite.budget import Budget
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.profiles import PROFILES
+from pytest_distcompat.profiles import all_profiles
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.strategies import STRATEGIES
 
@@ -74,7 +75,7 @@ WRONG: list[tuple[str, str, str]] = [
     ),
     ("distcompat_drivers", "pathlib:Driver", "driver 'pathlib:Driver': module 'pathlib' has no attribute 'Driver'"),
     ("distcompat_drivers", "pathlib:Path", "*expected a subclass of pytest_distcompat.Driver"),
-    ("distcompat_profile", "quick", f"no such value: 'quick'. Known: {', '.join(PROFILES)}."),
+    ("distcompat_profile", "quick", f"no such value: 'quick'. Known: {', '.join(all_profiles())}."),
     ("distcompat_budget", "20", "'20' is not right: expected a time and perhaps a seed, as 90s, 20m or 2h@7."),
     ("distcompat_shard", "3/2", "'3/2' is not right: expected one part of several, as 1/3, 2/3 or 3/3."),
     ("distcompat_shard", "0/2", "'0/2' is not right: expected one part of several, as 1/3, 2/3 or 3/3."),
@@ -121,18 +122,18 @@ def ini(pytester: pytest.Pytester, **values: str) -> None:
 
 
 def test_every_option_is_tried() -> None:
-    assert set(RIGHT) == set(OPTIONS) == {name for name, _, _ in WRONG}
+    assert set(RIGHT) == set(ALL_OPTIONS) == {name for name, _, _ in WRONG}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ALL_OPTIONS)
 def test_the_command_line_wins_over_ini_and_ini_over_the_default(name: str, pytester: pytest.Pytester) -> None:
     in_ini, on_line, value = RIGHT[name]
     found = setting(pytester.parseconfigure(), name)
-    assert (found.text, found.origin) == (OPTIONS[name].default, "default")
+    assert (found.text, found.origin) == (ALL_OPTIONS[name].default, "default")
     ini(pytester, **{name: in_ini})
     found = setting(pytester.parseconfigure(), name)
     assert (found.text, found.origin) == (in_ini, "ini")
-    found = setting(pytester.parseconfigure(f"{OPTIONS[name].flag}={on_line}"), name)
+    found = setting(pytester.parseconfigure(f"{ALL_OPTIONS[name].flag}={on_line}"), name)
     assert (found.value, found.text, found.origin) == (value, on_line, "option")
 
 
@@ -141,7 +142,7 @@ def test_a_wrong_value_is_a_usage_error_that_lists_the_right_ones(
     name: str, value: str, message: str, pytester: pytest.Pytester
 ) -> None:
     pytester.makepyfile("def test(): pass")
-    flag = OPTIONS[name].flag
+    flag = ALL_OPTIONS[name].flag
     result = pytester.runpytest_inprocess(f"{flag}={value}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {flag}: {message}"])
@@ -151,10 +152,10 @@ def test_a_wrong_value_is_a_usage_error_that_lists_the_right_ones(
     result.stderr.fnmatch_lines([f"ERROR: ini {name}: {message}"])
 
 
-@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.default == ""])
+@pytest.mark.parametrize("name", [name for name, option in ALL_OPTIONS.items() if option.default == ""])
 def test_an_empty_value_on_the_command_line_wins(name: str, pytester: pytest.Pytester) -> None:
     ini(pytester, **{name: RIGHT[name][0]})
-    found = setting(pytester.parseconfigure(f"{OPTIONS[name].flag}="), name)
+    found = setting(pytester.parseconfigure(f"{ALL_OPTIONS[name].flag}="), name)
     assert (bool(found.value), found.text, found.origin) == (False, "", "option")
 
 
@@ -227,7 +228,7 @@ def test_the_header_shows_the_devices_if_there_are_distributed_tests(pytester: p
 
 def test_the_help_shows_every_option_and_every_ini_key(pytester: pytest.Pytester) -> None:
     text = pytester.runpytest_inprocess("--help").stdout.str()
-    for option in OPTIONS.values():
+    for option in ALL_OPTIONS.values():
         assert option.flag in text
         assert f"{option.name} (string)" in text
 
@@ -253,7 +254,7 @@ def test_walks_are_selected_by_strategy_alone(pytester: pytest.Pytester) -> None
 def test_the_summary_says_how_to_draw_the_same_walks_again(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         "from pytest_distcompat.trace import Trace\n"
-        "from pytest_distcompat.walk.explore import Explorer\n"
+        "from pytest_distcompat.ext.walk.explore import Explorer\n"
         "def explore(self, examples, seed):\n    print('drawn by', seed)\n    return Trace.of(self.driver, [])\n"
         "Explorer.seed, Explorer.explore = 17, explore\n"
     )

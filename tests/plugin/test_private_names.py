@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.plugin.inside.rank_output import no_terminal
-from pytest_distcompat.plugin.inside.rank_session import _is_default
+from pytest_distcompat.plugin.on_ranks.rank_output import no_terminal
+from pytest_distcompat.plugin.on_ranks.rank_session import _is_default
 from pytest_distcompat.plugin.reporting.representation import represent
 
 
@@ -24,16 +24,16 @@ def test_the_base_temporary_directory_outside_a_fixture(pytester: pytest.Pyteste
 def test_a_session_without_pytest_main() -> None:
     for name in ("fromdictargs", "_do_configure", "_ensure_unconfigure"):
         assert callable(getattr(pytest.Config, name, None)), (
-            f"plugin/inside/rank_session.py: collect() and _collected() call pytest.Config.{name}(), which is gone"
+            f"plugin/on_ranks/rank_session.py: collect() and _collected() call pytest.Config.{name}(), which is gone"
         )
     assert callable(getattr(pytest.Session, "from_config", None)), (
-        "plugin/inside/rank_session.py: _collected() calls pytest.Session.from_config(), which is gone"
+        "plugin/on_ranks/rank_session.py: _collected() calls pytest.Session.from_config(), which is gone"
     )
 
 
 def test_the_default_of_an_option(pytester: pytest.Pytester) -> None:
     config = pytester.parseconfigure("-k", "some")
-    message = "plugin/inside/rank_session.py: _is_default() asks Config._parser, which is not what it was"
+    message = "plugin/on_ranks/rank_session.py: _is_default() asks Config._parser, which is not what it was"
     assert _is_default(config, "markexpr", config.option.markexpr), message
     assert not _is_default(config, "keyword", "some"), message
 
@@ -42,7 +42,7 @@ def test_the_global_capture_can_be_stopped_and_started(pytester: pytest.Pytester
     manager = pytester.parseconfigure().pluginmanager.getplugin("capturemanager")
     for name in ("stop_global_capturing", "start_global_capturing"):
         assert callable(getattr(manager, name, None)), (
-            f"plugin/inside/rank_session.py: _collected() and rank_output.py: capturing() call {name}() of the plugin 'capturemanager', which is gone"
+            f"plugin/on_ranks/rank_session.py: _collected() and rank_output.py: capturing() call {name}() of the plugin 'capturemanager', which is gone"
         )
 
 
@@ -51,14 +51,16 @@ def test_a_writer_to_no_terminal(pytester: pytest.Pytester) -> None:
     no_terminal(config)
     writer = config.get_terminal_writer()
     writer.line("nobody sees it", red=True)
-    message = "plugin/inside/rank_output.py: no_terminal() makes a _pytest._io.TerminalWriter, whose _highlight pytest 8 asks for"
+    message = "plugin/on_ranks/rank_output.py: no_terminal() makes a _pytest._io.TerminalWriter, whose _highlight pytest 8 asks for"
     assert writer._highlight("x = 1") == "x = 1", message
 
 
 def test_the_attributes_of_captured_output() -> None:
     from _pytest import capture
 
-    message = "plugin/inside/rank_output.py: capturing() gives _pytest.capture.FDCapture files by another TemporaryFile"
+    message = (
+        "plugin/on_ranks/rank_output.py: capturing() gives _pytest.capture.FDCapture files by another TemporaryFile"
+    )
     assert "TemporaryFile(" in inspect.getsource(capture.FDCaptureBase.__init__), message
 
 
@@ -66,7 +68,7 @@ def test_the_fault_handler_can_be_set_up_again(pytester: pytest.Pytester) -> Non
     plugin = pytester.parseconfigure().pluginmanager.getplugin("faulthandler")
     for name in ("pytest_configure", "pytest_unconfigure"):
         assert callable(getattr(plugin, name, None)), (
-            f"plugin/inside/rank_output.py: fault_handler() calls {name}() of the plugin 'faulthandler', which is gone"
+            f"plugin/on_ranks/rank_output.py: fault_handler() calls {name}() of the plugin 'faulthandler', which is gone"
         )
 
 
@@ -74,7 +76,7 @@ def test_the_words_of_a_strict_xpass(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.xfail(strict=True, reason='r')\ndef test(): pass")
     report = pytester.inline_run().getreports("pytest_runtest_logreport")[1]
     assert report.longrepr == "[XPASS(strict)] r", (
-        "plugin/marked/outcome.py: phase_of() knows a strict xpass by this text"
+        "plugin/marked/phase.py: phase_of() knows a strict xpass by this text"
     )
 
 
@@ -109,7 +111,7 @@ def test_a_failure_can_be_removed_from_its_section(pytester: pytest.Pytester) ->
 def test_fixtures_can_be_torn_down_out_of_turn(pytester: pytest.Pytester) -> None:
     session = pytester.getitem("def test_it(): pass", "test_it").session
     assert callable(getattr(getattr(session, "_setupstate", None), "teardown_exact", None)), (
-        "plugin/inside/rank_session.py: _reset_between_items() calls Session._setupstate.teardown_exact(), which is gone"
+        "plugin/on_ranks/rank_session.py: _reset_between_items() calls Session._setupstate.teardown_exact(), which is gone"
     )
 
 
@@ -118,5 +120,5 @@ def test_an_item_knows_the_definitions_of_its_fixtures(pytester: pytest.Pytester
     item: Any = pytester.getitem(source, "test_it")
     names = item._fixtureinfo.name2fixturedefs
     assert callable(names["number"][0].func), (
-        "plugin/marked/marker.py: _fixture_of_an_object() reads Function._fixtureinfo.name2fixturedefs, which has changed"
+        "plugin/marked/declare.py: _fixture_of_an_object() reads Function._fixtureinfo.name2fixturedefs, which has changed"
     )

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.cli.main import main
-from pytest_distcompat.reach import collect
-from pytest_distcompat.reach.branches import Executed, SourceFile
-from pytest_distcompat.reach.libraries import FileId
-from pytest_distcompat.reach.map import Context, ReachMap
-from pytest_distcompat.reach.store import read_map, write_map
+from pytest_distcompat.ext.reach import collect
+from pytest_distcompat.ext.reach.branches import Executed, SourceFile
+from pytest_distcompat.ext.reach.libraries import FileId
+from pytest_distcompat.ext.reach.map import Context, ReachMap
+from pytest_distcompat.ext.reach.rank_files import reach_file
+from pytest_distcompat.ext.reach.store import read_map, write_map
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks, RunPytest
 
-    from pytest_distcompat.launch.ending import Ending
+    from pytest_distcompat.launch.forensics.ending import Ending
     from pytest_distcompat.launch.request import Request
 
 SUITE = """
@@ -65,11 +66,12 @@ def test_the_map_of_a_session_is_written_from_the_files_of_its_ranks(
 ) -> None:
     def answer(request: Request) -> Ending:
         payload: dict[str, Any] = dict(request.payload)
-        assert payload["reach"] == payload["cell"]
+        assert payload["asking_cell"] == payload["cell"]
+        assert payload["recorders"] == ("pytest_distcompat.ext.reach.tracer:rank_tracer",)
         taken = [2, 3] if payload["cell"].startswith("ddp") else [2, 4]
-        data = {"driver": payload["driver"], "cell": payload["reach"], "files": [["lib", "library.py"]]}
+        data = {"driver": payload["driver"], "cell": payload["asking_cell"], "files": [["lib", "library.py"]]}
         data["actions"] = {"save": {"0": taken}}
-        (Path(request.directory) / "reach-0.json").write_text(json.dumps(data), encoding="utf-8")
+        reach_file(Path(request.directory), 0).write_text(json.dumps(data), encoding="utf-8")
         return ranks.well(request.world_size)
 
     ranks.answer = answer
@@ -94,7 +96,7 @@ def test_a_run_is_of_the_cell_whose_check_needs_it(pytester: pytest.Pytester, ra
     pytester.runpytest_inprocess("--distcompat-reach=r.sqlite", "-k", "fsdp2 and parity")
     cells = {request.payload["cell"] for request in ranks.requests}
     assert len(cells) > 1
-    assert {request.payload["reach"] for request in ranks.requests} == {"fsdp2-fp32-w2"}
+    assert {request.payload["asking_cell"] for request in ranks.requests} == {"fsdp2-fp32-w2"}
 
 
 def test_a_session_without_a_suite_says_that_there_is_no_map(pytester: pytest.Pytester) -> None:
@@ -108,7 +110,7 @@ def test_without_the_option_ranks_are_not_traced(pytester: pytest.Pytester, rank
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_inprocess("-k", "names")
     assert ranks.requests
-    assert not any(request.payload["reach"] for request in ranks.requests)
+    assert not any(request.payload["recorders"] for request in ranks.requests)
     result.stdout.no_fnmatch_line("reach: *")
 
 
@@ -118,11 +120,21 @@ def test_without_the_option_nothing_of_it_is_imported(tmp_path: Path) -> None:
         "import sys, pytest\n"
         "import pytest_distcompat.worker, pytest_distcompat.runner, pytest_distcompat.plugin.reporting.results\n"
         "pytest.main(['-q', '--collect-only', '-p', 'no:cov', 'test_suite.py'])\n"
-        "found = [name for name in sys.modules if name == 'coverage' or name.startswith('pytest_distcompat.reach')]\n"
-        "assert not found, found\n"
+        "found = {name for name in sys.modules if name == 'coverage' or name.startswith('pytest_distcompat.ext.reach.')}\n"
+        "assert found == {'pytest_distcompat.ext.reach.plugin'}, found\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("plugin", ["distcompat-reach", "distcompat"])
+def test_without_its_plugin_there_is_no_option(plugin: str, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test(): pass")
+    result = pytester.runpytest_subprocess("-p", f"no:{plugin}", "--distcompat-reach=r.sqlite")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*unrecognized arguments: --distcompat-reach=r.sqlite"])
+    result = pytester.runpytest_subprocess("-p", f"no:{plugin}")
+    result.assert_outcomes(passed=1)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +195,7 @@ def test_branches_of_a_real_cell_have_its_name_and_action(tmp_path: Path, run_py
 def write_example(path: Path, cell: str, taken: int, version: str = "1.0") -> Path:
     source = path.with_suffix(".py")
     source.write_text(LIBRARY, encoding="utf-8")
-    from pytest_distcompat.reach.branches import AnalysedFile
+    from pytest_distcompat.ext.reach.branches import AnalysedFile
 
     file: SourceFile = AnalysedFile(source, FILE).file
     found = ReachMap({"lib": version}, {FILE: file})

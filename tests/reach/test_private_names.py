@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coverage.plugin import FileReporter
 
-from pytest_distcompat.reach.branches import file_reporter
+from pytest_distcompat.ext.reach.branches import file_reporter
 
 
 def test_the_reporter_of_a_file(tmp_path: Path) -> None:

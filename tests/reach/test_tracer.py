@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.launch.files import reach_file, reach_files
-from pytest_distcompat.reach.tracer import kind_of_action
+from pytest_distcompat.ext.reach.rank_files import reach_file, reach_files
+from pytest_distcompat.ext.reach.tracer import kind_of_action
 
 HERE = Path(__file__).parent
 
 SCRIPT = """
 import importlib.util, pathlib, sys
-from pytest_distcompat.launch.files import reach_file
-from pytest_distcompat.reach import tracer
-from pytest_distcompat.reach.libraries import Library
+from pytest_distcompat.ext.reach.rank_files import reach_file
+from pytest_distcompat.ext.reach import tracer
+from pytest_distcompat.ext.reach.libraries import Library
 
 path, out = map(pathlib.Path, sys.argv[1:])
 tracer.installed_libraries = lambda: {Library("lib", ("**/library.py",)): path.parent}

@@ -37,4 +37,4 @@ class PassingDriver(TorchDriver):
     """The driver."""
 
     name: ClassVar[str] = "passing"
-    walk_calls: ClassVar[type[Calls]] = PassingCalls
+    live_calls: ClassVar[type[Calls]] = PassingCalls

@@ -10,6 +10,7 @@ import pytest
 
 from pytest_distcompat.calls import Call
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.ext.reach.libraries import FileId
 from pytest_distcompat.ext.search.candidate import Candidate
 from pytest_distcompat.ext.search.guide import Search, Step, Try
 from pytest_distcompat.ext.search.reached import Branches
@@ -18,7 +19,6 @@ from pytest_distcompat.ext.search.state import Kept, State, cause_of, corpus_tex
 from pytest_distcompat.ext.search.trial import Outcome
 from pytest_distcompat.ext.search.yields import Yields
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.reach.libraries import FileId
 
 FILE = FileId("torch", "distributed/fsdp/api.py")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from pytest_distcompat.ext.reach.branches import Branch, Executed, Rank, SourceFile
+from pytest_distcompat.ext.reach.libraries import FileId, installed_versions
+from pytest_distcompat.ext.reach.map import Context, ReachMap
+from pytest_distcompat.ext.reach.store import write_map
 from pytest_distcompat.ext.search.reached import Branches, read_reached
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.reach.branches import Branch, Executed, Rank, SourceFile
-from pytest_distcompat.reach.libraries import FileId, installed_versions
-from pytest_distcompat.reach.map import Context, ReachMap
-from pytest_distcompat.reach.store import write_map
 
 FILE = FileId("torch", "distributed/fsdp/api.py")
 

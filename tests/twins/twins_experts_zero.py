@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 
-from .declare import CLIPPING, GRADIENTS, PARITY, twin
+from .declare import CLIPPING, GRADIENTS, PARITY, START, twin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,7 @@ class ExpertsStayWhole(DeepSpeedDriver):
         self.cell = cell
 
 
-@twin("parity", EXPERTS, WITH_REPLICAS, match=r"^step 1: the loss is ", also={**GRADIENTS, **CLIPPING})
+@twin("parity", EXPERTS, WITH_REPLICAS, match=r"^step 1: the loss is ", also={**GRADIENTS, **CLIPPING, **START})
 class ExpertsOfRankZero(Experts):
     """All ranks begin with the experts of rank 0, as where each makes its own from one seed."""
 

@@ -10,7 +10,7 @@ from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 
-from .declare import GRADIENTS, name_of, twin
+from .declare import GRADIENTS, START, name_of, twin
 from .twins_deepspeed import DeepSpeed
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ class StaticScale(Bears):
     "zero0-fp16_mixed-w2-model_mlp",
     match=r"rank 1: .* changed in a step whose gradients overflow",
     also={"parity": "the gradient norm is 0", "clipping": "the gradients that the optimizer gets have norm"}
-    | GRADIENTS,
+    | GRADIENTS
+    | START,
     sound=name_of(Half),
 )
 class OverflowOverlooked(Half):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
-from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, Accelerate, Torch, twin
+from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, START, Accelerate, Torch, twin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -258,7 +258,7 @@ class PaddedVocabulary(Torch):
     "names",
     "fsdp2-fp32-w2-model_mlp",
     match=r"^build_model\(\) gives each rank other values of 'blocks\.0\.linear\.bias' and \d+ others, and build\(\) not those of",
-    also={**PARITY, **CLIPPING, **GRADIENTS},
+    also={**PARITY, **CLIPPING, **GRADIENTS, **START},
 )
 class EachRankItsOwnModel(Torch):
     """Each rank makes the model from a seed of its own: DDP would send rank 0's to all, FSDP2 shards what there is."""

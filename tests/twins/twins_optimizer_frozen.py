@@ -41,6 +41,7 @@ class FrozenDrifts(Torch):
         **CLIPPING,
         **MEMORY,
         "names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable",
+        "start": r"^rank 0: parameter 'frozen\.bias' and 1 others: trainable after build; frozen when loaded",
     }
     | GRADIENTS,
 )
@@ -61,6 +62,7 @@ class Thawed(AccelerateDriver):
         **CLIPPING,
         **MEMORY,
         "names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable",
+        "start": r"^rank 0: parameter 'frozen\.bias' and 1 others: trainable after build; frozen when loaded",
     }
     | GRADIENTS,
 )
@@ -81,6 +83,7 @@ class ThawedTorch(Torch):
         **CLIPPING,
         **MEMORY,
         "names": r"the optimizer of no rank keeps state for 'outlet\.weight'",
+        "start": r"^rank 0: parameter 'outlet\.bias' and 1 others: frozen after build; trainable when loaded",
         **GRADIENTS,
     },
 )

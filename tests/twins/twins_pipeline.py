@@ -171,6 +171,7 @@ class LastStageDoesNotTrain(Torch):
     also={
         "optimizer": r"^rank 2: trainable parameter .*embed_tokens\.weight' is not in the optimizer",
         "memory": r"^ranks 2, 3 together keep \d+ elements",
+        "start": r"^rank 2: parameter 'model\.embed_tokens\.weight': frozen after build; trainable when loaded",
     },
 )
 class KeptOnTwoStages(Torch):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.strategies import _context, _expert, _tensor
 
-from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin
+from .declare import CLIPPING, GRADIENTS, PARITY, START, Torch, twin
 from .twins_deepspeed import DeepSpeed
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class ExpertsStayWhole(Torch):
         return super().wrap(model, precision, cell.without("ep"), device)
 
 
-@twin("parity", EXPERTS, EXPERTS_WITH_SHARDS, match=r"^step 1: the loss is ", also={**GRADIENTS, **CLIPPING})
+@twin("parity", EXPERTS, EXPERTS_WITH_SHARDS, match=r"^step 1: the loss is ", also={**GRADIENTS, **CLIPPING, **START})
 class ExpertsOfRankZero(Torch):
     """All ranks get the experts of rank 0: https://github.com/huggingface/transformers/issues/45662."""
 

@@ -87,32 +87,32 @@ class SummingCalls(DeepSpeedCalls):
 
 
 class Casting(TorchDriver):
-    walk_calls: ClassVar[type[TorchCalls]] = CastingCalls
+    live_calls: ClassVar[type[TorchCalls]] = CastingCalls
 
 
 class Detaching(TorchDriver):
-    walk_calls: ClassVar[type[TorchCalls]] = DetachingCalls
+    live_calls: ClassVar[type[TorchCalls]] = DetachingCalls
 
 
 class Missing(TorchDriver):
-    walk_calls: ClassVar[type[TorchCalls]] = MissingCalls
+    live_calls: ClassVar[type[TorchCalls]] = MissingCalls
 
 
 class Rewinding(TorchDriver):
-    walk_calls: ClassVar[type[TorchCalls]] = RewindingCalls
+    live_calls: ClassVar[type[TorchCalls]] = RewindingCalls
 
 
 class Forgetting(TorchDriver):
-    walk_calls: ClassVar[type[TorchCalls]] = ForgettingCalls
+    live_calls: ClassVar[type[TorchCalls]] = ForgettingCalls
 
 
 class Summing(DeepSpeedDriver):
-    walk_calls: ClassVar[type[Calls]] = SummingCalls
+    live_calls: ClassVar[type[Calls]] = SummingCalls
 
 
 class Stale(AccelerateDriver):
-    walk_calls: ClassVar[type[Calls]] = StaleCalls
+    live_calls: ClassVar[type[Calls]] = StaleCalls
 
 
 class Rounding(AccelerateDriver):
-    walk_calls: ClassVar[type[Calls]] = RoundingCalls
+    live_calls: ClassVar[type[Calls]] = RoundingCalls

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.events import Action, Error, Excused, Resumed, SnapshotTaken, Start
-from pytest_distcompat.launch import deaths
-from pytest_distcompat.launch.collectives import WaitState
-from pytest_distcompat.launch.ending import Ending, RankEnd, RankProcess
 from pytest_distcompat.launch.files import Files
-from pytest_distcompat.launch.stacks import Frame
+from pytest_distcompat.launch.forensics import deaths
+from pytest_distcompat.launch.forensics.collectives import WaitState
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd, RankProcess
+from pytest_distcompat.launch.forensics.stacks import Frame
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -207,6 +207,16 @@ def test_a_rank_that_needed_one_that_had_finished_says_so(ranks: Ranks) -> None:
     ending = ranks.end(1, 0, 0)
     assert ranks.statuses(ending) == ["raised", "done", "done"]
     assert ending.headline() == f"rank 0 needed ranks 1 and 2, which had finished: it raised {PEER_GONE}"
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_rank_that_had_no_room_for_its_report_says_so(ranks: Ranks, started: bool) -> None:
+    if started:
+        ranks.started(0, 1, action="save")
+    full = "[Errno 28] No space left on device: '/runs'"
+    ranks.left = {rank: RankProcess(no_space=full) for rank in range(2)}
+    expected = "exited with code 1 without a report during 'save'" if started else "never started (exit code 1)"
+    assert ranks.end(1, 1).headline() == f"rank 0 {expected}: {full}"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pytest_distcompat.calls import REFERENCE_CALL, WALK
+from pytest_distcompat.calls import REFERENCE_CALL
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS, _options
@@ -229,7 +229,7 @@ def test_walk_in_one_process_is_where_its_batches_are(
         "evaluate()",
         "accessors()",
     )
-    run = Run(f"{WALK}1", ("build_model", *(f"{REFERENCE_CALL}{call}" for call in calls)))
+    run = Run("called", ("build_model", *(f"{REFERENCE_CALL}{call}" for call in calls)), records_calls=True)
     driver = make(name, strategy)
     assert len(perform(driver, run, tmp_path)) == 1 + len(calls)
     assert {one.device for one in driver.model.parameters()} == {GPU}

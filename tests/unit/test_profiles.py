@@ -14,7 +14,7 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.profiles import AXES, BESIDE_AXES, MODEL_OPTIONS, PROFILES, cells, left_out
+from pytest_distcompat.profiles import AXES, BESIDE_AXES, MODEL_OPTIONS, all_profiles, cells, left_out
 from pytest_distcompat.settings import Source
 from pytest_distcompat.settings.slice import SLICE
 from pytest_distcompat.strategies import STRATEGIES
@@ -37,7 +37,7 @@ def driver(request: pytest.FixtureRequest) -> type[Driver]:
 @pytest.mark.parametrize(
     # These two ask the libraries for all their settings and pairs.
     "profile",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name in {"sweep", "pairwise"})) for name in PROFILES],
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in {"sweep", "pairwise"})) for name in all_profiles()],
 )
 def test_every_profile_is_the_same_each_time_and_has_no_cell_twice(profile: str, driver: type[Driver]) -> None:
     found = of(profile, driver)

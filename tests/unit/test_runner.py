@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests.launchers import WithoutProcesses
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.events import Action, Done, Event, SnapshotTaken
-from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.reused_ranks import Reuse
@@ -243,3 +244,19 @@ def test_runs_whose_files_are_on_each_node(tmp_path: Path, ranks: Ranks) -> None
 def test_runs_of_one_node_have_one_directory(runner: Runner, ranks: Ranks) -> None:
     runner.trace("trainer", Cell.parse("ddp-fp32-w2-checkpoints_node"), RESUME)
     assert [one.payload["per_node"] for one in ranks.requests] == [False, False]
+
+
+@pytest.mark.parametrize("removed", ["store", "files"])
+def test_a_run_whose_files_were_removed_runs_again(runner: Runner, ranks: Ranks, removed: str) -> None:
+    """A later run loads the checkpoint of an earlier one, which a cleaner of temporary files may have removed."""
+    cell = Cell.parse("ddp-fp32-w2")
+    runner.trace("torch", cell, TRAIN)
+    if removed == "store":
+        shutil.rmtree(runner.store)
+    else:
+        for path in runner.store.rglob("*"):
+            if path.is_file():
+                path.unlink()
+    trace = runner.trace("torch", cell, RESUME)
+    assert [name for name, _ in ranks.ran] == ["train", "train", "resume"]
+    assert all(run.end is None for run in trace.runs.values())

@@ -14,14 +14,14 @@ from pytest_distcompat.calls import Call, offered, read_calls, refused
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS, find_driver
 from pytest_distcompat.drivers._calls import Calls
+from pytest_distcompat.ext.walk.explore import CORPUS, WALKS, Explorer
+from pytest_distcompat.ext.walk.script import script
+from pytest_distcompat.ext.walk.sequence import Walk, valid
 from pytest_distcompat.known import shipped
 from pytest_distcompat.runner import Runner
-from pytest_distcompat.walk.explore import CORPUS, WALKS, Explorer
-from pytest_distcompat.walk.script import script
-from pytest_distcompat.walk.sequence import Walk, valid
 
 CELL = Cell.parse("fsdp2-fp32-w2-model_mlp")
-DECLARED = [name for name in DRIVERS.names() if find_driver(name).walk_calls is not None]
+DECLARED = [name for name in DRIVERS.names() if find_driver(name).live_calls is not None]
 
 
 def calls(text: str) -> list[Call]:
@@ -69,7 +69,7 @@ def test_values_of_arguments_come_from_annotations_and_defaults_are_omitted() ->
 
 @pytest.mark.parametrize("driver", DECLARED)
 def test_every_refusal_is_of_a_declared_call_and_says_why(driver: str) -> None:
-    kind = find_driver(driver).walk_calls
+    kind = find_driver(driver).live_calls
     texts = list(map(str, offered(kind)))
     for strategy in (name for name in kind.refused if name != "*"):
         reasons = refused(kind, strategy)
@@ -106,7 +106,7 @@ def test_a_trainer_that_saves_itself_saves_after_a_step_only() -> None:
 
 
 def test_a_walk_has_a_run_for_each_process_group_and_one_reference() -> None:
-    walk = Walk(tuple(calls("step(), skip(), resume(), step(clip='no')")), find_driver("torch").walk_calls)
+    walk = Walk(tuple(calls("step(), skip(), resume(), step(clip='no')")), find_driver("torch").live_calls)
     first, second, reference = walk.scenario().runs
     assert first.actions == ("build_model", "build", "call step()", "call skip()", "save")
     assert second.actions == ("build_model", "build", "load", "call step(clip='no')")
@@ -116,7 +116,7 @@ def test_a_walk_has_a_run_for_each_process_group_and_one_reference() -> None:
 
 
 def test_a_trainer_does_its_own_steps_and_saves_as_actions_of_its_plan() -> None:
-    walk = Walk(tuple(calls("step(), evaluate(), save()")), find_driver("trainer").walk_calls)
+    walk = Walk(tuple(calls("step(), evaluate(), save()")), find_driver("trainer").live_calls)
     assert walk.scenario().runs[0].actions == ("build_model", "build", "step", "call evaluate()", "save")
 
 
@@ -174,7 +174,7 @@ def test_walks_of_the_corpus_are_replayed_first_and_what_they_show_is_not_drawn(
 def test_every_walk_of_the_corpus_is_one_that_could_be_drawn_and_names_a_known_issue() -> None:
     issues = {issue.id for issue in shipped()}
     for entry in json.loads(CORPUS.read_text(encoding="utf-8")):
-        kind = find_driver(entry["driver"]).walk_calls
+        kind = find_driver(entry["driver"]).live_calls
         walk = [Call.parse(text) for text in entry["calls"]]
         assert valid(walk, kind.own)
         assert entry["issue"] in issues
@@ -184,7 +184,7 @@ def test_every_walk_of_the_corpus_is_one_that_could_be_drawn_and_names_a_known_i
 
 @pytest.mark.parametrize("driver", ["torch", "accelerate", "deepspeed"])
 def test_the_script_has_the_calls_their_methods_and_no_import_of_this_plugin(driver: str, tmp_path: Path) -> None:
-    kind = find_driver(driver).walk_calls
+    kind = find_driver(driver).live_calls
     for strategy in kind.script:
         walk = Walk(tuple(calls("step(), save(), skip(), evaluate()")), kind)
         text = script(Cell.of(strategy, "fp32", model="mlp"), walk, "the finding")
@@ -197,7 +197,7 @@ def test_the_script_has_the_calls_their_methods_and_no_import_of_this_plugin(dri
 
 
 def test_a_trainer_whose_calls_are_callbacks_has_no_script() -> None:
-    assert script(CELL, Walk((Call("step"),), find_driver("trainer").walk_calls), "") is None
+    assert script(CELL, Walk((Call("step"),), find_driver("trainer").live_calls), "") is None
 
 
 def test_a_release_that_returns_no_norm_has_none() -> None:

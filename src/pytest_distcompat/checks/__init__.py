@@ -1,27 +1,26 @@
 """Registry of checks: each is a claim, as a pure function of (cell, trace) that yields findings."""
 
-import dataclasses
-
-from pytest_distcompat.checks import _walk
-from pytest_distcompat.checks._base import REDUCTIONS, Check, and_others, check, message, named_ranks, pairs
+from pytest_distcompat.checks._base import REDUCTIONS, Check, Execution, and_others, check, message, named_ranks, pairs
+from pytest_distcompat.checks._values import Names
+from pytest_distcompat.checks._values import values as held_values
 from pytest_distcompat.registry import Registry
 
 CHECKS: Registry[Check] = Registry(__name__, Check, "check")
-#: The check of profile ``walk``: its runs are sequences of calls that are drawn at random.
-WALK: Check = _walk.walk
-#: The same check for the default profile, in which its only walk makes every read-only call.
-OBSERVERS_WALK = dataclasses.replace(WALK)
+#: Checks of extensions that run only in the cells that the extension adds.
+ADDED_CHECKS: Registry[Check] = Registry("pytest_distcompat.added_checks", Check, "check", has_modules=False)
 
 __all__ = [
+    "ADDED_CHECKS",
     "CHECKS",
-    "OBSERVERS_WALK",
     "REDUCTIONS",
-    "WALK",
     "Check",
+    "Execution",
+    "Names",
     "all_check_names",
     "and_others",
     "check",
     "find_check",
+    "held_values",
     "message",
     "named_ranks",
     "pairs",
@@ -29,8 +28,8 @@ __all__ = [
 
 
 def all_check_names() -> tuple[str, ...]:
-    """Return the names of all checks, including that of profile ``walk``."""
-    return (*CHECKS.names(), WALK.name)
+    """Return the names of all checks, including those that extensions add cells for."""
+    return (*CHECKS.names(), *ADDED_CHECKS.names())
 
 
 def find_check(name: str) -> Check:
@@ -39,6 +38,6 @@ def find_check(name: str) -> Check:
     Raises:
         UsageProblem: If there is none; the message lists the names.
     """
-    if name == WALK.name:
-        return WALK
+    if name not in CHECKS.by_name and name in ADDED_CHECKS.by_name:
+        return ADDED_CHECKS.get(name)
     return CHECKS.get(name)

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pytest_distcompat import __version__
-from pytest_distcompat.cli import doctor, nodes, reach, reports, settings, trace, walk
+from pytest_distcompat.cli import doctor, reports, settings, trace
+from pytest_distcompat.disk import is_full
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.process import do_nothing
@@ -29,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="store_true", help="print the version")
     root.set_defaults(call=None, finds_drivers=False)
     commands = root.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (doctor, nodes, trace, reports, settings, walk, reach):
+    for module in (doctor, trace, reports, settings):
         module.add(commands)
     for entry in installed_entry_points().select(group=COMMANDS):
         add_command = entry.load()
@@ -50,11 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Drivers of the working directory are found too; other commands import nothing of it.
     if options.finds_drivers and (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
+    return _exit_code_of(options)
+
+
+def _exit_code_of(options: argparse.Namespace) -> int:
+    """Call the subcommand; tell a problem in one line, where the fault is not this package's."""
     try:
         with _ended_by_sigterm():
             return int(options.call(options))
     except UsageProblem as problem:
-        print("\n".join(map(visible, f"distcompat: {problem}".split("\n"))), file=sys.stderr)
+        _tell(str(problem))
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -62,6 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader closed the pipe: distcompat diff ... | head
         sys.stderr.close()
         return NEWS
+    except OSError as error:
+        if not is_full(error):
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        _tell(f"{place}{error.strerror}")
+        return NEWS
+
+
+def _tell(problem: str) -> None:
+    lines = f"distcompat: {problem}".split("\n")
+    print("\n".join(map(visible, lines)), file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -44,8 +44,7 @@ HELD_OUT_BATCH = 999
 class TinyDriver(Driver):
     """Driver that trains a tiny model with AdamW, a decaying learning rate and clipped gradients."""
 
-    #: What the loss averages: ``rank``, the means of ranks and micro-batches; ``token``, all tokens of a step equally.
-    mean: ClassVar[str] = "rank"
+    mean: ClassVar[str] = "micro_batch"
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "optimizer_adam8bit": {"model": "wide"},
         "model_wide": {"optimizer": "adam8bit"},
@@ -224,7 +223,8 @@ class TinyDriver(Driver):
                 parameter.data = parameter.data.to(load)
         if self.cell.option("lora") != "int8":
             return model, None
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        # Once its subpackage of the same name is imported, ``torchao.quantization.quantize_`` is that.
+        from torchao.quantization.quant_api import Int8WeightOnlyConfig, quantize_
 
         linear = torch.nn.Linear
         last = ""

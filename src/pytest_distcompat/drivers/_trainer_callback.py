@@ -51,12 +51,12 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
             self.calls = list(plan.actions)
 
         def report(self, action: str, *result: Any) -> None:
-            """Report an action, then do the calls of a walk that follow it."""
+            """Report an action, then do the calls that follow it."""
             report(action, *result)
             self.calls = self.calls[self.calls.index(action) + 1 :]
             while self.calls and self.calls[0].startswith(CALL):
                 call = self.calls.pop(0)
-                report(call, driver.walker.perform(call.removeprefix(CALL)))
+                report(call, driver.caller.perform(call.removeprefix(CALL)))
                 driver.read_trainer()
 
         def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:

@@ -155,19 +155,22 @@ class AccelerateCalls(Calls):
 
     def load(self, optimizer: bool = True, scheduler: bool = True) -> None:  # noqa: ARG002 - see ``refused``
         """Load by ``load_state``, which passes arguments on to DeepSpeed's ``load_checkpoint``."""
-        self.accelerator.load_state(str(self.directory), **{} if optimizer else {"load_optimizer_states": False})
+        settings: dict[str, Any] = {}
+        if not optimizer:
+            settings["load_optimizer_states"] = False
+        self.accelerator.load_state(str(self.directory), **settings)
 
     @observer
     def gather_for_metrics(self, **more: Any) -> Any:
         """Evaluate and gather what all ranks found."""
-        found = self.outputs()
-        gathered = self.accelerator.gather_for_metrics(found, **more)
+        outputs = self.outputs()
+        gathered = self.accelerator.gather_for_metrics(outputs, **more)
         if isinstance(gathered, list):
             # Of objects, which rows of a tensor are, it gives a list.
             import torch
 
             gathered = torch.stack(gathered)
-        return gathered[: len(found)]
+        return gathered[: len(outputs)]
 
     @observer
     def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, **more: Any) -> Any:
@@ -240,7 +243,7 @@ class AccelerateDriver(TinyDriver):
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2", "zero1": "fsdp2", "zero2": "fsdp2", "zero3": "fsdp2"}
     order: ClassVar[int] = 1
-    walk_calls: ClassVar[type[Calls]] = AccelerateCalls
+    live_calls: ClassVar[type[Calls]] = AccelerateCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
 
     accelerator: Any = None
@@ -307,8 +310,11 @@ class AccelerateDriver(TinyDriver):
         objects = (loader, model, *optimizers, *schedulers)
         self.loader, self.model, *prepared = self.accelerator.prepare(*objects, **self.cell.settings("prepare"))
         count = len(optimizers)
-        self.optimizer = prepared[:count] if count > 1 else prepared[0]
-        self.scheduler = prepared[count:] if count > 1 else prepared[1]
+        if count > 1:
+            self.optimizer = prepared[:count]
+            self.scheduler = prepared[count:]
+        else:
+            self.optimizer, self.scheduler = prepared
         self.scaler = self.accelerator.scaler
         set_seed(1, device_specific=True)
 

@@ -111,8 +111,9 @@ class DeepSpeedCalls(Calls):
 
     def load(self, optimizer: bool = True, scheduler: bool = True, **more: Any) -> None:
         """Load by ``load_checkpoint``."""
-        wanted = {"load_optimizer_states": optimizer, "load_lr_scheduler_states": scheduler}
-        self.model.load_checkpoint(str(self.directory), **wanted, **more)
+        self.model.load_checkpoint(
+            str(self.directory), load_optimizer_states=optimizer, load_lr_scheduler_states=scheduler, **more
+        )
 
     def load_weights(self, **more: Any) -> None:
         """Load the weights alone, by an argument of ``load_checkpoint``."""
@@ -133,15 +134,20 @@ class DeepSpeedCalls(Calls):
         from deepspeed import utils
 
         read = getattr(utils, f"safe_get_full_{of}")
-        more = ["exp_avg"] if of == "optimizer_state" else []
-        trained = [(name, one) for name, one in self.model.module.named_parameters() if one.requires_grad]
-        return {name: read(one, *more) for name, one in trained}
+        arguments = ["exp_avg"] if of == "optimizer_state" else []
+        values: dict[str, Any] = {}
+        for name, parameter in self.model.module.named_parameters():
+            if parameter.requires_grad:
+                values[name] = read(parameter, *arguments)
+        return values
 
     @observer
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
         """Take the module's state dict, which ZeRO-3 has shards of."""
         state = self.model.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters, **more)
-        return None if self.trainer.strategy.shards else state
+        if self.trainer.strategy.shards:
+            return None
+        return state
 
     @observer
     def export(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
@@ -182,7 +188,7 @@ class DeepSpeedDriver(TinyDriver):
     #: By way of a universal checkpoint.
     reshards: ClassVar[tuple[str, ...]] = ("zero1", "zero2", "zero3")
     order: ClassVar[int] = 2
-    walk_calls: ClassVar[type[Calls]] = DeepSpeedCalls
+    live_calls: ClassVar[type[Calls]] = DeepSpeedCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.DEEPSPEED
     update_flat: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "muon")
     compile_themselves: ClassVar[tuple[str, ...]] = ("adam8bit", "muon")
@@ -228,7 +234,9 @@ class DeepSpeedDriver(TinyDriver):
             config["optimizer"] = self._named("optimizer")
             # Each rank orthogonalizes whole matrices: with reduce_scatter the engine refuses.
             config["zero_optimization"] = {**config["zero_optimization"], "reduce_scatter": False}
-        self.raw = _options.in_8_bits(model, self.world.device) if self.precision.float8 else model
+        self.raw = model
+        if self.precision.float8:
+            self.raw = _options.in_8_bits(model, self.world.device)
         if self.cell.option("activation_checkpointing"):
             _options.recompute_by_model(self.raw, self.wrap_spec.block_modules(self.raw), self.cell)
         if self.cell.option("meta_init"):
@@ -236,14 +244,25 @@ class DeepSpeedDriver(TinyDriver):
             deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)
         if self.cell.ep > 1:
             _expert.spread_by_deepspeed(self.raw, self.cell.ep, self.world.rank)
+        initialized = deepspeed.initialize(**self.cell.with_settings("initialize", self._arguments(config)))
+        self.model, self.optimizer, _, self.scheduler = initialized
+        mode = self.cell.option("compile")
+        if mode:
+            self.model.compile(backend="inductor" if mode is True else str(mode))
+        self.seed_rank()
+
+    def _arguments(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of ``deepspeed.initialize``: the model, the JSON, and what the JSON does not name."""
         arguments: dict[str, Any] = {"model": self.raw, "config": config}
         if "optimizer" in config:
             arguments["model_parameters"] = self.groups(self.raw)
         else:
             arguments["optimizer"] = self.make_optimizer(self.raw)
         if "scheduler" not in config:
-            optimizer = arguments.get("optimizer")
-            arguments["lr_scheduler"] = self.make_scheduler(optimizer) if optimizer else self.make_scheduler
+            # The engine makes an optimizer of the JSON itself, and calls this function with it.
+            arguments["lr_scheduler"] = self.make_scheduler
+            if "optimizer" in arguments:
+                arguments["lr_scheduler"] = self.make_scheduler(arguments["optimizer"])
         if self.cell.cp > 1:
             from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -251,12 +270,7 @@ class DeepSpeedDriver(TinyDriver):
             arguments["mpu"] = UlyssesSPAttentionHF.register_with_transformers(
                 self.raw, "sdpa", self.cell.cp, rows, disable_in_eval=True
             )
-        initialized = deepspeed.initialize(**self.cell.with_settings("initialize", arguments))
-        self.model, self.optimizer, _, self.scheduler = initialized
-        mode = self.cell.option("compile")
-        if mode:
-            self.model.compile(backend="inductor" if mode is True else str(mode))
-        self.seed_rank()
+        return arguments
 
     def make_optimizer(self, model: Module) -> Any:
         """Return the optimizer; for the reference, that of torch which the JSON names."""

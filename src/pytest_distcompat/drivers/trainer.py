@@ -140,7 +140,7 @@ class TrainerDriver(TinyDriver):
     portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2"}
     knows_directory: ClassVar[bool] = True
     order: ClassVar[int] = 3
-    walk_calls: ClassVar[type[Calls]] = TrainerCalls
+    live_calls: ClassVar[type[Calls]] = TrainerCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.TRAINER
 
     trainer: Any = None

@@ -131,7 +131,8 @@ class WaitingAgent(LocalElasticAgent):
 
         torch waits in C++, where no signal ends it. The method is private, as above.
         """
-        nodes, store = int(self._worker_group.group_world_size or 1), cast("Any", self._store)
+        nodes = int(self._worker_group.group_world_size or 1)
+        store = cast("Any", self._store)
         # RuntimeError: the store is gone with the agent that had it, which has left.
         with contextlib.suppress(RuntimeError):
             if nodes > 1 and store.add("distcompat/left", 1) < nodes:
@@ -160,7 +161,8 @@ def run(
             rendezvous = _rendezvous(request, listens)
             agent = _agent(request, entrypoint, start_method, rendezvous)
             result = agent.run()
-            first = next(iter(result.failures), None) if result is not None else None
+            if result is not None:
+                first = next(iter(result.failures), None)
         finally:
             # The parent may have sent it just before it reads the answer. Later the handler would end what comes next.
             signal.signal(signal.SIGTERM, do_nothing)
@@ -181,28 +183,34 @@ def run(
         return {"exit_codes": [], "first": None, "ended_at": []}
     sweep_shared_memory(request.here, rendezvous.port)
     codes = _exit_codes(agent)
-    return {"exit_codes": codes, "first": first, "ended_at": list(map(agent.ended_at.get, range(len(codes))))}
+    ended_at = [agent.ended_at.get(rank) for rank in range(len(codes))]
+    return {"exit_codes": codes, "first": first, "ended_at": ended_at}
 
 
 def _rendezvous(request: Request, listens: Callable[[int], None]) -> OneNode | SeveralNodes:
     """Return the rendezvous of the request's nodes. Of several, node 0 opens the store on which they meet."""
     if not request.place:
         return OneNode()
-    place, limit = Place(**request.place), timedelta(seconds=request.timeout)
+    place = Place(**request.place)
+    limit = timedelta(seconds=request.timeout)
     host, port = place.store
     if place.number == 0:
         store = _store_on(loopback.listen(host), host)
         listens(store.port)
     else:
         store = TCPStore(host, port, is_master=False, timeout=limit)
-    backend, nodes = C10dRendezvousBackend(store, place.run_id), place.nodes
-    limits = RendezvousTimeout(join=limit)
-    made = SeveralNodes.from_backend(
-        place.run_id, store, backend, nodes, nodes, local_addr=place.address, timeout=limits
+    rendezvous = SeveralNodes.from_backend(
+        place.run_id,
+        store,
+        C10dRendezvousBackend(store, place.run_id),
+        min_nodes=place.nodes,
+        max_nodes=place.nodes,
+        local_addr=place.address,
+        timeout=RendezvousTimeout(join=limit),
     )
-    assert isinstance(made, SeveralNodes)
-    made.number = place.number
-    return made
+    assert isinstance(rendezvous, SeveralNodes)
+    rendezvous.number = place.number
+    return rendezvous
 
 
 def _agent(

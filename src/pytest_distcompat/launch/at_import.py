@@ -58,25 +58,39 @@ class Findings:
 
         ``differs`` tells whether they have another value of an environment variable than the process that imported.
         """
-        for variable, sentences in self.found.items():
-            for concerned, sentence in sentences.items():
-                if (file is None or concerned in {EVERY_TEST, file}) and (not variable or differs(variable)):
+        for variable, sentence_by_file in self.found.items():
+            for concerned_file, sentence in sentence_by_file.items():
+                concerned = file is None or concerned_file in {EVERY_TEST, file}
+                if concerned and (not variable or differs(variable)):
                     return sentence
         return ""
 
     def join(self, other: Findings) -> None:
         """Add the findings of another process that imported the same modules."""
-        for variable, sentences in other.found.items():
-            self.found[variable] = sentences | self.found.get(variable, {})
+        for variable, sentence_by_file in other.found.items():
+            # Of both on one file, the one of this process stays.
+            self.found[variable] = {**sentence_by_file, **self.found.get(variable, {})}
 
 
 class _Importing(NamedTuple):
-    """A module whose code runs, or a hook, which has no file; ``alone`` where no code of others runs beside it."""
+    """A module whose code runs, or a hook that calls functions of the user's.
+
+    Attributes:
+        name: The name of the module or hook.
+        file: The module's file; empty for a hook.
+        own: Whether it is the user's own code, not a library's.
+        alone: Whether no code of others runs beside it, as it does during some hooks.
+    """
 
     name: str
     file: str
     own: bool
     alone: bool = True
+
+    @property
+    def package(self) -> str:
+        """The top-level package of the module."""
+        return self.name.partition(".")[0]
 
 
 #: The watch that is active in this process, so that plugins can add more to watch.
@@ -127,8 +141,8 @@ class Watch:
         global active  # noqa: PLW0603 - a process has one
         active = None
         self.undo.close()
-        for one in sorted(_shared_memory() - self._shared):
-            self.findings.add(f"memory that processes share ({one}) is mapped at import", EVERY_TEST)
+        for mapping in sorted(_shared_memory() - self._shared):
+            self.findings.add(f"memory that processes share ({mapping}) is mapped at import", EVERY_TEST)
 
     @property
     def libraries(self) -> list[str]:
@@ -140,7 +154,8 @@ class Watch:
 
         Files whose names match a pattern in ``own`` are the user's own code wherever they lie: tests may be installed too.
         """
-        execute, inherited = kind.exec_module, "exec_module" not in vars(kind)
+        execute = kind.exec_module
+        inherited = "exec_module" not in vars(kind)
 
         @functools.wraps(execute)
         def exec_module(loader: Any, module: Any) -> None:
@@ -168,10 +183,15 @@ class Watch:
 
         A test module whose name occurs in another of the user's modules may be imported there: it concerns every test too.
         """
-        alone = {file for file in map(os.path.realpath, files) if not self._is_named_elsewhere(file)}
-        for sentences in self.findings.found.values():
-            for file in [file for file in sentences if file not in alone]:
-                sentences.setdefault(EVERY_TEST, sentences.pop(file))
+        alone = set()
+        for file in files:
+            real_file = os.path.realpath(file)
+            if not self._is_named_elsewhere(real_file):
+                alone.add(real_file)
+        for sentence_by_file in self.findings.found.values():
+            for file in list(sentence_by_file):
+                if file not in alone:
+                    sentence_by_file.setdefault(EVERY_TEST, sentence_by_file.pop(file))
 
     def is_own(self, file: str) -> bool:
         """Tell whether that is a file of the user's own code, not of an installed library or of this package."""
@@ -181,6 +201,7 @@ class Watch:
 
     @contextlib.contextmanager
     def _running(self, started: _Importing) -> Iterator[None]:
+        """Watch the code of a module or hook while the block runs it."""
         importer = self._importing[-1] if self._importing else None
         if not started.own:
             self._libraries.append(started.name)
@@ -201,20 +222,24 @@ class Watch:
 
     def _compare_state(self, *, report: bool) -> None:
         """Find what the code that ran since the last call left open, and from which generators it drew."""
-        files, generators = _open_files(), randomness.states()
-        before = self._generators
+        files = _open_files()
+        generators = randomness.states()
         # During a hook, code other than the user's runs too.
         if report and self._importing[-1].alone:
-            drawn = [name for name in before if randomness.drawn(name, before[name], generators[name])]
-            findings = [f"draws random numbers of {name}" for name in drawn]
-            for finding in findings + [f"leaves {path} open" for _, path in sorted(files - self._open)]:
-                self._add(finding, self._importing[-1].file, "")
+            importing_file = self._importing[-1].file
+            for name, state in self._generators.items():
+                if randomness.drawn(name, state, generators[name]):
+                    self._add(f"draws random numbers of {name}", importing_file, "")
+            for _, path in sorted(files - self._open):
+                self._add(f"leaves {path} open", importing_file, "")
         self._open, self._generators = files, generators
 
     def _add(self, finding: str, file: str, location: str, variable: str = "") -> None:
+        """Add a finding on the code that runs; without a ``location``, it is named by its module or hook."""
         importing = self._importing[-1]
         phase = "at import" if importing.file else "while tests are collected"
-        self.findings.add(f"{location or importing.file or importing.name} {finding} {phase}", file, variable)
+        culprit = location or importing.file or importing.name
+        self.findings.add(f"{culprit} {finding} {phase}", file, variable)
 
     def _add_if_own(
         self, finding: str, frame: FrameType | None, variable: str = "", *, everywhere: bool = False
@@ -222,22 +247,35 @@ class Watch:
         """Add a finding if the user's own code caused it; return whether it did. With ``everywhere`` it concerns every test."""
         if not self._importing or not self._importing[-1].own:
             return False
-        importing = self._importing[-1]
         while frame is not None:
-            module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+            module = str(frame.f_globals.get("__name__", ""))
             if module.partition(".")[0] in _PASSED_OVER:
                 return False
+            path = frame.f_code.co_filename
             if self.is_own(path):
-                # Another module may store what its function read, and a module imported by a module may be imported elsewhere.
-                alone = os.path.realpath(path) == importing.file and not any(one.own for one in self._importing[:-1])
-                alone = alone and not everywhere
-                self._add(finding, importing.file if alone else EVERY_TEST, f"{path}:{frame.f_lineno}", variable)
+                concerned = EVERY_TEST
+                if not everywhere and self._concerns_importing_only(path):
+                    concerned = self._importing[-1].file
+                self._add(finding, concerned, f"{path}:{frame.f_lineno}", variable)
                 return True
             frame = frame.f_back
         return False
 
+    def _concerns_importing_only(self, path: str) -> bool:
+        """Tell whether what a function of that file read can be stored only in the module that is being imported.
+
+        Another module may store what its function read, and a module imported by a module may be imported elsewhere.
+        """
+        if os.path.realpath(path) != self._importing[-1].file:
+            return False
+        return not any(importer.own for importer in self._importing[:-1])
+
     def _profile(self, frame: FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and (finding := self._read_by(function, frame)):
+        """Add what a C function reads or changes that is about to be called; ``sys.setprofile`` describes the arguments."""
+        if event != "c_call":
+            return
+        finding = self._read_by(function, frame)
+        if finding:
             variable = _DECIDED_BY.get(finding, "")
             self._add_if_own(finding, frame, variable, everywhere=bool(variable))
 
@@ -251,18 +289,22 @@ class Watch:
         if isinstance(instance, _socket.socket):
             return "uses a socket"
         if isinstance(instance, type):
-            return "reads the clock" if function.__name__ in _CLOCK_METHODS and issubclass(instance, dt.date) else ""
+            reads_clock = function.__name__ in _CLOCK_METHODS and issubclass(instance, dt.date)
+            return _READS_CLOCK if reads_clock else ""
         if not isinstance(function, BuiltinFunctionType):
             return ""
         return _READ_BY.get((function.__module__, function.__name__), "")
 
     def _random_number_drawn(self, name: str, generator: _random.Random, frame: FrameType) -> str:
         """Return what a call of a generator's method makes; empty if, with a given seed, it draws the same on every rank."""
-        if name == "seed" and frame.f_locals.get("a") is not None:
-            self._seeded.add(id(generator))
-        elif name == "seed":
-            self._seeded.discard(id(generator))
-        return "" if id(generator) in self._seeded or name == "setstate" else _MAKES_RANDOM
+        if name == "seed":
+            if frame.f_locals.get("a") is not None:
+                self._seeded.add(id(generator))
+            else:
+                self._seeded.discard(id(generator))
+        if name == "setstate" or id(generator) in self._seeded:
+            return ""
+        return _MAKES_RANDOM
 
     def _torch_generator_called(self, name: str, generator: Any) -> str:
         """Return what a call of a torch generator's method reads. What is drawn from the generator is found by its state."""
@@ -272,20 +314,23 @@ class Watch:
             self._seeded.discard(id(generator))
             return _MAKES_RANDOM
         # The default generator has another seed in each process; any other has the same in all.
-        default = generator is sys.modules["torch"].default_generator
-        reads = default and name in {"initial_seed", "get_state"} and id(generator) not in self._seeded
-        return _MAKES_RANDOM if reads else ""
+        if generator is not sys.modules["torch"].default_generator or id(generator) in self._seeded:
+            return ""
+        return _MAKES_RANDOM if name in {"initial_seed", "get_state"} else ""
 
     def _variable_read(self, name: str, frame: FrameType | None) -> None:
+        """Add that a variable was read, if the user's own code did, or if a library asked which rank it is on."""
         by_default, frame = _user_of_environment(frame)
         if by_default and _is_discarded(frame):
             # Code that only makes sure that there is a value does not store it.
             return
-        if self._add_if_own(f"reads {name or 'the whole environment'}", frame, variable=name) or not self._importing:
+        what = name or "the whole environment"
+        if self._add_if_own(f"reads {what}", frame, variable=name) or not self._importing:
             return
-        importing = self._importing[-1]
-        if OF_THE_AGENT.fullmatch(name) and not importing.own:
-            self._ranked |= {one.name.partition(".")[0] for one in self._importing if not one.own}
+        if OF_THE_AGENT.fullmatch(name) and not self._importing[-1].own:
+            for importing in self._importing:
+                if not importing.own:
+                    self._ranked.add(importing.package)
             self._add(f"reads {name}", EVERY_TEST, "", variable=name)
 
     def _variable_written(self, name: str, frame: FrameType | None) -> None:
@@ -295,6 +340,7 @@ class Watch:
             self._add_if_own(f"sets {name}", frame, everywhere=True)
 
     def _watch_open(self, module: Any) -> None:
+        """Find files that the user's own code opens with the ``open`` of this module."""
         ordinary = module.open
 
         @functools.wraps(ordinary)
@@ -307,11 +353,14 @@ class Watch:
         self.undo.callback(setattr, module, "open", ordinary)
 
     def _is_named_elsewhere(self, file: str) -> bool:
-        pattern = re.compile(rf"\b{re.escape(Path(file).stem)}\b")
-        others = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
-        for other in filter(self.is_own, others):
+        """Tell whether the text of another loaded module of the user's has the name of this one."""
+        name = re.compile(rf"\b{re.escape(Path(file).stem)}\b")
+        loaded_files = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
+        for other in loaded_files:
+            if not self.is_own(other) or os.path.realpath(other) == file:
+                continue
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                if os.path.realpath(other) != file and pattern.search(Path(other).read_text(encoding="utf-8")):
+                if name.search(Path(other).read_text(encoding="utf-8")):
                     return True
         return False
 
@@ -330,7 +379,9 @@ def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) ->
         @functools.wraps(method)
         def call(environ: Any, *arguments: Any) -> Any:
             # The other methods are of the whole environment.
-            report(os.fsdecode(arguments[0]) if name.endswith(("item__", "contains__")) else "", _caller())
+            of_one_variable = name.endswith(("item__", "contains__"))
+            variable = os.fsdecode(arguments[0]) if of_one_variable else ""
+            report(variable, _caller())
             result = method(environ, *arguments)
             if name == "__reduce_ex__":
                 # Of ``copy``, whose copies outlive the class below.
@@ -340,9 +391,11 @@ def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) ->
 
         return call
 
-    reads = ("__getitem__", "__contains__", "__iter__", "__len__", "__repr__", "__reduce_ex__")
-    methods = {name: watched(name, read) for name in reads}
-    methods |= {name: watched(name, written) for name in ("__setitem__", "__delitem__")}
+    methods = {}
+    for name in ("__getitem__", "__contains__", "__iter__", "__len__", "__repr__", "__reduce_ex__"):
+        methods[name] = watched(name, read)
+    for name in ("__setitem__", "__delitem__"):
+        methods[name] = watched(name, written)
     environ.__class__ = type(ordinary.__name__, (ordinary,), methods)
 
 
@@ -359,8 +412,10 @@ def _is_discarded(frame: FrameType | None) -> bool:
     """Tell whether that frame discards the result of the call that it is in."""
     if frame is None:
         return False
-    after = (one for one in dis.get_instructions(frame.f_code) if one.offset > frame.f_lasti and one.opname != "CACHE")
-    return next(after).opname == "POP_TOP"
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset > frame.f_lasti and instruction.opname != "CACHE":
+            return instruction.opname == "POP_TOP"
+    raise AssertionError("a function ends with an instruction that returns")
 
 
 def _caller() -> FrameType | None:
@@ -369,6 +424,10 @@ def _caller() -> FrameType | None:
 
 
 _MAKES_RANDOM = "makes something random"
+_READS_CLOCK = "reads the clock"
+_ASKS_FOR_PID = "asks for the number of its process"
+_OPENS_DATABASE = "opens a database"
+_SETS_THREADS = "sets how many threads torch uses"
 #: Functions of ``time`` that compute only from their arguments.
 _WITHOUT_CLOCK = frozenset({"sleep", "mktime", "strptime", "asctime", "get_clock_info", "tzset"})
 #: Functions of ``os`` that change files or processes.
@@ -376,26 +435,35 @@ _CHANGING = (
     *("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "truncate", "mkfifo", "mknod"),
     *("fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "kill", "killpg"),
 )
-_THREADS = "sets how many threads torch uses"
 #: By module and name of a C function, what it reads or changes.
 _READ_BY: dict[tuple[str, str], str] = {
-    **{("time", name): "reads the clock" for name in dir(time) if name not in _WITHOUT_CLOCK},
-    **dict.fromkeys((("posix", "times"), ("_uuid", "generate_time_safe")), "reads the clock"),
-    **dict.fromkeys((("posix", "getpid"), ("posix", "getppid")), "asks for the number of its process"),
-    ("_thread", "get_native_id"): "asks for the number of its process",
-    **dict.fromkeys((("posix", name) for name in ("urandom", "getrandom")), _MAKES_RANDOM),
-    **dict.fromkeys((("_ssl", name) for name in ("RAND_bytes", "RAND_pseudo_bytes")), _MAKES_RANDOM),
-    **{("posix", name): f"calls os.{name}" for name in _CHANGING},
+    ("posix", "times"): _READS_CLOCK,
+    ("_uuid", "generate_time_safe"): _READS_CLOCK,
+    ("posix", "getpid"): _ASKS_FOR_PID,
+    ("posix", "getppid"): _ASKS_FOR_PID,
+    ("_thread", "get_native_id"): _ASKS_FOR_PID,
+    ("posix", "urandom"): _MAKES_RANDOM,
+    ("posix", "getrandom"): _MAKES_RANDOM,
+    ("_ssl", "RAND_bytes"): _MAKES_RANDOM,
+    ("_ssl", "RAND_pseudo_bytes"): _MAKES_RANDOM,
     ("_posixsubprocess", "fork_exec"): "starts a process",
-    **dict.fromkeys(((module, "connect") for module in ("sqlite3", "_sqlite3")), "opens a database"),
-    ("torch", "set_num_threads"): _THREADS,
+    ("sqlite3", "connect"): _OPENS_DATABASE,
+    ("_sqlite3", "connect"): _OPENS_DATABASE,
+    ("torch", "set_num_threads"): _SETS_THREADS,
 }
+for _name in dir(time):
+    if _name not in _WITHOUT_CLOCK:
+        _READ_BY["time", _name] = _READS_CLOCK
+for _name in _CHANGING:
+    _READ_BY["posix", _name] = f"calls os.{_name}"
 #: What matters only where ranks have another value of a variable, by which they are brought to it after the fork.
-_DECIDED_BY = {_THREADS: "OMP_NUM_THREADS"}
+_DECIDED_BY = {_SETS_THREADS: "OMP_NUM_THREADS"}
 _CLOCK_METHODS = frozenset({"now", "utcnow", "today"})
 #: Modules that read the clock and write files for their own purposes, such as logging and import, not for their callers.
 _PASSED_OVER = {"importlib", "_frozen_importlib", "_frozen_importlib_external", "logging", "warnings"}
 _PASSED_OVER |= {"_pytest", "pytest", "pluggy", "hypothesis"}
+#: How the paths of shared memory begin that no file keeps.
+_UNKEPT_MEMORY = ("/dev/zero", "/dev/shm/", "/memfd:", "/SYSV")  # noqa: S108 - as there
 #: Files that give each process other contents.
 _PROCESS_FILES = ("/proc/self/", "/dev/random", "/dev/urandom")
 
@@ -410,24 +478,29 @@ def _writes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _open_files() -> frozenset[tuple[int, str]]:
     """Return this process's file descriptors, with the files that they lead to."""
-    found = set()
+    files = set()
     for link in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
             if not stat.S_ISCHR(os.fstat(int(link.name)).st_mode):
-                found.add((int(link.name), str(link.readlink())))
-    return frozenset(found)
+                files.add((int(link.name), str(link.readlink())))
+    return frozenset(files)
 
 
 def _shared_memory() -> frozenset[str]:
-    """The mappings of memory that a fork would share and other processes would not: no file keeps what is written there."""
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    found = (line.split(maxsplit=5) for line in lines if " rw-s " in line)
-    names = {(where, path) for where, _, _, _, _, *rest in found for path in ("".join(rest),)}
-    return frozenset(
-        f"{path} at {where}"
-        for where, path in names
-        if path.startswith(("/dev/zero", "/dev/shm/", "/memfd:", "/SYSV")) or path.endswith(" (deleted)")  # noqa: S108 - as there
-    )
+    """Return the mappings of memory that a fork would share and other processes would not: no file keeps what is written there.
+
+    proc_pid_maps(5): each line has an address, permissions (``s`` is shared), an offset, a device, an inode and a path.
+    """
+    mappings = set()
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        if " rw-s " not in line:
+            continue
+        fields = line.split(maxsplit=5)
+        address = fields[0]
+        path = fields[5] if len(fields) > 5 else ""
+        if path.startswith(_UNKEPT_MEMORY) or path.endswith(" (deleted)"):
+            mappings.add(f"{path} at {address}")
+    return frozenset(mappings)
 
 
 @functools.cache
@@ -438,17 +511,18 @@ def _is_installed(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _installed_in(path: tuple[str, ...]) -> tuple[str, ...]:
-    known = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    everywhere = (*known, *site.getsitepackages(), site.getusersitepackages(), Path(__file__).parents[1])
-    found = [f"{os.path.realpath(str(one))}{os.sep}" for one in everywhere]
-    for entry in map(Path, filter(None, path)):
-        if f"{os.path.realpath(entry)}{os.sep}" in found:
+    """Return how the paths of installed files begin, for an interpreter with that ``sys.path``."""
+    directories = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    directories += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
+    prefixes = [f"{os.path.realpath(directory)}{os.sep}" for directory in directories]
+    for entry in path:
+        if not entry or f"{os.path.realpath(entry)}{os.sep}" in prefixes:
             continue
         # A directory of ``pip install --target`` has the descriptions of what was installed there beside it. It may be the
         # project's own directory, so that only what they list is installed.
-        for description in entry.glob("*.dist-info"):
-            found += _listed(description)
-    return tuple(found)
+        for description in Path(entry).glob("*.dist-info"):
+            prefixes += _listed(description)
+    return tuple(prefixes)
 
 
 def _listed(description: Path) -> Iterator[str]:
@@ -456,12 +530,16 @@ def _listed(description: Path) -> Iterator[str]:
 
     https://packaging.python.org/en/latest/specifications/recording-installed-packages/#the-record-file
     """
-    place = Path(os.path.realpath(description.parent))
+    directory = Path(os.path.realpath(description.parent))
     try:
         lines = (description / "RECORD").read_text(encoding="utf-8").splitlines()
     except OSError:
-        yield f"{place}{os.sep}"
+        yield f"{directory}{os.sep}"
         return
-    for name, inside in {line.split(",")[0].strip('"').partition("/")[:2] for line in lines}:
+    tops = set()
+    for line in lines:
+        name, separator, _ = line.split(",")[0].strip('"').partition("/")
+        tops.add((name, separator))
+    for name, separator in tops:
         if name and name != "..":
-            yield f"{place / name}{os.sep if inside else ''}"
+            yield f"{directory / name}{os.sep if separator else ''}"

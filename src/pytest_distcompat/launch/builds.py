@@ -9,12 +9,33 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch.stacks import Frame
+from pytest_distcompat.launch.forensics.stacks import Frame
+
+
+@dataclass(frozen=True)
+class BuildLock:
+    """The lock of a build.
+
+    Attributes:
+        path: The file.
+        made_at: When it was made, in seconds since the epoch.
+        holder: The process that builds; None if it is gone.
+    """
+
+    path: Path
+    made_at: float
+    holder: psutil.Process | None
+
+    def __str__(self) -> str:
+        if self.holder is None:
+            return f"no process holds {self.path}, which a build that was killed left: remove it"
+        return f"{self.path} is held by process {self.holder.pid} ({self.holder.name()})"
 
 
 def is_waiting(frames: Iterable[Frame]) -> bool:
@@ -25,36 +46,46 @@ def is_waiting(frames: Iterable[Frame]) -> bool:
 def remove_abandoned(seconds: float, environment: Mapping[str, str]) -> None:
     """Remove the locks of killed builds that were made within the last ``seconds``."""
     began = clock.wall() - seconds
-    for lock, made, holder in _locks(environment):
-        if holder is None and made >= began:
-            lock.unlink(missing_ok=True)
+    for lock in _locks(environment):
+        if lock.holder is None and lock.made_at >= began:
+            lock.path.unlink(missing_ok=True)
 
 
 def describe_locks(environment: Mapping[str, str]) -> str:
     """Return what is known of the locks for which a build may wait, in a line."""
-    return "; ".join(
-        f"no process holds {lock}, which a build that was killed left: remove it"
-        if holder is None
-        else f"{lock} is held by process {holder.pid} ({holder.name()})"
-        for lock, _, holder in _locks(environment)
-    )
+    return "; ".join(map(str, _locks(environment)))
 
 
-def _locks(environment: Mapping[str, str]) -> list[tuple[Path, float, psutil.Process | None]]:
-    """Return this user's locks: the file, when it was made, and the process that holds it."""
-    named = environment.get("TORCH_EXTENSIONS_DIR")
-    cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/"), ".cache")
-    # The default has a directory for each Python and CUDA.
-    root, below = (Path(named), "*/lock") if named else (Path(cache, "torch_extensions"), "*/*/lock")
-    found: dict[Path, float] = {}
-    for lock in sorted(root.resolve().glob(below)):
+def _locks(environment: Mapping[str, str]) -> list[BuildLock]:
+    """Return this user's locks."""
+    made_at: dict[Path, float] = {}
+    for path in _lock_files(environment):
         # The lock may be gone by now.
         with contextlib.suppress(OSError):
-            made = lock.stat()
-            if made.st_uid == os.getuid():
-                found[lock] = made.st_ctime
-    holders: dict[Path, psutil.Process] = {}
-    for process in psutil.process_iter() if found else ():
+            status = path.stat()
+            if status.st_uid == os.getuid():
+                made_at[path] = status.st_ctime
+    if not made_at:
+        return []
+    holders = _processes_by_open_file()
+    return [BuildLock(path, time, holders.get(path)) for path, time in made_at.items()]
+
+
+def _lock_files(environment: Mapping[str, str]) -> list[Path]:
+    """Return the locks in the directory of builds."""
+    directory = environment.get("TORCH_EXTENSIONS_DIR")
+    if directory:
+        return sorted(Path(directory).resolve().glob("*/lock"))
+    cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/"), ".cache")
+    # The default has a directory for each Python and CUDA.
+    return sorted(Path(cache, "torch_extensions").resolve().glob("*/*/lock"))
+
+
+def _processes_by_open_file() -> dict[Path, psutil.Process]:
+    """Return a process that has it open, by file; of those processes that this user may look into."""
+    processes: dict[Path, psutil.Process] = {}
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            holders |= {Path(file.path): process for file in process.open_files()}
-    return [(lock, made, holders.get(lock)) for lock, made in found.items()]
+            for file in process.open_files():
+                processes[Path(file.path)] = process
+    return processes

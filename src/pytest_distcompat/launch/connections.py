@@ -13,9 +13,11 @@ import psutil
 
 def of_store(port: int) -> frozenset[int]:
     """Return the file descriptors of this process's connections to the launch's store, which listens on that port."""
-    me = os.getpid()
-    found = _connections()
-    return frozenset(one.fd for one in found if one.pid == me and tuple(one.raddr)[1:] == (port,))
+    descriptors = set()
+    for connection in _connections():
+        if connection.pid == os.getpid() and _port(connection.raddr) == port:
+            descriptors.add(connection.fd)
+    return frozenset(descriptors)
 
 
 def cut(peers: Collection[int], port: int, keep: Collection[int]) -> None:
@@ -26,18 +28,27 @@ def cut(peers: Collection[int], port: int, keep: Collection[int]) -> None:
     aborted. Nothing is cut where the system does not list connections (psutil.AccessDenied). Connections that come to a store
     of this process's own stay, and so do those to the store whose file descriptors are in ``keep``.
     """
-    me = os.getpid()
-    # Addresses are pairs of ip and port; empty where the other end is not connected.
-    found = _connections()
-    theirs = {tuple(one.laddr) for one in found if one.pid in peers}
-    for one in found:
-        of_store = tuple(one.laddr)[1:] == (port,)
-        to_store = tuple(one.raddr)[1:] == (port,) and one.fd not in keep
-        if one.pid == me and not of_store and (to_store or tuple(one.raddr) in theirs):
-            # It may have been closed in the meantime.
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+    connections = _connections()
+    peers_addresses = {tuple(connection.laddr) for connection in connections if connection.pid in peers}
+    for connection in connections:
+        if connection.pid != os.getpid() or _port(connection.laddr) == port:
+            # Another process's, or one that came to a store of this process's own.
+            continue
+        to_store = _port(connection.raddr) == port and connection.fd not in keep
+        if to_store or tuple(connection.raddr) in peers_addresses:
+            _shut(connection.fd)
     _abort_nccl()
+
+
+def _port(address: Any) -> int | None:
+    """Return the port of an address, a pair of ip and port; None of an empty one: the other end is not connected."""
+    return address[1] if address else None
+
+
+def _shut(descriptor: int) -> None:
+    """Shut a connection of this process; it may have been closed in the meantime."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _connections() -> list[Any]:

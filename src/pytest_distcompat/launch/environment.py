@@ -35,7 +35,10 @@ def of_launcher(now: Mapping[str, str], device: str) -> dict[str, str]:
     # pyarrow, which datasets imports, then starts no thread of its jemalloc: https://jemalloc.net/jemalloc.3.html
     # (opt.background_thread); pyarrow's own has this prefix.
     users_value = environment.get("JE_ARROW_MALLOC_CONF", "")
-    environment["JE_ARROW_MALLOC_CONF"] = ",".join(filter(None, ("background_thread:false", users_value)))
+    settings = ["background_thread:false"]
+    if users_value:
+        settings.append(users_value)
+    environment["JE_ARROW_MALLOC_CONF"] = ",".join(settings)
     # torch.cuda.is_available() then asks NVML, and leaves the fork server without a CUDA context.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return environment
@@ -45,10 +48,13 @@ def adapted(request: Request, base: Mapping[str, str], device: str) -> Request:
     """Return the request from here, with the changes that turn the environment ``base`` into the one that its ranks need."""
     request = request.from_here()
     now = {**of_ranks(os.environ, device, len(request.here)), **request.set}
-    names = {name for name in {*now, *base} if not OF_THE_AGENT.fullmatch(name)}
-    changed = sorted(name for name in names if now.get(name) != base.get(name))
-    return dataclasses.replace(
-        request,
-        set={name: now[name] for name in changed if name in now},
-        unset=[name for name in changed if name not in now],
-    )
+    set_now = {}
+    unset_now = []
+    for name in sorted({*now, *base}):
+        if OF_THE_AGENT.fullmatch(name) or now.get(name) == base.get(name):
+            continue
+        if name in now:
+            set_now[name] = now[name]
+        else:
+            unset_now.append(name)
+    return dataclasses.replace(request, set=set_now, unset=unset_now)

@@ -83,7 +83,9 @@ class ForkServers:
     def __init__(self, kinds: Sequence[str]) -> None:
         # Ranks inherit its descriptor.
         multiprocessing.resource_tracker.ensure_running()
-        self._servers = {kind: [ForkServer(f"{kind}-{side}") for side in range(SIDES)] for kind in kinds}
+        self._servers: dict[str, list[ForkServer]] = {}
+        for kind in kinds:
+            self._servers[kind] = [ForkServer(f"{kind}-{side}") for side in range(SIDES)]
         self._runs = 0
         #: The processes that were started here; the session servers are their children.
         self.pids: list[int] = []
@@ -109,7 +111,10 @@ class ForkServers:
         Their output goes to ``log``, a file of their own: two that hang at once would write their stacks into each other's.
         """
         ends = self.ends(side)
-        command, descriptors = [*line, json.dumps(ends)], list(itertools.chain(*ends.values()))
+        command = [*line, json.dumps(ends)]
+        descriptors: list[int] = []
+        for ends_of_server in ends.values():
+            descriptors += ends_of_server
         # Popen must live as long as this object, although its exit code is never read.
         with log.open("wb") as file:
             self._process = subprocess.Popen(command, pass_fds=descriptors, stdout=file, stderr=file)
@@ -123,7 +128,10 @@ class ForkServers:
 
     def wait_until_serving(self) -> list[dict[str, dict[str, Any] | None]]:
         """Wait until all serve, and return by side and kind their statuses."""
-        return [{kind: servers[side].status() for kind, servers in self._servers.items()} for side in range(SIDES)]
+        statuses = []
+        for side in range(SIDES):
+            statuses.append({kind: servers[side].status() for kind, servers in self._servers.items()})
+        return statuses
 
     def choose(self, kind: str, turn: int | None, world_size: int) -> None:
         """Have the ranks that multiprocessing starts from now on, rank 0 first, forked from servers of that kind.
@@ -144,7 +152,7 @@ class ForkServers:
 
         def connect(descriptors: Sequence[int]) -> Any:
             rank = next(started)
-            server = servers[(first + (rank.bit_count() if world_size % 4 == 0 else rank)) % SIDES]
+            server = servers[(first + _step(rank, world_size)) % SIDES]
             forkserver_state._forkserver_address = server.address  # noqa: SLF001
             forkserver_state._forkserver_alive_fd = server.alive  # noqa: SLF001
             return type(forkserver_state).connect_to_new_process(forkserver_state, descriptors)
@@ -158,6 +166,13 @@ class ForkServers:
         for servers in self._servers.values():
             for server in servers:
                 os.close(server.alive)
+
+
+def _step(rank: int, world_size: int) -> int:
+    """Return by how many sides a rank is after rank 0: by its binary digits where ranks may form a mesh, else in turn."""
+    if world_size % 4 == 0:
+        return rank.bit_count()
+    return rank
 
 
 def serve(ends: Ends, status: Mapping[str, Any], at_end: Callable[[], None] = lambda: None) -> NoReturn:

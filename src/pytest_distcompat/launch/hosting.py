@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,9 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.events import Event, Exit, of_kind, pids_of
 from pytest_distcompat.launch import loopback
-from pytest_distcompat.launch.ending import Ending, exit_name
 from pytest_distcompat.launch.files import CRASH, read_end
+from pytest_distcompat.launch.forensics.ending import Ending, exit_name
+from pytest_distcompat.launch.forensics.watchdog import Watchdog
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import (
     alive,
@@ -38,7 +40,6 @@ from pytest_distcompat.launch.process import (
 from pytest_distcompat.launch.request import Request, Warmth, unbuffered
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.launch.warm import WarmLauncher
-from pytest_distcompat.launch.watchdog import Watchdog
 
 #: How long a launcher may take to exit after its ranks are gone, and the supervisor after its launcher, in seconds.
 EXIT_TIMEOUT_S = 5.0
@@ -52,7 +53,13 @@ _FAILURE = re.compile(r"rank\s+:\s+(\d+)\s+\(local_rank.*?exitcode\s+:\s+(-?\d+)
 #: The process of a rank that torchrun ended because another one failed; some versions do not report it.
 _ENDED = re.compile(r"Sending process (\d+) closing signal SIGTERM")
 #: faulthandler's names of the signals that end a process, and the exit codes.
-_FATAL = {"Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Floating": -8, "Illegal instruction": -4}
+_FATAL: dict[str, int] = {
+    "Segmentation fault": -signal.SIGSEGV,
+    "Aborted": -signal.SIGABRT,
+    "Bus error": -signal.SIGBUS,
+    "Floating": -signal.SIGFPE,
+    "Illegal instruction": -signal.SIGILL,
+}
 
 
 @dataclass
@@ -76,7 +83,8 @@ class Hosted:
     def run(self) -> Ending:
         """Start the command, wait until it has ended or kill it at the timeout, and return how it ended; raise nothing."""
         # A launcher tries for minutes, and then says what it could not connect to.
-        if problem := loopback.problem():
+        problem = loopback.problem()
+        if problem:
             return Ending.not_launched(self.world_size, problem)
         self._start()
         try:
@@ -85,13 +93,20 @@ class Hosted:
             self._close()
 
     def _start(self) -> None:
-        self._status, self._output = self.directory / "launcher.json", self.directory / "launcher.log"
+        """Start the supervisor, which starts the command."""
+        self._status = self.directory / "launcher.json"
+        self._output = self.directory / "launcher.log"
         self._watchdog = Watchdog(Request("", {}, self.world_size, str(self.directory), self.timeout))
         self._pids: dict[int, int] = {}
         #: When ranks were first seen gone: a rank that is killed cannot log its end.
         self._exited_at: dict[int, float] = {}
-        files = {"cwd": str(self.cwd), "output": str(self._output), "status": str(self._status)}
-        request = {"command": list(self.line), "environment": dict(self.environment), **files}
+        request = {
+            "command": list(self.line),
+            "environment": dict(self.environment),
+            "cwd": str(self.cwd),
+            "output": str(self._output),
+            "status": str(self._status),
+        }
         path = self.directory / "command.json"
         path.write_text(json.dumps(request), encoding="utf-8")
         with (self.directory / "supervisor.log").open("wb") as log:
@@ -107,29 +122,34 @@ class Hosted:
     def _watch(self) -> Ending:
         """Watch the launcher and the ranks that announce themselves until the launcher has ended; return how all ended."""
         watchdog = self._watchdog
-        while (ended := self._launcher_status()) is None and clock.now() < watchdog.acted_at + EXIT_TIMEOUT_S:
+        status = self._launcher_status()
+        while status is None and clock.now() < watchdog.acted_at + EXIT_TIMEOUT_S:
             clock.sleep(0.02)
             watchdog.check()
             self._note_exits()
+            status = self._launcher_status()
         # Ranks that still run a moment after their launcher has ended.
         await_end(self._processes(), REMAINDER_TIMEOUT_S if not watchdog.acted else 0.0)
         self._note_exits()
-        surviving = [rank for rank, pid in self._pids.items() if alive(pid) and rank not in watchdog.ended_by_us]
+        surviving = []
+        for rank, pid in self._pids.items():
+            if alive(pid) and rank not in watchdog.ended_by_us:
+                surviving.append(rank)
         left_over = kill(self._processes())
         self._note_exits()
-        text = read_end(self._output, OUTPUT_BYTES_READ)
-        first = _FAILURE.search(text, max(0, text.find("Root Cause")))
+        output = read_end(self._output, OUTPUT_BYTES_READ)
         events = watchdog.logs.read()
+        ranks = range(self.world_size)
         ending = watchdog.conclude(
-            [self._exit_code(rank, events[rank], text) for rank in range(self.world_size)],
+            [self._exit_code(rank, events[rank], output) for rank in ranks],
             also_ended=surviving,
-            first=int(first.group(1)) if first else None,
-            ended_at=[self._exited_at.get(rank) for rank in range(self.world_size)],
+            first=_root_cause(output),
+            ended_at=[self._exited_at.get(rank) for rank in ranks],
             environment=self.environment,
             left_over=() if watchdog.acted else tuple(left_over),
             command=self.reproduce,
         )
-        return replace(ending, launch_error=self._launch_problem(ending, ended, surviving, text))
+        return replace(ending, launch_error=self._launch_error(ending, status, surviving, output))
 
     def _launcher_status(self) -> Mapping[str, Any] | None:
         """Return how the launcher ended: its exit ``code`` and a ``problem``; None while it runs."""
@@ -154,60 +174,94 @@ class Hosted:
                 self._exited_at[rank] = clock.now()
 
     def _close(self) -> None:
+        """End what is left, and the supervisor."""
         kill(self._processes())
         assert self._supervisor.stdin is not None
         self._supervisor.stdin.close()
         if not await_exit(self._supervisor, EXIT_TIMEOUT_S):
             kill_and_wait(self._supervisor)
 
-    def _exit_code(self, rank: int, events: Sequence[Event], text: str) -> int | None:
+    def _exit_code(self, rank: int, events: Sequence[Event], output: str) -> int | None:
         """Return the exit code from torchrun's report, the rank's log or its crash file; None if it is unknown."""
-        reported = {int(failed): int(code) for failed, code in _FAILURE.findall(text)}
+        reported = {int(failed): int(code) for failed, code in _FAILURE.findall(output)}
         if rank in reported:
             return reported[rank]
-        if str(self._pids.get(rank)) in _ENDED.findall(text):
-            return -15
-        fault = read_end(self.directory / f"rank-{rank}.fault", OUTPUT_BYTES_READ)
-        codes = [end.code for end in of_kind(Exit, events)]
-        codes += [code for name, code in _FATAL.items() if f"{CRASH}{name}" in fault]
-        if codes:
-            return codes[0]
-        return -15 if read_end(self.directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ) else self.unreported
+        if str(self._pids.get(rank)) in _ENDED.findall(output):
+            return -signal.SIGTERM
+        exits = of_kind(Exit, events)
+        if exits:
+            return exits[0].code
+        crash = read_end(self.directory / f"rank-{rank}.fault", OUTPUT_BYTES_READ)
+        for name, code in _FATAL.items():
+            if f"{CRASH}{name}" in crash:
+                return code
+        if read_end(self.directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ):
+            return -signal.SIGTERM
+        return self.unreported
 
-    def _launch_problem(
-        self, ending: Ending, ended: Mapping[str, Any] | None, surviving: Sequence[int], text: str
+    def _launch_error(
+        self, ending: Ending, status: Mapping[str, Any] | None, surviving: Sequence[int], output: str
     ) -> str:
-        """Return what went wrong apart from the ranks: in the launcher, a probe of another process, the number of ranks."""
-        # The last line is the headline, and the end of the launcher's output stands before it. Empty if nothing went wrong.
-        code, headline = ended["code"] if ended else None, ""
-        failed = sorted(self.directory.glob("probe-*.failed"))
-        matches = (re.fullmatch(r"rank-(\d+)\.jsonl", path.name) for path in self.directory.glob("rank-*.jsonl"))
-        announced = {int(match.group(1)) for match in matches if match}
-        extra = announced - set(range(self.world_size))
-        if failed:
-            text = failed[0].read_text(encoding="utf-8")
+        """Return what went wrong apart from the ranks, below the output that shows it; empty if nothing did."""
+        failed_probes = sorted(self.directory.glob("probe-*.failed"))
+        if failed_probes:
+            output = failed_probes[0].read_text(encoding="utf-8")
             headline = "the probe failed in a process of the run"
-        elif ended and ended["problem"]:
-            headline = f"{self.name} could not be run: {ended['problem']}"
-        elif code is not None and code < 0:
-            headline = f"{self.name} was killed by {exit_name(code)}"
-        elif extra:
-            ranks = f"rank {', '.join(map(str, sorted(extra)))} announced itself too"
-            headline = f"{ranks}; expected {self.world_size} ranks"
-        elif not announced:
-            end = f"time limit of {self.timeout:g} s" if ending.timed_out else f"{self.name} ended ({exit_name(code)})"
-            headline = (
-                f"{end}, and no process announced itself as a rank: none had RANK in its environment or made a process group "
-                "(is Python started with -E, -I or -S, or without its environment?)"
-            )
-        elif surviving and not code:
-            headline = f"{self.name} ended ({exit_name(code)}) while rank {', '.join(map(str, surviving))} still ran"
-        elif code and not ending.failed:
-            headline = f"all ranks ended well, but {self.name} exited with code {code}"
+        else:
+            headline = self._launch_problem(ending, status, surviving)
         if not headline:
             return ""
-        output = "\n".join(text.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:])
-        return f"last output of {self.name}:\n{output}\n\n{headline}" if output else headline
+        # The last line is the headline of the report.
+        shown = "\n".join(output.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:])
+        return f"last output of {self.name}:\n{shown}\n\n{headline}" if shown else headline
+
+    def _launch_problem(self, ending: Ending, status: Mapping[str, Any] | None, surviving: Sequence[int]) -> str:
+        """Return in one line what went wrong in the launcher or with the number of ranks; empty if nothing did."""
+        code = status["code"] if status else None
+        if status and status["problem"]:
+            return f"{self.name} could not be run: {status['problem']}"
+        if code is not None and code < 0:
+            return f"{self.name} was killed by {exit_name(code)}"
+        wrong_number = self._wrong_number_of_ranks(ending, code)
+        if wrong_number:
+            return wrong_number
+        if surviving and not code:
+            ranks = ", ".join(map(str, surviving))
+            return f"{self.name} ended ({exit_name(code)}) while rank {ranks} still ran"
+        if code and not ending.failed:
+            return f"all ranks ended well, but {self.name} exited with code {code}"
+        return ""
+
+    def _wrong_number_of_ranks(self, ending: Ending, code: int | None) -> str:
+        """Return a line on ranks that were not asked for, or if no process announced itself as a rank; else empty."""
+        announced = self._announced_ranks()
+        extra = announced - set(range(self.world_size))
+        if extra:
+            ranks = ", ".join(map(str, sorted(extra)))
+            return f"rank {ranks} announced itself too; expected {self.world_size} ranks"
+        if announced:
+            return ""
+        end = f"time limit of {self.timeout:g} s" if ending.timed_out else f"{self.name} ended ({exit_name(code)})"
+        return (
+            f"{end}, and no process announced itself as a rank: none had RANK in its environment or made a process group "
+            "(is Python started with -E, -I or -S, or without its environment?)"
+        )
+
+    def _announced_ranks(self) -> set[int]:
+        """Return the ranks that have a log."""
+        ranks = set()
+        for path in self.directory.glob("rank-*.jsonl"):
+            match = re.fullmatch(r"rank-(\d+)\.jsonl", path.name)
+            if match:
+                ranks.add(int(match.group(1)))
+        return ranks
+
+
+def _root_cause(output: str) -> int | None:
+    """Return the rank that failed first, as torchrun's report names it; None if there is no report."""
+    # Without that title the first rank that the report names.
+    match = _FAILURE.search(output, max(0, output.find("Root Cause")))
+    return int(match.group(1)) if match else None
 
 
 class TorchrunLauncher(Launcher):
@@ -227,9 +281,9 @@ class TorchrunLauncher(Launcher):
         # Standalone: the kernel chooses the port. Before torch 2.13 the default was 29500 for every run.
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(request.world_size)]
+        command += ["--log-dir", str(logs), "--redirects", "3"]
         # By itself torchrun starts its ranks without the flags that this interpreter was given.
-        rank = ["--no-python", *unbuffered(), "-m", "pytest_distcompat.launch.rank", str(path)]
-        command += ["--log-dir", str(logs), "--redirects", "3", *rank]
+        command += ["--no-python", *unbuffered(), "-m", "pytest_distcompat.launch.rank", str(path)]
         environment = on_device(os.environ, self._device)
         if self._plain:
             environment = user_environment(os.environ, self._device)

@@ -19,8 +19,8 @@ from pytest_distcompat import clock, devices
 from pytest_distcompat.installed import GET_TORCH
 from pytest_distcompat.launch import environment, nccl
 from pytest_distcompat.launch.at_import import Findings
-from pytest_distcompat.launch.ending import exit_name
 from pytest_distcompat.launch.environment import OF_THE_AGENT
+from pytest_distcompat.launch.forensics.ending import exit_name
 from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION
 from pytest_distcompat.launch.process import alive, await_exit, descendants, kill, kill_and_wait, let_tidy_up, tidies_up
 from pytest_distcompat.launch.request import ANY_MODULE, Request, Warmth, in_new_process
@@ -43,7 +43,9 @@ class LauncherProcess:
         if device != "cpu":
             # NVML starts a thread in a process that opens it, and the fork servers must have none.
             fields["gpus"] = dataclasses.asdict(devices.gpu_facts())
-            fields["nccl"] = [{"path": str(known.path), "version": known.version} for known in nccl.answers()]
+            fields["nccl"] = []
+            for library in nccl.answers():
+                fields["nccl"].append({"path": str(library.path), "version": library.version})
         warmth_file.write_text(json.dumps(fields), encoding="utf-8")
         self._channel, server_end = socket.socketpair()
         self._buffer = b""
@@ -93,26 +95,44 @@ class LauncherProcess:
         self.status = self.receive(clock.now() + self._timeout)
         if self.status is None:
             return self.death_report("while it got ready")
-        for found in self.status["findings"]:
-            self._findings.join(Findings(**found))
-        self._own_pids = {process.pid for process in self._below() if alive(process.pid)}
-        self._paths += [path for path in self.directory.rglob("*") if path.is_dir() or path.is_socket()]
+        for findings in self.status["findings"]:
+            self._findings.join(Findings(**findings))
+        for process in self._below():
+            if alive(process.pid):
+                self._own_pids.add(process.pid)
+        for path in self.directory.rglob("*"):
+            if path.is_dir() or path.is_socket():
+                self._paths.append(path)
         return ""
 
     def not_shared(self, request: Request) -> str:
         """Return why the ranks of a request must collect their tests themselves; empty if they may inherit them."""
         assert self.status is not None
+        problem = str(self.status["not_shared"])
+        if problem:
+            return problem
         differing = {*request.set, *request.unset}
+
+        def differs(variable: str) -> bool:
+            return variable in differing or OF_THE_AGENT.fullmatch(variable) is not None
+
         file = None if request.collected == ANY_MODULE else request.collected
-        return str(self.status["not_shared"]) or self._findings.reason(
-            file, lambda name: name in differing or OF_THE_AGENT.fullmatch(name) is not None
-        )
+        return self._findings.reason(file, differs)
 
     def send(self, request: Request) -> None:
         """Send a request to the process. If it died just now, ``receive`` notices."""
-        start = "spawn" if self.unfit else SESSION if request.collected and not self.not_shared(request) else LIBRARIES
+        start = self._start_for(request)
         with contextlib.suppress(BrokenPipeError):
-            self._channel.sendall(f"{json.dumps({'request': str(request.write()), 'start': start})}\n".encode())
+            message = json.dumps({"request": str(request.write()), "start": start})
+            self._channel.sendall(f"{message}\n".encode())
+
+    def _start_for(self, request: Request) -> str:
+        """Return how the ranks of a request start: as new interpreters, or forked from servers of a kind."""
+        if self.unfit:
+            return "spawn"
+        if request.collected and not self.not_shared(request):
+            return SESSION
+        return LIBRARIES
 
     def receive(self, deadline: float, others: Sequence[socket.socket] = ()) -> dict[str, Any] | None:
         """Return the process's next answer.
@@ -140,10 +160,7 @@ class LauncherProcess:
 
     def death_report(self, when: str) -> str:
         """Return what the process wrote last, and how it died."""
-        files = [self.directory / name for name in LOGS]
-        logs = [file.read_text(encoding="utf-8", errors="replace")[-8000:] for file in files if file.exists()]
-        # All import the same modules, and mostly fail in the same way.
-        log = "\n".join({text.splitlines()[-1]: text for text in reversed(logs) if text}.values())
+        log = self._last_output()
         if not self.dead:
             hangs = "a module or a conftest.py hangs at import, or needs more time (--distcompat-warm-timeout)"
             return f"{log}\nthe launcher process did not get ready within {self._timeout:g} s: {hangs}"
@@ -151,22 +168,41 @@ class LauncherProcess:
             return f"{log}\ntorch is not installed: {GET_TORCH}"
         return f"{log}\nthe launcher process died {when} ({exit_name(self._process.poll())})"
 
+    def _last_output(self) -> str:
+        """Return the last output of this process and of the fork servers; they mostly fail in the same way."""
+        texts_by_last_line = {}
+        for name in reversed(LOGS):
+            file = self.directory / name
+            if not file.exists():
+                continue
+            text = file.read_text(encoding="utf-8", errors="replace")[-8000:]
+            if text:
+                texts_by_last_line[text.splitlines()[-1]] = text
+        return "\n".join(texts_by_last_line.values())
+
     def strays(self) -> list[psutil.Process]:
         """Return ranks, and what they started, below this process, without those that will end by themselves."""
-        return [
-            process
-            for process in self._below()
-            if process.pid not in self._own_pids and alive(process.pid) and not tidies_up(process)
-        ]
+        strays = []
+        for process in self._below():
+            if process.pid not in self._own_pids and alive(process.pid) and not tidies_up(process):
+                strays.append(process)
+        return strays
 
     def _below(self) -> list[psutil.Process]:
         """Return all processes below this one; none if it is dead, because its number may be another's by now."""
         return [] if self.dead else descendants(self._process.pid)
 
+    @property
+    def _has_farewell(self) -> bool:
+        """Tell whether the process has collected tests that want to be ended, and still can end them."""
+        if self.status is None or not self.status["leaves"]:
+            return False
+        return self.intact and not self.unfit
+
     def close(self, *, farewell: bool = False) -> None:
         """Kill the process and all below it. With ``farewell`` it may first end collected tests properly."""
         try:
-            if farewell and self.status is not None and self.status["leaves"] and self.intact and not self.unfit:
+            if farewell and self._has_farewell:
                 with contextlib.suppress(OSError):
                     self._channel.shutdown(socket.SHUT_WR)
                 await_exit(self._process, EXIT_TIMEOUT_S)

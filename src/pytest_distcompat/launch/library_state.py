@@ -79,14 +79,16 @@ def _values(*names: str) -> Callable[[Any], list[object]]:
     getters = tuple(map(attrgetter, names))
 
     def read(module: Any) -> list[object]:
-        found: list[object] = []
+        values: list[object] = []
         for get in getters:
             try:
                 value = get(module)
-                found.append(value() if callable(value) and not isinstance(value, type) else value)
+                if callable(value) and not isinstance(value, type):
+                    value = value()
+                values.append(value)
             except (AttributeError, RuntimeError):
-                found.append(None)
-        return found
+                values.append(None)
+        return values
 
     return read
 
@@ -95,8 +97,10 @@ def _torch_flags(torch: Any) -> list[object]:
     return [
         str(torch.get_default_device()),
         _SMALLEST_NORMAL / 2 == 0.0,
-        *[torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
-        *[torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")],
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
         *_named_flags(torch._C)(torch),  # noqa: SLF001
     ]
 
@@ -107,13 +111,13 @@ def _named_flags(core: Any) -> Callable[[Any], list[object]]:
 
     The flags of all backends are among them, those of later releases too.
     """
-    found = []
+    getters = []
     for name in dir(core):
         if name.startswith("_get_") and hasattr(core, f"_set_{name.removeprefix('_get_')}"):
             with contextlib.suppress(TypeError, RuntimeError):
                 getattr(core, name)()
-                found.append(f"_C.{name}")
-    return _values(*_FLAGS, *found)
+                getters.append(f"_C.{name}")
+    return _values(*_FLAGS, *getters)
 
 
 _file_options = _values("get_default_load_endianness", "get_crc32_options", "get_default_mmap_options")
@@ -121,8 +125,13 @@ _file_options = _values("get_default_load_endianness", "get_crc32_options", "get
 
 def _loading_and_saving(serialization: Any) -> list[object]:
     """Return how torch loads and saves, and which classes of other packages it takes for safe to load."""
-    safe = [one[0] if isinstance(one, tuple) else one for one in serialization.get_safe_globals()]
-    others = [one for one in safe if str(getattr(one, "__module__", "")).partition(".")[0] not in _SAFE_PACKAGES]
+    others = []
+    for entry in serialization.get_safe_globals():
+        # A class, or a pair of it and its name in files.
+        safe_class = entry[0] if isinstance(entry, tuple) else entry
+        module = str(getattr(safe_class, "__module__", ""))
+        if module.partition(".")[0] not in _SAFE_PACKAGES:
+            others.append(safe_class)
     return [*_file_options(serialization), others]
 
 
@@ -130,9 +139,13 @@ def _asyncio(events: Any) -> list[object]:
     """Return the policy of event loops, and the loop that was set; Python makes a policy at its first use."""
     policy = events._event_loop_policy  # noqa: SLF001
     loop = getattr(getattr(policy, "_local", None), "_loop", None)
-    default = getattr(sys.modules["asyncio"], "_DefaultEventLoopPolicy", None)
-    default = default or getattr(sys.modules["asyncio"], "DefaultEventLoopPolicy", None)
-    return [None if type(policy) is default else policy, loop]
+    asyncio = sys.modules["asyncio"]
+    default = getattr(asyncio, "_DefaultEventLoopPolicy", None)
+    if default is None:
+        default = getattr(asyncio, "DefaultEventLoopPolicy", None)
+    if type(policy) is default:
+        policy = None
+    return [policy, loop]
 
 
 @functools.cache
@@ -141,12 +154,12 @@ def _hook_dicts() -> tuple[dict[object, object], ...]:
 
     They have private names; ``tests/launch/test_private_names.py`` fails when they go away.
     """
-    return tuple(
-        value
-        for module, prefix in _HOOKS.items()
-        for name, value in vars(sys.modules[module]).items()
-        if name.startswith(prefix) and isinstance(value, dict)
-    )
+    dicts = []
+    for module, prefix in _HOOKS.items():
+        for name, value in vars(sys.modules[module]).items():
+            if name.startswith(prefix) and isinstance(value, dict):
+                dicts.append(value)
+    return tuple(dicts)
 
 
 def _modes(dispatch: Any) -> tuple[int, int]:
@@ -172,14 +185,20 @@ def _accelerate(state: Any) -> bool:
     The public function ``accelerate.state.is_initialized`` knows of one of the three only;
     ``tests/launch/test_private_names.py`` fails when the dicts go away.
     """
-    return any(kind._shared_state for kind in (state.PartialState, state.AcceleratorState, state.GradientState))  # noqa: SLF001
+    singletons = (state.PartialState, state.AcceleratorState, state.GradientState)
+    return any(singleton._shared_state for singleton in singletons)  # noqa: SLF001 - see the docstring
 
 
 def _level(logger: str, _: Any) -> int:
+    """Return the level of a logger of that name."""
     return logging.getLogger(logger).level
 
 
-#: Which signals were raised so far is no setting.
+def _decimal_contexts(decimal: Any) -> list[object]:
+    """Return the settings of the context in use and of the one that new threads get; raised signals are no setting."""
+    return [_of_decimal(decimal.getcontext()), _of_decimal(decimal.DefaultContext)]
+
+
 _of_decimal = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps")
 # A digest of a module that holds settings; torch makes a new one only after a change.
 _get_hash = methodcaller("get_hash")
@@ -220,19 +239,13 @@ SETTINGS: _Settings = {
     "torch.compiler's settings": ("torch.compiler.config", _get_hash),
     "numpy's settings": ("numpy", _values("geterr", "geterrcall", "get_printoptions", "getbufsize")),
     "how numpy prints polynomials": ("numpy.polynomial._polybase", attrgetter("ABCPolyBase._use_unicode")),
-    "how decimal numbers are computed": (
-        "decimal",
-        lambda decimal: [_of_decimal(one) for one in (decimal.getcontext(), decimal.DefaultContext)],
-    ),
+    "how decimal numbers are computed": ("decimal", _decimal_contexts),
     "asyncio's event loops": ("asyncio.events", _asyncio),
     "how long a field of csv may be": ("csv", methodcaller("field_size_limit")),
-    **{
-        f"the log level of {name}": (module, functools.partial(_level, name))
-        for name, module in (
-            *((name, name) for name in ("torch", "accelerate", "transformers")),
-            ("DeepSpeed", "deepspeed"),
-        )
-    },
+    "the log level of torch": ("torch", functools.partial(_level, "torch")),
+    "the log level of accelerate": ("accelerate", functools.partial(_level, "accelerate")),
+    "the log level of transformers": ("transformers", functools.partial(_level, "transformers")),
+    "the log level of DeepSpeed": ("deepspeed", functools.partial(_level, "DeepSpeed")),
 }
 #: The same for state that exists only after the first use of a library.
 SINGLETONS: _Settings = {

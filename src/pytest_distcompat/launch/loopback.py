@@ -17,12 +17,12 @@ _resolve = socket.getaddrinfo
 def problem() -> str:
     """Return why ranks cannot meet at localhost; empty if they can. Sends nothing."""
     try:
-        found = _addresses()
+        addresses = _addresses()
     except OSError as error:
         return (
             f"{HOST} does not resolve ({error.strerror}): ranks cannot meet there; add '127.0.0.1 {HOST}' to /etc/hosts"
         )
-    for family, address in found:
+    for family, address in addresses:
         # For a datagram socket this only looks up the route.
         with contextlib.suppress(OSError), contextlib.closing(_Socket(family, socket.SOCK_DGRAM)) as probe:
             probe.connect((address, 9))
@@ -37,21 +37,24 @@ def listen(host: str = HOST, port: int = 0) -> socket.socket:
         OSError: No such interface, or no free port.
     """
     for family, address in _addresses(host):
-        made = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
-            made.bind((address, port))
-            made.listen()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
+            listener.bind((address, port))
+            listener.listen()
         except OSError:
             # IPv6 may be turned off, and still be in /etc/hosts.
-            made.close()
+            listener.close()
             continue
-        return made
-    wanted = f"port {port} of {host} is not free, or {host} is no address of this machine"
-    raise OSError(wanted if port or host != HOST else problem() or f"no port of {HOST} is free")
+        return listener
+    if port or host != HOST:
+        raise OSError(f"port {port} of {host} is not free, or {host} is no address of this machine")
+    raise OSError(problem() or f"no port of {HOST} is free")
 
 
 def _addresses(host: str = HOST) -> list[tuple[int, str]]:
     """Return families and addresses of a host, IPv6 first, as torch has it when it connects."""
-    found = {(family, str(address[0])) for family, _, _, _, address in _resolve(host, 0, type=socket.SOCK_STREAM)}
-    return sorted(found, key=lambda one: one[0] != socket.AF_INET6)
+    addresses = set()
+    for family, _, _, _, address in _resolve(host, 0, type=socket.SOCK_STREAM):
+        addresses.add((family, str(address[0])))
+    return sorted(addresses, key=lambda address: address[0] != socket.AF_INET6)

@@ -66,12 +66,13 @@ def library_path() -> Path | None:
 def _package_directories(name: str) -> list[Path]:
     """Return the directories of an installed package, without importing it; none if it is not installed."""
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError):
         # ValueError: a stand-in for the package, without a specification.
         return []
-    locations = found.submodule_search_locations if found is not None else None
-    return [Path(location) for location in locations or ()]
+    if spec is None or spec.submodule_search_locations is None:
+        return []
+    return [Path(location) for location in spec.submodule_search_locations]
 
 
 def library() -> Library | None:
@@ -91,8 +92,8 @@ def answers() -> list[Library]:
 
 def tell(libraries: Iterable[Library]) -> None:
     """Have this process, and those forked from it, know these libraries without loading them."""
-    for known in libraries:
-        _answers[known.path] = known
+    for library in libraries:
+        _answers[library.path] = library
 
 
 def _asked(path: Path) -> Library | None:
@@ -117,5 +118,7 @@ def _ask_in_a_process(path: Path) -> Library | None:
 
 def environment_of_shared_ranks() -> dict[str, str]:
     """Return the variables for ranks that share a GPU: with them NCCL takes such ranks; empty where it cannot."""
-    found = library()
-    return {SHARES_GPUS: "1"} if found is not None and found.shares_gpus else {}
+    loaded = library()
+    if loaded is None or not loaded.shares_gpus:
+        return {}
+    return {SHARES_GPUS: "1"}

@@ -22,9 +22,10 @@ _TORCH_MODULE, _GLOO_SOURCE = "torch.distributed", re.compile(r"\bgloo/")
 
 def lost_peer(error: BaseException | None) -> bool:
     """Tell whether torch.distributed raised the exception, or one that led to it, because another rank is gone."""
-    return any(
-        _of_torch(one) and _LOST_PEER.search(f"{type(one).__name__}: {one}") is not None for one in _chain(error)
-    )
+    for cause in _chain(error):
+        if _of_torch(cause) and _LOST_PEER.search(f"{type(cause).__name__}: {cause}"):
+            return True
+    return False
 
 
 def aborted_by_lost_peer(output: str) -> bool:
@@ -42,7 +43,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in visited:
         visited.add(id(error))
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if error.__cause__ is not None or error.__suppress_context__:
+            error = error.__cause__
+        else:
+            error = error.__context__
 
 
 def _of_torch(error: BaseException) -> bool:

@@ -54,6 +54,8 @@ _FIRST_QUESTIONS = (
     "nvmlDeviceGetHandleByPciBusId",
     "nvmlSystemGetDriverVersion",
 )
+#: Libraries by the names of their threads.
+_LIBRARIES_BY_THREAD = {"jemalloc_bg_thd": "jemalloc (pyarrow has one of its own)"}
 #: How long threads may take to end, in seconds.
 THREADS_END_TIMEOUT_S = 0.3
 #: The result of ``call``, which ranks inherit by fork.
@@ -92,7 +94,9 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
         devices.tell(GpuFacts(**warmth["gpus"]))
     # A fork ends those threads.
     _restart_threads_of_numpy()
-    threads, before, at_exit = native_threads(), randomness.states(), atexit._ncallbacks()  # noqa: SLF001 - see process_state
+    threads = native_threads()
+    before = randomness.states()
+    at_exit = atexit._ncallbacks()  # noqa: SLF001 - see process_state
     watch = Watch(warmth["own"])
     # pytest's capture takes stderr away while it collects.
     with os.fdopen(os.dup(2), "w", encoding="utf-8") as log:
@@ -105,11 +109,18 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     rank.start_method = multiprocessing.get_start_method(allow_none=True)
     randomness.remember_seeds(before)
     settle(warmth["device"])
-    findings, unfit = watch.findings, _unfit(threads)
+    findings = watch.findings
+    unfit = _unfit(threads)
+    libraries = []
     # If this process is unfit, one of these libraries may be the reason, and must not make the other server unfit too.
-    libraries = watch.libraries if any(findings.found.values()) and not unfit else []
-    leaves = finishing is not None or atexit._ncallbacks() > at_exit  # noqa: SLF001 - see process_state
-    return {"unfit": unfit, "findings": dataclasses.asdict(findings), "libraries": libraries, "leaves": leaves}
+    if any(findings.found.values()) and not unfit:
+        libraries = watch.libraries
+    return {
+        "unfit": unfit,
+        "findings": dataclasses.asdict(findings),
+        "libraries": libraries,
+        "leaves": finishing is not None or atexit._ncallbacks() > at_exit,  # noqa: SLF001 - see process_state
+    }
 
 
 #: The function that ends the collected session; ``finish`` calls it first.
@@ -237,8 +248,8 @@ def answer_without_cuda(gpus: GpuFacts) -> None:
         @functools.wraps(by_torch)
         def function(*args: Any, **kwargs: Any) -> Any:
             # Of other GPUs than the first nobody asks at import.
-            asked = any(value is not None for value in (*args, *kwargs.values()))
-            if asked or devices.told() is None or cuda.is_initialized():
+            of_other_gpu = any(argument is not None for argument in (*args, *kwargs.values()))
+            if of_other_gpu or devices.told() is None or cuda.is_initialized():
                 return by_torch(*args, **kwargs)
             return known()
 
@@ -322,9 +333,9 @@ def _unfit(threads_of_libraries: Counter[str]) -> str:
     if not extra:
         return ""
     own = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
-    known = {"jemalloc_bg_thd": "jemalloc (pyarrow has one of its own)"}
-    named = [known.get(name, name) for name in extra if name != own]
-    owners = f" of {' and '.join(named)}" if named else ""
+    owners = [_LIBRARIES_BY_THREAD.get(name, name) for name in extra if name != own]
+    of_owners = f" of {' and '.join(owners)}" if owners else ""
     count = sum(extra.values())
-    started = f"1 thread{owners}, which does" if count == 1 else f"{count} threads{owners}, which do"
-    return f"it started {started} not survive a fork and may hold locks"
+    if count == 1:
+        return f"it started 1 thread{of_owners}, which does not survive a fork and may hold locks"
+    return f"it started {count} threads{of_owners}, which do not survive a fork and may hold locks"

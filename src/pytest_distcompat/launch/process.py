@@ -52,11 +52,12 @@ def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
     Where there is none to hide, no variable is set: code that reads it would work here and fail under torchrun. pytest's own
     variable ``PYTEST_CURRENT_TEST`` is left out.
     """
-    found = {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
+    of_ranks = dict(environment)
+    of_ranks.pop("PYTEST_CURRENT_TEST", None)
     if device == "cpu" and has_accelerator():
-        found["CUDA_VISIBLE_DEVICES"] = ""
-        found.setdefault("DS_ACCELERATOR", "cpu")
-    return found
+        of_ranks["CUDA_VISIBLE_DEVICES"] = ""
+        of_ranks.setdefault("DS_ACCELERATOR", "cpu")
+    return of_ranks
 
 
 def user_environment(environment: Mapping[str, str], device: str) -> dict[str, str]:
@@ -64,10 +65,10 @@ def user_environment(environment: Mapping[str, str], device: str) -> dict[str, s
 
     ``DS_ACCELERATOR`` is the user's own or none: DeepSpeed takes the CPU by itself where it sees no GPU.
     """
-    found = on_device(environment, device)
+    of_ranks = on_device(environment, device)
     if "DS_ACCELERATOR" not in environment:
-        found.pop("DS_ACCELERATOR", None)
-    return found
+        of_ranks.pop("DS_ACCELERATOR", None)
+    return of_ranks
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:
@@ -75,7 +76,10 @@ def has_accelerator(devices: Path = Path("/dev")) -> bool:
 
     DeepSpeed prefers each of them to the CPU (deepspeed/accelerator/real_accelerator.py).
     """
-    return any(any(devices.glob(pattern)) for pattern in _ACCELERATORS)
+    for pattern in _ACCELERATORS:
+        if any(devices.glob(pattern)):
+            return True
+    return False
 
 
 def _prctl(option: int, value: int) -> None:
@@ -109,25 +113,26 @@ def children(pid: int) -> list[int]:
             return [child.pid for child in psutil.Process(pid).children()]
         except psutil.NoSuchProcess:
             return []
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         # Each thread has its own children. A thread that ends meanwhile hands them on to another.
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
-                found += map(int, (task / "children").read_text(encoding="ascii").split())
-    return found
+                numbers = (task / "children").read_text(encoding="ascii").split()
+                pids += map(int, numbers)
+    return pids
 
 
 def descendants(pid: int) -> list[psutil.Process]:
     """Return all processes below ``pid``."""
-    found: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     parents = [pid]
     while parents:
         for child in children(parents.pop()):
             parents.append(child)
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.append(psutil.Process(child))
-    return found
+                processes.append(psutil.Process(child))
+    return processes
 
 
 def kill(processes: Iterable[psutil.Process]) -> list[str]:
@@ -161,7 +166,9 @@ def tidies_up(process: psutil.Process) -> bool:
     Python's resource tracker does so with semaphores and shared memory, torch's with files of ``file_system`` sharing.
     """
     with contextlib.suppress(psutil.Error):
-        return any(name in part for part in process.cmdline() for name in _TIDYING_PROCESSES)
+        for argument in process.cmdline():
+            if any(name in argument for name in _TIDYING_PROCESSES):
+                return True
     return False
 
 
@@ -212,7 +219,8 @@ def native_threads() -> Counter[str]:
     names: Counter[str] = Counter()
     for thread in psutil.Process().threads():
         with contextlib.suppress(OSError):
-            names[Path(f"/proc/self/task/{thread.id}/comm").read_text(encoding="utf-8").strip()] += 1
+            name = Path(f"/proc/self/task/{thread.id}/comm").read_text(encoding="utf-8").strip()
+            names[name] += 1
     return names
 
 

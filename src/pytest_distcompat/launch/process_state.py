@@ -82,7 +82,18 @@ _libm = ctypes.CDLL("libm.so.6")
 
 def state_now() -> dict[str, Any]:
     """Return the state of this process that must be the same after a test as before it, by name."""
-    same: dict[str, Any] = {
+    return {
+        **_state_in_the_kernel(),
+        **_state_of_python(),
+        **_state_of_libraries(),
+        # Last, because reading the context of decimal numbers makes one.
+        "context variables": contextvars.copy_context(),
+    }
+
+
+def _state_in_the_kernel() -> dict[str, Any]:
+    """Return what the kernel and the C library keep for this process."""
+    return {
         "the environment": dict(os.environ),
         "the working directory": _working_directory(),
         "the file mode mask": _file_mode_mask(),
@@ -99,13 +110,26 @@ def state_now() -> dict[str, Any]:
         "which operations on numbers raise a signal": _libm.fegetexcept(),
         "its personality and its turn to be killed": (_libc.personality(_READ_PERSONALITY), _oom_score()),
         "the CPUs it may use": (
-            *(os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
-            *(os.sched_getparam(0).sched_priority, _process(os.getpid()).ionice()),
+            os.sched_getaffinity(0),
+            os.getpriority(os.PRIO_PROCESS, 0),
+            os.sched_getscheduler(0),
+            os.sched_getparam(0).sched_priority,
+            _process(os.getpid()).ionice(),
         ),
+    }
+
+
+def _state_of_python() -> dict[str, Any]:
+    """Return what the interpreter and the standard library keep."""
+    state: dict[str, Any] = {
         "the standard streams": (sys.stdin, sys.stdout, sys.stderr, _descriptors()),
         "threads": set(threading.enumerate()),
         "garbage collection": (
-            *(gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks), _has_frozen_objects()),
+            gc.isenabled(),
+            gc.get_threshold(),
+            gc.get_debug(),
+            list(gc.callbacks),
+            _has_frozen_objects(),
         ),
         "import hooks": (list(sys.meta_path), list(sys.path_hooks)),
         "the interpreter's settings": _interpreter(),
@@ -123,26 +147,35 @@ def state_now() -> dict[str, Any]:
         "multiprocessing's interpreter": multiprocessing.spawn.get_executable(),
         "the directory of temporary files": tempfile.tempdir or _first_of_temporaries(),
         "logging": (
-            *(logging.root.level, list(logging.root.handlers), logging.root.manager.disable, logging.lastResort),
-            *(logging.raiseExceptions, logging.getLoggerClass(), logging.getLogRecordFactory()),
+            logging.root.level,
+            list(logging.root.handlers),
+            logging.root.manager.disable,
+            logging.lastResort,
+            logging.raiseExceptions,
+            logging.getLoggerClass(),
+            logging.getLogRecordFactory(),
             *map(logging.getLevelName, _LEVELS),
         ),
         "loggers": _Loggers(),
     }
     # torch sets its own hook with each process group, and leaves it.
     if not str(getattr(sys.excepthook, "__module__", "")).startswith("torch."):
-        same["sys.excepthook"] = sys.excepthook
+        state["sys.excepthook"] = sys.excepthook
+    return state
+
+
+def _state_of_libraries() -> dict[str, Any]:
+    """Return the settings and singletons of the libraries that are loaded."""
+    state: dict[str, Any] = {}
     for name, (module_name, read) in SETTINGS.items():
         # A library that is hidden from this rank has its first settings: a test that imports it may change them at once.
         module = loaded(module_name)
         if module is not None:
-            same[name] = _read(read, module)
+            state[name] = _read(read, module)
     for name, (module_name, read) in SINGLETONS.items():
         if module_name in sys.modules:
-            same[name] = _read(read, sys.modules[module_name])
-    # Last, because reading the context of decimal numbers makes one.
-    same["context variables"] = contextvars.copy_context()
-    return same
+            state[name] = _read(read, sys.modules[module_name])
+    return state
 
 
 def changes(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
@@ -154,11 +187,11 @@ def changes(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     expected = {**now, **dict.fromkeys(SINGLETONS, False), **before}
     for name, value in now.items():
         before.setdefault(name, value)
-    return [
-        described(name, expected[name], value, _LABELS.get(name, ()))
-        for name, value in now.items()
-        if value != expected[name]
-    ]
+    descriptions = []
+    for name, value in now.items():
+        if value != expected[name]:
+            descriptions.append(described(name, expected[name], value, _LABELS.get(name, ())))
+    return descriptions
 
 
 def described(name: str, was: Any, now: Any, labels: Sequence[str] = ()) -> str:
@@ -166,23 +199,29 @@ def described(name: str, was: Any, now: Any, labels: Sequence[str] = ()) -> str:
 
     ``labels`` are what the items are called where both are lists of as many items.
     """
-    if isinstance(was, Mapping) and isinstance(now, Mapping):
-        found = list(_of_mappings(was, now))
-    elif labels and len(was) == len(now) == len(labels):
-        found = [label for label, old, new in zip(labels, was, now, strict=True) if old != new]
-    elif isinstance(was, (set, frozenset, list)) and isinstance(now, (set, frozenset, list)):
-        found = [*_of_items("", now, was), *_of_items("no more ", was, now)]
-    elif all(isinstance(one, (str, int)) for one in (was, now)) and not isinstance(now, bool):
-        found = [f"{_cut(now)} instead of {_cut(was)}"]
-    else:
-        found = []
-    if not found:
+    differences = _differences(was, now, labels)
+    if not differences:
         return name
-    more = f" and {len(found) - _ITEMS_NAMED} more" if len(found) > _ITEMS_NAMED else ""
-    return encodable(f"{name} ({', '.join(found[:_ITEMS_NAMED])}{more})")
+    text = ", ".join(differences[:_ITEMS_NAMED])
+    if len(differences) > _ITEMS_NAMED:
+        text += f" and {len(differences) - _ITEMS_NAMED} more"
+    return encodable(f"{name} ({text})")
 
 
-def _of_mappings(was: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[str]:
+def _differences(was: Any, now: Any, labels: Sequence[str]) -> list[str]:
+    """Return what of a value has changed; empty if it has no parts that can be named."""
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        return list(_changed_keys(was, now))
+    if labels and len(was) == len(now) == len(labels):
+        return [label for label, old, new in zip(labels, was, now, strict=True) if old != new]
+    if isinstance(was, (set, frozenset, list)) and isinstance(now, (set, frozenset, list)):
+        return [*_named_items("", now, was), *_named_items("no more ", was, now)]
+    if isinstance(was, (str, int)) and isinstance(now, (str, int)) and not isinstance(now, bool):
+        return [f"{_cut(now)} instead of {_cut(was)}"]
+    return []
+
+
+def _changed_keys(was: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[str]:
     # Keys of different types may have no order.
     for key in sorted({*was, *now}, key=str):
         name = key.__name__ if isinstance(key, type) else key
@@ -192,14 +231,19 @@ def _of_mappings(was: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[str
             yield f"{name} set to {_cut(now[key])}"
 
 
-def _of_items(prefix: str, items: Any, others: Any) -> Iterator[str]:
+def _named_items(prefix: str, items: Any, others: Any) -> Iterator[str]:
     """Yield the items that are not among the others and have a name: the address of any other object says nothing."""
-    for one in items:
-        if one not in others and isinstance(one, (str, int, threading.Thread)):
-            yield prefix + (one.name if isinstance(one, threading.Thread) else _cut(one))
+    for item in items:
+        if item in others:
+            continue
+        if isinstance(item, threading.Thread):
+            yield prefix + item.name
+        elif isinstance(item, (str, int)):
+            yield prefix + _cut(item)
 
 
 def _cut(value: object) -> str:
+    # A number of an enum is shown as the number.
     text = repr(int(value) if isinstance(value, int) else value)
     return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
 
@@ -238,7 +282,9 @@ def _has_frozen_objects() -> bool:
     others afterwards, of which a rank has few.
     """
     frozen = _frozen_at_first()
-    return len(gc.get_objects()) < frozen if frozen else bool(gc.get_freeze_count())
+    if frozen:
+        return len(gc.get_objects()) < frozen
+    return bool(gc.get_freeze_count())
 
 
 @functools.cache
@@ -258,8 +304,12 @@ def _first_of_temporaries() -> str:
 
     To call ``tempfile.gettempdir`` would fix that directory, which then no longer followed ``TMPDIR``.
     """
-    found = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
-    return os.path.abspath(next(filter(None, found), "/tmp"))  # noqa: PTH100, S108 - as tempfile has it
+    directory = "/tmp"  # noqa: S108 - as tempfile has it
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        if os.environ.get(name):
+            directory = os.environ[name]
+            break
+    return os.path.abspath(directory)  # noqa: PTH100 - as tempfile has it
 
 
 def _wakeup_descriptor() -> int:
@@ -285,30 +335,49 @@ _process = functools.cache(psutil.Process)
 
 def _descriptors() -> list[tuple[int, int] | None]:
     """Return the files of the first three file descriptors."""
-    found: list[tuple[int, int] | None] = [None, None, None]
-    for number in range(3):
+    files: list[tuple[int, int] | None] = [None, None, None]
+    for descriptor in range(3):
         with contextlib.suppress(OSError):
-            file = os.fstat(number)
-            found[number] = file.st_dev, file.st_ino
-    return found
+            status = os.fstat(descriptor)
+            files[descriptor] = status.st_dev, status.st_ino
+    return files
 
 
 def _interpreter() -> tuple[object, ...]:
     """Return the settings of ``sys``, ``threading`` and the like for all of Python."""
-    monitoring: Any = getattr(sys, "monitoring", None)
-    return (
-        *(sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile()),
-        *(sys.getrecursionlimit(), sys.getswitchinterval(), sys.getdlopenflags()),
-        *(sys.unraisablehook, sys.displayhook, threading.excepthook, sys.breakpointhook),
+    settings: list[object] = [
+        sys.gettrace(),
+        sys.getprofile(),
+        threading.gettrace(),
+        threading.getprofile(),
+        sys.getrecursionlimit(),
+        sys.getswitchinterval(),
+        sys.getdlopenflags(),
+        sys.unraisablehook,
+        sys.displayhook,
+        threading.excepthook,
+        sys.breakpointhook,
         # Python 3.10 has the function from 3.10.7 on.
         getattr(sys, "get_int_max_str_digits", int)(),
-        *(sys.get_asyncgen_hooks(), sys.get_coroutine_origin_tracking_depth()),
-        *(sys.dont_write_bytecode, sys.pycache_prefix, sys.executable, list(sys.argv)),
-        *(sys.__stdin__, sys.__stdout__, sys.__stderr__, getattr(sys, "tracebacklimit", None)),
-        *(_stack_size(), faulthandler.is_enabled(), tracemalloc.is_tracing()),
-        # Python 3.12 has it.
-        list(map(monitoring.get_tool, range(6))) if monitoring else (),
-    )
+        sys.get_asyncgen_hooks(),
+        sys.get_coroutine_origin_tracking_depth(),
+        sys.dont_write_bytecode,
+        sys.pycache_prefix,
+        sys.executable,
+        list(sys.argv),
+        sys.__stdin__,
+        sys.__stdout__,
+        sys.__stderr__,
+        getattr(sys, "tracebacklimit", None),
+        _stack_size(),
+        faulthandler.is_enabled(),
+        tracemalloc.is_tracing(),
+    ]
+    # Python 3.12 has it.
+    monitoring: Any = getattr(sys, "monitoring", None)
+    if monitoring:
+        settings.append([monitoring.get_tool(number) for number in range(6)])
+    return tuple(settings)
 
 
 def _oom_score() -> str:
@@ -328,12 +397,13 @@ def _stack_size() -> int:
 
 def _kernel_settings() -> list[object]:
     """Return what prctl set for this process: its name, the signal it gets when its parent dies, and the like."""
-    found: list[object] = [_libc.prctl(option, 0, 0, 0, 0) for option in _GETTERS_OF_PRCTL]
+    settings: list[object] = [_libc.prctl(option, 0, 0, 0, 0) for option in _GETTERS_OF_PRCTL]
     for option in (_GET_PDEATHSIG, _GET_CHILD_SUBREAPER):
         _libc.prctl(option, ctypes.byref(_prctl_number))
-        found.append(_prctl_number.value)
+        settings.append(_prctl_number.value)
     _libc.prctl(_GET_NAME, _prctl_name)
-    return [*found, _prctl_name.value]
+    settings.append(_prctl_name.value)
+    return settings
 
 
 _prctl_number, _prctl_name = ctypes.c_int(), ctypes.create_string_buffer(16)
@@ -349,19 +419,20 @@ class _Loggers:
         loggers = logging.root.manager.loggerDict.copy()
         self.known = loggers.keys()
         # Most loggers have no settings, and there may be hundreds: only the others are recorded.
-        self.set = {
-            name: (one.level, one.propagate, one.disabled, *one.filters, *one.handlers)
-            for name, one in loggers.items()
-            if not isinstance(one, logging.PlaceHolder)
-            and (one.level or one.handlers or one.filters or one.disabled or not one.propagate)
-        }
+        self.set: dict[str, tuple[object, ...]] = {}
+        for name, logger in loggers.items():
+            if isinstance(logger, logging.PlaceHolder):
+                continue
+            if logger.level or logger.handlers or logger.filters or logger.disabled or not logger.propagate:
+                self.set[name] = (logger.level, logger.propagate, logger.disabled, *logger.filters, *logger.handlers)
 
     def __eq__(self, before: object) -> bool:
-        return isinstance(before, _Loggers) and all(
-            self.set.get(name) == before.set.get(name)
-            for name in self.set.keys() | before.set.keys()
-            if name in before.known
-        )
+        if not isinstance(before, _Loggers):
+            return False
+        for name in self.set.keys() | before.set.keys():
+            if name in before.known and self.set.get(name) != before.set.get(name):
+                return False
+        return True
 
     def __hash__(self) -> int:
         return id(self)

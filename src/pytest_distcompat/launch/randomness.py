@@ -14,12 +14,15 @@ _seeded: dict[str, Any] = {}
 
 def states() -> dict[str, Any]:
     """Return the states of the global generators of Python, numpy and torch, of those that are imported."""
-    found: dict[str, Any] = {"random": random.getstate()}
-    for name, module, read in (("numpy", "numpy.random", "get_state"), ("torch", "torch", "get_rng_state")):
-        # A module that is still being imported may lack the function.
-        if (state := getattr(sys.modules.get(module), read, None)) is not None:
-            found[name] = state()
-    return found
+    by_name: dict[str, Any] = {"random": random.getstate()}
+    # A module that is still being imported may lack the function.
+    state_of_numpy = getattr(sys.modules.get("numpy.random"), "get_state", None)
+    if state_of_numpy is not None:
+        by_name["numpy"] = state_of_numpy()
+    state_of_torch = getattr(sys.modules.get("torch"), "get_rng_state", None)
+    if state_of_torch is not None:
+        by_name["torch"] = state_of_torch()
+    return by_name
 
 
 def remember_seeds(before: dict[str, Any]) -> None:
@@ -28,7 +31,9 @@ def remember_seeds(before: dict[str, Any]) -> None:
     pytest-random-order draws a number wherever pytest is configured; ranks that all went on from there would draw the same ones.
     """
     after = states()
-    _seeded.update({name: after[name] for name in before if _SEEDS[name](before[name], after[name])})
+    for name, state in before.items():
+        if _SEEDS[name](state, after[name]):
+            _seeded[name] = after[name]
 
 
 def drawn(name: str, before: Any, after: Any) -> bool:
@@ -74,12 +79,14 @@ _WORDS, _MOST_DRAWS = 624, 64
 
 
 def _seeds_of_python(before: Any, after: Any) -> bool:
+    """Tell whether Python's generator was seeded between these states: drawing alone does not lead from one to the other."""
     replay = random.Random()  # noqa: S311 - it repeats what another one drew
     replay.setstate(before)
     return not _reached(after[1], lambda: replay.getstate()[1], lambda: replay.getrandbits(32 * _WORDS))
 
 
 def _seeds_of_numpy(before: Any, after: Any) -> bool:
+    """Tell whether numpy's generator was seeded between these states, as above."""
     replay = importlib.import_module("numpy.random").RandomState()
     replay.set_state(before)
     return not _reached(after[1], lambda: replay.get_state()[1], lambda: replay.bytes(4 * _WORDS))
@@ -97,8 +104,10 @@ def _reached(goal: Sequence[int], state: Callable[[], Sequence[int]], draw: Call
 def _seeds_of_torch(before: Any, after: Any) -> bool:
     """Tell whether the generator was seeded between these states: a state holds the seed."""
     replay = sys.modules["torch"].Generator()
-    first, last = (int(replay.set_state(state).initial_seed()) for state in (before, after))
-    return first != last
+    first_seed = int(replay.set_state(before).initial_seed())
+    last_seed = int(replay.set_state(after).initial_seed())
+    return first_seed != last_seed
 
 
+#: By the name of each generator: what tells whether it was seeded between two states.
 _SEEDS = {"random": _seeds_of_python, "numpy": _seeds_of_numpy, "torch": _seeds_of_torch}

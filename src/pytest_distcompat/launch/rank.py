@@ -26,12 +26,13 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.events import Done, Error, Event, Start, has_ended, of_kind, pids_of
 from pytest_distcompat.excerpt import explained
-from pytest_distcompat.launch import deaths, flight_recorder, pristine_builtins, randomness, unimported
+from pytest_distcompat.launch import pristine_builtins, randomness, unimported
+from pytest_distcompat.launch.forensics import deaths, flight_recorder
+from pytest_distcompat.launch.forensics.stacks import STACK_SIGNAL, format_error, request_stack, stack_file
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.launch.process import die_with_parent, flush, run_exit_functions
 from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
 from pytest_distcompat.launch.request import Request, set_import_path
-from pytest_distcompat.launch.stacks import STACK_SIGNAL, format_error, request_stack, stack_file
 
 #: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
 GRACE = 0.3
@@ -119,7 +120,8 @@ def perform(request: Request, *, by_hand: bool = False, debugged: int | None = N
         log.write(Start(own, deaths.out_of_memory_kills()))
         try:
             module, _, function = request.target.partition(":")
-            getattr(importlib.import_module(module), function)(request.payload, log)
+            target = getattr(importlib.import_module(module), function)
+            target(request.payload, log)
         except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
             debug(log, error)
             # The rank may have reported one before.
@@ -139,7 +141,8 @@ def debug(log: RankLog, error: BaseException) -> None:
 
     A failed rank that ended at once would take the rank to debug with it. Does nothing in a run without a rank to debug.
     """
-    began, debugged = clock.now(), log.debugged
+    began = clock.now()
+    debugged = log.debugged
     if debugged is None:
         return
     if log.rank == debugged:
@@ -150,10 +153,12 @@ def debug(log: RankLog, error: BaseException) -> None:
         pdb.post_mortem(error.__traceback__)
         return
     logs = LogReader(log.path.parent, [debugged])
-    # The log of an earlier run may still be there.
-    clock.wait_until(
-        lambda: has_ended(event for event in logs.read()[debugged] if event.time > began), math.inf, every=0.1
-    )
+
+    def debugged_has_ended() -> bool:
+        # The log of an earlier run may still be there.
+        return has_ended(event for event in logs.read()[debugged] if event.time > began)
+
+    clock.wait_until(debugged_has_ended, math.inf, every=0.1)
 
 
 def _use_threads() -> None:
@@ -202,8 +207,11 @@ def request_straggler_stacks(events: Mapping[int, Sequence[Event]]) -> None:
 
     The agent ends them as soon as it sees that this rank is gone, and afterwards their stacks cannot be had.
     """
-    errors = [error for logged in events.values() for error in of_kind(Error, logged)]
-    gave_up = [error for error in errors if _GAVE_UP.search(error.message)]
+    gave_up = []
+    for logged in events.values():
+        for error in of_kind(Error, logged):
+            if _GAVE_UP.search(error.message):
+                gave_up.append(error)
     first = min(gave_up, key=lambda error: error.time, default=None)
     pids = pids_of(events)
     if first is None or pids.get(first.rank) != os.getpid():

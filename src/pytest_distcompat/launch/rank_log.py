@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pytest_distcompat import clock
 from pytest_distcompat.events import Done, Error, Event, Note, decode_event
-from pytest_distcompat.launch import deaths, pristine_builtins
+from pytest_distcompat.launch import pristine_builtins
+from pytest_distcompat.launch.forensics import deaths
 
 
 class RankLog:
@@ -35,11 +36,18 @@ class RankLog:
     def write(self, event: Event) -> None:
         """Append one event."""
         name = event.event if isinstance(event, Note) else event.name
-        known = {"event": name, "rank": self.rank, "time": clock.now(), "memory": deaths.resident_memory()}
-        line = pristine_builtins.encode({**known, **event.own_fields()}) + "\n"
+        fields = {
+            "event": name,
+            "rank": self.rank,
+            "time": clock.now(),
+            "memory": deaths.resident_memory(),
+            **event.own_fields(),
+        }
+        line = pristine_builtins.encode(fields) + "\n"
         raw = line.encode("utf-8", "surrogatepass")
         while raw:
-            raw = raw[pristine_builtins.write_to(self._file, raw) :]
+            written = pristine_builtins.write_to(self._file, raw)
+            raw = raw[written:]
         if isinstance(event, Error) and self._terminal is not None:
             shown = f"\nrank {self.rank}: {event.message}\n{event.text}\n".encode("utf-8", "replace")
             pristine_builtins.write_to(self._terminal, shown)
@@ -65,26 +73,36 @@ class LogReader:
 
     def read(self) -> Mapping[int, Sequence[Event]]:
         """Return all events that the ranks have logged so far, by rank."""
-        for rank, path in self._paths.items():
-            with contextlib.suppress(FileNotFoundError), pristine_builtins.open_file(path, "rb") as file:
-                inode = pristine_builtins.status_of(file.fileno()).st_ino
-                known, offset = self._positions.get(rank, (inode, 0))
-                if known != inode:
-                    # The log of a process that was this rank before was put aside.
-                    self._events[rank], offset = [], 0
-                file.seek(offset)
-                raw = file.read()
-                whole = raw[: raw.rfind(b"\n") + 1]
-                self._positions[rank] = inode, offset + len(whole)
-                events = self._events[rank]
-                for line in whole.splitlines():
-                    with contextlib.suppress(ValueError):
-                        event = decode_event(pristine_builtins.decode(line.decode("utf-8", "replace")))
-                        # A forked child writes ``done`` to the same file, while the rank may be gone without it.
-                        own = {None, getattr(events[0], "pid", None)} if events else {None}
-                        if event is not None and not (isinstance(event, Done) and event.pid not in own):
-                            events.append(event)
+        for rank in self._paths:
+            with contextlib.suppress(FileNotFoundError):
+                self._read_more(rank)
         return self._events
+
+    def _read_more(self, rank: int) -> None:
+        """Read the lines that a rank has written since the last call, without one that it has not finished."""
+        with pristine_builtins.open_file(self._paths[rank], "rb") as file:
+            inode = pristine_builtins.status_of(file.fileno()).st_ino
+            known_inode, offset = self._positions.get(rank, (inode, 0))
+            if known_inode != inode:
+                # The log of a process that was this rank before was put aside.
+                self._events[rank] = []
+                offset = 0
+            file.seek(offset)
+            raw = file.read()
+        finished = raw[: raw.rfind(b"\n") + 1]
+        self._positions[rank] = inode, offset + len(finished)
+        for line in finished.splitlines():
+            with contextlib.suppress(ValueError):
+                event = decode_event(pristine_builtins.decode(line.decode("utf-8", "replace")))
+                if event is not None and not self._of_forked_child(rank, event):
+                    self._events[rank].append(event)
+
+    def _of_forked_child(self, rank: int, event: Event) -> bool:
+        """Tell whether a forked child of the rank wrote ``done`` to the same file; the rank may be gone without it."""
+        if not isinstance(event, Done) or event.pid is None:
+            return False
+        logged = self._events[rank]
+        return not logged or event.pid != getattr(logged[0], "pid", None)
 
 
 def read_events(directory: str | Path, rank: int) -> Sequence[Event]:

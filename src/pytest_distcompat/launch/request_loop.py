@@ -66,7 +66,8 @@ class Store:
         self._clears += 1
         done = f"{_CLEARED}{self._clears}"
         if self._rank == 0:
-            for key in set(self._store.list_keys()) - self._agent_keys if self._can_list else ():
+            leftover = set(self._store.list_keys()) - self._agent_keys if self._can_list else set()
+            for key in leftover:
                 # A slower rank may still wait for one of these.
                 if not key.startswith((_CLEARED, _DONE)):
                     self._store.delete_key(key)
@@ -75,7 +76,11 @@ class Store:
 
     def has_leftover_keys(self) -> bool:
         """Return whether there are keys that ``clear`` cannot remove."""
-        return not self._can_list and self._store.num_keys() > self._initial_keys + self._clears + self._requests + 1
+        if self._can_list:
+            return False
+        # One for each call of ``clear`` and for each request, and the count of requests.
+        own_keys = self._clears + self._requests + 1
+        return bool(self._store.num_keys() > self._initial_keys + own_keys)
 
 
 class ReusedRank:
@@ -105,7 +110,8 @@ class ReusedRank:
         """
         settings = (request.set, request.unset, request.cwd, request.import_path)
         if settings != self._settings:
-            self._settings, self._baseline = settings, state_now()
+            self._settings = settings
+            self._baseline = state_now()
 
     def changes(self) -> list[str]:
         """Return the names of the state that the request changed, and of what has grown too much.
@@ -128,17 +134,21 @@ class ReusedRank:
 
     def without_group(self) -> None:
         """Destroy the process group before a request that may make its own. All ranks call it together."""
-        if self.group is not None:
-            if not self._destroy_group(DESTROY_TIMEOUT_S):
-                raise RuntimeError(
-                    f"the process group that tests share could not be destroyed within {DESTROY_TIMEOUT_S:g} s: "
-                    "an earlier test left a collective unfinished"
-                )
-            self.store.clear()
+        if self.group is None:
+            return
+        if not self._destroy_group(DESTROY_TIMEOUT_S):
+            raise RuntimeError(
+                f"the process group that tests share could not be destroyed within {DESTROY_TIMEOUT_S:g} s: "
+                "an earlier test left a collective unfinished"
+            )
+        self.store.clear()
 
     def release_group(self) -> None:
         """Destroy the process group at the end of this process, unless it is broken: destroying that could hang."""
-        if self.group is not None and not (self.sound and self._destroy_group(DESTROY_TIMEOUT_AT_END_S)):
+        if self.group is None:
+            return
+        destroyed = self.sound and self._destroy_group(DESTROY_TIMEOUT_AT_END_S)
+        if not destroyed:
             # A forked rank ends by os._exit anyway; in a spawned one the interpreter would destroy the group.
             atexit.register(os._exit, 0)
             atexit.register(flush)
@@ -176,8 +186,8 @@ class ReusedRank:
             from torch import distributed
 
             if self.group is None or not distributed.is_initialized():
-                there = self.group is not None or distributed.is_initialized()
-                return lambda _: not there
+                appeared_or_vanished = self.group is not None or distributed.is_initialized()
+                return lambda _: not appeared_or_vanished
             if distributed.group.WORLD is not self.group:
                 return lambda _: False
             self._group_checks += 1
@@ -252,7 +262,8 @@ def _perform(reused: ReusedRank, request: Request) -> list[str]:
         changed = reused.changes()
         wait_for_all()
         check = reused.begin_group_check()
-    reused.sound = check(min(GROUP_CHECK_TIMEOUT_S, request.timeout * GROUP_CHECK_PART_OF_LIMIT))
+    limit = min(GROUP_CHECK_TIMEOUT_S, request.timeout * GROUP_CHECK_PART_OF_LIMIT)
+    reused.sound = check(limit)
     if not reused.sound:
         changed.append("the process group")
     if reused.store.has_leftover_keys():

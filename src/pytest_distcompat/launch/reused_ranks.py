@@ -44,9 +44,15 @@ class ReusedRanks:
         self._listener.bind(str(socket_path))
         self._listener.listen(first.world_size)
         #: The request that starts the ranks and their request loop.
-        payload, directory = {"socket": str(socket_path)}, str(Path(first.directory) / "ranks")
-        # Each request brings the working directory and the import path itself.
-        self.start_request = replace(first, target=SERVE, payload=payload, directory=directory, cwd="", import_path=())
+        self.start_request = replace(
+            first,
+            target=SERVE,
+            payload={"socket": str(socket_path)},
+            directory=str(Path(first.directory) / "ranks"),
+            # Each request brings the working directory and the import path itself.
+            cwd="",
+            import_path=(),
+        )
         #: The request that the ranks do now, or did last, and the files that they write meanwhile.
         self.current_request = first
         self.files = Files(Path(first.directory))
@@ -87,13 +93,13 @@ class ReusedRanks:
     def receive(self) -> list[socket.socket]:
         """Read what has arrived, and return the sockets on which more may arrive."""
         ready, _, _ = select.select(self.sockets, [], [], 0)
-        for one in ready:
-            if one is self._listener:
-                rank, _ = one.accept()
+        for ready_socket in ready:
+            if ready_socket is self._listener:
+                rank, _ = self._listener.accept()
                 self._buffers[rank] = b""
                 self._send_current(rank)
             else:
-                self._read(one)
+                self._read(ready_socket)
         return self.sockets
 
     @property
@@ -102,6 +108,7 @@ class ReusedRanks:
         return len(self.replies) == self.start_request.world_size
 
     def _read(self, rank: socket.socket) -> None:
+        """Read what a rank has sent: a line of JSON, once it has done the current request."""
         try:
             received = rank.recv(65536)
         except ConnectionError:
@@ -111,22 +118,33 @@ class ReusedRanks:
             self._buffers.pop(rank)
             rank.close()
             return
-        line, end, rest = (self._buffers[rank] + received).partition(b"\n")
-        self._buffers[rank] = rest if end else line
-        if end:
+        self._buffers[rank] += received
+        if b"\n" in self._buffers[rank]:
+            line, _, self._buffers[rank] = self._buffers[rank].partition(b"\n")
             reply = json.loads(line)
             self.replies[reply["rank"]] = reply["changed"]
 
     @property
     def end_reason(self) -> str:
         """The reason why these ranks must not do another request; empty if they may."""
-        for changed in (reply for _, reply in sorted(self.replies.items()) if reply):
-            # An unsound process group is reported by several ranks, and none of them is more to blame than the others.
-            ranks = [str(rank) for rank, reply in sorted(self.replies.items()) if reply == changed]
-            several = "all ranks" if self.replied and len(ranks) == len(self.replies) else f"ranks {', '.join(ranks)}"
-            where = several if len(ranks) > 1 else f"rank {ranks[0]}"
-            return f"on {where} it left {', '.join(changed)} changed"
-        return f"they did {self.uses} requests" if self.uses >= self.reuse.uses else ""
+        for _, changed in sorted(self.replies.items()):
+            if changed:
+                return f"on {self._ranks_with(changed)} it left {', '.join(changed)} changed"
+        if self.uses >= self.reuse.uses:
+            return f"they did {self.uses} requests"
+        return ""
+
+    def _ranks_with(self, changed: list[str]) -> str:
+        """Return the ranks that reported these changes, as text.
+
+        An unsound process group is reported by several ranks, and none of them is more to blame than the others.
+        """
+        ranks = [str(rank) for rank, reply in sorted(self.replies.items()) if reply == changed]
+        if len(ranks) == 1:
+            return f"rank {ranks[0]}"
+        if self.replied and len(ranks) == len(self.replies):
+            return "all ranks"
+        return f"ranks {', '.join(ranks)}"
 
     def dismiss(self) -> None:
         """End the ranks' request loops by closing their sockets."""

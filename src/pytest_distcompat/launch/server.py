@@ -95,7 +95,7 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
 
 def serve_alone(warmth: str, dump_at: str, ends: str) -> NoReturn:
     """Be the fork servers of a side, in an interpreter of their own."""
-    ends_by_kind = {kind: Ends(*one) for kind, one in json.loads(ends).items()}
+    ends_by_kind = {kind: Ends(*descriptors) for kind, descriptors in json.loads(ends).items()}
     _serve(ends_by_kind, json.loads(Path(warmth).read_text(encoding="utf-8")), float(dump_at))
 
 
@@ -109,33 +109,56 @@ def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: 
     if SESSION in ends:
         read, write = os.pipe()
         if os.fork() == 0:
-            die_with_parent()
-            # Modules are imported here that may ask for it, or signal their group, as they could on a rank.
-            rank.lead_session()
             os.close(read)
-            ends[LIBRARIES].close()
-            collected = preload.collect(warmth_fields, dump_at)
-            with os.fdopen(write, "w", encoding="utf-8") as file:
-                json.dump(collected.pop("libraries"), file)
-            serve(ends[SESSION], collected, preload.finish)
+            _serve_session(ends, warmth_fields, dump_at, write)
         os.close(write)
         ends[SESSION].close()
         with os.fdopen(read, encoding="utf-8") as file:
             libraries = file.read()
-        # For ranks that collect tests themselves, and import the user's own modules themselves.
-        preload.import_modules(json.loads(libraries) if libraries else (), dump_at)
+        # For ranks that collect tests themselves, and import the user's own modules themselves. Empty if the other server died.
+        if libraries:
+            preload.import_modules(json.loads(libraries), dump_at)
         preload.settle(warmth_fields["device"])
         unimported.hide()
     serve(ends[LIBRARIES], status)
 
 
+def _serve_session(
+    ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: float, libraries_descriptor: int
+) -> NoReturn:
+    """Be the fork server that collects tests, in a fork of the one that has imported libraries.
+
+    It writes to ``libraries_descriptor``, a pipe to the other server, the names of modules that the tests imported besides.
+    """
+    die_with_parent()
+    # Modules are imported here that may ask for it, or signal their group, as they could on a rank.
+    rank.lead_session()
+    ends[LIBRARIES].close()
+    status = preload.collect(warmth_fields, dump_at)
+    with os.fdopen(libraries_descriptor, "w", encoding="utf-8") as file:
+        json.dump(status.pop("libraries"), file)
+    serve(ends[SESSION], status, preload.finish)
+
+
 def _merged(sides: list[dict[str, dict[str, Any] | None]]) -> dict[str, Any]:
     """Return the status for the parent: of both sides the first problem of each kind, and all findings."""
-    libraries = [side[LIBRARIES] or {"unfit": _DIED} for side in sides]
-    sessions = [side[SESSION] or {"unfit": _DIED} for side in sides if side[LIBRARIES] and SESSION in side]
+    libraries = []
+    sessions = []
+    for side in sides:
+        libraries.append(side[LIBRARIES] or {"unfit": _DIED})
+        if side[LIBRARIES] and SESSION in side:
+            sessions.append(side[SESSION] or {"unfit": _DIED})
     return {
-        "unfit": next(filter(None, (one["unfit"] for one in libraries)), ""),
-        "not_shared": next(filter(None, (one["unfit"] for one in sessions)), ""),
-        "findings": [one["findings"] for one in sessions if "findings" in one],
-        "leaves": any(one.get("leaves") for one in sessions),
+        "unfit": _first_problem(libraries),
+        "not_shared": _first_problem(sessions),
+        "findings": [status["findings"] for status in sessions if "findings" in status],
+        "leaves": any(status.get("leaves") for status in sessions),
     }
+
+
+def _first_problem(statuses: list[dict[str, Any]]) -> str:
+    """Return why ranks must not be forked from one of the servers with these statuses; empty if they may."""
+    for status in statuses:
+        if status["unfit"]:
+            return str(status["unfit"])
+    return ""

@@ -52,7 +52,8 @@ def recorded(name: str) -> Iterator[None]:
 
 def _record_loader(kind: Any, undo: contextlib.ExitStack) -> None:
     """Note which modules loaders of this class execute, and which one executes meanwhile."""
-    execute, inherited = kind.exec_module, "exec_module" not in vars(kind)
+    execute = kind.exec_module
+    inherited = "exec_module" not in vars(kind)
 
     @functools.wraps(execute)
     def exec_module(loader: Any, module: ModuleType) -> None:
@@ -79,16 +80,16 @@ def _record_imports(undo: contextlib.ExitStack) -> None:
 
     # The parameters of ``builtins.__import__``, which callers may give by name.
     def record(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # noqa: A002
-        found = original(name, globals, locals, fromlist, level)
+        module = original(name, globals, locals, fromlist, level)
         if _running:
             names = _imported[_running[-1]]
             if level:
                 # The module itself is returned where something is taken from it.
-                name = found.__name__ if fromlist else ""
+                name = module.__name__ if fromlist else ""
             names.add(name)
             for item in fromlist or ():
                 names.add(f"{name}.{item}")
-        return found
+        return module
 
     builtins.__import__ = record
     undo.callback(setattr, builtins, "__import__", original)
@@ -96,14 +97,14 @@ def _record_imports(undo: contextlib.ExitStack) -> None:
 
 def _with_imported(names: Iterable[str], known: Container[str]) -> set[str]:
     """Return those of these modules that are known, and all known ones that they import, directly or by way of known ones."""
-    found: set[str] = set()
-    left = [name for name in names if name in known]
-    while left:
-        name = left.pop()
-        if name not in found:
-            found.add(name)
-            left.extend(other for other in _imported.get(name, ()) if other in known)
-    return found
+    reached: set[str] = set()
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        if name in known and name not in reached:
+            reached.add(name)
+            pending.extend(_imported.get(name, ()))
+    return reached
 
 
 def _stays(name: str) -> bool:
@@ -117,9 +118,16 @@ def hide() -> None:
         # A package is imported with each of its modules; and not all that is taken from a module is one.
         names.add(name.rpartition(".")[0])
         names.intersection_update(_imported)
-    roots = [name for name in sys.modules if name not in _imported or _stays(name)]
+    roots = []
+    for name in sys.modules:
+        if name not in _imported or _stays(name):
+            roots.append(name)
     stay = _with_imported(roots, sys.modules)
-    _hide([name for name in sys.modules if name in _imported and name not in stay])
+    hidden = []
+    for name in sys.modules:
+        if name in _imported and name not in stay:
+            hidden.append(name)
+    _hide(hidden)
     for name in _given_with:
         _given_with[name] = tuple(_with_imported([name], _hidden))
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -127,15 +135,16 @@ def hide() -> None:
 
 
 def _hide(names: Sequence[str]) -> None:
+    """Take these modules out of ``sys.modules``, and out of their packages, whose attributes they are."""
     for name in names:
         module = sys.modules.pop(name, None)
         if module is not None:
             _hidden[name] = module
     for name in names:
-        package, _, own = name.rpartition(".")
-        parent = sys.modules.get(package) or _hidden.get(package)
-        if parent is not None and name in _hidden and vars(parent).get(own) is _hidden[name]:
-            delattr(parent, own)
+        package, _, attribute = name.rpartition(".")
+        parent = loaded(package)
+        if parent is not None and name in _hidden and vars(parent).get(attribute) is _hidden[name]:
+            delattr(parent, attribute)
 
 
 def keep_visible() -> None:
@@ -157,17 +166,20 @@ def loaded(name: str) -> ModuleType | None:
 
 def _give_back(name: str) -> None:
     """Give back a module and what it had imported."""
-    for other in _given_with.get(name) or tuple(_with_imported([name], _hidden)):
-        if other not in _hidden:
+    names = _given_with.get(name)
+    if not names:
+        names = tuple(_with_imported([name], _hidden))
+    for imported in names:
+        if imported not in _hidden:
             continue
-        module = _hidden[other]
-        sys.modules[other] = module
-        package, _, own = other.rpartition(".")
-        parent = sys.modules.get(package) or _hidden.get(package)
+        module = _hidden[imported]
+        sys.modules[imported] = module
+        package, _, attribute = imported.rpartition(".")
+        parent = loaded(package)
         if parent is not None:
-            setattr(parent, own, module)
-        del _hidden[other]
-        _given_back.append(other)
+            setattr(parent, attribute, module)
+        del _hidden[imported]
+        _given_back.append(imported)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -178,12 +190,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         module = _hidden.get(name)
         if module is None:
             return None
-        own = module.__spec__
-        spec = importlib.machinery.ModuleSpec(name, _Loader(module), origin=own.origin if own else None)
-        if own is not None:
-            spec.submodule_search_locations = own.submodule_search_locations
-            spec.has_location = own.has_location
-            spec.cached = own.cached
+        spec = importlib.machinery.ModuleSpec(name, _Loader(module))
+        original = module.__spec__
+        if original is not None:
+            spec.origin = original.origin
+            spec.submodule_search_locations = original.submodule_search_locations
+            spec.has_location = original.has_location
+            spec.cached = original.cached
         return spec
 
 
@@ -201,7 +214,11 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Give back what it imported. Its code does not run again."""
         module.__spec__ = self._spec
-        _give_back(module.__name__ if module.__name__ in _hidden else self._spec.name if self._spec else "")
+        name = module.__name__
+        if name not in _hidden:
+            # The module calls itself by another name.
+            name = self._spec.name if self._spec is not None else ""
+        _give_back(name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._spec.loader if self._spec else None, name)

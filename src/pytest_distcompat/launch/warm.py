@@ -8,12 +8,12 @@ from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import environment, loopback
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
+from pytest_distcompat.launch.forensics.watchdog import Watchdog
 from pytest_distcompat.launch.launcher_process import LauncherProcess
 from pytest_distcompat.launch.process import kill
 from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.reused_ranks import Reuse, ReusedRanks
-from pytest_distcompat.launch.watchdog import Watchdog
 
 #: How long the agent may take to notice that its ranks are gone, in seconds.
 AGENT_TIMEOUT_S = 5.0
@@ -138,8 +138,11 @@ class WarmLauncher:
         """
         agent_notified = False
         sockets = reused.sockets if reused is not None else []
-        while (answer := process.receive(clock.now() + 0.1, sockets)) is None or "listens" in answer:
+        while True:
+            answer = process.receive(clock.now() + 0.1, sockets)
             if answer is not None:
+                if "listens" not in answer:
+                    return answer
                 self.listens(answer["listens"])
             if reused is not None:
                 sockets = reused.receive()
@@ -154,7 +157,6 @@ class WarmLauncher:
             if since_acted > AGENT_NOTIFIED_AFTER_S and not agent_notified:
                 agent_notified = True
                 process.stop_agent()
-        return answer
 
     def _conclude(
         self, process: LauncherProcess, watch: Watchdog, answer: Mapping[str, Any] | None, **more: Any
@@ -167,6 +169,7 @@ class WarmLauncher:
         return ending
 
     def _ending(self, process: LauncherProcess, watch: Watchdog, answer: Mapping[str, Any], **more: Any) -> Ending:
+        """Return how the watched request ended, with what the agent answered."""
         more["notice"] = more.get("notice") or self._notice(process, watch.request)
         return watch.conclude(
             answer.get("exit_codes"),
@@ -181,17 +184,7 @@ class WarmLauncher:
         """Return what the user should know about the fork servers; only the first notice of a session is given."""
         if self._notice_given:
             return ""
-        notice = ""
-        if process.unfit:
-            notice = (
-                f"the fork server cannot be forked from: {process.unfit}. Ranks are started by spawn instead, "
-                "seconds slower each. Look for code at import time in a conftest.py or a test module."
-            )
-        elif request.collected and (reason := process.not_shared(request)):
-            notice = (
-                f"each rank imports the tests itself, as under torchrun, which takes longer: {reason}, and ranks that are forked "
-                "after that would share what came of it."
-            )
+        notice = _describe_slow_start(process, request)
         self._notice_given = bool(notice)
         return notice
 
@@ -204,3 +197,19 @@ class WarmLauncher:
         if self._process is not None:
             self._process.close(farewell=farewell)
             self._process = None
+
+
+def _describe_slow_start(process: LauncherProcess, request: Request) -> str:
+    """Return why the ranks of the request start slower than they could; empty if they do not."""
+    if process.unfit:
+        return (
+            f"the fork server cannot be forked from: {process.unfit}. Ranks are started by spawn instead, "
+            "seconds slower each. Look for code at import time in a conftest.py or a test module."
+        )
+    reason = process.not_shared(request) if request.collected else ""
+    if reason:
+        return (
+            f"each rank imports the tests itself, as under torchrun, which takes longer: {reason}, and ranks that are forked "
+            "after that would share what came of it."
+        )
+    return ""

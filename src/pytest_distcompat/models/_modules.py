@@ -29,7 +29,7 @@ class Block(nn.Module):
 class MLP(nn.Module):
     """Classifier with uneven sizes, buffers and a frozen layer: (batch, features) -> (batch, classes).
 
-    It calls no function of this module: a script for a bug report (``walk/script.py``) has its source and Block's alone.
+    It calls no function of this module: a script for a bug report (``ext/walk/script.py``) has its source and Block's alone.
     Buffers are cast where they are used, because neither FSDP2 nor DeepSpeed casts them: a bfloat16 activation times a
     float32 buffer is float32, which the next layer's bfloat16 weights do not accept.
     """

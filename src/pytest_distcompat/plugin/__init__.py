@@ -5,11 +5,11 @@ A session without distributed tests imports this file, ``options`` and what thes
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
 import sys
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,8 +17,10 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.missing_module import hint_of
 from pytest_distcompat.plugin import options
 from pytest_distcompat.plugin.current import session_of
-from pytest_distcompat.plugin.inside import launched
-from pytest_distcompat.plugin.inside.launched import ON_RANK, STARTS_RANKS
+from pytest_distcompat.plugin.on_ranks.launched import COLLECTS, ON_RANK, STARTS_RANKS
+
+if TYPE_CHECKING:
+    from pytest_distcompat.plugin.session import DistcompatSession
 
 _MARK = "distcompat"
 # Defined here and not in rank_session: a session without distributed tests does not import that module.
@@ -28,17 +30,16 @@ _COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # the items 
 _APPLIES_KNOWN: pytest.StashKey[bool] = pytest.StashKey()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Register the options and ini keys."""
-    options.add(parser)
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the hooks of extensions."""
+    from pytest_distcompat import hookspecs
+
+    pluginmanager.add_hookspecs(hookspecs)
 
 
-def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Take the terminal from all ranks of an external launch but rank 0."""
-    if launched.is_rank() and os.environ["RANK"] != "0":
-        from pytest_distcompat.plugin.inside.rank_output import no_terminal
-
-        no_terminal(early_config)
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the options and ini keys, those of extensions too."""
+    options.add(parser, pluginmanager)
 
 
 @pytest.hookimpl(tryfirst=True)  # report files are opened by the hooks of others
@@ -53,12 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "precisions or options once for each cell.",
     )
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
-    if launched.is_rank() and ON_RANK not in config.stash:
-        from pytest_distcompat.plugin.inside import external_launch
-
-        external_launch.enter(config)
+    config.hook.pytest_distcompat_configure(config=config)
     given = options.given(config)
     for name in given:
+        # Reading a value checks it.
         options.setting(config, name)
     # An xdist controller collects nothing: it learns of distributed tests from the reports of its workers.
     if given or _is_controller(config):
@@ -67,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_APPLIES_KNOWN] = bool(session.own) and ON_RANK not in config.stash
         if given:
             # Reading these properties checks the options behind them.
-            _ = session.world_size, session.verified, session.reach
+            _ = session.world_size, session.verified
             if session.over_nodes and _is_controller(config):
                 _end_by_sigterm(config)
 
@@ -78,11 +77,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if not names:
         return []
     session = session_of(config)
-    settings = [
-        f"{name.removeprefix('distcompat_')} {setting.text} (from {setting.origin})"
-        for name in names
-        for setting in [options.setting(config, name)]
-    ]
+    settings = []
+    for name in names:
+        setting = options.setting(config, name)
+        settings.append(f"{name.removeprefix('distcompat_')} {setting.text} (from {setting.origin})")
     return [f"distcompat: {', '.join(settings)}; {session.device} x {session.world_size}"]
 
 
@@ -93,25 +91,32 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     from pytest_distcompat.cell import OPTIONS
 
     session = session_of(config)
-    if session.simulated:
-        return [
-            f"distcompat: simulated: {session.simulated} ranks, of which those that differ are simulated; no values are computed"
-        ]
-    device = f"{session.gpus} GPUs, nccl" if session.gpus else "CPU, gloo"
-    if session.gpus and session.ranks_each > 1:
+    if session.substitute is not None:
+        return [f"distcompat: {session.substitute.title}"]
+    origin = session.setting("world_size").origin
+    launcher = session.setting("launcher").value
+    limit = f"time limit {session.timeout:g} s ({session.setting('timeout').origin})"
+    line = f"{_devices(session)}, world size {session.world_size} ({origin}), {limit}, {launcher} launcher"
+    budget = session.setting("budget").value
+    if budget:
+        line += f", budget {budget.seconds:g} s in order @{budget.seed}"
+    lines = [f"distcompat: {line}"]
+    if OPTIONS["model"].default == "mlp":
+        lines.append("distcompat: transformers is not installed: the built-in drivers train the model mlp by default")
+    return lines
+
+
+def _devices(session: DistcompatSession) -> str:
+    """Return the devices of a session in words, and the backends of their process groups."""
+    if not session.gpus:
+        return "CPU, gloo"
+    device = f"{session.gpus} GPUs, nccl"
+    if session.ranks_each > 1:
         from pytest_distcompat.launch import nccl
 
         backend = str(nccl.library()) if session.nccl_takes_shared_ranks else "gloo"
         device += f" ({backend} where up to {session.ranks_each} ranks share a GPU)"
-    origin = session.setting("world_size").origin
-    launcher = session.setting("launcher").value
-    limit = f"time limit {session.timeout:g} s ({session.setting('timeout').origin})"
-    budget = session.setting("budget").value
-    order = f", budget {budget.seconds:g} s in order @{budget.seed}" if budget else ""
-    lines = [f"distcompat: {device}, world size {session.world_size} ({origin}), {limit}, {launcher} launcher{order}"]
-    if OPTIONS["model"].default == "mlp":
-        lines.append("distcompat: transformers is not installed: the built-in drivers train the model mlp by default")
-    return lines
+    return device
 
 
 @pytest.hookimpl(wrapper=True)
@@ -121,10 +126,11 @@ def pytest_make_collect_report(
     """Add a hint if a module of distributed tests imports one of the repository that pytest does not find."""
     report = yield
     call: Any = getattr(report, "call", None)
-    if report.failed and isinstance(collector, pytest.Module) and call is not None and call.excinfo is not None:
-        hint = hint_of(call.excinfo.value, collector.config.rootpath)
-        if hint and _MARK in collector.path.read_text(encoding="utf-8", errors="replace"):
-            report.sections.append((f"{_MARK}: hint", hint))
+    if not report.failed or not isinstance(collector, pytest.Module) or call is None or call.excinfo is None:
+        return report
+    hint = hint_of(call.excinfo.value, collector.config.rootpath)
+    if hint and _MARK in collector.path.read_text(encoding="utf-8", errors="replace"):
+        report.sections.append((f"{_MARK}: hint", hint))
     return report
 
 
@@ -154,14 +160,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize suites by their cases, and marked tests by their cells."""
     mark = next(metafunc.definition.iter_markers(_MARK), None)
     if mark is not None:
-        from pytest_distcompat.plugin.marked import marker
+        from pytest_distcompat.plugin.marked import declare
 
         try:
-            arguments = marker.read_mark(mark)
+            arguments = declare.read_mark(mark)
         except ValueError as problem:
             raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {problem}") from None
         if arguments.has_cells:
-            marker.parametrize(metafunc, arguments, session_of(metafunc.config))
+            declare.parametrize(metafunc, arguments, session_of(metafunc.config))
     elif "distcompat_case" in metafunc.fixturenames and metafunc.cls is not None:
         from pytest_distcompat.plugin.suite import cases
 
@@ -177,19 +183,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     collected = list(items)
     yield
     shard = options.setting(config, "distcompat_shard").value
-    # Ranks of an external launch collect for themselves; others run the item of their request.
-    if shard is not None and (ON_RANK not in config.stash or config.pluginmanager.hasplugin("distcompat-inside")):
+    if shard is not None and (ON_RANK not in config.stash or COLLECTS in config.stash):
         from pytest_distcompat.plugin.suite.cases import select_shard
 
         select_shard(session_of(config), shard, items)
-    marked_items = [item for item in items if item.get_closest_marker(_MARK) is not None]
-    if marked_items:
-        from pytest_distcompat.plugin.marked import marker
+    marked = []
+    of_suites = []
+    for item in items:
+        if item.get_closest_marker(_MARK) is not None:
+            marked.append(item)
+        elif _is_of_suite(item):
+            of_suites.append(item)
+    if marked:
+        from pytest_distcompat.plugin.marked import declare
 
-        marker.check_items(marked_items)
-    distributed = marked_items or [item for item in items if "distcompat_case" in getattr(item, "fixturenames", ())]
-    if not distributed or ON_RANK in config.stash:
-        return
+        declare.check_items(marked)
+    if (marked or of_suites) and ON_RANK not in config.stash:
+        _prepare_for_ranks(config, items, collected)
+        session_of(config).collects = bool(marked)
+
+
+def _is_of_suite(item: pytest.Item) -> bool:
+    """Tell whether an item is a case of a CompatSuite."""
+    return "distcompat_case" in getattr(item, "fixturenames", ())
+
+
+def _prepare_for_ranks(config: pytest.Config, items: list[pytest.Item], collected: list[pytest.Item]) -> None:
+    """Prepare a session with distributed tests, whose items were ``collected`` in that order."""
     if config.getoption("forked", False):
         from pytest_distcompat.plugin.session import FORKED
 
@@ -198,14 +218,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_distcompat.plugin.suite import cases
 
         cases.put_in_order(items, session_of(config))
-    from pytest_distcompat.plugin import rank_coverage
-    from pytest_distcompat.plugin.marked import marker
+    from pytest_distcompat.plugin import packing, rank_coverage
 
     rank_coverage.warn(session_of(config))
-    marker.note_nodes(session_of(config), items)
+    packing.note_nodes(session_of(config), items)
     config.stash[_IN_USE] = True
     config.stash[_COLLECTED] = collected
-    session_of(config).collects = bool(marked_items)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -213,7 +231,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Write down how many ranks each test needs, before xdist's controller knows that this worker has collected."""
     collected = session.config.stash.get(_COLLECTED, None)
     if collected is not None and not session.config.option.collectonly:
-        from pytest_distcompat.plugin.marked import packing
+        from pytest_distcompat.plugin import packing
 
         packing.write_demands(session_of(session.config), collected, session.items)
 
@@ -231,7 +249,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Return the scheduler that keeps devices busy, under ``--dist load``. Other values order tests by their own rules."""
     if config.getoption("dist") != "load":
         return None
-    from pytest_distcompat.plugin.marked import packed, packing
+    from pytest_distcompat.plugin import packed, packing
 
     return packed.PackedScheduling(config, log, functools.partial(packing.plan, session_of(config)))
 
@@ -239,18 +257,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Start the fork servers, if a distributed test will run in this process."""
     config = session.config
-    will_run = _IN_USE in config.stash and not config.option.collectonly and not session.testsfailed
-    if will_run and (hasattr(config, "workerinput") or not _is_controller(config)):
+    if _IN_USE not in config.stash or config.option.collectonly or session.testsfailed:
+        return
+    if _is_controller(config) and not hasattr(config, "workerinput"):
+        return
+    # On a full disk there is no launcher process; the tests themselves report what they cannot write.
+    with contextlib.suppress(OSError):
         session_of(config).launcher.warm_up()
-        if session_of(config).over_nodes:
-            _end_by_sigterm(config)
-        problem = session_of(config).nodes_problem()
-        if problem:
-            raise pytest.UsageError(problem)
-        if config.getoption("usepdb", False):
-            from pytest_distcompat.plugin import debugging
+    if session_of(config).over_nodes:
+        _end_by_sigterm(config)
+    problem = config.hook.pytest_distcompat_why_not_ready()
+    if problem:
+        raise pytest.UsageError(problem)
+    if config.getoption("usepdb", False):
+        from pytest_distcompat.plugin import debugging
 
-            debugging.take_over(config)
+        debugging.take_over(config)
 
 
 def _end_by_sigterm(config: pytest.Config) -> None:
@@ -269,9 +291,9 @@ def _is_controller(config: pytest.Config) -> bool:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Note the next item, and end ranks that were kept for other tests than this one."""
     if _IN_USE in item.config.stash:
-        from pytest_distcompat.plugin.marked import marker
+        from pytest_distcompat.plugin.marked import run
 
-        marker.before(item, nextitem)
+        run.before(item, nextitem)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -279,9 +301,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Have a marked test run on its ranks instead of in this process."""
     marked = item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash
     if marked and isinstance(item, pytest.Function):
-        from pytest_distcompat.plugin.marked import marker
+        from pytest_distcompat.plugin.marked import run
 
-        marker.take_over(item)
+        run.take_over(item)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -289,9 +311,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """End ranks that are kept for no later test. A failure there is an error of this item's teardown."""
     yield
     if _IN_USE in item.config.stash:
-        from pytest_distcompat.plugin.marked import marker
+        from pytest_distcompat.plugin.marked import run
 
-        marker.after(item, nextitem)
+        run.after(item, nextitem)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -302,11 +324,11 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     of a suite share its runs, which have ``--distcompat-timeout``. https://github.com/pytest-dev/pytest-timeout#extending-pytest-timeout-with-plugins
     """
     if item.get_closest_marker(_MARK) is not None:
-        from pytest_distcompat.plugin.marked.marker import TIME_LIMIT
+        from pytest_distcompat.plugin.marked.run import TIME_LIMIT
 
         item.stash[TIME_LIMIT] = settings.timeout
         return True
-    return True if "distcompat_case" in getattr(item, "fixturenames", ()) else None
+    return True if _is_of_suite(item) else None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -315,27 +337,31 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show the failure of the ranks instead of frames of this plugin, and attach the verdict to its report."""
     report = yield
-    if _IN_USE in item.config.stash and (taken := session_of(item.config).nodes_taken):
-        item.session.shouldstop = taken
-    if item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash:
-        from pytest_distcompat.plugin.marked import marker
-
-        marker.finish_report(item, call, report)
-    elif call.when == "call" and "distcompat_case" in getattr(item, "fixturenames", ()):
-        from pytest_distcompat.plugin.suite import cases
-
-        cases.finish_report(item, call, report)
-    elif call.when == "call" and call.excinfo is not None and item.stash.get(STARTS_RANKS, False):
-        from pytest_distcompat.plugin import declared
-
-        declared.take_xfail_from_hard(report, call.excinfo.value)
+    _finish_report(item, call, report)
     if call.when == "call" and item.config.stash.get(_APPLIES_KNOWN, False):
         from pytest_distcompat.plugin import declared
 
-        declared.apply_known_issues(
-            item, report, hard=call.excinfo is not None and declared.is_hard(call.excinfo.value)
-        )
+        hard = call.excinfo is not None and declared.is_hard(call.excinfo.value)
+        declared.apply_known_issues(item, report, hard=hard)
     return report
+
+
+def _finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Put into a report what the ranks say: of a marked test, of a case of a suite, or of a test that starts scripts."""
+    if item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash:
+        from pytest_distcompat.plugin.marked import outcome
+
+        outcome.finish_report(item, call, report)
+    elif call.when != "call":
+        return
+    elif _is_of_suite(item):
+        from pytest_distcompat.plugin.suite import cases
+
+        cases.finish_report(item, call, report)
+    elif call.excinfo is not None and item.stash.get(STARTS_RANKS, False):
+        from pytest_distcompat.plugin import declared
+
+        declared.take_xfail_from_hard(report, call.excinfo.value)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.plugin.inside.launched import ON_RANK
-
 if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
 
@@ -19,14 +17,11 @@ def session_of(config: pytest.Config) -> DistcompatSession:
     if SESSION not in config.stash:
         session = config.stash[SESSION] = DistcompatSession(config)
         config.add_cleanup(session.close)
-        if ON_RANK not in config.stash and not hasattr(config, "workerinput"):
+        if session.has_terminal:
             from pytest_distcompat.plugin.declared import declared_of
             from pytest_distcompat.plugin.reporting.results import Results
 
             config.pluginmanager.register(Results(session), "distcompat-results")
             config.pluginmanager.register(declared_of(session), "distcompat-declared")
-            if session.setting("reach").value is not None:
-                from pytest_distcompat.plugin.reporting.reached import Reached
-
-                config.pluginmanager.register(Reached(session), "distcompat-reached")
+        config.hook.pytest_distcompat_session(session=session)
     return config.stash[SESSION]

@@ -47,8 +47,6 @@ class Debugger:
 
     def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[Any], report: Any) -> None:
         """Debug a failure: on ranks, if the item failed there."""
-        from pytest_distcompat.launch.rank import DEBUG_OPTION
-
         failed = node.stash.get(FAILED_RUN, None) if call.when == "call" else None
         if failed is None:
             self._own.pytest_exception_interact(node, call, report)
@@ -64,23 +62,31 @@ class Debugger:
         terminal.sep(">", "traceback")
         report.toterminal(terminal)
         report._pdbshown = True  # noqa: SLF001 - as pytest's own does, so that the failure is not shown twice
-        if failed.rank is None:
-            terminal.sep(">", "no debugger")
-            terminal.line("No rank raised an exception at which a debugger could stop. To look into the run, put")
-            terminal.line(f"torch.distributed.breakpoint(rank=0) where it should stop, and run: {failed.command}")
-            return
-        run, comment, where = failed.command.partition("  # ")
-        if where or not sys.__stdin__ or not sys.__stdin__.isatty():
-            terminal.sep(">", "no debugger")
-            why = (
-                "The run is over several nodes. In a terminal of its node"
-                if where
-                else "There is no terminal here. In one"
-            )
-            terminal.line(f"{why}, rank {failed.rank} stops where it failed with:")
-            terminal.line(f"{run} {DEBUG_OPTION} {failed.rank}{comment}{where}")
-        else:
-            terminal.sep(">", f"the run again: rank {failed.rank} stops where it fails (q goes on with the tests)")
-            _, *arguments = shlex.split(failed.command)
-            launch = [sys.executable, "-m", "torch.distributed.run", *arguments, DEBUG_OPTION, str(failed.rank)]
-            subprocess.run(launch, check=False)
+        _debug(failed, terminal)
+
+
+def _debug(failed: FailedRun, terminal: Any) -> None:
+    """Run the run again, with a debugger where its rank fails, or say how to do that where it cannot be done here."""
+    from pytest_distcompat.launch.rank import DEBUG_OPTION
+
+    if failed.rank is None:
+        terminal.sep(">", "no debugger")
+        terminal.line("No rank raised an exception at which a debugger could stop. To look into the run, put")
+        terminal.line(f"torch.distributed.breakpoint(rank=0) where it should stop, and run: {failed.command}")
+        return
+    # The command of a run over several nodes ends with a comment that says on which node it starts.
+    run, comment, node = failed.command.partition("  # ")
+    reason = ""
+    if node:
+        reason = "The run is over several nodes. In a terminal of its node"
+    elif not sys.__stdin__ or not sys.__stdin__.isatty():
+        reason = "There is no terminal here. In one"
+    if reason:
+        terminal.sep(">", "no debugger")
+        terminal.line(f"{reason}, rank {failed.rank} stops where it failed with:")
+        terminal.line(f"{run} {DEBUG_OPTION} {failed.rank}{comment}{node}")
+        return
+    terminal.sep(">", f"the run again: rank {failed.rank} stops where it fails (q goes on with the tests)")
+    _, *arguments = shlex.split(failed.command)
+    launch = [sys.executable, "-m", "torch.distributed.run", *arguments, DEBUG_OPTION, str(failed.rank)]
+    subprocess.run(launch, check=False)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_distcompat.failures import DistcompatError
-from pytest_distcompat.plugin.inside.launched import STARTS_RANKS
-from pytest_distcompat.plugin.marked.marker import MARK, OUTCOME, cell_of
-from pytest_distcompat.plugin.marked.outcome import RankFailure, unexcused
+from pytest_distcompat.plugin.marked.declare import MARK, cell_of
+from pytest_distcompat.plugin.marked.outcome import OUTCOME, RankFailure, unexcused
+from pytest_distcompat.plugin.on_ranks.launched import STARTS_RANKS
 from pytest_distcompat.plugin.selection import is_partial, strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.status import Status
 
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.expect import Expectation
     from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.plugin.marked.outcome import Outcome
     from pytest_distcompat.status import Verdict
@@ -44,7 +45,11 @@ def apply_known_issues(
 ) -> None:
     """Apply the user's known issues to the report of an item's call, if it is a distributed test, and attach them to it.
 
-    ``hard``: it ended by more than an exception, which is never excused. By default a marked test has its own ranks' outcome.
+    Args:
+        item: The item.
+        report: The report of its call, which is changed in place.
+        hard: Whether it ended by more than an exception, which is never excused.
+        outcome: The outcome of its ranks; by default the one in the stash of a marked test.
     """
     marked = item.get_closest_marker(MARK) is not None
     if marked or item.stash.get(STARTS_RANKS, False):
@@ -92,21 +97,43 @@ class Declared:
         self._broken_off = False
 
     @functools.cached_property
+    def _of_this_machine(self) -> tuple[KnownIssue, ...]:
+        """The user's issues of the installed versions and of this device, those whose last day is over too."""
+        issues = []
+        for issue in self._session.own:
+            if issue.there(self._session.device):
+                issues.append(issue)
+        return tuple(issues)
+
+    @functools.cached_property
     def _in_force(self) -> tuple[KnownIssue, ...]:
-        return tuple(issue for issue in self._session.own if issue.there(self._session.device) and not issue.ended)
+        """The user's issues that excuse failures here."""
+        issues = []
+        for issue in self._of_this_machine:
+            if not issue.ended:
+                issues.append(issue)
+        return tuple(issues)
 
     def note_verdict(self, item: pytest.Item, known: Iterable[KnownIssue], cell: Cell, verdict: Verdict) -> None:
         """Note which of the user's issues cover an item of a suite, and which of them excuse its failure."""
-        item.stash[APPLIED] = applied = AppliedIssues()
-        own = self._session.own if verdict.status is not Status.SKIPPED else ()
-        excused = verdict.status in {Status.KNOWN, Status.REFUSED}
-        reasons = {*(verdict.reasons or [verdict.reason])} if excused else set()
-        for issue in (issue for issue in known if issue in own):
-            expected = [expectation for expectation in issue.expectations if expectation.covers(cell, verdict.check)]
-            if expected:
+        applied = AppliedIssues()
+        item.stash[APPLIED] = applied
+        if verdict.status is Status.SKIPPED:
+            return
+        excusing: set[str] = set()
+        if verdict.status in {Status.KNOWN, Status.REFUSED}:
+            excusing = set(verdict.reasons or [verdict.reason])
+        for issue in known:
+            if issue not in self._session.own:
+                continue
+            reasons = set()
+            for expectation in issue.expectations:
+                if expectation.covers(cell, verdict.check):
+                    reasons.add(expectation.reason)
+            if reasons:
                 applied.covering.append(issue.where)
-                if reasons & {expectation.reason for expectation in expected}:
-                    applied.used.append(issue.where)
+            if reasons & excusing:
+                applied.used.append(issue.where)
 
     def apply_to_report(
         self, item: pytest.Item, report: pytest.TestReport, cell: Cell | None, outcome: Outcome | None, *, hard: bool
@@ -115,32 +142,33 @@ class Declared:
 
         A crash or a hang is ``hard`` and never excused. A report that an xfail mark decided stays as it is.
         """
-        item.stash[APPLIED] = applied = AppliedIssues()
+        applied = AppliedIssues()
+        item.stash[APPLIED] = applied
         if report.skipped or hasattr(report, "wasxfail"):
             return
+        covering: dict[str, Expectation] = {}
+        ended: list[_EndedIssue] = []
         nodeid = strip_group(item.config, item.nodeid)
-        there = [issue for issue in self._session.own if issue.there(self._session.device)]
-        candidates = [(issue.where, expected) for issue in there if (expected := issue.expected_of(nodeid, cell))]
-        covering = {where: expected for where, expected in candidates if not expected.ended}
+        for issue in self._of_this_machine:
+            expectation = issue.expected_of(nodeid, cell)
+            if expectation is None:
+                continue
+            if expectation.ended:
+                ended.append(_EndedIssue(issue.where, expectation))
+            else:
+                covering[issue.where] = expectation
         applied.covering.extend(covering)
-        if report.failed and not hard:
-            text = report.longreprtext
-            if outcome is not None and outcome.text and text.startswith(outcome.text):
-                # Without the commands after it, which name the test and would match its name.
-                text = outcome.text
-            reasons = {where: expected.reason for where, expected in covering.items() if expected.matches(text)}
-            if reasons:
-                applied.used.extend(reasons)
+        if report.passed:
+            _fail_unexpected_pass(report, covering)
+        elif report.failed and not hard:
+            text = _text_of_failure(report, outcome)
+            excusing = _matching(covering, text)
+            if excusing:
+                applied.used.extend(excusing)
                 report.outcome = "skipped"
-                report.wasxfail = next(iter(reasons.values()))  # as pytest's xfail does
-            elif over := next((one for one in candidates if one[1].ended and one[1].matches(text)), None):
-                note = f"the quarantine ended on {over[1].until}: {over[0]}"
-                report.longrepr = f"{report.longreprtext}\n\n{note}"
-        elif report.passed:
-            strict = [where for where, expected in covering.items() if expected.strict]
-            if strict:
-                report.outcome = "failed"
-                report.longrepr = f"declared to fail, but it passes: fixed? Then remove {strict[0]}"
+                report.wasxfail = next(iter(excusing.values())).reason  # as pytest's xfail does
+            else:
+                _note_ended(report, ended, text)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -156,12 +184,14 @@ class Declared:
         tests that it covers may be among those that did not run.
         """
         lines = []
-        left_out = self._broken_off or is_partial(self._session.config)
+        incomplete = self._broken_off or is_partial(self._session.config)
         for issue in self._in_force:
             covered = self._covered[issue.where]
-            if self._used[issue.where] or (left_out and not covered):
+            if self._used[issue.where] or (incomplete and not covered):
                 continue
-            coverage = f"covers {covered} that ran, excused none" if covered else "covers nothing that ran"
+            coverage = "covers nothing that ran"
+            if covered:
+                coverage = f"covers {covered} that ran, excused none"
             lines.append(f"{issue.where}: {coverage}")
         return lines
 
@@ -176,16 +206,57 @@ class Declared:
         """Print which issues can be removed, and which are for other versions or devices."""
         if config.option.collectonly:
             return
-        session = self._session
-        waiting = [issue for issue in session.own if issue not in self._in_force]
         lines = [f"remove me: {line}" for line in self.stale()]
-        for issue in waiting:
-            over = [f"ended on {issue.until}"] if issue.ended else []
-            lines.append(f"not in force here: {issue.where}: {', '.join((*issue.waits_for(session.device), *over))}")
+        for issue in self._session.own:
+            if issue in self._in_force:
+                continue
+            reasons = list(issue.waits_for(self._session.device))
+            if issue.ended:
+                reasons.append(f"ended on {issue.until}")
+            lines.append(f"not in force here: {issue.where}: {', '.join(reasons)}")
         if lines:
             terminalreporter.section("declared known issues")
             for line in lines:
                 terminalreporter.write_line(line, yellow=line.startswith("remove"))
+
+
+@dataclass(frozen=True)
+class _EndedIssue:
+    """An issue whose last day is over, by its place, and what it expects of an item."""
+
+    where: str
+    expectation: Expectation
+
+
+def _text_of_failure(report: pytest.TestReport, outcome: Outcome | None) -> str:
+    """Return what a failure says, without the commands after it, which name the test and would match its name."""
+    text = report.longreprtext
+    if outcome is not None and outcome.text and text.startswith(outcome.text):
+        return outcome.text
+    return text
+
+
+def _matching(covering: Mapping[str, Expectation], text: str) -> dict[str, Expectation]:
+    """Return the issues whose expectation matches the text of a failure."""
+    return {where: expectation for where, expectation in covering.items() if expectation.matches(text)}
+
+
+def _fail_unexpected_pass(report: pytest.TestReport, covering: Mapping[str, Expectation]) -> None:
+    """Make the report of a test that passed a failure, if an issue declares strictly that it fails."""
+    for where, expectation in covering.items():
+        if expectation.strict:
+            report.outcome = "failed"
+            report.longrepr = f"declared to fail, but it passes: fixed? Then remove {where}"
+            return
+
+
+def _note_ended(report: pytest.TestReport, ended: Iterable[_EndedIssue], text: str) -> None:
+    """Say in the report of a failure that an issue excused it until its last day."""
+    for issue in ended:
+        if issue.expectation.matches(text):
+            note = f"the quarantine ended on {issue.expectation.until}: {issue.where}"
+            report.longrepr = f"{report.longreprtext}\n\n{note}"
+            return
 
 
 DECLARED: pytest.StashKey[Declared] = pytest.StashKey()

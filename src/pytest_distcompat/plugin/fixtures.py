@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.plugin.inside.launched import ON_RANK, SHARED, WORLD
+from pytest_distcompat.plugin.on_ranks.launched import ON_RANK, SHARED, WORLD
 
 if TYPE_CHECKING:
     import torch

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.shard import read_shard
 from pytest_distcompat.plugin.suite.budget import read_budget
-from pytest_distcompat.user_input import LARGEST_COUNT, read_address
+from pytest_distcompat.user_input import LARGEST_COUNT
 
 
 def _flag(name: str) -> str:
@@ -50,7 +49,9 @@ class Option:
     @property
     def names(self) -> tuple[str, ...]:
         """The ini keys that set the option, its own first."""
-        return (self.name, f"distcompat_{self.alias}") if self.alias else (self.name,)
+        if not self.alias:
+            return (self.name,)
+        return (self.name, f"distcompat_{self.alias}")
 
     @property
     def flag(self) -> str:
@@ -60,7 +61,7 @@ class Option:
     @property
     def flags(self) -> tuple[str, ...]:
         """All names of the option on the command line, its own first."""
-        return tuple(map(_flag, self.names))
+        return tuple([_flag(name) for name in self.names])
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,12 @@ class Setting:
     origin: str
 
 
+# Parsers: each returns the value of an option's text, or raises UsageProblem with the allowed values.
+
+
 def _choice(*allowed: str) -> Callable[[str], str]:
+    """Return a parser for one of these words."""
+
     def read(text: str) -> str:
         if text not in allowed:
             raise UsageProblem(f"no such value: {text!r}. Known: {', '.join(allowed)}.")
@@ -81,7 +87,9 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return read
 
 
-def _count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int | str]:
+def count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int | str]:
+    """Return a parser for a whole number of at least ``least``, or one of the keywords."""
+
     def read(text: str) -> int | str:
         if text in keywords:
             return text
@@ -89,7 +97,7 @@ def _count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int
         if text.isdecimal() and (len(text) > len(str(LARGEST_COUNT)) or int(text) > LARGEST_COUNT):
             raise UsageProblem(f"{text[:20]!r} is too large: expected at most {LARGEST_COUNT}.")
         if not text.isdecimal() or int(text) < least:
-            also = "".join(f", or {keyword!r}" for keyword in keywords)
+            also = "".join([f", or {keyword!r}" for keyword in keywords])
             raise UsageProblem(f"{text!r} is not right: expected a whole number of at least {least}{also}.")
         return int(text)
 
@@ -97,6 +105,8 @@ def _count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int
 
 
 def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return a parser for a number that fits; ``expected`` says in words which do."""
+
     def read(text: str) -> float:
         try:
             number = float(text)
@@ -120,68 +130,61 @@ def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
         from pytest_distcompat.precisions import PRECISIONS
         from pytest_distcompat.strategies import STRATEGIES
 
-        get = {"strategies": STRATEGIES.get, "precisions": PRECISIONS.get, "drivers": find_driver}[registry]
-        names = tuple(dict.fromkeys(text.replace(",", " ").split()))
+        # Each raises UsageProblem for a name that is not known.
+        find: Mapping[str, Callable[[str], object]] = {
+            "strategies": STRATEGIES.get,
+            "precisions": PRECISIONS.get,
+            "drivers": find_driver,
+        }
+        names = _split(text)
         for name in names:
-            get(name)
-        return names
+            find[registry](name)
+        return tuple(dict.fromkeys(names))
 
     return read
 
 
-def _executor(text: str) -> str:
-    from pytest_distcompat.executors import EXECUTORS
-
-    EXECUTORS.get(text)
-    return text
-
-
-def _address(text: str) -> tuple[str, int] | None:
-    """Return host and port; None for an empty text."""
-    if not text:
-        return None
-    host, port = read_address(text)
-    if host == "0.0.0.0":  # noqa: S104 - it is refused
-        raise UsageProblem(f"{text!r} is no address that other nodes can reach: expected that of one interface.")
-    return host, port or 0
-
-
-def _token(text: str, base: Path) -> str:
-    """Return the token in a file; empty for an empty text."""
-    if not text:
-        return ""
-    try:
-        token = (base / text).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UsageProblem(f"{text!r}: {error.strerror}.") from None
-    if len(token) < 16:
-        raise UsageProblem(f"{text!r}: expected a token of at least 16 characters, as `openssl rand -hex 32` makes it.")
-    return token
+def _split(text: str) -> list[str]:
+    """Return the words of a list, which commas or white space separate."""
+    return text.replace(",", " ").split()
 
 
 def _profile(text: str) -> str:
-    from pytest_distcompat.profiles import PROFILES
+    from pytest_distcompat.profiles import PROFILES, all_profiles
 
-    return _choice(*PROFILES)(text)
+    if text in PROFILES:
+        return text
+    return _choice(*all_profiles())(text)
 
 
 def _known(text: str, base: Path) -> Any:
     """Return the issues of all files in the list."""
     from pytest_distcompat.known import read_file
 
-    return tuple(issue for name in text.replace(",", " ").split() for issue in read_file(base / name))
+    issues: list[Any] = []
+    for name in _split(text):
+        issues += read_file(base / name)
+    return tuple(issues)
+
+
+_positive = _number("a number above 0, as 0.9", lambda number: 0 < number < math.inf)
 
 
 def _part(text: str) -> float:
     """Return a number above 0, or 0 for an empty text: no limit."""
-    return _number("a number above 0, as 0.9", lambda number: 0 < number < math.inf)(text) if text else 0.0
+    if not text:
+        return 0.0
+    return _positive(text)
 
 
 def _report(text: str, base: Path) -> tuple[Path, ...]:
     """Return the paths of report files, one for each line."""
     from pytest_distcompat.report.write import FORMATS
 
-    paths = tuple(base / line.strip() for line in dict.fromkeys(text.splitlines()) if line.strip())
+    paths = []
+    for line in dict.fromkeys(text.splitlines()):
+        if line.strip():
+            paths.append(base / line.strip())
     for path in paths:
         if path.suffix not in FORMATS:
             raise UsageProblem(f"{str(path)!r}: the suffix says the format. Known: {', '.join(FORMATS)}.")
@@ -189,11 +192,14 @@ def _report(text: str, base: Path) -> tuple[Path, ...]:
             raise UsageProblem(f"{str(path)!r}: there is no directory {path.absolute().parent}.")
         if path.is_dir():
             raise UsageProblem(f"{str(path)!r} is a directory; expected a file.")
-    return paths
+    return tuple(paths)
 
 
 def _baseline(text: str, base: Path) -> Any:
-    return _read_report((base / text).absolute()) if text else None
+    """Return the report that the session is compared with; None for an empty text."""
+    if not text:
+        return None
+    return _read_report((base / text).absolute())
 
 
 @functools.cache
@@ -204,50 +210,29 @@ def _read_report(path: Path) -> Any:
     return Report.read(path)
 
 
-def _reach(text: str, base: Path) -> Path | None:
-    """Return the path of a map's file; None for an empty text."""
-    if not text:
-        return None
-    path = base / text
-    if path.is_dir():
-        raise UsageProblem(f"{str(path)!r} is a directory; expected a file.")
-    if not path.absolute().parent.is_dir():
-        raise UsageProblem(f"{str(path)!r}: there is no directory {path.absolute().parent}.")
-    if importlib.util.find_spec("coverage") is None:
-        raise UsageProblem("it needs coverage: pip install 'pytest-distcompat[reach]'.")
-    return path
-
-
 #: The help begins with a verb and names the unit and the default, in the terms of docs/architecture.md.
 _ALL = (
     Option(
         "gpus",
         "N|auto|0",
         "auto",
-        _count(least=0, keywords=("auto",)),
+        count(least=0, keywords=("auto",)),
         "Use N of the visible GPUs; more than there are is an error. auto: all, or the CPU where there are none. 0: the CPU.",
     ),
     Option(
         "world_size",
         "N",
         "auto",
-        _count(least=1, keywords=("auto",)),
+        count(least=1, keywords=("auto",)),
         "Start N ranks where a test does not say how many. auto: one a GPU, 2 on the CPU.",
     ),
     Option(
         "ranks_per_gpu",
         "N|auto",
         "auto",
-        _count(least=1, keywords=("auto",)),
+        count(least=1, keywords=("auto",)),
         "Let up to N ranks share a GPU, above 1 those of several runs too. auto: 2 of a run on one GPU if NCCL can, else 1.",
         alias="oversubscribe",
-    ),
-    Option(
-        "simulate",
-        "N",
-        "0",
-        _count(least=0),
-        "Run no ranks: simulate each cell of a suite as N ranks, without values (default: 0, run them).",
     ),
     Option(
         "strategies",
@@ -272,7 +257,7 @@ _ALL = (
     ),
     Option(
         "profile",
-        "smoke|default|pairwise|sweep|zoo|walk|full",
+        "smoke|default|pairwise|sweep|zoo|full",
         "default",
         _profile,
         "Run so many cells of each suite: each strategy once, its matrix, a covering array of pairs, every option.",
@@ -332,7 +317,7 @@ _ALL = (
         "reuse_limit",
         "N",
         "100",
-        _count(least=1),
+        count(least=1),
         "Start new ranks after so many tests, where ranks are reused (default: 100).",
     ),
     Option(
@@ -351,14 +336,6 @@ _ALL = (
         "Compare with this earlier .json report: only what is newly broken or newly missing makes the run fail.",
     ),
     Option(
-        "reach",
-        "FILE",
-        "",
-        _reach,
-        "Write which functions and branches of the installed stack the cells execute to this file, which `distcompat reach` "
-        "shows. Needs pytest-distcompat[reach]; ranks take longer (default: none).",
-    ),
-    Option(
         "launcher",
         "warm|torchrun",
         "warm",
@@ -369,38 +346,8 @@ _ALL = (
         "nodes",
         "N",
         "1",
-        _count(least=1),
+        count(least=1),
         "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
-    ),
-    Option(
-        "worker_nodes",
-        "N",
-        "0",
-        _count(least=0),
-        "Deal the workers of xdist (-n) out over N nodes: each has its runs, of one node, there (default: 0, all here).",
-    ),
-    Option(
-        "executor",
-        "NAME",
-        "local",
-        _executor,
-        "Start the agents of several nodes on this machine (local), by `distcompat join` on each (join), by srun in "
-        "an allocation (slurm), or on a Ray cluster (ray) (default: local).",
-    ),
-    Option(
-        "listen",
-        "HOST[:PORT]",
-        "",
-        _address,
-        "Have nodes join at this address of this machine (default: 127.0.0.1 for local, the host's for slurm and ray).",
-    ),
-    Option(
-        "token_file",
-        "FILE",
-        "",
-        _token,
-        "Let only nodes join that know the token in this file; --distcompat-executor join needs it (default: a new "
-        "token).",
     ),
     Option(
         "verify",
@@ -418,18 +365,50 @@ _ALL = (
         "Fail or pass a session in which suites were collected and none of their cells ran (default: fail).",
     ),
 )
-#: All options, by the name of their ini key.
+#: The options of the core, by the name of their ini key.
 OPTIONS: dict[str, Option] = {option.name: option for option in _ALL}
+#: The name of the plugin that holds the options of a pytest.
+_REGISTERED = "distcompat-options"
 
 
-def add(parser: pytest.Parser) -> None:
-    """Register all options, each on the command line and as an ini key."""
-    group = parser.getgroup("distcompat", "distributed compatibility")
-    for name, option in OPTIONS.items():
-        action, text = "append" if option.repeated else "store", option.help
-        group.addoption(*option.flags, dest=name, default=None, metavar=option.metavar, help=text, action=action)
-        for key in option.names:
-            parser.addini(key, text, default=None)
+@dataclass(eq=False)
+class RegisteredOptions:
+    """The options of one pytest, by the name of their ini key: those of the core, and those of its extensions."""
+
+    parser: pytest.Parser
+    by_name: dict[str, Option] = field(default_factory=dict)
+
+    def add(self, options: Iterable[Option]) -> None:
+        """Register options, each on the command line and as an ini key."""
+        group = self.parser.getgroup("distcompat", "distributed compatibility")
+        for option in options:
+            self.by_name[option.name] = option
+            action = "append" if option.repeated else "store"
+            group.addoption(
+                *option.flags,
+                dest=option.name,
+                default=None,
+                metavar=option.metavar,
+                help=option.help,
+                action=action,
+            )
+            for key in option.names:
+                self.parser.addini(key, option.help, default=None)
+
+
+def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the options of the core and, as soon as each is loaded, of the extensions."""
+    registered = RegisteredOptions(parser)
+    registered.add(OPTIONS.values())
+    pluginmanager.register(registered, _REGISTERED)
+    pluginmanager.hook.pytest_distcompat_options.call_historic(registered.add, {})
+
+
+def options_of(config: pytest.Config) -> dict[str, Option]:
+    """Return all options of a pytest, by the name of their ini key."""
+    registered: RegisteredOptions | None = config.pluginmanager.getplugin(_REGISTERED)
+    assert registered is not None
+    return registered.by_name
 
 
 def setting(config: pytest.Config, name: str) -> Setting:
@@ -438,21 +417,31 @@ def setting(config: pytest.Config, name: str) -> Setting:
     Raises:
         pytest.UsageError: The value is wrong; the message names the allowed ones.
     """
-    option, given = OPTIONS[name], config.getoption(name)
+    option = options_of(config)[name]
+    given = config.getoption(name)
     ini = _in_file(config, option)
     # An empty value on the command line overrides the file too: no baseline this time, or an unset shell variable.
     if given is not None:
         # A conftest may have set it to another type.
-        text, origin, where = "\n".join(given) if option.repeated else str(given), "option", option.flag
+        text = "\n".join(given) if option.repeated else str(given)
+        origin = "option"
+        where = option.flag
     elif ini:
-        text, origin, where = str(ini), "ini", f"ini {name}"
+        text = str(ini)
+        origin = "ini"
+        where = f"ini {name}"
     else:
-        text, origin, where = option.default, "default", name
-    files = (_base(config, origin),) if option.metavar.startswith("FILE") else ()
+        text = option.default
+        origin = "default"
+        where = name
     try:
-        return Setting(option.read(text, *files), ", ".join(text.split("\n")), origin)
+        if option.metavar.startswith("FILE"):
+            value = option.read(text, _base(config, origin))
+        else:
+            value = option.read(text)
     except UsageProblem as problem:
         raise pytest.UsageError(f"{where}: {problem}") from None
+    return Setting(value, ", ".join(text.split("\n")), origin)
 
 
 def _base(config: pytest.Config, origin: str) -> Path:
@@ -463,12 +452,18 @@ def _base(config: pytest.Config, origin: str) -> Path:
     """
     file = config.inipath if origin == "ini" else None
     # Relative paths stay relative where possible: messages show them as they were written.
-    return Path() if file is None or file.parent == config.invocation_params.dir else file.parent
+    if file is None or file.parent == config.invocation_params.dir:
+        return Path()
+    return file.parent
 
 
 def given(config: pytest.Config) -> Sequence[str]:
     """Return the names of the options that are set by command line or ini file."""
-    return [name for name, option in OPTIONS.items() if config.getoption(name) is not None or _in_file(config, option)]
+    names: list[str] = []
+    for name, option in options_of(config).items():
+        if config.getoption(name) is not None or _in_file(config, option):
+            names.append(name)
+    return names
 
 
 def _in_file(config: pytest.Config, option: Option) -> str | None:

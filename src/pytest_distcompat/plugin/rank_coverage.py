@@ -1,11 +1,9 @@
-"""What to say if the coverage of this process is measured, by pytest-cov or ``coverage run``: ranks are not, or twice."""
+"""What to say if the coverage of this process is measured, by pytest-cov or ``coverage run``, and that of ranks is not."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
-
-import pytest
 
 from pytest_distcompat.plugin.session import DistcompatSession
 
@@ -16,7 +14,7 @@ _PATCHES = ("subprocess", "_exit")
 
 def warn(session: DistcompatSession) -> None:
     """Emit the warning, once for all xdist workers."""
-    patched = _patched()
+    patched = patched_by_coverage()
     if patched is None or session.worker not in {"", "gw0"}:
         return
     if not {*_PATCHES} <= patched:
@@ -26,18 +24,7 @@ def warn(session: DistcompatSession) -> None:
         )
 
 
-def refuse_second_tracer() -> None:
-    """Raise pytest.UsageError if ranks are measured, and ``--distcompat-reach`` would trace them too.
-
-    A process has one trace function: the second would end the first.
-    """
-    if "subprocess" in (_patched() or ()):
-        raise pytest.UsageError(
-            "--distcompat-reach: coverage measures ranks already ([run] patch = subprocess); expected no --cov beside it"
-        )
-
-
-def _patched() -> set[str] | None:
+def patched_by_coverage() -> set[str] | None:
     """Return what the coverage that measures this process patches; None if none does."""
     # Imported by whoever measures.
     coverage: Any = sys.modules.get("coverage")

@@ -16,7 +16,10 @@ _GROUPED = re.compile(r"(?P<item>[^\[@]*(\[.*\])?)@.*", re.DOTALL)
 
 def case_of(item: pytest.Item) -> Any:
     """Return the case of a suite's item; None for any other test, and for the one item of a suite without selected cells."""
-    case = item.callspec.params.get("distcompat_case") if hasattr(item, "callspec") else None
+    callspec: Any = getattr(item, "callspec", None)
+    if callspec is None:
+        return None
+    case = callspec.params.get("distcompat_case")
     return case if hasattr(case, "cell") else None
 
 
@@ -37,7 +40,9 @@ def strip_group(config: pytest.Config, nodeid: str) -> str:
         return nodeid
     path, colons, inside = nodeid.partition("::")
     match = _GROUPED.fullmatch(inside)
-    return f"{path}{colons}{match['item']}" if match else nodeid
+    if match is None:
+        return nodeid
+    return f"{path}{colons}{match['item']}"
 
 
 def is_narrowed(config: pytest.Config) -> bool:
@@ -45,8 +50,10 @@ def is_narrowed(config: pytest.Config) -> bool:
 
     Nothing can then be concluded from tests that did not run.
     """
-    names = ("keyword", "markexpr", "deselect", "lf", "stepwise")
-    return any(config.getoption(name, None) for name in names) or any("::" in argument for argument in config.args)
+    for name in ("keyword", "markexpr", "deselect", "lf", "stepwise"):
+        if config.getoption(name, None):
+            return True
+    return any("::" in argument for argument in config.args)
 
 
 def is_partial(config: pytest.Config) -> bool:
@@ -54,15 +61,25 @@ def is_partial(config: pytest.Config) -> bool:
 
     A baseline counts tests that those leave out as missing; a known issue that covers only such tests is not stale.
     """
-    selecting = any(config.getoption(f"distcompat_{name}", None) is not None for name in SELECTING)
-    return is_narrowed(config) or selecting or not _selects_all_paths(config)
+    if is_narrowed(config):
+        return True
+    for name in SELECTING:
+        if config.getoption(f"distcompat_{name}", None) is not None:
+            return True
+    return not _selects_all_paths(config)
 
 
 def _selects_all_paths(config: pytest.Config) -> bool:
     """Tell whether the paths given cover the root directory, or all that ``testpaths`` names."""
-    start, root = config.invocation_params.dir, config.rootpath
+    start = config.invocation_params.dir
     given = {(start / argument).resolve() for argument in config.args}
-    expected = {path.resolve() for pattern in config.getini("testpaths") for path in root.glob(pattern)} or {
-        root.resolve()
-    }
-    return all(any(path == parent or parent in path.parents for parent in given) for path in expected)
+    expected = set()
+    for pattern in config.getini("testpaths"):
+        for path in config.rootpath.glob(pattern):
+            expected.add(path.resolve())
+    if not expected:
+        expected = {config.rootpath.resolve()}
+    for path in expected:
+        if given.isdisjoint((path, *path.parents)):
+            return False
+    return True

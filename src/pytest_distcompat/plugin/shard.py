@@ -48,28 +48,95 @@ def divide(sizes: Mapping[str, float], last: Report | None, count: int) -> list[
         last: The report with the seconds of each unit's runs; a unit that it lacks takes the median for each of its tests.
         count: The number of shards.
     """
-    seconds = {run["id"]: float(run.get("seconds") or 0.0) for run in (last.runs if last else ())}
-    needed = {f"{row.place}[{row.cell}]": row.runs for row in (last.rows if last else ())}
-    runs = {unit: {run: seconds.get(run, 0.0) for run in needed[unit]} for unit in sizes if unit in needed}
-    known = [sum(found.values()) / sizes[unit] for unit, found in runs.items()]
-    usual = statistics.median([one for one in known if one] or [1.0])
-    # A unit without known runs is one run of its own.
-    runs |= {unit: {f"of {unit}": usual * size} for unit, size in sizes.items() if unit not in runs}
-    order = sorted(sizes, key=lambda unit: (-sum(runs[unit].values()), unit))
-    return min((_place(order, runs, count, weight) for weight in (0, 1)), key=lambda placed: placed[0])[1]
+    seconds = _seconds_of_runs(sizes, last)
+
+    def longest_first(unit: str) -> tuple[float, str]:
+        return -sum(seconds[unit].values()), unit
+
+    order = sorted(sizes, key=longest_first)
+    where_earliest = _place(order, seconds, count, weight=0)
+    where_least_added = _place(order, seconds, count, weight=1)
+    if where_least_added.longest < where_earliest.longest:
+        return where_least_added.shards
+    return where_earliest.shards
 
 
-def _place(
-    order: Sequence[str], runs: Mapping[str, Mapping[str, float]], count: int, weight: int
-) -> tuple[float, list[list[str]]]:
-    """Return the duration of the longest shard, and the shards; ``weight`` is that of what a unit adds."""
+def _seconds_of_runs(sizes: Mapping[str, float], last: Report | None) -> dict[str, dict[str, float]]:
+    """Return the runs that each unit needs, by their ids, each with its seconds."""
+    runs = _recorded_runs(last) if last is not None else {}
+    known = []
+    for unit, size in sizes.items():
+        total = sum(runs.get(unit, {}).values())
+        if total:
+            known.append(total / size)
+    usual = statistics.median(known or [1.0])
+    seconds = {}
+    for unit, size in sizes.items():
+        # A unit without known runs is one run of its own.
+        seconds[unit] = runs.get(unit, {f"of {unit}": usual * size})
+    return seconds
+
+
+def _recorded_runs(report: Report) -> dict[str, dict[str, float]]:
+    """Return the runs of each unit in a report, by their ids, each with its seconds."""
+    seconds_of_run: dict[str, float] = {}
+    for run in report.runs:
+        seconds_of_run[run["id"]] = float(run.get("seconds") or 0.0)
+    runs = {}
+    for row in report.rows:
+        unit = f"{row.place}[{row.cell}]"
+        runs[unit] = {run: seconds_of_run.get(run, 0.0) for run in row.runs}
+    return runs
+
+
+@dataclass(frozen=True)
+class _Division:
+    """The units of each shard, and the seconds that the longest shard takes."""
+
+    longest: float
+    shards: list[list[str]]
+
+
+@dataclass(frozen=True, order=True)
+class _Option:
+    """A shard in which a unit can be placed; the least is the best.
+
+    Attributes:
+        weighted_end: When the shard would end, in seconds, with what the unit adds counted more than once.
+        units: How many units the shard has: among shards that are alike the one with the fewest.
+        number: The number of the shard, from 0.
+        added: The seconds that the unit adds.
+    """
+
+    weighted_end: float
+    units: int
+    number: int
+    added: float
+
+
+def _place(order: Sequence[str], seconds: Mapping[str, Mapping[str, float]], count: int, weight: int) -> _Division:
+    """Place units one after the other, each in the shard that ends earliest with it.
+
+    Args:
+        order: The units.
+        seconds: The runs of each unit, each with its seconds; a run of several units counts once in a shard.
+        count: The number of shards.
+        weight: How much the seconds that a unit adds to a shard count, beside the time at which the shard would end.
+    """
     shards: list[list[str]] = [[] for _ in range(count)]
-    held: list[set[str]] = [set() for _ in range(count)]
-    took = [0.0] * count
+    runs_of_shard: list[set[str]] = [set() for _ in range(count)]
+    ends = [0.0] * count
     for unit in order:
-        added = [sum(seconds for run, seconds in runs[unit].items() if run not in held[n]) for n in range(count)]
-        best = min(range(count), key=lambda n: (took[n] + (1 + weight) * added[n], len(shards[n]), n))
-        shards[best].append(unit)
-        held[best].update(runs[unit])
-        took[best] += added[best]
-    return max(took), [sorted(units) for units in shards]
+        options = []
+        for number in range(count):
+            added = 0.0
+            for run, duration in seconds[unit].items():
+                if run not in runs_of_shard[number]:
+                    added += duration
+            weighted_end = ends[number] + (1 + weight) * added
+            options.append(_Option(weighted_end, len(shards[number]), number, added))
+        best = min(options)
+        shards[best.number].append(unit)
+        runs_of_shard[best.number].update(seconds[unit])
+        ends[best.number] += best.added
+    return _Division(max(ends), [sorted(units) for units in shards])

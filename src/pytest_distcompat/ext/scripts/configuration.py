@@ -5,6 +5,7 @@ https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch, 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.failures import UsageProblem, hides_frames
-from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.strategies import STRATEGIES, WrapSpec
 from pytest_distcompat.strategies._fsdp import parallelism
 
@@ -39,11 +40,13 @@ def find_configuration(given: str | Path | None, cell: Cell, directory: Path, bl
     if path.is_file():
         return path
     names = [f"{cell.strategy}-{cell.precision}", cell.strategy, *FILE_ALIASES.get(cell.strategy, ())]
-    candidates = [path / f"{name}.{suffix}" for name in names for suffix in ("yaml", "yml", "json")]
-    if file := next((candidate for candidate in candidates if candidate.is_file()), None):
-        return file
-    looked_for = ", ".join(candidate.name for candidate in candidates)
-    raise UsageProblem(f"{given}: no configuration for {cell.strategy}; looked for {looked_for}")
+    looked_for: list[str] = []
+    for name, suffix in itertools.product(names, ("yaml", "yml", "json")):
+        candidate = path / f"{name}.{suffix}"
+        if candidate.is_file():
+            return candidate
+        looked_for.append(candidate.name)
+    raise UsageProblem(f"{given}: no configuration for {cell.strategy}; looked for {', '.join(looked_for)}")
 
 
 def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
@@ -61,7 +64,8 @@ def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ())
 
 def unsupported_reason(cell: Cell) -> str | None:
     """Return why no file can describe the cell, as one sentence; None if one can."""
-    strategy, precision = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision)
+    strategy = STRATEGIES.get(cell.strategy)
+    precision = PRECISIONS.get(cell.precision)
     if precision.float8 and strategy.zero_stage is not None:
         return "accelerate takes fp8 under DeepSpeed from Accelerator(mixed_precision='fp8') only, not from a file"
     if cell.option("reduce_dtype") != "auto" and "fsdp" in cell.strategy:
@@ -72,39 +76,67 @@ def unsupported_reason(cell: Cell) -> str | None:
 
 
 def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
-    strategy, precision = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision)
-    if problem := unsupported_reason(cell):
+    """Return the content of the cell's file at ``path``; the DeepSpeed JSON file that it refers to is written beside it."""
+    problem = unsupported_reason(cell)
+    if problem:
         raise UsageProblem(f"{cell.id}: {problem}")
-    mixed = "fp8" if precision.float8 else _MIXED[precision.compute] if precision.mixed else "no"
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU",
-        "mixed_precision": mixed,
+        "mixed_precision": _mixed_precision(PRECISIONS.get(cell.precision)),
         "num_machines": 1,
         "machine_rank": 0,
         "num_processes": cell.world_size,
         "use_cpu": False,
     }
-    if (mode := cell.option("compile")) not in {False, "partial"}:
-        backend = {True: "INDUCTOR", "regional": "AOT_EAGER"}.get(mode, str(mode).upper())
-        settings["dynamo_config"] = {"dynamo_backend": backend, "dynamo_use_regional_compilation": mode == "regional"}
-    if precision.float8:
+    settings |= _dynamo(cell)
+    if PRECISIONS.get(cell.precision).float8:
         settings["fp8_config"] = {"backend": "TE" if cell.option("fp8_backend") == "te" else "AO"}
-    if strategy.zero_stage is not None:
-        file = path.with_suffix(".deepspeed.json")
-        assert strategy.deepspeed is not None
-        content = dict(strategy.deepspeed(precision, cell)) | dict.fromkeys(_LEFT_TO_THE_SCRIPT, "auto")
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if STRATEGIES.get(cell.strategy).zero_stage is not None:
         # The JSON file sets the precision, and accelerate does not accept it twice.
         del settings["mixed_precision"]
         settings["distributed_type"] = "DEEPSPEED"
+        file = _write_deepspeed_json(cell, path.with_suffix(".deepspeed.json"))
         settings["deepspeed_config"] = {"deepspeed_config_file": str(file), "zero3_init_flag": False}
     elif "fsdp" in cell.strategy:
         settings["distributed_type"] = "FSDP"
         settings["fsdp_config"] = _fsdp(cell, blocks)
-        if sizes := parallelism(cell):
+        sizes = parallelism(cell)
+        if sizes:
             settings["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
     return settings
+
+
+def _mixed_precision(precision: Precision) -> str:
+    """Return accelerate's name of the precision: ``no`` where the model itself has the dtype in which it computes."""
+    if precision.float8:
+        return "fp8"
+    if precision.mixed:
+        return _MIXED[precision.compute]
+    return "no"
+
+
+def _dynamo(cell: Cell) -> dict[str, Any]:
+    """Return the settings of torch.compile; none where it is off, or where the script itself compiles a part of the model."""
+    mode = cell.option("compile")
+    if mode in {False, "partial"}:
+        return {}
+    backend = str(mode).upper()
+    if mode is True:
+        backend = "INDUCTOR"
+    elif mode == "regional":
+        backend = "AOT_EAGER"
+    return {"dynamo_config": {"dynamo_backend": backend, "dynamo_use_regional_compilation": mode == "regional"}}
+
+
+def _write_deepspeed_json(cell: Cell, file: Path) -> Path:
+    """Write DeepSpeed's JSON file of the cell, with ``auto`` for what the script's own arguments control; return its path."""
+    strategy = STRATEGIES.get(cell.strategy)
+    assert strategy.deepspeed is not None
+    content = dict(strategy.deepspeed(PRECISIONS.get(cell.precision), cell))
+    content |= dict.fromkeys(_LEFT_TO_THE_SCRIPT, "auto")
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return file
 
 
 def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
@@ -114,8 +146,11 @@ def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
     # With replicas the strategy would import accelerate here, and ``parallelism_config`` describes them.
     one_replica = cell.without("dp_replicate")
     arguments = strategy.transformers(PRECISIONS.get(cell.precision), one_replica, WrapSpec())
-    renamed = ((_RENAMED.get(name, name), value) for name, value in arguments["fsdp_config"].items())
-    settings = {f"fsdp_{name}": value for name, value in renamed if name}
+    settings: dict[str, Any] = {}
+    for name, value in arguments["fsdp_config"].items():
+        accelerate_name = _RENAMED.get(name, name)
+        if accelerate_name:
+            settings[f"fsdp_{accelerate_name}"] = value
     if cell.option("wrap_policy") != "size":
         settings["fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
         if blocks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,43 +43,78 @@ def check_final_model(
 
 
 def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Callable[[str], str]) -> Iterator[str]:
-    """Yield the differences between the trained model and the one that was read."""
+    """Yield the differences between the trained model and the one that was read.
+
+    ``read`` is what ``scripts.reading`` answered. ``stored`` in it says that the values are those of the files themselves,
+    under the names that stand there, and not those of a model that a library made of them.
+    """
     for title in ("missing", "unexpected", "mismatched"):
         if read[title]:
             yield f"from_pretrained: {title} key {and_others(read[title])}"
-    first, unwrapped = run.first("build_model"), run.unwrapped
+    first = run.first("build_model")
+    unwrapped = run.unwrapped
     if first is None or unwrapped is None:
         yield "the unwrapped model was not recorded"
         return
-    files = tuple(decode(FileInfo, file).renamed(saved_name) for file in read["files"])
+    files = [decode(FileInfo, file).renamed(saved_name) for file in read["files"]]
     if read["renamed_by_library"]:
         # What the library's own class loads has the library's names; the values below show whether it loads all.
-        written = {key for file in files if file.holds == "model" for key in file.keys}
-        unwrapped = dataclasses.replace(unwrapped, written_names=tuple(sorted(written)))
-    yield from names_in(cell, unwrapped, list(files))
+        written_names = tuple(sorted(_model_keys(files)))
+        unwrapped = dataclasses.replace(unwrapped, written_names=written_names)
+    yield from names_in(cell, unwrapped, files)
     last = max(run.indices("step"), default=0) // STRIDE
     trained = list(_trained(run, last))
     if len(trained) < run.world_size:
-        gone = sorted({*range(run.world_size)} - {snapshot.rank for snapshot in trained})
-        ranks = named_ranks(gone, run.world_size)
-        yield f"the model of {ranks} was gone at the end: nothing says which weights it had after step {last}, the last"
+        yield _missing_model(run, trained, last)
         return
-    saved = [Snapshot(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
-    train = RunTrace("train", run.world_size, (first, *trained, *saved), cell=cell.id)
-    # A library may load names that it has mapped when it saved; what it still calls otherwise is a part of the model by itself.
-    known = {info.name for info in (*unwrapped.parameters, *unwrapped.buffers)}
-    kept = frozenset() if read["stored"] else known
-    loaded = decode(UnwrappedInfo, read["unwrapped"])
-    loaded = _renamed(loaded, lambda key: key if key in kept else saved_name(key))
+    loaded = _loaded_model(unwrapped, read, saved_name)
     only = None
     if read["stored"] and cell.option("lora"):
         # The adapter alone, as PEFT names it; the model below it was there before.
-        trainable = {adapter_name(info.name): info.name for info in unwrapped.parameters if info.trainable}
-        loaded, only = _renamed(loaded, lambda key: trainable.get(key, key)), set(trainable.values())
+        trainable = [info.name for info in unwrapped.parameters if info.trainable]
+        name_by_adapter_name = {adapter_name(name): name for name in trainable}
+        loaded = _renamed(loaded, lambda key: name_by_adapter_name.get(key, key))
+        only = set(trainable)
     yield from _untied(unwrapped, loaded)
     loaded = _under_first_names(unwrapped, loaded)
-    reload = Snapshot(0, "reload", "reload", 0, unwrapped=loaded)
-    yield from same_values(train, RunTrace("reload", 1, (reload,), cell=cell.id), only=only)
+    # The check of exports compares two runs: here one that trains and saves, and one that loads.
+    end = last * STRIDE + END
+    saved = [Snapshot(0, "train", "files", end + nth, files=tuple(files)) for nth in (1, 2)]
+    train = RunTrace("train", run.world_size, (first, *trained, *saved), cell=cell.id)
+    reload = RunTrace("reload", 1, (Snapshot(0, "reload", "reload", 0, unwrapped=loaded),), cell=cell.id)
+    yield from same_values(train, reload, only=only)
+
+
+def _model_keys(files: Iterable[FileInfo]) -> set[str]:
+    """Return the keys under which the files hold tensors of a model."""
+    keys: set[str] = set()
+    for file in files:
+        if file.holds == "model":
+            keys.update(file.keys)
+    return keys
+
+
+def _missing_model(run: RunTrace, trained: Iterable[Snapshot], last: int) -> str:
+    """Return a message that some ranks had no model any more at the end, so that their last values are unknown."""
+    recorded = {snapshot.rank for snapshot in trained}
+    gone = [rank for rank in range(run.world_size) if rank not in recorded]
+    ranks = named_ranks(gone, run.world_size)
+    return f"the model of {ranks} was gone at the end: nothing says which weights it had after step {last}, the last"
+
+
+def _loaded_model(unwrapped: UnwrappedInfo, read: Mapping[str, Any], saved_name: Callable[[str], str]) -> UnwrappedInfo:
+    """Return the model that was read, with the unwrapped model's names in place of those that the script saves under."""
+    # A library may load names that it has mapped when it saved; what it still calls otherwise is a part of the model by itself.
+    already_unwrapped: set[str] = set()
+    if not read["stored"]:
+        already_unwrapped.update(info.name for info in (*unwrapped.parameters, *unwrapped.buffers))
+
+    def unwrapped_name(key: str) -> str:
+        if key in already_unwrapped:
+            return key
+        return saved_name(key)
+
+    return _renamed(decode(UnwrappedInfo, read["unwrapped"]), unwrapped_name)
 
 
 def _untied(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> Iterator[str]:
@@ -97,7 +132,9 @@ def _under_first_names(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> Unwra
 
     A state dict has all names of a tensor (``torch.nn.Module.state_dict``), ``named_parameters`` the first one alone.
     """
-    first_names = {name: group[0] for group in unwrapped.tied for name in group}
+    first_names: dict[str, str] = {}
+    for tied_names in unwrapped.tied:
+        first_names.update(dict.fromkeys(tied_names, tied_names[0]))
     renamed = _renamed(loaded, lambda name: first_names.get(name, name))
     parameters = {info.name: info for info in renamed.parameters}
     return dataclasses.replace(renamed, parameters=tuple(parameters.values()))
@@ -111,9 +148,14 @@ def _renamed(unwrapped: UnwrappedInfo, name: Callable[[str], str]) -> UnwrappedI
 
 
 def _trained(run: RunTrace, last: int) -> Iterator[Snapshot]:
-    """Yield each rank's latest snapshot of all values since the last step."""
+    """Yield each rank's latest snapshot of all values since the last step, as one of an export after that step."""
+    latest: dict[int, Snapshot] = {}
+    for snapshot in run.snapshots:
+        if snapshot.model is None or snapshot.index // STRIDE != last:
+            continue
+        earlier = latest.get(snapshot.rank)
+        if earlier is None or snapshot.index > earlier.index:
+            latest[snapshot.rank] = snapshot
     for rank in range(run.world_size):
-        snapshots = [m for m in run.snapshots if m.rank == rank and m.model is not None and m.index // STRIDE == last]
-        if snapshots:
-            latest = max(snapshots, key=lambda snapshot: snapshot.index)
-            yield dataclasses.replace(latest, action="export", index=last * STRIDE + END)
+        if rank in latest:
+            yield dataclasses.replace(latest[rank], action="export", index=last * STRIDE + END)

@@ -52,8 +52,8 @@ class HostedRank:
         """Log the start, and install handlers that log the end of the process, whatever ends it."""
         guard.report_to(self._probe_failed)
         from pytest_distcompat.events import Start
-        from pytest_distcompat.launch.deaths import out_of_memory_kills
-        from pytest_distcompat.launch.stacks import STACK_SIGNAL
+        from pytest_distcompat.launch.forensics.deaths import out_of_memory_kills
+        from pytest_distcompat.launch.forensics.stacks import STACK_SIGNAL
 
         # Files that are opened now: at the time of a crash this process may be unable to open one.
         faulthandler.register(STACK_SIGNAL, file=self._open("stack"), all_threads=True)
@@ -63,8 +63,15 @@ class HostedRank:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             faulthandler.register(signal.SIGTERM, file=self._open("ended"), all_threads=False, chain=True)
         self._watch_exit()
-        kills, argv = out_of_memory_kills(), tuple(sys.orig_argv)
-        self.log.write(Start(self.pid, kills, python=sys.executable, argv=argv, cwd=str(Path.cwd())))
+        self.log.write(
+            Start(
+                self.pid,
+                oom_kills=out_of_memory_kills(),
+                python=sys.executable,
+                argv=tuple(sys.orig_argv),
+                cwd=str(Path.cwd()),
+            )
+        )
 
     def _probe_failed(self, where: str, text: str) -> bool:
         if not self.is_this_process():
@@ -86,7 +93,8 @@ class HostedRank:
             hook(kind, error, trace)
 
         def exit_(status: Any = None, /) -> None:
-            self._exit, self._cause = SystemExit(status), sys.exc_info()[1]
+            self._exit = SystemExit(status)
+            self._cause = sys.exc_info()[1]
             raise self._exit
 
         sys.excepthook, sys.exit = excepthook, exit_  # type: ignore[assignment]  # declared to take its argument by name too
@@ -102,8 +110,8 @@ class HostedRank:
     def fail(self, error: BaseException) -> None:
         """Log the exception that ended the rank."""
         from pytest_distcompat.events import Error
+        from pytest_distcompat.launch.forensics.stacks import format_error
         from pytest_distcompat.launch.peers import lost_peer
-        from pytest_distcompat.launch.stacks import format_error
 
         if self.is_this_process() and not self._end_logged:
             self._end_logged = True
@@ -123,25 +131,39 @@ class HostedRank:
         if self._end_logged or not self.is_this_process():
             return
         guard.attempt("the end of the process", self.before_end)
+        error = self._ending_exception()
+        code = 0
+        if isinstance(error, SystemExit):
+            code = _exit_code(error)
+            if error is self._exit and code:
+                # The cause of a ``sys.exit(1)`` inside an ``except``, as in mp.spawn, is the exception.
+                error = self._cause
+            else:
+                error = None
+        if error is not None:
+            self.fail(error)
+            return
+        from pytest_distcompat.events import Done, Exit
+
+        self._end_logged = True
+        self.log.write(Exit(code) if code else Done())
+
+    def _ending_exception(self) -> BaseException | None:
+        """Return the exception that ends the process now, as far as Python knows; None if it ends well."""
         error = sys.exc_info()[1]
         if error is None and self._exit is not None and _ends_process(self._exit.__traceback__):
             error = self._exit
         if error is None and sys.excepthook is not self._hook:
             # The script has replaced the hook (rich, a debugger), so use Python's own record of the last exception.
             error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        code = 0
-        if isinstance(error, SystemExit):
-            # Python prints a string as exit status and exits with 1.
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            # The cause of a ``sys.exit(1)`` inside an ``except``, as in mp.spawn, is the exception.
-            error = self._cause if error is self._exit and code else None
-        if error is not None:
-            self.fail(error)
-            return
-        self._end_logged = True
-        from pytest_distcompat.events import Done, Exit
+        return error
 
-        self.log.write(Exit(code) if code else Done())
+
+def _exit_code(error: SystemExit) -> int:
+    """Return the code with which Python exits: for a text, which it prints, 1."""
+    if isinstance(error.code, int):
+        return error.code
+    return int(error.code is not None)
 
 
 def _ends_process(trace: TracebackType | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,7 +61,10 @@ def _wrap(calls: Mapping[str, Wrapper], module: ModuleType) -> None:
     """Wrap these calls of a module. A release without one of their classes fails the probe, which then sees too little."""
     for path, wrapper in calls.items():
         *owners, name = path.split(".")
-        wrappers.wrap_attribute(functools.reduce(getattr, owners, module), name, wrapper)
+        owner: Any = module
+        for owner_name in owners:
+            owner = getattr(owner, owner_name)
+        wrappers.wrap_attribute(owner, name, wrapper)
 
 
 def _process_groups(torch: ModuleType) -> None:
@@ -89,11 +92,13 @@ def _optimizer_steps(torch: ModuleType) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     def before(optimizer: Any, *_: Any) -> None:
-        if recorder := wrappers.current_recorder():
+        recorder = wrappers.current_recorder()
+        if recorder is not None:
             recorder.call_unobserved(recorder.before_step, optimizer)
 
     def after(*_: Any) -> None:
-        if recorder := wrappers.current_recorder():
+        recorder = wrappers.current_recorder()
+        if recorder is not None:
             recorder.call_unobserved(recorder.after_step)
 
     register_optimizer_step_pre_hook(guard.guarded("before an optimizer's step", before))
@@ -111,8 +116,9 @@ def _lightning_strategies(module: ModuleType) -> None:
 
 
 def _first(args: Arguments, kwargs: Keywords) -> Any:
-    """Return the first argument of a function."""
-    return next(iter((*args, *kwargs.values())), None)
+    """Return the first argument of a function, None without any."""
+    values = (*args, *kwargs.values())
+    return values[0] if values else None
 
 
 def _first_of_method(args: Arguments, kwargs: Keywords) -> Any:
@@ -124,8 +130,10 @@ def _second(name: str) -> Callable[[Any, Arguments, Keywords], Any]:
     """Return a function that picks the second argument, of that name; None for a file object."""
 
     def path(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
-        found = args[1] if len(args) > 1 else kwargs.get(name)
-        return found if isinstance(found, (str, os.PathLike)) else None
+        second = args[1] if len(args) > 1 else kwargs.get(name)
+        if isinstance(second, (str, os.PathLike)):
+            return second
+        return None
 
     return path
 
@@ -139,8 +147,15 @@ def _exports(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
     """Wrap ``model.save_pretrained(save_directory)``: record the trained model and the files."""
     if not recorder.depth:
         recorder.call_unobserved(recorder.record_final_model)
-    path = _second("save_directory") if kwargs.get("is_main_process", True) else lambda *_: None
+    path = _second("save_directory")
+    if not kwargs.get("is_main_process", True):
+        # Other ranks call it and write nothing.
+        path = _no_path
     yield from wrappers.saves(path, everyone=False)(recorder, args, kwargs)
+
+
+def _no_path(_result: Any, _args: Arguments, _kwargs: Keywords) -> None:
+    return None
 
 
 def _tracks(choose_list: Callable[[TrackedObjects], list[weakref.ref[Any]]]) -> Wrapper:
@@ -153,7 +168,12 @@ def _tracks(choose_list: Callable[[TrackedObjects], list[weakref.ref[Any]]]) -> 
     return wrapper
 
 
-_prepared = wrappers.wraps(lambda result, _args: result if isinstance(result, (tuple, list)) else (result,))
+def _several(value: Any) -> Iterable[Any]:
+    """Return the elements of a list or tuple; of any other value, the value alone."""
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+_prepared = wrappers.wraps(lambda result, _args: _several(result))
 
 
 def _prepares(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
@@ -166,13 +186,14 @@ def _engine_steps(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Step
     """Wrap the ``step`` of a DeepSpeed engine, which steps its optimizer in the last micro-batch only."""
     engine = args[0]
     recorder.call_unobserved(recorder.before_step, None, engine)
-    before, recorder.in_engine = engine.global_steps, True
+    steps_before = engine.global_steps
+    recorder.in_engine = True
     try:
         with recorder.inside_call(training=True):
             yield
     finally:
         recorder.in_engine = False
-    if engine.global_steps > before:
+    if engine.global_steps > steps_before:
         recorder.call_unobserved(recorder.after_step)
 
 
@@ -225,9 +246,7 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
     "torch.distributed.fsdp": {
         "FullyShardedDataParallel.__init__": wrappers.constructs,
         # It wraps in place: one module, or each of a list.
-        "fully_shard": wrappers.wraps(
-            lambda _, args: wrappers.models(args[0] if isinstance(args[0], (list, tuple)) else args[:1])
-        ),
+        "fully_shard": wrappers.wraps(lambda _result, args: wrappers.models(_several(args[0]))),
     },
     # In the defining modules too, because a script may import them from there.
     "torch.distributed.checkpoint": {
@@ -243,10 +262,10 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
     ),
     "accelerate.accelerator": {
         **dict.fromkeys(("Accelerator.prepare", "Accelerator.prepare_model"), _prepares),
-        **{
-            f"Accelerator.{name}": wrappers.may_end_training
-            for name in ("get_state_dict", "save_model", "end_training")
-        },
+        **dict.fromkeys(
+            ("Accelerator.get_state_dict", "Accelerator.save_model", "Accelerator.end_training"),
+            wrappers.may_end_training,
+        ),
         # The argument is the loss before it is divided or scaled.
         "Accelerator.backward": wrappers.trains(_first_of_method),
         "Accelerator.save_state": wrappers.saves(lambda result, _args, _kwargs: result),

@@ -49,7 +49,8 @@ class Host:
     @classmethod
     def here(cls) -> Host:
         """Return a host with all GPUs of this machine, or with two ranks on its CPU."""
-        if gpu_count := visible_gpus():
+        gpu_count = visible_gpus()
+        if gpu_count:
             return cls("cuda", gpu_count, Pool(None, gpus()))
         return cls("cpu", CPU_WORLD_SIZE, Pool(None, cpu_slots()))
 
@@ -69,7 +70,8 @@ _TEMPORARY: dict[Path, OwnedDirectory] = {}
 
 def leave_directory(directory: Path) -> None:
     """Leave the directory of a failed run to the user, also if it is a temporary one."""
-    if (owned := _TEMPORARY.pop(directory, None)) is not None:
+    owned = _TEMPORARY.pop(directory, None)
+    if owned is not None:
         owned.leave()
 
 
@@ -137,37 +139,28 @@ def launch(
     ranks = host.world_size if world_size is None else world_size
     working_directory = Path(cwd or Path.cwd())
     texts = environment or {}
-    check_arguments(
-        script=(script, isinstance(script, (str, Path)), "expected a path, or '-m' before the name of a module"),
-        blocks=(blocks, _are_texts(classes), "expected class names"),
-        saved_name=(saved_name, saved_name is None or callable(saved_name), "expected a function of a saved key"),
-        timeout=(limit, isinstance(limit, (int, float)) and limit > 0, "expected a number of seconds above 0"),
-        world_size=(ranks, isinstance(ranks, int) and ranks > 0, RANKS),
-        watch_steps=(watch_steps, isinstance(watch_steps, int) and watch_steps >= 0, _STEPS),
-        cwd=(str(cwd), working_directory.is_dir(), "there is no such directory"),
-        environment=(texts, isinstance(texts, Mapping), "expected a mapping of names to texts"),
+    check_argument(
+        "script", script, isinstance(script, (str, Path)), "expected a path, or '-m' before the name of a module"
     )
-    check_arguments(environment=(texts, _are_texts([*texts.values()]), "expected texts"))
-    try:
-        re.compile(fails)
-    except (re.error, TypeError) as error:
-        raise UsageProblem(f"fails={fails!r:.200}: expected a regular expression ({error})") from None
-    given: Sequence[object] = args
-    for one in given:
-        if isinstance(one, (list, tuple, dict, set)):
-            raise UsageProblem(f"{one!r:.200} is given as one argument: launch(script, *args) takes them one by one")
+    check_argument("blocks", blocks, _are_texts(classes), "expected class names")
+    callable_or_none = saved_name is None or callable(saved_name)
+    check_argument("saved_name", saved_name, callable_or_none, "expected a function of a saved key")
+    is_time = isinstance(limit, (int, float)) and limit > 0
+    check_argument("timeout", limit, is_time, "expected a number of seconds above 0")
+    check_argument("world_size", ranks, isinstance(ranks, int) and ranks > 0, RANKS)
+    check_argument("watch_steps", watch_steps, isinstance(watch_steps, int) and watch_steps >= 0, _STEPS)
+    check_argument("cwd", str(cwd), working_directory.is_dir(), "there is no such directory")
+    check_argument("environment", texts, isinstance(texts, Mapping), "expected a mapping of names to texts")
+    check_argument("environment", texts, _are_texts([*texts.values()]), "expected texts")
+    _check_pattern(fails)
+    _check_single_arguments(args)
     cell = _cell(strategy, precision, ranks, options or {})
-    arguments = tuple(map(str, args))
-    # Make no file that is not used: a script may do what no file can describe (fp8 under DeepSpeed).
-    uses_file = launcher == "accelerate" or any("{configuration}" in argument for argument in arguments)
-    if configuration and not uses_file:
-        unused = f"launcher {launcher!r} takes none, and no argument has {{configuration}} in it"
-        raise UsageProblem(f"configuration={str(configuration)!r} is not used: {unused}")
-    if "{configuration}" in "".join(arguments) and not (strategy or configuration):
-        raise UsageProblem("{configuration} stands for no file: give configuration=, or strategy= to have one made")
+    arguments = tuple(str(argument) for argument in args)
+    uses_file = _uses_configuration(launcher, arguments, configuration, strategy)
     directory = host.new_directory(arguments[0] if script == "-m" and arguments else Path(script).stem)
-    uses_file = uses_file and bool(strategy or configuration)
-    file = find_configuration(configuration, cell, directory, classes) if uses_file else None
+    file = None
+    if uses_file:
+        file = find_configuration(configuration, cell, directory, classes)
     filled = [argument.replace("{configuration}", str(file)) for argument in arguments]
     line, variables = command_line(
         str(script), filled, launcher, world_size=ranks, directory=directory, configuration=file
@@ -189,10 +182,15 @@ def launch(
             cwd=working_directory,
             reproduce=_reproduce(line, with_probe(added, directory), host.device),
         ).run()
-    ending = replace(ending, leaks=tuple(map(leak_message, lease.own_leak)))
-    left = Path(output) if output else None
-    names = saved_name or ScriptRun.saved_name
-    run = ScriptRun(ending, cell if strategy else None, directory, host.device, left, names)
+    leaks = tuple(leak_message(leak) for leak in lease.own_leak)
+    run = ScriptRun(
+        replace(ending, leaks=leaks),
+        cell if strategy else None,
+        directory,
+        host.device,
+        Path(output) if output else None,
+        saved_name or ScriptRun.saved_name,
+    )
     if run.failed:
         leave_directory(directory)
     if fails:
@@ -202,19 +200,56 @@ def launch(
     return run
 
 
+def _check_pattern(fails: str) -> None:
+    """Raise UsageProblem unless ``fails`` is a regular expression."""
+    try:
+        re.compile(fails)
+    except (re.error, TypeError) as error:
+        raise UsageProblem(f"fails={fails!r:.200}: expected a regular expression ({error})") from None
+
+
+def _check_single_arguments(args: Sequence[object]) -> None:
+    """Raise UsageProblem for an argument of the script that is a collection of several."""
+    for argument in args:
+        if isinstance(argument, (list, tuple, dict, set)):
+            raise UsageProblem(
+                f"{argument!r:.200} is given as one argument: launch(script, *args) takes them one by one"
+            )
+
+
+def _uses_configuration(
+    launcher: str, arguments: Sequence[str], configuration: str | Path | None, strategy: str
+) -> bool:
+    """Tell whether the run needs a configuration file, given or made.
+
+    Raises UsageProblem if one is given that nothing uses, or if an argument stands for one that there will not be.
+    """
+    named = any("{configuration}" in argument for argument in arguments)
+    # Make no file that is not used: a script may do what no file can describe (fp8 under DeepSpeed).
+    is_read = named or launcher == "accelerate"
+    if configuration and not is_read:
+        unused = f"launcher {launcher!r} takes none, and no argument has {{configuration}} in it"
+        raise UsageProblem(f"configuration={str(configuration)!r} is not used: {unused}")
+    can_exist = bool(strategy or configuration)
+    if named and not can_exist:
+        raise UsageProblem("{configuration} stands for no file: give configuration=, or strategy= to have one made")
+    return is_read and can_exist
+
+
 #: What a number of ranks must be, and one of steps.
-RANKS, _STEPS = "expected a number of ranks, 1 or more", "expected a number of steps, 0 for no probe"
+RANKS = "expected a number of ranks, 1 or more"
+_STEPS = "expected a number of steps, 0 for no probe"
 
 
-def check_arguments(**arguments: tuple[object, bool, str]) -> None:
-    """Raise UsageProblem for the first argument, given as (value, whether it is valid, what is wrong), that is not valid."""
-    for name, (value, valid, problem) in arguments.items():
-        if not valid:
-            raise UsageProblem(f"{name}={value!r:.200}: {problem}")
+def check_argument(name: str, value: object, valid: bool, problem: str) -> None:
+    """Raise UsageProblem with the name, the value and the problem, unless the argument is valid."""
+    if not valid:
+        raise UsageProblem(f"{name}={value!r:.200}: {problem}")
 
 
 def _are_texts(values: object) -> bool:
-    return isinstance(values, (tuple, list)) and all(isinstance(one, str) for one in values)
+    """Tell whether these are a tuple or a list of texts."""
+    return isinstance(values, (tuple, list)) and all(isinstance(value, str) for value in values)
 
 
 def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, OptionValue]) -> Cell:
@@ -225,15 +260,18 @@ def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, 
     if not isinstance(options, Mapping):
         raise UsageProblem(f"options={options!r:.200}: expected a mapping of names to values")
     cell = Cell(strategy or "ddp", precision, world_size, tuple(options.items()))
-    if problem := STRATEGIES.get(cell.strategy).unsupported_reason(cell):
+    problem = STRATEGIES.get(cell.strategy).unsupported_reason(cell)
+    if problem:
         raise UsageProblem(f"{cell.id}: {problem}")
     return cell
 
 
 def _reproduce(line: tuple[str, ...], environment: Mapping[str, str], device: str) -> str:
     """Return the shell command that repeats the run, with the variables that ``launch`` has added."""
-    added = on_device(environment, device) if device == "cpu" else dict(environment)
-    return shlex.join(["env", *(f"{name}={value}" for name, value in added.items()), *line])
+    if device == "cpu":
+        environment = on_device(environment, device)
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    return shlex.join(["env", *variables, *line])
 
 
 LAUNCHERS = ("torchrun", "accelerate", "cli")
@@ -252,12 +290,8 @@ def command_line(
     logs.mkdir(parents=True, exist_ok=True)
     environment = {"PET_LOG_DIR": str(logs), "PET_REDIRECTS": "3"}
     if launcher == "cli":
-        # This Python's environment need not be activated.
-        executable = shutil.which(script) or shutil.which(script, path=str(Path(sys.executable).parent))
-        if executable is None:
-            raise UsageProblem(f"there is no command {script!r} on the PATH")
         environment |= {"PET_NPROC_PER_NODE": str(world_size), "PET_STANDALONE": "1"}
-        return (executable, *args), environment
+        return (_executable(script), *args), environment
     if script == "-m" and not args:
         raise UsageProblem("'-m' needs the name of a module after it")
     if script != "-m" and not Path(script).is_file():
@@ -269,13 +303,29 @@ def command_line(
         start = [sys.executable, "-m", "accelerate.commands.launch"]
         # It ignores torchrun's variables, but has these two of torchrun's options.
         start += ["--num_processes", str(world_size), "--main_process_port", "0", "--tee", "3", "--log_dir", str(logs)]
-        start += ["--config_file", str(configuration)] if configuration is not None else []
+        if configuration is not None:
+            start += ["--config_file", str(configuration)]
     else:
         raise UsageProblem(f"no launcher named {launcher!r}. Known: {', '.join(LAUNCHERS)}")
-    return (*start, script if script == "-m" else str(Path(script).resolve()), *args), environment
+    if script != "-m":
+        script = str(Path(script).resolve())
+    return (*start, script, *args), environment
+
+
+def _executable(command: str) -> str:
+    """Return the path of a command. Raises UsageProblem if there is none."""
+    # This Python's environment need not be activated.
+    executable = shutil.which(command) or shutil.which(command, path=str(Path(sys.executable).parent))
+    if executable is None:
+        raise UsageProblem(f"there is no command {command!r} on the PATH")
+    return executable
 
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables of one rank: a launcher that inherits them would take itself for a rank."""
-    ranks = {name for name in environment if OF_THE_AGENT.fullmatch(name) or name.startswith(("TORCHELASTIC_", "PET_"))}
-    return {name: value for name, value in environment.items() if name not in ranks}
+    variables: dict[str, str] = {}
+    for name, value in environment.items():
+        of_a_rank = OF_THE_AGENT.fullmatch(name) or name.startswith(("TORCHELASTIC_", "PET_"))
+        if not of_a_rank:
+            variables[name] = value
+    return variables

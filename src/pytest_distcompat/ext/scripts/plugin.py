@@ -10,7 +10,7 @@ import pytest
 
 from pytest_distcompat.failures import hides_frames
 from pytest_distcompat.plugin.current import session_of
-from pytest_distcompat.plugin.inside.launched import STARTS_RANKS
+from pytest_distcompat.plugin.on_ranks.launched import STARTS_RANKS
 
 if TYPE_CHECKING:
     from pytest_distcompat.ext.scripts import RoundTrip, ScriptRun

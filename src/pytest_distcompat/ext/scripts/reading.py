@@ -30,15 +30,21 @@ def read_in_a_process(start: Start | None, directory: Path, request: Mapping[str
 
     Raises RunFailedError if the process fails.
     """
-    request_file, answer = directory / f"{request['kind']}.request.json", directory / f"{request['kind']}.json"
+    request_file = directory / f"{request['kind']}.request.json"
+    answer = directory / f"{request['kind']}.json"
     request_file.write_text(json.dumps(request), encoding="utf-8")
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
-    python = (start and start.python) or sys.executable
+    python_path = str(Path(__file__).parents[2])
+    if os.environ.get("PYTHONPATH"):
+        python_path = os.pathsep.join((os.environ["PYTHONPATH"], python_path))
+    python = sys.executable
+    working_directory = None
+    if start is not None:
+        python = start.python or sys.executable
+        working_directory = start.cwd or None
     done = subprocess.run(
         [python, "-m", "pytest_distcompat.ext.scripts.reading", str(request_file), str(answer)],
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        cwd=(start and start.cwd) or None,
+        env={**os.environ, "PYTHONPATH": python_path, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=working_directory,
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -61,67 +67,122 @@ def _read_files(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys in the files at or below each of the ``paths``."""
     from pytest_distcompat.probe.files import read_files
 
-    files = {}
-    for path in map(Path, request["paths"]):
-        infos = read_files(path if path.is_dir() else path.parent)
-        chosen = infos if path.is_dir() else [info for info in infos if info.path.split(":")[0] == path.name]
-        files[str(path)] = [dataclasses.asdict(info) for info in chosen]
+    files: dict[str, list[dict[str, Any]]] = {}
+    for name in request["paths"]:
+        path = Path(name)
+        if path.is_dir():
+            infos = list(read_files(path))
+        else:
+            # A file that holds several things is listed as ``FILE:PART``.
+            infos = [info for info in read_files(path.parent) if info.path.split(":")[0] == path.name]
+        files[str(path)] = [dataclasses.asdict(info) for info in infos]
     return {"files": files}
 
 
 def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the model at ``path`` and return it as an unwrapped model, or return the ``problem``."""
+    """Load the model at ``path`` and return it as an unwrapped model, or return the ``problem``.
+
+    The answer also has the ``files`` of the model, and whether its values are those in the files (``stored``), or those of
+    a model that a library made of them, perhaps under names of its own (``renamed_by_library``).
+    """
     from pytest_distcompat.checks.export import PREFIX
     from pytest_distcompat.probe.files import module_directories, read_files
-    from pytest_distcompat.probe.live import read_unwrapped
 
-    path, checkpoints = Path(request["path"]), [Path(checkpoint) for checkpoint in request["checkpoints"]]
+    path = Path(request["path"])
+    checkpoints = [Path(checkpoint) for checkpoint in request["checkpoints"]]
     directory = path if path.is_dir() else path.parent
     if directory.name in module_directories(directory.parent):
         # The script saved the last module of the model last.
-        path = directory = directory.parent
+        directory = directory.parent
+        path = directory
     files = _files_of_model(read_files(directory, PREFIX), path, checkpoints)
-    answer: dict[str, Any] = {"problem": "", "missing": [], "unexpected": [], "mismatched": [], "unwrapped": None}
-    answer["renamed_by_library"] = False
-    answer["stored"] = not (directory / "config.json").exists() or bool(module_directories(directory))
-    answer["files"] = [dataclasses.asdict(info) for info in files]
+    answer: dict[str, Any] = {
+        "problem": "",
+        "missing": [],
+        "unexpected": [],
+        "mismatched": [],
+        "unwrapped": None,
+        "renamed_by_library": False,
+        "stored": not (directory / "config.json").exists() or bool(module_directories(directory)),
+        "files": [dataclasses.asdict(info) for info in files],
+    }
     if not any(info.holds == "model" for info in files):
         names = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
-        return {**answer, "problem": f"holds no weights (files: {', '.join(names) or 'none'})"}
-    if loader := _composite_class(directory):
+        answer["problem"] = f"holds no weights (files: {', '.join(names) or 'none'})"
+        return answer
+    composite_class = _composite_class(directory)
+    if composite_class is not None:
         # The library renames keys when it saves and when it loads: its names are those of the model that it makes of them.
-        answer |= {"stored": False, "renamed_by_library": True}
-        try:
-            return {**answer, "unwrapped": dataclasses.asdict(read_unwrapped(loader(str(directory), device="cpu")))}
-        except Exception as error:
-            return {**answer, "problem": f"{loader.__name__} raised {type(error).__name__}: {error}"}
+        return answer | {"stored": False, "renamed_by_library": True} | _load_composite(composite_class, directory)
     if answer["stored"]:
-        return {**answer, "unwrapped": dataclasses.asdict(_read_values(path, checkpoints))}
+        return answer | {"unwrapped": dataclasses.asdict(_read_values(path, checkpoints))}
+    return answer | _load_pretrained(directory)
+
+
+def _load_composite(model_class: Any, directory: Path) -> dict[str, Any]:
+    """Load the directory by a class of sentence-transformers; return the ``unwrapped`` model or the ``problem``."""
+    from pytest_distcompat.probe.live import read_unwrapped
+
+    try:
+        unwrapped = read_unwrapped(model_class(str(directory), device="cpu"))
+        return {"unwrapped": dataclasses.asdict(unwrapped)}
+    except Exception as error:
+        return {"problem": f"{model_class.__name__} raised {type(error).__name__}: {error}"}
+
+
+def _load_pretrained(directory: Path) -> dict[str, Any]:
+    """Load the directory by ``from_pretrained``; return the ``unwrapped`` model and its wrong keys, or the ``problem``."""
+    from pytest_distcompat.probe.live import read_unwrapped
+
     try:
         model, loading_info = _model_class(directory).from_pretrained(directory, output_loading_info=True)
     except Exception as error:
-        return {**answer, "problem": f"from_pretrained raised {type(error).__name__}: {error}"}
+        return {"problem": f"from_pretrained raised {type(error).__name__}: {error}"}
+    loaded: dict[str, Any] = {}
     for title in ("missing", "unexpected", "mismatched"):
-        answer[title] = sorted(str(key[0] if isinstance(key, tuple) else key) for key in loading_info[f"{title}_keys"])
-    return {**answer, "unwrapped": dataclasses.asdict(read_unwrapped(model))}
+        keys: list[str] = []
+        for key in loading_info[f"{title}_keys"]:
+            # A mismatched key comes with the two shapes.
+            keys.append(str(key[0] if isinstance(key, tuple) else key))
+        loaded[title] = sorted(keys)
+    loaded["unwrapped"] = dataclasses.asdict(read_unwrapped(model))
+    return loaded
 
 
 def _files_of_model(infos: Iterable[FileInfo], path: Path, checkpoints: Collection[Path]) -> list[FileInfo]:
-    """Return the files of the model at ``path``: that file, or those in that directory and its module directories."""
-    # If they hold no model, it is all files below the directory, except for the checkpoints that the run wrote there.
-    from pytest_distcompat.checks.export import PREFIX
+    """Return the files of the model at ``path``: that file, or those in that directory and its module directories.
+
+    If they hold no model, it is all files below the directory, except for the checkpoints that the run wrote there.
+    """
     from pytest_distcompat.probe.files import module_directories
 
-    directory = path if path.is_dir() else path.parent
-    files = [(directory / info.path.removeprefix(PREFIX).split(":")[0], info) for info in infos]
     if not path.is_dir():
-        return [info for file, info in files if file == path]
-    places = {path, *(path / name for name in module_directories(path))}
-    direct = [info for file, info in files if file in places or (file.parent in places and file.is_file())]
+        return [info for info in infos if _file_of(info, path.parent) == path]
+    infos = list(infos)
+    model_directories = {path}
+    model_directories.update(path / name for name in module_directories(path))
+    direct: list[FileInfo] = []
+    for info in infos:
+        file = _file_of(info, path)
+        # A distributed checkpoint is listed as its directory.
+        if file in model_directories or (file.parent in model_directories and file.is_file()):
+            direct.append(info)
     if any(info.holds == "model" for info in direct):
         return direct
     excluded = {checkpoint for checkpoint in checkpoints if checkpoint != path and checkpoint not in path.parents}
-    return [info for file, info in files if excluded.isdisjoint({file, *file.parents})]
+    outside_checkpoints: list[FileInfo] = []
+    for info in infos:
+        file = _file_of(info, path)
+        if excluded.isdisjoint({file, *file.parents}):
+            outside_checkpoints.append(info)
+    return outside_checkpoints
+
+
+def _file_of(info: FileInfo, directory: Path) -> Path:
+    """Return the path of a file that was listed relative to the directory, perhaps as ``FILE:PART``."""
+    from pytest_distcompat.checks.export import PREFIX
+
+    return directory / info.path.removeprefix(PREFIX).split(":")[0]
 
 
 def _composite_class(directory: Path) -> Any:
@@ -140,8 +201,10 @@ def _model_class(directory: Path) -> Any:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory)
-    names = [name for name in config.architectures or () if hasattr(transformers, name)]
-    return getattr(transformers, names[0]) if names else transformers.AutoModel
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    return transformers.AutoModel
 
 
 def _read_values(path: Path, checkpoints: Collection[Path]) -> UnwrappedInfo:
@@ -149,10 +212,14 @@ def _read_values(path: Path, checkpoints: Collection[Path]) -> UnwrappedInfo:
     from pytest_distcompat.probe.files import read_saved
     from pytest_distcompat.trace import ParameterInfo, UnwrappedInfo
 
-    infos = _files_of_model(read_saved(path if path.is_dir() else path.parent), path, checkpoints)
-    digests = {key: digest for info in infos if info.holds == "model" for key, digest in info.digests.items()}
-    dtype = "float32"
-    return UnwrappedInfo(tuple(ParameterInfo(key, (), dtype, digest=digest) for key, digest in digests.items()))
+    directory = path if path.is_dir() else path.parent
+    digest_by_key: dict[str, str] = {}
+    for info in _files_of_model(read_saved(directory), path, checkpoints):
+        if info.holds == "model":
+            digest_by_key.update(info.digests)
+    # Digests are of values in whatever dtype, so that the dtype does not matter.
+    parameters = [ParameterInfo(key, (), "float32", digest=digest) for key, digest in digest_by_key.items()]
+    return UnwrappedInfo(tuple(parameters))
 
 
 _ANSWERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {"files": _read_files, "final": _load_final_model}

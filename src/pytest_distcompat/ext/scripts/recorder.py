@@ -10,6 +10,7 @@ changes nothing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,9 +33,14 @@ if TYPE_CHECKING:
 
 _E = TypeVar("_E", bound="Event")
 
-#: The distance between the snapshot indices of two steps, and the offsets of the snapshots between them.
+#: The distance between the snapshot indices of two steps.
 STRIDE = 100
-BUILD_MODEL, BUILD, LOAD, SAVE, END = 0, 1, 2, 10, 90
+#: The offsets of the snapshots between them.
+BUILD_MODEL = 0
+BUILD = 1
+LOAD = 2
+SAVE = 10
+END = 90
 
 
 class Recorder:
@@ -43,29 +49,42 @@ class Recorder:
     def __init__(self, rank: HostedRank, config: ProbeConfig) -> None:
         from pytest_distcompat.probe.observe import Observer
 
-        self.rank, self.config = rank, config
+        self.rank = rank
+        self.config = config
         self.observer = Observer(guard.guarded)
-        number = "" if config.device == "cpu" else f":{os.environ.get('LOCAL_RANK', '0')}"
-        self.device = f"{config.device}{number}"
+        self.device = config.device
+        if config.device != "cpu":
+            self.device = f"{config.device}:{os.environ.get('LOCAL_RANK', '0')}"
+        #: The optimizer steps that are finished.
         self.steps = 0
-        self.depth = self._ignored_depth = 0
+        #: How many wrapped calls are going on, one inside the other, and how many of them do not train.
+        self.depth = 0
+        self._ignored_depth = 0
         self.tracked = TrackedObjects(config.blocks)
+        #: The outermost module that computes in training, whose inputs are recorded.
         self._root: weakref.ref[Module] | None = None
+        #: The model that is trained, as the trainer wrapped it.
         self._model: weakref.ref[Module] | None = None
         #: The model since its last step: a script whose ``main`` returns has none when the process ends. Its optimizer is held
         #: anyway, and with it the parameters.
-        self._held: Module | None = None
+        self._trained_model: Module | None = None
         #: True inside a step of a DeepSpeed engine, where the model is in an intermediate state.
         self.in_engine = False
         self._optimizer: Any = None
         self._hooks: list[Any] = []
         self._losses: list[torch.Tensor] = []
+        #: Fields of the snapshot of the last step, until ``finish_step`` writes it.
         self._pending: dict[str, Any] | None = None
+        #: Whether a checkpoint was loaded before the first step.
         self._loaded = False
         #: Action -> fields of the snapshots after a load, written only if the loaded model is never trained.
         self._untrained_snapshots: dict[str, dict[str, Any]] = {}
-        self._built = self._had_process_group = False
+        #: Whether the first step has begun, and whether there was a process group then.
+        self._built = False
+        self._had_process_group = False
+        #: The checkpoints since the last step.
         self._saves = 0
+        #: The number of steps after which the trained model was recorded last.
         self._final_recorded_at = -1
         self._should_stop = False
         #: Whether this rank alone has written a file after the last step.
@@ -84,9 +103,11 @@ class Recorder:
         # Without its process group a rank of ZeRO-3 does not know its shards; it was recorded before the group was destroyed.
         if not self._had_process_group or distributed.is_initialized():
             self.call_unobserved(self.record_final_model)
-        for action, infos in {} if self._built else self._untrained_snapshots.items():
-            self._write_snapshot(action, {"build_model": BUILD_MODEL, "load": LOAD}[action], **infos)
-        self._held = None
+        if not self._built:
+            offset_by_action = {"build_model": BUILD_MODEL, "load": LOAD}
+            for action, fields in self._untrained_snapshots.items():
+                self._write_snapshot(action, offset_by_action[action], **fields)
+        self._trained_model = None
 
     @property
     def in_full(self) -> bool:
@@ -110,8 +131,11 @@ class Recorder:
         self.depth += 1
         self._ignored_depth += not training
         self._update_observer()
+        recording: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if training and outermost:
+            recording = self.observer.recording_operators()
         try:
-            with self.observer.recording_operators() if training and outermost else contextlib.nullcontext():
+            with recording:
                 yield outermost
         finally:
             self.depth -= 1
@@ -131,7 +155,7 @@ class Recorder:
 
         if isinstance(value, torch.nn.Module):
             # A script that goes on to another model may have left the last one.
-            self._held = None
+            self._trained_model = None
             self.tracked.models.append(weakref.ref(value))
             # Before FSDP's own hook, to see the inputs of the rank and not those of its shard of the model.
             guarded = guard.guarded("a forward pre-hook of a model", self._forward)
@@ -191,9 +215,14 @@ class Recorder:
             return
         from torch import distributed
 
-        self._built, self._had_process_group = True, distributed.is_available() and distributed.is_initialized()
-        model = engine if engine is not None else self.tracked.model_of(optimizer)
-        self._optimizer = engine.optimizer if engine is not None else self.tracked.optimizers_with(optimizer, model)
+        self._built = True
+        self._had_process_group = distributed.is_available() and distributed.is_initialized()
+        if engine is not None:
+            model = engine
+            self._optimizer = engine.optimizer
+        else:
+            model = self.tracked.model_of(optimizer)
+            self._optimizer = self.tracked.optimizers_with(optimizer, model)
         if model is None:
             from pytest_distcompat.ext.scripts.events import UnseenModel
 
@@ -201,31 +230,32 @@ class Recorder:
             return
         self._model = weakref.ref(model)
         self._write_snapshot("build_model", BUILD_MODEL, unwrapped=self.tracked.unwrapped_of(model))
-        infos = self._read_fields(whole=True)
-        self._write_snapshot("build", BUILD, **infos)
+        fields = self._read_fields(whole=True)
+        self._write_snapshot("build", BUILD, **fields)
         if self._loaded:
             self._loaded = False
-            self._write_snapshot("load", self._index(LOAD), **infos)
+            self._write_snapshot("load", self._index(LOAD), **fields)
 
     def after_step(self) -> None:
         """Read the model after a step of the optimizer or engine. ``finish_step`` adds the scheduler, which steps later."""
         if self._model is not None and not self.in_engine and not self._ignored_depth:
             self._pending = self._read_fields(whole=self.in_full)
-            self._held = self._model()
+            self._trained_model = self._model()
 
     def finish_step(self) -> None:
         """Write the snapshot of the last step, if it is not written yet."""
         if self._pending is None:
             return
-        infos, self._pending = self._pending, None
-        losses, self._losses = self._losses, []
-        loss = sum(map(float, losses)) / len(losses) if losses else None
         from pytest_distcompat.probe.optimizer import read_scheduler
 
+        fields = self._pending
+        self._pending = None
         if self.in_full:
-            infos |= self.observer.infos()
-        infos |= {"loss": loss, "scheduler": read_scheduler(self.tracked.schedulers_of(self._optimizer))}
-        self._write_snapshot("step", (self.steps + 1) * STRIDE, **infos)
+            fields |= self.observer.infos()
+        fields["loss"] = self._mean_loss()
+        fields["scheduler"] = read_scheduler(self.tracked.schedulers_of(self._optimizer))
+        self._losses = []
+        self._write_snapshot("step", (self.steps + 1) * STRIDE, **fields)
         self.observer.restart()
         self.steps += 1
         self._saves = 0
@@ -234,6 +264,12 @@ class Recorder:
             self._update_observer()
             if self._root is not None:
                 self.remove_hooks()
+
+    def _mean_loss(self) -> float | None:
+        """Return the mean of the losses since the last step, one for each micro-batch; None without any."""
+        if not self._losses:
+            return None
+        return sum(float(loss) for loss in self._losses) / len(self._losses)
 
     # Checkpoints.
 
@@ -283,7 +319,9 @@ class Recorder:
     def _read_untrained(self, optimizer: Any) -> None:
         """Read the loaded model and its optimizer, if there are any, for a run that may never train them."""
         model = self.tracked.model_of(optimizer)
-        self._optimizer = self.tracked.optimizers_with(optimizer, model) if optimizer is not None else None
+        self._optimizer = None
+        if optimizer is not None:
+            self._optimizer = self.tracked.optimizers_with(optimizer, model)
         if model is not None:
             self._model = weakref.ref(model)
             unwrapped = {"unwrapped": self.tracked.unwrapped_of(model)}
@@ -295,15 +333,20 @@ class Recorder:
         if self._read_file and not self._built and self._final_recorded_at != self.steps:
             # A file is read before its parts are loaded, so that the model shows them now.
             self._read_untrained(self.tracked.last_optimizer() or self.tracked.last_torch_optimizer())
-        model = self._model() if self._model is not None else None
+        model = self._live_model()
         if model is not None and self._final_recorded_at != self.steps:
             self._final_recorded_at = self.steps
             self._write_snapshot("export", self._index(END), **self._read_fields(whole=True))
 
+    def _live_model(self) -> Module | None:
+        """Return the model that is trained; None if there is none yet, or the script has dropped it."""
+        return self._model() if self._model is not None else None
+
     def _read_fields(self, *, whole: bool) -> dict[str, Any]:
+        """Return the fields of a snapshot of the model and its optimizer; ``whole``: with the digests of all values."""
         from pytest_distcompat.probe.snapshot import read_snapshot_fields
 
-        model = self._model() if self._model is not None else None
+        model = self._live_model()
         if model is None:
             return {}
         size = self.tracked.accelerator_attribute("num_processes") or getattr(model, "world_size", None)
@@ -355,13 +398,16 @@ def _from_all_ranks(hosted_rank: HostedRank, event: _E) -> list[_E]:
     from pytest_distcompat.launch.rank_log import LogReader
 
     hosted_rank.log.write(event)
-    logs = LogReader(hosted_rank.directory, range(distributed.get_world_size() if distributed.is_initialized() else 1))
-    found: list[_E] = []
+    world_size = 1
+    if distributed.is_initialized():
+        world_size = distributed.get_world_size()
+    logs = LogReader(hosted_rank.directory, range(world_size))
+    logged: list[_E] = []
 
     def all_logged() -> bool:
-        logged = [of_kind(type(event), events) for events in logs.read().values()]
-        found[:] = [each for events in logged for each in events]
-        return all(logged)
+        of_each_rank = [of_kind(type(event), events) for events in logs.read().values()]
+        logged[:] = itertools.chain.from_iterable(of_each_rank)
+        return all(of_each_rank)
 
     clock.wait_until(all_logged, CHECKPOINT_TIMEOUT_S, every=0.05)
-    return found
+    return logged

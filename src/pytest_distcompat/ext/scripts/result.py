@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from pytest_distcompat.ext.scripts.final_model import check_final_model
 from pytest_distcompat.ext.scripts.reading import read_in_a_process
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
 from pytest_distcompat.judge import judge, skipped
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.runner import run_trace
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace
@@ -94,7 +95,10 @@ class ScriptRun:
 
     def _logged(self, kind: type[_E]) -> list[_E]:
         """Return the events of that kind that any rank logged."""
-        return [event for events in self.ending.events.values() for event in of_kind(kind, events)]
+        logged: list[_E] = []
+        for events in self.ending.events.values():
+            logged.extend(of_kind(kind, events))
+        return logged
 
     @functools.cached_property
     def trace(self) -> RunTrace:
@@ -104,8 +108,11 @@ class ScriptRun:
     @property
     def losses(self) -> tuple[tuple[float | None, ...], ...]:
         """Return the losses that ``backward`` was called with: for each rank one for each step."""
-        steps = sorted((one for one in self.trace.snapshots if one.action == "step"), key=lambda one: one.index)
-        return tuple(tuple(one.loss for one in steps if one.rank == rank) for rank in range(self.trace.world_size))
+        losses_by_rank: list[list[float | None]] = [[] for _ in range(self.trace.world_size)]
+        for index in self.trace.indices("step"):
+            for snapshot in self.trace.at_index(index):
+                losses_by_rank[snapshot.rank].append(snapshot.loss)
+        return tuple(tuple(losses) for losses in losses_by_rank)
 
     def output_of(self, rank: int) -> str:
         """Return the stdout and stderr of that rank, if the launcher writes them to files."""
@@ -127,10 +134,17 @@ class ScriptRun:
         """
         verdicts = self.verdicts(*names)
         judged = [verdict for verdict in verdicts if verdict.status != "skipped"]
-        if bad := [verdict for verdict in judged if not verdict.ok] if judged else verdicts:
-            messages = "\n\n".join(f"{one.check} ({one.cell}): {one.status}\n{one.message}" for one in bad)
-            context = self.text() if self.failed else "\n".join((*self.labels, f"logs: {self.directory}"))
-            raise Incompatible(f"{messages}\n\n{context}", hard=self.hard)
+        bad = [verdict for verdict in judged if not verdict.ok]
+        if not judged:
+            bad = verdicts
+        if not bad:
+            return
+        paragraphs = [f"{verdict.check} ({verdict.cell}): {verdict.status}\n{verdict.message}" for verdict in bad]
+        if self.failed:
+            paragraphs.append(self.text())
+        else:
+            paragraphs.append("\n".join((*self.labels, f"logs: {self.directory}")))
+        raise Incompatible("\n\n".join(paragraphs), hard=self.hard)
 
     def verdicts(self, *names: str) -> list[Verdict]:
         """Return one verdict for each check; ``skipped``, with the reason, if it does not apply. Raises as ``check``."""
@@ -149,37 +163,63 @@ class ScriptRun:
     def _verdict(self, name: str) -> Verdict:
         if self.cell is None and name != FINAL_MODEL_CHECK:
             raise UsageProblem(f"check {name!r}: launch() got no strategy, so nothing says what should run")
-        cell = self._assumed_cell
         if self.failed:
-            # A check of a failed run has the status of the run.
-            status = Status.FAILED if self.ending.kind == "raised" else Status(self.ending.kind)
-            causes = filter(None, (f"the run failed: {self.ending.headline()}", self._probe_failure()))
-            return Verdict(name, cell.id, status, "\n".join(causes))
-        if problem := self.missing_evidence():
-            return Verdict(name, cell.id, Status.FAILED, problem)
+            return self._verdict_of_failed_run(name)
+        problem = self.missing_evidence()
+        if problem:
+            return Verdict(name, self._assumed_cell.id, Status.FAILED, problem)
         if name == FINAL_MODEL_CHECK:
-            checkpoints = [saved.path for saved in self.saved() if saved.everyone]
-            findings = check_final_model(
-                self.trace, cell, self.model_path(), checkpoints, self._read, saved_name=self.saved_name
-            )
-            return Verdict(name, cell.id, Status.FAILED if findings else Status.PASSED, "\n".join(findings))
+            return self._verdict_on_final_model()
+        return self._verdict_of_check(name)
+
+    def _verdict_of_failed_run(self, name: str) -> Verdict:
+        """Return the verdict of a check of a failed run, which has the status of the run."""
+        status = Status.FAILED
+        if self.ending.kind != "raised":
+            status = Status(self.ending.kind)
+        causes = [f"the run failed: {self.ending.headline()}"]
+        probe_failure = self._probe_failure()
+        if probe_failure:
+            causes.append(probe_failure)
+        return Verdict(name, self._assumed_cell.id, status, "\n".join(causes))
+
+    def _verdict_on_final_model(self) -> Verdict:
+        """Return the verdict on the model that the run left."""
+        cell = self._assumed_cell
+        checkpoints = [saved.path for saved in self.saved() if saved.everyone]
+        findings = check_final_model(
+            self.trace, cell, self.model_path(), checkpoints, self._read, saved_name=self.saved_name
+        )
+        status = Status.FAILED if findings else Status.PASSED
+        return Verdict(FINAL_MODEL_CHECK, cell.id, status, "\n".join(findings))
+
+    def _verdict_of_check(self, name: str) -> Verdict:
+        """Return the verdict of one of ``SCRIPT_CHECKS`` on a run that ended well."""
+        cell = self._assumed_cell
         check = CHECKS.get(name)
-        if reason := check.not_applicable(cell, Driver):
+        reason = check.not_applicable(cell, Driver)
+        if reason:
             return skipped(name, cell, f"the check does not apply: {reason}")
-        if short := self._too_short():
-            return Verdict(name, cell.id, Status.FAILED, short)
-        run = self.trace if name != "names" else self.trace_with_files
+        too_short = self._too_short()
+        if too_short:
+            return Verdict(name, cell.id, Status.FAILED, too_short)
+        run = self.trace
+        if name == "names":
+            run = self.trace_with_files
         return judge(check, cell, Trace("script", {run.name: run}, saves=self._should_save))
 
     def missing_evidence(self, *, trains: bool = True) -> str:
         """Return why there is nothing to judge, empty if there is; a run that ``trains`` must have taken a step."""
-        if failure := self._probe_failure():
-            return failure
+        probe_failure = self._probe_failure()
+        if probe_failure:
+            return probe_failure
         if not ProbeConfig.read(self.directory).steps:
             return "nothing to probe: watch_steps=0 leaves the probe out"
         if trains and not self.trace.at("build"):
-            unseen = (f"{one.optimizer} stepped, on a model that nothing wrapped" for one in self._logged(UnseenModel))
-            reason = next(unseen, "no optimizer of torch's stepped")
+            reason = "no optimizer of torch's stepped"
+            unseen = self._logged(UnseenModel)
+            if unseen:
+                reason = f"{unseen[0].optimizer} stepped, on a model that nothing wrapped"
             return f"nothing to probe: {reason}. A model is seen when it passes through one of: {MODEL_CALLS}"
         return ""
 
@@ -195,54 +235,88 @@ class ScriptRun:
 
     def _too_short(self) -> str:
         """Return why the step that checks judge was not recorded in full; empty if it was."""
-        if (watched := ProbeConfig.read(self.directory).steps) < JUDGED_STEP:
-            found = f"watch_steps={watched}: the check looks at step {JUDGED_STEP} in full"
-            return f"{found}; expected {JUDGED_STEP} or more"
-        if (taken := len(self.trace.indices("step"))) < JUDGED_STEP:
+        watched = ProbeConfig.read(self.directory).steps
+        if watched < JUDGED_STEP:
+            problem = f"watch_steps={watched}: the check looks at step {JUDGED_STEP} in full"
+            return f"{problem}; expected {JUDGED_STEP} or more"
+        taken = len(self.trace.indices("step"))
+        if taken < JUDGED_STEP:
             steps = f"{taken} optimizer step{'s' * (taken != 1)}"
             return f"the run took {steps}: the check looks at step {JUDGED_STEP}; let the script take {JUDGED_STEP} or more"
         return ""
 
     def saved(self) -> list[Saved]:
         """Return the last event of each path that was saved, in the order of their ``index``."""
-        return sorted({saved.path: saved for saved in self._logged(Saved)}.values(), key=lambda saved: saved.index)
+        last_by_path = {saved.path: saved for saved in self._logged(Saved)}
+        return sorted(last_by_path.values(), key=lambda saved: saved.index)
 
     def model_path(self) -> Path | None:
         """Return ``output``, or the path of the last model that the run saved outside its checkpoints; None without one."""
         if self.output is not None:
             return self.output
-        models = [saved.path for saved in self.saved() if not saved.everyone]
-        paths = models or [output.path for output in self._logged(Output)]
+        paths = [saved.path for saved in self.saved() if not saved.everyone]
+        if not paths:
+            paths = [output.path for output in self._logged(Output)]
         return Path(paths[-1]) if paths else None
 
     def _read(self, request: Mapping[str, Any]) -> Any:
-        return read_in_a_process(next(iter(self._logged(Start)), None), self.directory, request)
+        """Return the answer of ``scripts.reading`` to a request, in the environment of the first rank that started."""
+        starts = self._logged(Start)
+        return read_in_a_process(starts[0] if starts else None, self.directory, request)
 
     @functools.cached_property
     def trace_with_files(self) -> RunTrace:
         """Return the trace with a snapshot of each saved checkpoint and file; one of all files without a checkpoint."""
-        seen = [saved.path for saved in self.saved() if Path(saved.path).exists()]
-        output = str(self.output.resolve()) if self.output is not None and self.output.exists() else ""
-        paths = list(dict.fromkeys(filter(None, (*seen, output))))
-        read = self._read({"kind": "files", "paths": paths})["files"] if paths else {}
-        files = {path: tuple(decode(FileInfo, info).renamed(self.saved_name) for info in read[path]) for path in paths}
-        checkpoints = {saved.path for saved in self.saved() if saved.everyone}
-        others = [files[path] for path in seen if path not in checkpoints]
-        written = [files[path] for path in seen if path in checkpoints]
-        if output and not written and not any(info.holds == "model" for infos in others for info in infos):
-            # The probe does not see all writing: ``safetensors.torch.save`` gives bytes, and a file may get its name later.
-            others.append(files[output])
-        together = tuple(info for infos in others for info in infos)
-        if written:
-            written += others
-        elif self._should_save or any(info.holds == "model" for info in together):
-            written = [together]
-        snapshots = [
-            Snapshot(0, "train", "files", _FILES_INDEX + nth, files=infos) for nth, infos in enumerate(written)
-        ]
+        snapshots: list[Snapshot] = []
+        for nth, files in enumerate(self._written_files()):
+            snapshots.append(Snapshot(0, "train", "files", _FILES_INDEX + nth, files=files))
         return replace(self.trace, snapshots=(*self.trace.snapshots, *snapshots))
+
+    def _written_files(self) -> list[tuple[FileInfo, ...]]:
+        """Return what each checkpoint holds, then each other path that was saved; without a checkpoint, all files together."""
+        saved_paths = [saved.path for saved in self.saved() if Path(saved.path).exists()]
+        output = ""
+        if self.output is not None and self.output.exists():
+            output = str(self.output.resolve())
+        files_by_path = self._read_files([*saved_paths, output] if output else saved_paths)
+        checkpoint_paths = {saved.path for saved in self.saved() if saved.everyone}
+        checkpoints: list[tuple[FileInfo, ...]] = []
+        others: list[tuple[FileInfo, ...]] = []
+        for path in saved_paths:
+            if path in checkpoint_paths:
+                checkpoints.append(files_by_path[path])
+            else:
+                others.append(files_by_path[path])
+        if checkpoints:
+            return [*checkpoints, *others]
+        if output and not _holds_model(others):
+            # The probe does not see all writing: ``safetensors.torch.save`` gives bytes, and a file may get its name later.
+            others.append(files_by_path[output])
+        if not self._should_save and not _holds_model(others):
+            return []
+        return [tuple(itertools.chain.from_iterable(others))]
+
+    def _read_files(self, paths: Iterable[str]) -> dict[str, tuple[FileInfo, ...]]:
+        """Return what the files at or below each path hold, with unwrapped names."""
+        unique_paths = list(dict.fromkeys(paths))
+        if not unique_paths:
+            return {}
+        answer = self._read({"kind": "files", "paths": unique_paths})["files"]
+        files_by_path: dict[str, tuple[FileInfo, ...]] = {}
+        for path in unique_paths:
+            infos = [decode(FileInfo, info) for info in answer[path]]
+            files_by_path[path] = tuple(info.renamed(self.saved_name) for info in infos)
+        return files_by_path
 
     @property
     def _should_save(self) -> bool:
         """Tell whether the run has called a function that saves a model, or should leave one."""
         return self.output is not None or any(saved.model for saved in self.saved())
+
+
+def _holds_model(files_by_place: Iterable[Iterable[FileInfo]]) -> bool:
+    """Tell whether any of these files holds tensors of a model."""
+    for files in files_by_place:
+        if any(info.holds == "model" for info in files):
+            return True
+    return False

@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_distcompat.checks import message, pairs
 from pytest_distcompat.checks._values import differences, other_dtypes, settings, values
-from pytest_distcompat.ext.scripts.launching import RANKS, Host, check_arguments, launch, leave_directory
+from pytest_distcompat.ext.scripts.launching import RANKS, Host, check_argument, launch, leave_directory
 from pytest_distcompat.ext.scripts.recorder import STRIDE
 from pytest_distcompat.ext.scripts.result import ScriptRun
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
@@ -22,22 +22,53 @@ from pytest_distcompat.trace import Snapshot
 __tracebackhide__ = hides_frames
 
 
-def _optimizer_of(snapshot: Snapshot) -> Any:
-    states = (*snapshot.states, *snapshot.masters)
-    # A load may return a single number as a tensor, whose dtype says nothing.
-    held = {f"{one.key} of {one.owner}": (one.digest, "" if one.numel == 1 else one.dtype) for one in states}
-    return held, snapshot.param_groups
+@dataclass(frozen=True)
+class _StoredValue:
+    """A tensor as one rank stores it. The dtype is empty for a single number: a load may make a tensor of it."""
+
+    digest: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _OptimizerValues:
+    """One rank's optimizer: its state and flat masters by name, and the numbers of its groups."""
+
+    states: Mapping[str, _StoredValue]
+    param_groups: tuple[Mapping[str, float], ...]
+
+
+def _losses(snapshot: Snapshot) -> tuple[float | None, ...]:
+    return (snapshot.loss,)
+
+
+def _grad_norms(snapshot: Snapshot) -> tuple[float, ...]:
+    return tuple(math.sqrt(step.square) for step in snapshot.steps)
+
+
+def _parameters(snapshot: Snapshot) -> dict[str, _StoredValue]:
+    """Return the parameters and buffers by name."""
+    return {info.name: _StoredValue(info.digest, info.dtype) for info in (*snapshot.parameters, *snapshot.buffers)}
+
+
+def _optimizer(snapshot: Snapshot) -> _OptimizerValues:
+    states: dict[str, _StoredValue] = {}
+    for info in (*snapshot.states, *snapshot.masters):
+        # A load may return a single number as a tensor, whose dtype says nothing.
+        dtype = "" if info.numel == 1 else info.dtype
+        states[f"{info.key} of {info.owner}"] = _StoredValue(info.digest, dtype)
+    return _OptimizerValues(states, snapshot.param_groups)
 
 
 #: How each quantity of one rank in one step is read.
 _READERS: Mapping[str, Callable[[Snapshot], Any]] = {
-    "losses": lambda one: (one.loss,),
-    "grad_norms": lambda one: tuple(math.sqrt(step.square) for step in one.steps),
-    "parameters": lambda one: {info.name: (info.digest, info.dtype) for info in (*one.parameters, *one.buffers)},
-    "optimizer": _optimizer_of,
-    "scheduler": lambda one: one.scheduler,
-    "rng": lambda one: one.rng,
-    "data": lambda one: one.inputs,
+    "losses": _losses,
+    "grad_norms": _grad_norms,
+    "parameters": _parameters,
+    "optimizer": _optimizer,
+    "scheduler": lambda snapshot: snapshot.scheduler,
+    "rng": lambda snapshot: snapshot.rng,
+    "data": lambda snapshot: snapshot.inputs,
 }
 #: The quantities that can be compared, step by step and rank by rank.
 SAME = tuple(_READERS)
@@ -74,21 +105,29 @@ class RoundTrip:
     @property
     def findings(self) -> list[str]:
         """Return what is wrong. If a run took the wrong steps, that is the only finding."""
-        for title, run in (("run", self.through), ("stopped run", self.stopped), ("resumed run", self.resumed)):
-            if problem := run.missing_evidence(trains=run is not self.resumed or self.steps_left > 0):
+        runs = {"run": self.through, "stopped run": self.stopped, "resumed run": self.resumed}
+        for title, run in runs.items():
+            must_train = run is not self.resumed or self.steps_left > 0
+            problem = run.missing_evidence(trains=must_train)
+            if problem:
                 return [f"the {title}: {problem}"]
-        if misplaced := list(self._wrong_steps()):
-            return misplaced
-        differences = list(self._differing_steps())
-        return list(dict.fromkeys([*self._not_repeatable(), *self._loaded(explain=bool(differences)), *differences]))
+        wrong_steps = list(self._wrong_steps())
+        if wrong_steps:
+            return wrong_steps
+        differing_steps = list(self._differing_steps())
+        findings = [*self._not_repeatable(), *self._loaded(explain=bool(differing_steps)), *differing_steps]
+        return list(dict.fromkeys(findings))
 
     def check(self) -> None:
         """Raise Incompatible with the findings, if there are any."""
-        if findings := self.findings:
-            runs = (self.through, self.stopped, self.resumed)
-            logs = (f"logs: {run.directory}" for run in runs)
-            text = "\n".join((message(findings), *self.resumed.labels, *logs))
-            raise Incompatible(text, hard=any(run.hard for run in runs))
+        findings = self.findings
+        if not findings:
+            return
+        runs = (self.through, self.stopped, self.resumed)
+        lines = [message(findings), *self.resumed.labels]
+        for run in runs:
+            lines.append(f"logs: {run.directory}")
+        raise Incompatible("\n".join(lines), hard=any(run.hard for run in runs))
 
     def _wrong_steps(self) -> Iterator[str]:
         """Yield a finding if a run took another number of steps than it should; the resumed run takes those that are left."""
@@ -106,46 +145,67 @@ class RoundTrip:
     def _not_repeatable(self) -> Iterator[str]:
         """Yield a finding if the two runs from the start differ: then a third cannot be compared with them."""
         for nth in range(self.save_at):
-            for one, other in pairs(_step(self.through, nth), _step(self.stopped, nth)):
-                if wrong := [quantity for quantity in ("losses", "data") if not self._equal(quantity, one, other)]:
-                    finding = f"{' and '.join(wrong)} differ in step {nth + 1} of two runs from the start"
-                    yield f"rank {one.rank}: {finding}: the script is not repeatable (is a seed missing?)"
+            for through, stopped in pairs(_step(self.through, nth), _step(self.stopped, nth)):
+                differing = [name for name in ("losses", "data") if not self._equal(name, through, stopped)]
+                if differing:
+                    finding = f"{' and '.join(differing)} differ in step {nth + 1} of two runs from the start"
+                    yield f"rank {through.rank}: {finding}: the script is not repeatable (is a seed missing?)"
                     return
 
     def _loaded(self, *, explain: bool) -> Iterator[str]:
-        """Yield differences between saved and loaded values on any number of ranks, or to ``explain`` those of steps."""
-        saved, loaded = _at_save(self.stopped, self.save_at), _at_load(self.resumed)
+        """Yield differences between saved and loaded values.
+
+        They are compared on any number of ranks, but only where steps cannot be compared bit by bit, or to ``explain``
+        why steps differ.
+        """
+        saved = _at_save(self.stopped, self.save_at)
+        loaded = _at_load(self.resumed)
         if not loaded:
             yield "the resumed run read no checkpoint by any of the calls that are known"
-        elif explain or self.resharded or self.stopped.device != "cpu" or not self.steps_left:
-            states, when = "optimizer" in self.same, f"after the load at {self.resumed.trace.world_size} ranks"
-            was, now = values(self.stopped.trace, saved), values(self.resumed.trace, loaded)
-            yield from differences(was, now, when, states=states)
-            yield from other_dtypes(was, now, when, states=states)
-            if not self.steps_left and not self.resharded and "scheduler" in self.same:
-                yield from settings(saved, loaded, when)
+            return
+        steps_suffice = not self.resharded and self.stopped.device == "cpu" and self.steps_left > 0
+        if steps_suffice and not explain:
+            return
+        when = f"after the load at {self.resumed.trace.world_size} ranks"
+        with_states = "optimizer" in self.same
+        saved_values = values(self.stopped.trace, saved)
+        loaded_values = values(self.resumed.trace, loaded)
+        yield from differences(saved_values, loaded_values, when, states=with_states)
+        yield from other_dtypes(saved_values, loaded_values, when, states=with_states)
+        if not self.steps_left and not self.resharded and "scheduler" in self.same:
+            yield from settings(saved, loaded, when)
 
     def _differing_steps(self) -> Iterator[str]:
         """Yield the first difference of each quantity on each rank from the run that never stopped."""
         if self.resharded:
             return
+        quantities = [quantity for quantity in _CAUSES_FIRST if quantity in self.same]
         reported: set[tuple[int, str]] = set()
         for number in range(self.save_at, self.total):
-            expected, resumed = _step(self.through, number), _step(self.resumed, number - self.save_at)
-            quantities = [quantity for quantity in _CAUSES_FIRST if quantity in self.same]
-            for quantity, (one, other) in itertools.product(quantities, list(pairs(expected, resumed))):
-                if (one.rank, quantity) not in reported and not self._equal(quantity, one, other):
-                    reported.add((one.rank, quantity))
-                    when = f"in step {number + 1}, {number + 1 - self.save_at} after the load"
-                    yield f"rank {one.rank}: {quantity}: {_difference(quantity, one, other)} {when}"
+            steps_after_load = number + 1 - self.save_at
+            snapshots = list(pairs(_step(self.through, number), _step(self.resumed, steps_after_load - 1)))
+            for quantity, (expected, resumed) in itertools.product(quantities, snapshots):
+                if (expected.rank, quantity) in reported or self._equal(quantity, expected, resumed):
+                    continue
+                reported.add((expected.rank, quantity))
+                when = f"in step {number + 1}, {steps_after_load} after the load"
+                yield f"rank {expected.rank}: {quantity}: {_difference(quantity, expected, resumed)} {when}"
 
-    def _equal(self, quantity: str, one: Snapshot, other: Snapshot) -> bool:
-        """Tell whether a quantity is equal on two ranks, within the tolerance on a GPU."""
-        was, now = _READERS[quantity](one), _READERS[quantity](other)
+    def _equal(self, quantity: str, expected: Snapshot, actual: Snapshot) -> bool:
+        """Tell whether a quantity of one rank is equal in two runs, within the tolerance on a GPU."""
+        before = _READERS[quantity](expected)
+        after = _READERS[quantity](actual)
         if self.through.device == "cpu" or quantity in {"scheduler", "data"}:
-            return bool(was == now)
-        close = (math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(was, now, strict=False))
-        return quantity in _EXACT or (len(was) == len(now) and all(close))
+            return bool(before == after)
+        if quantity in _EXACT:
+            # On a GPU they are not compared.
+            return True
+        if len(before) != len(after):
+            return False
+        for number, other in zip(before, after, strict=True):
+            if not math.isclose(number, other, rel_tol=TOLERANCE):
+                return False
+        return True
 
 
 def resume_roundtrip(
@@ -183,38 +243,37 @@ def resume_roundtrip(
         RunFailedError: If a run fails.
         UsageProblem: For a wrong argument.
     """
-    for name, one in (("args", args), ("resume", resume), ("same", same)):
-        is_list = isinstance(one, Iterable) and not isinstance(one, str)
-        check_arguments(**{name: (one, is_list, "expected a list of texts")})
-    steps = f"expected 1 to total={total!r} steps"
-    check_arguments(
-        same=(list(same), bool(same) and {*same} <= {*SAME}, f"known are {', '.join(SAME)}"),
-        save_at=(save_at, isinstance(save_at, int) and isinstance(total, int) and 0 < save_at <= total, steps),
-        reshard_to=(reshard_to, reshard_to is None or (isinstance(reshard_to, int) and reshard_to > 0), RANKS),
-    )
+    _check_arguments(args=args, resume=resume, same=same, save_at=save_at, total=total, reshard_to=reshard_to)
     reserved = [name for name in ("watch_steps", "stop_after", "allow_failure", "fails") if name in settings]
     if reserved:
         raise UsageProblem(f"resume_roundtrip takes no {reserved[0]}: it says that of each run itself")
     host = host or Host.here()
     replacements = {"steps": str(total), "save_at": str(save_at)}
+    runs: list[ScriptRun] = []
 
     def run(output: Path, *more: str, **others: Any) -> ScriptRun:
-        arguments = [_filled(argument, {**replacements, "output": str(output)}) for argument in (*args, *more)]
+        of_this_run = {**replacements, "output": str(output)}
+        arguments = [_filled(argument, of_this_run) for argument in (*args, *more)]
         runs.append(launch(script, *arguments, host=host, watch_steps=total, **{**settings, **others}))
         return runs[-1]
 
-    runs: list[ScriptRun] = []
-    output, whole = host.new_directory("stopped"), host.new_directory("through")
+    stopped_output = host.new_directory("stopped")
+    through_output = host.new_directory("through")
 
-    def go() -> RoundTrip:
-        stopped = run(output, stop_after=save_at)
-        through = run(whole) if save_at < total else stopped
+    def run_all() -> RoundTrip:
+        stopped = run(stopped_output, stop_after=save_at)
+        through = stopped
+        if save_at < total:
+            through = run(through_output)
         checkpoint = _checkpoint(stopped, save_at)
         if checkpoint is None:
             raise Incompatible(f"{_missing_checkpoint(stopped, save_at)}\nlogs: {stopped.directory}")
         more = [_filled(argument, {"checkpoint": checkpoint}) for argument in resume]
+        others: dict[str, Any] = {}
+        if reshard_to:
+            others["world_size"] = reshard_to
         try:
-            resumed = run(output, *more, **({"world_size": reshard_to} if reshard_to else {}))
+            resumed = run(stopped_output, *more, **others)
         except RunFailedError as failure:
             message = f"the run that was to go on from {checkpoint} failed\n\n{failure}"
             raise RunFailedError(message, hard=failure.hard) from None
@@ -223,12 +282,29 @@ def resume_roundtrip(
         return trip
 
     try:
-        return go()
+        return run_all()
     except (Incompatible, RunFailedError):
         # The message is about checkpoints and logs there.
-        for directory in (output, whole, *(done.directory for done in runs)):
-            leave_directory(directory)
+        leave_directory(stopped_output)
+        leave_directory(through_output)
+        for done in runs:
+            leave_directory(done.directory)
         raise
+
+
+def _check_arguments(
+    *, args: object, resume: object, same: Sequence[str], save_at: object, total: object, reshard_to: object
+) -> None:
+    """Raise UsageProblem for the first argument of ``resume_roundtrip`` that is wrong."""
+    for name, value in (("args", args), ("resume", resume), ("same", same)):
+        is_list = isinstance(value, Iterable) and not isinstance(value, str)
+        check_argument(name, value, is_list, "expected a list of texts")
+    known = bool(same) and set(same) <= set(SAME)
+    within = isinstance(save_at, int) and isinstance(total, int) and 0 < save_at <= total
+    positive = isinstance(reshard_to, int) and reshard_to > 0
+    check_argument("same", list(same), known, f"known are {', '.join(SAME)}")
+    check_argument("save_at", save_at, within, f"expected 1 to total={total!r} steps")
+    check_argument("reshard_to", reshard_to, reshard_to is None or positive, RANKS)
 
 
 def _checkpoint(run: ScriptRun, save_at: int) -> str | None:
@@ -237,9 +313,9 @@ def _checkpoint(run: ScriptRun, save_at: int) -> str | None:
     A checkpoint that all ranks wrote comes first. Of several files of single ranks it is their directory.
     """
     saved = [event for event in run.saved() if event.index // STRIDE == save_at]
-    whole = [event.path for event in saved if event.everyone]
-    if whole:
-        return whole[0]
+    checkpoints = [event.path for event in saved if event.everyone]
+    if checkpoints:
+        return checkpoints[0]
     files = [event.path for event in saved]
     return os.path.commonpath(files) if files else None
 
@@ -271,8 +347,10 @@ def _step(run: ScriptRun, nth: int) -> tuple[Snapshot, ...]:
 
 def _at_save(run: ScriptRun, save_at: int) -> tuple[Snapshot, ...]:
     """Return the snapshots of the save after that step; where one rank alone has saved, those of the step."""
-    saved = [index for index in run.trace.indices("save") if index // STRIDE == save_at]
-    return run.trace.at_index(saved[0] if saved else save_at * STRIDE)
+    for index in run.trace.indices("save"):
+        if index // STRIDE == save_at:
+            return run.trace.at_index(index)
+    return run.trace.at_index(save_at * STRIDE)
 
 
 def _at_load(run: ScriptRun) -> tuple[Snapshot, ...]:
@@ -280,23 +358,47 @@ def _at_load(run: ScriptRun) -> tuple[Snapshot, ...]:
     return run.trace.at("load") or run.trace.at("build")
 
 
-def _difference(quantity: str, one: Snapshot, other: Snapshot) -> str:
+def _difference(quantity: str, expected: Snapshot, resumed: Snapshot) -> str:
     """Describe a difference: by both values if they are short, else by the first name that differs."""
-    was, now = _READERS[quantity](one), _READERS[quantity](other)
+    before = _READERS[quantity](expected)
+    after = _READERS[quantity](resumed)
     if quantity in {"losses", "grad_norms"}:
-        return f"{_numbers(now)} instead of {_numbers(was)}"
+        return f"{_numbers(after)} instead of {_numbers(before)}"
+    if quantity == "parameters":
+        return _differing_values(before, after)
+    if quantity == "optimizer":
+        return _differing_optimizers(before, after)
     if quantity == "scheduler":
-        return f"{now!r} instead of {was!r}"
-    if quantity == "optimizer" and was[0] == now[0]:
-        return f"groups are {now[1]} instead of {was[1]}"
-    if quantity in {"parameters", "optimizer"}:
-        was, now = (was, now) if quantity == "parameters" else (was[0], now[0])
-        wrong = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
-        (_, old), (_, new) = was.get(wrong[0], ("", "nothing")), now.get(wrong[0], ("", "nothing"))
-        stored = f" ({new} instead of {old})" if old != new else ""
-        return f"{len(wrong)} of {len(was)} values differ, first {wrong[0]!r}{stored},"
-    return "another random state" if quantity == "rng" else "fed other data"
+        return f"{after!r} instead of {before!r}"
+    if quantity == "rng":
+        return "another random state"
+    return "fed other data"
+
+
+def _differing_optimizers(before: _OptimizerValues, after: _OptimizerValues) -> str:
+    """Describe how two optimizers differ: in their state, else in the numbers of their groups."""
+    if before.states != after.states:
+        return _differing_values(before.states, after.states)
+    return f"groups are {after.param_groups} instead of {before.param_groups}"
+
+
+def _differing_values(before: Mapping[str, _StoredValue], after: Mapping[str, _StoredValue]) -> str:
+    """Describe in how many tensors two runs differ, by the first of them and its dtypes if these differ."""
+    differing = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    first = differing[0]
+    missing = _StoredValue(digest="", dtype="nothing")
+    dtype_before = before.get(first, missing).dtype
+    dtype_after = after.get(first, missing).dtype
+    stored = ""
+    if dtype_before != dtype_after:
+        stored = f" ({dtype_after} instead of {dtype_before})"
+    return f"{len(differing)} of {len(before)} values differ, first {first!r}{stored},"
 
 
 def _numbers(values: Sequence[float | None]) -> str:
-    return ", ".join("none" if value is None else f"{value:.8g}" for value in values) or "none"
+    if not values:
+        return "none"
+    texts: list[str] = []
+    for value in values:
+        texts.append("none" if value is None else f"{value:.8g}")
+    return ", ".join(texts)

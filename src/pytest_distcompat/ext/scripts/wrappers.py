@@ -35,8 +35,11 @@ def _recorder_of(pid: int) -> Recorder | None:
     """Return the recorder of the process ``pid``, None if it is no rank or the probe is off."""
     # A process without RANK that reaches a wrapper runs alone, so it becomes rank 0.
     del pid
-    rank, config = current_rank() or claim(0), probe_config()
-    return Recorder(rank, config) if rank is not None and config.steps else None
+    rank = current_rank() or claim(0)
+    config = probe_config()
+    if rank is None or not config.steps:
+        return None
+    return Recorder(rank, config)
 
 
 def current_recorder() -> Recorder | None:
@@ -89,7 +92,9 @@ def models(values: Iterable[Any]) -> Iterator[Any]:
     """Yield the modules among the values."""
     import torch
 
-    yield from (value for value in values if isinstance(value, torch.nn.Module))
+    for value in values:
+        if isinstance(value, torch.nn.Module):
+            yield value
 
 
 def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, first: int = 0, compiles: bool = False) -> Wrapper:
@@ -100,15 +105,20 @@ def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, first: int = 0, co
 
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
         with recorder.inside_call() as outermost:
-            nested = [element for value in args if isinstance(value, (list, tuple)) for element in value]
+            nested: list[Any] = []
+            for value in args:
+                if isinstance(value, (list, tuple)):
+                    nested.extend(value)
             unwrapped = list(models((*args[first:], *nested, *kwargs.values())))
-            for model in unwrapped if outermost else ():
-                recorder.call_unobserved(recorder.tracked.read_unwrapped, model)
+            if outermost:
+                for model in unwrapped:
+                    recorder.call_unobserved(recorder.tracked.read_unwrapped, model)
             if compiles and unwrapped:
                 recorder.remove_hooks()
             result = yield
-        for value in made(result, args) if outermost else ():
-            recorder.call_unobserved(recorder.after_wrap, value)
+        if outermost:
+            for value in made(result, args):
+                recorder.call_unobserved(recorder.after_wrap, value)
 
     return wrapper
 
@@ -141,7 +151,9 @@ def saves(where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = 
             if outermost:
                 recorder.call_unobserved(recorder.before_save, everyone)
             result = yield
-        path = where(result, args, kwargs) if outermost else None
+        if not outermost:
+            return
+        path = where(result, args, kwargs)
         if path is not None:
             recorder.call_unobserved(recorder.after_save, path, everyone, model)
 

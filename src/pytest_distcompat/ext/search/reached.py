@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pytest_distcompat.ext.reach.branches import AnalysedFile, numbers_of
+from pytest_distcompat.ext.reach.libraries import FileId, installed_files, installed_versions
+from pytest_distcompat.ext.reach.rank_files import reach_files
+from pytest_distcompat.ext.reach.store import read_map
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.launch.files import reach_files
-from pytest_distcompat.reach.branches import AnalysedFile, numbers_of
-from pytest_distcompat.reach.libraries import FileId, installed_files, installed_versions
-from pytest_distcompat.reach.store import read_map
 
 #: A name, also one in a text: ``config.get("overlap_comm")``.
 _NAME = re.compile(r"[A-Za-z_]\w+")

@@ -14,12 +14,12 @@ from pytest_distcompat.drivers import find_driver, unsupported_reason
 from pytest_distcompat.ext.search.arguments import call_arguments
 from pytest_distcompat.ext.search.candidate import Candidate
 from pytest_distcompat.ext.search.yields import Yields
+from pytest_distcompat.ext.walk.explore import known_failures, matches_any
+from pytest_distcompat.ext.walk.sequence import allowed
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.profiles import cell_of, option_choices
 from pytest_distcompat.scenario import FOLLOWED
 from pytest_distcompat.settings.rules import Setting, settings_of
-from pytest_distcompat.walk.explore import known_failures, matches_any
-from pytest_distcompat.walk.sequence import allowed
 
 T = TypeVar("T")
 #: The most ranks of a candidate's cell.
@@ -56,8 +56,8 @@ class DriverSpace:
         self.strategies = [name for name in strategies if self._runs(Cell(name, "fp32"))]
         self.choices = [choice for choice in option_choices(self.kind) if choice is not None]
         self.calls: list[Call] = []
-        if self.kind.walk_calls is not None:
-            self.calls = offered(self.kind.walk_calls)
+        if self.kind.live_calls is not None:
+            self.calls = offered(self.kind.live_calls)
 
     def _runs(self, cell: Cell) -> bool:
         return unsupported_reason(self.kind, cell, "cpu") is None
@@ -75,7 +75,7 @@ class DriverSpace:
 
     def _compares_calls(self, cell: Cell) -> bool:
         """Tell whether calls in a cell can be compared with one process."""
-        if self.kind.walk_calls is None or cell.option("model") != "mlp" or cell.precision != "fp32":
+        if self.kind.live_calls is None or cell.option("model") != "mlp" or cell.precision != "fp32":
             return False
         if any(name not in _OPTIONS_OF_CALLS for name, _ in cell.options):
             return False
@@ -84,7 +84,7 @@ class DriverSpace:
 
     def _callable(self, calls: Sequence[Call], strategy: str) -> bool:
         """Tell whether each call may follow those before it, and none is refused or known to be broken."""
-        kind = self.kind.walk_calls
+        kind = self.kind.live_calls
         assert kind is not None
         if len(calls) > MOST_CALLS or matches_any(known_failures(self.kind, strategy), calls):
             return False
@@ -179,7 +179,7 @@ class DriverSpace:
 
     def _call(self, random: Random, yields: Yields) -> Call:
         """Return a call with some of its arguments."""
-        kind = self.kind.walk_calls
+        kind = self.kind.live_calls
         assert kind is not None
         names = list(dict.fromkeys(call.name for call in self.calls))
         name = _weighted(random, names, [yields.of_call(name) for name in names])

@@ -17,8 +17,11 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.engine import local_runner, not_applicable, run_check
 from pytest_distcompat.expect import Expectation
+from pytest_distcompat.ext.reach import tracer
 from pytest_distcompat.ext.search.candidate import Candidate
 from pytest_distcompat.ext.search.reached import Branches, InstalledBranches
+from pytest_distcompat.ext.walk.explore import run_walk
+from pytest_distcompat.ext.walk.sequence import Walk
 from pytest_distcompat.judge import ACCIDENTS
 from pytest_distcompat.known import applying, concerned, shipped
 from pytest_distcompat.profiles import SWEEP_CHECKS
@@ -26,8 +29,6 @@ from pytest_distcompat.runner import Runner
 from pytest_distcompat.settings.rules import meant_to_fail, rule_of
 from pytest_distcompat.status import Status
 from pytest_distcompat.trace import RunFailure
-from pytest_distcompat.walk.explore import run_walk
-from pytest_distcompat.walk.sequence import Walk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -103,7 +104,7 @@ class Trials:
             kind = find_driver(driver)
             cells = [Cell.of("ddp", "fp32", model=model) for model in ("mlp", "llama")]
             runner = self._stack.enter_context(local_runner(kind, cells, device="cpu", timeout=_TIMEOUT))
-            runner.reach = True
+            runner.recorders = (f"{tracer.__name__}:{tracer.rank_tracer.__name__}",)
             self._runners[driver] = runner
         return self._runners[driver]
 
@@ -156,7 +157,7 @@ def _judge_cell(runner: Runner, candidate: Candidate, names: Sequence[str]) -> t
 
 def _judge_calls(runner: Runner, candidate: Candidate) -> tuple[str, str]:
     """Return how calls break the law, and the words that refuse one: they do what one process does, or are refused."""
-    kind = find_driver(candidate.driver).walk_calls
+    kind = find_driver(candidate.driver).live_calls
     assert kind is not None
     done = run_walk(runner, candidate.driver, candidate.cell, Walk(candidate.calls, kind))
     if not done.wrong:

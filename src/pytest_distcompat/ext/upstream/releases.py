@@ -14,6 +14,7 @@ from typing import Any
 
 from pytest_distcompat.cli.output import named_in_errors, write
 from pytest_distcompat.ext.upstream.bisect import bisect, releases_of
+from pytest_distcompat.ext.upstream.changed import EXPECTED, SELECTING_PLUGIN, SELECTION, read_change, select_cells
 from pytest_distcompat.ext.upstream.side_by_side import environment, file_name, install, requirements
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.causes import Cause, causes
@@ -72,12 +73,14 @@ def add(commands: Any) -> None:
     releases = commands.add_parser(
         "releases",
         help="the same tests with other releases of a package, side by side",
-        usage="distcompat releases [-h] (--release PACKAGE==VERSION[,...] | --bisect PACKAGE==FIRST..LAST) [--into DIRECTORY] "
-        "[-o FILE.md] -- PYTEST-ARGUMENT ...",
+        usage="distcompat releases [-h] (--release PACKAGE==VERSION[,...] | --bisect PACKAGE==FIRST..LAST | "
+        "--changed PACKAGE@FROM..TO --reach FILE [--cell CELL] [--limit TIME] [--cells-per-place N]) "
+        "[--into DIRECTORY] [-o FILE.md] -- PYTEST-ARGUMENT ...",
         description=(
             "Run pytest with each release, then with what is installed, and list red verdicts by release. "
             "Exit code 0: nothing is red; 1: something is, or a run came to no report. With --bisect: find the release that "
-            "turned the tests red, or green. Exit code 0: found."
+            "turned the tests red, or green. Exit code 0: found. With --changed: run with the new release only the cells that "
+            "execute what it changes."
         ),
     )
     which = releases.add_mutually_exclusive_group(required=True)
@@ -91,6 +94,24 @@ def add(commands: Any) -> None:
         "--bisect",
         metavar="PACKAGE==FIRST..LAST",
         help="halve the releases between these two; or the commits: PACKAGE @ git+URL@FIRST..LAST",
+    )
+    which.add_argument("--changed", metavar="PACKAGE@FROM..TO", help=f"a change of a package: {EXPECTED}")
+    releases.add_argument(
+        "--reach",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="with --changed: the map of --distcompat-reach FILE with the old release; may be given several times",
+    )
+    releases.add_argument(
+        "--limit", metavar="TIME", help="with --changed: start no further cell after this time (90s, 5m)"
+    )
+    releases.add_argument(
+        "--cell", metavar="CELL", help="with --changed: only these cells of the map, a pattern (accelerate/*)"
+    )
+    releases.add_argument(
+        "--cells-per-place", metavar="N", help="with --changed: only so many cells that execute each changed place"
     )
     releases.add_argument(
         "--into", type=Path, metavar="DIRECTORY", help=f"keep releases, reports and logs there ({_cache()})"
@@ -112,6 +133,8 @@ def _releases(options: argparse.Namespace) -> int:
     arguments = options.arguments
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
+    if options.changed:
+        return _changed(options, directory, arguments)
     if options.bisect:
         return _bisect(options.bisect, directory, arguments, options.output)
     # Install all first: a missing release is reported before any session, which takes minutes.
@@ -126,6 +149,25 @@ def _releases(options: argparse.Namespace) -> int:
         print(f"{release}: {run.summary}", flush=True)
     _write(runs, options.output)
     return int(not all(run.good for run in runs))
+
+
+def _changed(options: argparse.Namespace, directory: Path, arguments: Sequence[str]) -> int:
+    """Run the cells that execute what a release changes, with that release; return the exit code."""
+    if not options.reach:
+        raise UsageProblem("--changed needs a map: --reach FILE, which pytest --distcompat-reach FILE writes")
+    change = read_change(options.changed, directory)
+    selection = directory / f"{file_name(change.name)}.cells"
+    if not select_cells(change, options.reach, selection, cell=options.cell, cells_per_place=options.cells_per_place):
+        print("no cell executes what changes: nothing is run")
+        return 0
+    print(f"{change.name}: the cells are in {selection}\n", flush=True)
+    selecting = ["-p", SELECTING_PLUGIN, f"{SELECTION}={selection}"]
+    if options.limit:
+        selecting.append(f"--distcompat-budget={options.limit}")
+    run = _run(change.name, environment(change.target), directory, [*arguments, *selecting])
+    print(f"{change.name}: {run.summary}", flush=True)
+    _write([run], options.output)
+    return int(not run.good)
 
 
 #: What ``Run.red`` says, in words.

@@ -1,1 +1,4 @@
-"""The parent's side of ``@pytest.mark.distcompat``: items, outcomes of their ranks, scheduling."""
+"""A test marked with ``@pytest.mark.distcompat``, in three rooms: ``declare``, ``run``, ``outcome``.
+
+``phase`` is what a rank logs of the test; ``outcome`` reads it.
+"""

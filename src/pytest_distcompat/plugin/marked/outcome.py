@@ -1,4 +1,7 @@
-"""Outcome of a test from the phases of all ranks: never better than the worst rank; disagreement is a failure."""
+"""Room 3 of a marked test: from the phases of all ranks to one outcome, and from that to pytest's report.
+
+The outcome is never better than that of the worst rank; disagreement is a failure.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,22 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from _pytest._code.code import ExceptionRepr
 
 from pytest_distcompat.events import of_kind
-from pytest_distcompat.excerpt import excerpt, explained
-from pytest_distcompat.missing_module import hint_of
-from pytest_distcompat.plugin.marked.phase import SKIPPED_ELSEWHERE, XFAILED, Phase
+from pytest_distcompat.plugin.marked.phase import (
+    SKIPPED_ELSEWHERE,
+    STRICT_XPASS,
+    XFAILED,
+    Phase,
+    unfinished_phase,
+)
+from pytest_distcompat.plugin.reporting.representation import represent
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch.ending import Ending
-
-#: Captured output is cut in the middle to this many characters; all of it is in the run's directory.
-SECTION_CHARACTERS = 65536
-
-#: The text of an exception and the value of a property are cut to this many characters: pytest's process keeps them.
-TEXT_CHARACTERS = 2**20
-
-#: The first line of an exception is cut to this many characters where it becomes a headline.
-HEADLINE_CHARACTERS = 500
+    from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 
 #: The title of the section with output that a rank wrote past pytest's capture.
 UNCAPTURED = "Uncaptured output"
@@ -35,108 +32,14 @@ UNCAPTURED = "Uncaptured output"
 #: The property of a failed test with the number of the rank that failed first.
 RANK = "distcompat_rank"
 
-#: The title of the section that lists subtests that were skipped or failed as expected.
-SUBTESTS = "Subtests"
+#: The failure of a test that passed although no rank ran it.
+NOT_RUN = "no rank ran this test: somebody else's pytest_runtest_call, or pytest_runtest_protocol, took its call over"
 
-#: The attribute of a rank's report that failed only because another rank is gone.
-LOST = "distcompat_lost_peer"
+#: The statuses of ranks that do not explain a failure: they ended well, or because of another rank.
+NO_CAUSE = frozenset({"done", "lost peer", "stopped"})
 
-#: The attribute of a rank's report that failed by an assertion or ``pytest.fail``.
-ASSERTION = "distcompat_assertion"
-
-#: How pytest begins the text of a test that passed in spite of a strict xfail mark.
-STRICT_XPASS = "[XPASS(strict)]"
-
-
-def mark_exception(report: pytest.TestReport, call: pytest.CallInfo[None], root: Path) -> None:
-    """Note in a rank's report what its exception is: due to a lost peer, or an assertion. Later only its text is left.
-
-    An import that fails though the module is in ``root`` gets a hint.
-    """
-    from pytest_distcompat.launch.peers import lost_peer
-
-    if call.excinfo is None:
-        return
-    if lost_peer(call.excinfo.value):
-        setattr(report, LOST, True)
-    if isinstance(call.excinfo.value, (AssertionError, pytest.fail.Exception)):
-        setattr(report, ASSERTION, True)
-    hint = hint_of(call.excinfo.value, root)
-    if hint and isinstance(report.longrepr, ExceptionRepr):
-        report.longrepr.addsection("hint", hint)
-
-
-class Phases:
-    """Makes the phases of an item from its reports, in order; subtests count in the phase that they ran in."""
-
-    def __init__(self) -> None:
-        self._subtests: list[Phase] = []
-
-    def of(self, report: pytest.TestReport) -> Phase:
-        """Return the phase of a report; for the report of a subtest, a phase that names it."""
-        phase = phase_of(report, self._subtests)
-        self._subtests = [*self._subtests, phase] if phase.subtest else []
-        return phase
-
-
-def phase_of(report: pytest.TestReport, subtests: Sequence[Phase] = ()) -> Phase:
-    """Return the phase that a rank logs for a report.
-
-    A strict xpass counts as passed, with its text: the parent decides by the outcomes of all ranks.
-    """
-    outcome: str = report.outcome
-    text = report.longreprtext
-    message, location = _last_line(report, text), None
-    if hasattr(report, "wasxfail"):
-        outcome, message = ("xfailed", str(report.wasxfail)) if report.outcome == "skipped" else ("passed", "")
-    elif report.outcome == "failed" and text.startswith(STRICT_XPASS):
-        outcome = "passed"
-    elif report.outcome == "failed":
-        crash = getattr(report.longrepr, "reprcrash", None)
-        location = (str(crash.path), int(crash.lineno), message) if crash is not None else None
-    elif report.outcome == "skipped" and isinstance(report.longrepr, tuple):
-        path, line, reason = report.longrepr
-        location, message = (str(path), int(line), str(reason)), str(reason).removeprefix("Skipped: ")
-        text = f"{path}:{line}: {reason}"
-    subtest = name_of(report)
-    lost, assertion = (outcome == "failed" and getattr(report, name, False) for name in (LOST, ASSERTION))
-    kind_of_failure: dict[str, Any] = {"lost": lost, "assertion": assertion}
-    failed = not subtest and any(other.outcome == "failed" for other in subtests)
-    sections = tuple(
-        (title, excerpt(content, SECTION_CHARACTERS))
-        for title, content in report.sections
-        if report.when == "teardown" or outcome != "passed" or failed
-    )
-    if subtest:
-        text = excerpt(text, TEXT_CHARACTERS)
-        return Phase(str(report.when), outcome, message, text, location, sections, subtest=subtest, **kind_of_failure)
-    properties = tuple((name, _serializable(value)) for name, value in report.user_properties)
-    phase = Phase(str(report.when), outcome, message, text, location, sections, properties, **kind_of_failure)
-    phase = with_subtests(phase, subtests)
-    return dataclasses.replace(phase, text=excerpt(phase.text, TEXT_CHARACTERS))
-
-
-def _serializable(value: Any) -> Any:
-    """Return the value of a property as a built-in: for any other object its text, as JUnit's file has it.
-
-    https://docs.pytest.org/en/stable/how-to/output.html#record-property
-    """
-    if not isinstance(value, (str, int, float, type(None))):
-        try:
-            value = str(value)
-        except Exception as error:
-            value = f"{type(value).__name__}, whose text cannot be made: {type(error).__name__}"
-    return excerpt(value, TEXT_CHARACTERS) if isinstance(value, str) else value
-
-
-def _last_line(report: pytest.TestReport, text: str) -> str:
-    crash = getattr(report.longrepr, "reprcrash", None)
-    if crash is not None:
-        return explained(str(crash.message).splitlines()[0][:HEADLINE_CHARACTERS]) if crash.message else ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # An error without a crash location (an unknown fixture) still has lines that pytest marks with E.
-    marked = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
-    return (marked[:1] or lines[-1:] or [""])[0]
+#: The kinds of error that a test allows: a rank that skipped, and one that failed as its xfail mark expects.
+EXCUSED = frozenset({XFAILED, SKIPPED_ELSEWHERE})
 
 
 class RankFailure(Exception):
@@ -179,66 +82,209 @@ class Outcome:
 
     def failure(self, text: str) -> RankFailure:
         """Return the exception for this failure."""
-        kind = RankAssertionFailure if self.assertion and not self.hard else RankFailure
-        return kind(text, hard=self.hard)
+        if self.assertion and not self.hard:
+            return RankAssertionFailure(text, hard=self.hard)
+        return RankFailure(text, hard=self.hard)
 
 
-def merge(ending: Ending) -> Outcome:  # noqa: PLR0911 - a return for each outcome, the worst first
+OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
+
+
+# From the ranks to an outcome.
+
+
+@dataclass(frozen=True)
+class _LoggedPhases:
+    """What the ranks logged of a test, by rank.
+
+    Attributes:
+        whole: The phases that the rank finished, in order.
+        unfinished: The phase in which a rank ended, as far as its subtests tell; only of ranks that ran some in it.
+    """
+
+    whole: Mapping[int, list[Phase]]
+    unfinished: Mapping[int, Phase]
+
+    @classmethod
+    def of(cls, ending: Ending) -> _LoggedPhases:
+        """Read the logs of all ranks."""
+        whole: dict[int, list[Phase]] = {}
+        unfinished: dict[int, Phase] = {}
+        for rank, events in ending.events.items():
+            logged = of_kind(Phase, events)
+            whole[rank] = []
+            for phase in logged:
+                if not phase.subtest:
+                    whole[rank].append(phase)
+            last = unfinished_phase(logged)
+            if last is not None:
+                unfinished[rank] = last
+        return cls(whole, unfinished)
+
+    def of_rank(self, rank: int) -> list[Phase]:
+        """Return the phases of a rank, the unfinished one last."""
+        phases = list(self.whole[rank])
+        if rank in self.unfinished:
+            phases.append(self.unfinished[rank])
+        return phases
+
+    def with_outcome(self, outcome: str) -> list[Phase]:
+        """Return the whole phases of all ranks that ended so, rank by rank."""
+        phases = []
+        for of_rank in self.whole.values():
+            for phase in of_rank:
+                if phase.outcome == outcome:
+                    phases.append(phase)
+        return phases
+
+
+def merge(ending: Ending) -> Outcome:
     """Return the outcome of a test from the logs and exits of all its ranks."""
-    logged = {rank: of_kind(Phase, events) for rank, events in ending.events.items()}
-    phases = {rank: [phase for phase in found if not phase.subtest] for rank, found in logged.items()}
-    unfinished = {rank: phase for rank, found in logged.items() if (phase := unfinished_phase(found)) is not None}
-    ending = count_subtests(ending, unfinished)
-    all_phases = {rank: [*found, *([unfinished[rank]] if rank in unfinished else [])] for rank, found in phases.items()}
-    details: dict[str, Any] = {"sections": _sections(all_phases, ending)}
-    details["properties"] = of_all_ranks({rank: found[-1].properties for rank, found in phases.items() if found})
-    strict = [phase.text for found in phases.values() for phase in found if phase.text.startswith(STRICT_XPASS)]
-    # What is expected to fail and passes on all ranks is a failure, even if a teardown then fails as expected.
-    unexpected = Outcome("passed", strict[0], **details) if strict and len(strict) == len(phases) else None
-    if ending.failed:
-        kinds = {end.kind for end in ending.ranks if end.status not in {"done", "lost peer", "stopped"}}
-        expected = [end for end in (ending.cause, *ending.ranks) if end is not None and end.kind == XFAILED]
-        if expected and kinds <= {XFAILED, SKIPPED_ELSEWHERE} and ending.kind == "raised":
-            return unexpected or Outcome("xfailed", expected[0].message.removeprefix("raised xfailed: "), **details)
-        # Ranks that skipped or xfailed come after those that failed or hung.
-        excused = {XFAILED, SKIPPED_ELSEWHERE}
-        ranks = (dataclasses.replace(end, status="excused") if end.kind in excused else end for end in ending.ranks)
-        ending = dataclasses.replace(ending, ranks=tuple(ranks))
-        if ending.cause is not None and not ending.launch_error:
-            details["properties"] += ((RANK, ending.cause.rank),)
-        text = re.sub(r"raised (?=failed|skipped|xfailed)", "", ending.text())
-        if ending.cause is not None:
-            failed = (phase.location for phase in all_phases[ending.cause.rank] if phase.outcome == "failed")
-            details["location"] = next(failed, None)
-        # Any rank may have ended by more than an exception, even if another rank raised first.
-        crashed = ending.kind != "raised" or any(end.status == "stuck" for end in ending.ranks)
-        details["assertion"] = _failed_by_assertion(ending, all_phases)
-        return Outcome("failed", text, hard=crashed, **details)
-    skips = {rank: phase for rank, found in phases.items() for phase in found if phase.outcome == "skipped"}
-    if len(skips) == len(phases) and skips:
-        first = skips[min(skips)]
-        return Outcome("skipped", first.message, location=first.location, **details)
-    if skips:
-        outcomes = "; ".join(
-            f"rank {rank} {f'skipped ({skips[rank].message})' if rank in skips else 'passed'}" for rank in phases
-        )
-        return Outcome("failed", f"ranks disagree: {outcomes}", **details)
-    xfails = [phase for found in phases.values() for phase in found if phase.outcome == "xfailed"]
-    if xfails:
-        return unexpected or Outcome("xfailed", xfails[0].message, **details)
-    silent = [str(rank) for rank, found in phases.items() if not any(phase.when == "teardown" for phase in found)]
-    if silent:
-        return Outcome(
-            "failed", f"rank {', '.join(silent)} ended without running the test to its end", hard=True, **details
-        )
-    return Outcome("passed", strict[0] if strict else "", **details)
+    phases = _LoggedPhases.of(ending)
+    ending = count_subtests(ending, phases.unfinished)
+    outcome = _outcome_of_failed_run(ending, phases) if ending.failed else _outcome_of_finished_run(phases)
+    sections = _sections(phases, ending)
+    properties = _properties(phases) + outcome.properties
+    return dataclasses.replace(outcome, sections=sections, properties=properties)
 
 
-def _failed_by_assertion(ending: Ending, phases: Mapping[int, Sequence[Phase]]) -> bool:
+def _outcome_of_failed_run(ending: Ending, phases: _LoggedPhases) -> Outcome:
+    """Return the outcome of a run in which a rank raised, crashed or hung, or something leaked."""
+    expected = _expected_failure(ending)
+    if expected is not None:
+        xfailed = Outcome("xfailed", expected.message.removeprefix("raised xfailed: "))
+        return _unexpected_pass(phases) or xfailed
+    # Ranks that skipped or xfailed come after those that failed or hung.
+    ranks = []
+    for end in ending.ranks:
+        status = "excused" if end.kind in EXCUSED else end.status
+        ranks.append(dataclasses.replace(end, status=status))
+    ending = dataclasses.replace(ending, ranks=tuple(ranks))
+    properties: tuple[tuple[str, Any], ...] = ()
+    location = None
+    cause = ending.cause
+    if cause is not None:
+        location = _failed_at(phases.of_rank(cause.rank))
+        if not ending.launch_error:
+            properties = ((RANK, cause.rank),)
+    # Any rank may have ended by more than an exception, even if another rank raised first.
+    is_stuck = any(end.status == "stuck" for end in ending.ranks)
+    return Outcome(
+        "failed",
+        re.sub(r"raised (?=failed|skipped|xfailed)", "", ending.text()),
+        hard=ending.kind != "raised" or is_stuck,
+        location=location,
+        properties=properties,
+        assertion=_failed_by_assertion(ending, phases),
+    )
+
+
+def _expected_failure(ending: Ending) -> RankEnd | None:
+    """Return a rank that failed as its xfail mark expects, if nothing else went wrong on any rank; else None."""
+    if ending.kind != "raised":
+        return None
+    for end in ending.ranks:
+        if end.status not in NO_CAUSE and end.kind not in EXCUSED:
+            return None
+    if ending.cause is not None and ending.cause.kind == XFAILED:
+        return ending.cause
+    for end in ending.ranks:
+        if end.kind == XFAILED:
+            return end
+    return None
+
+
+def _failed_at(phases: Sequence[Phase]) -> tuple[str, int, str] | None:
+    """Return the location of the first failed phase of a rank."""
+    for phase in phases:
+        if phase.outcome == "failed":
+            return phase.location
+    return None
+
+
+def _failed_by_assertion(ending: Ending, phases: _LoggedPhases) -> bool:
     """Tell whether each rank that is a cause failed by assertions alone."""
-    causes = [end.rank for end in ending.ranks if end.status not in {"done", "lost peer", "stopped", "excused"}]
-    failed = [[phase for phase in phases[rank] if phase.outcome == "failed"] for rank in causes]
-    return bool(failed) and all(found and all(phase.assertion for phase in found) for found in failed)
+    causes = 0
+    for end in ending.ranks:
+        if end.status in NO_CAUSE or end.status == "excused":
+            continue
+        causes += 1
+        kinds = set()
+        for phase in phases.of_rank(end.rank):
+            if phase.outcome == "failed":
+                kinds.add(phase.assertion)
+        if kinds != {True}:
+            return False
+    return causes > 0
+
+
+def _outcome_of_finished_run(phases: _LoggedPhases) -> Outcome:
+    """Return the outcome of a run in which all ranks ended well."""
+    skipped = _skipped(phases)
+    if skipped is not None:
+        return skipped
+    expected_failures = phases.with_outcome("xfailed")
+    if expected_failures:
+        return _unexpected_pass(phases) or Outcome("xfailed", expected_failures[0].message)
+    incomplete = []
+    for rank, of_rank in phases.whole.items():
+        if not any(phase.when == "teardown" for phase in of_rank):
+            incomplete.append(str(rank))
+    if incomplete:
+        return Outcome("failed", f"rank {', '.join(incomplete)} ended without running the test to its end", hard=True)
+    strict = _strict_passes(phases)
+    return Outcome("passed", strict[0] if strict else "")
+
+
+def _skipped(phases: _LoggedPhases) -> Outcome | None:
+    """Return the outcome of a test that ranks skipped: a failure if not all did; None if no rank skipped it."""
+    skips: dict[int, Phase] = {}
+    for rank, of_rank in phases.whole.items():
+        for phase in of_rank:
+            if phase.outcome == "skipped":
+                skips[rank] = phase
+    if not skips:
+        return None
+    if len(skips) == len(phases.whole):
+        first = skips[min(skips)]
+        return Outcome("skipped", first.message, location=first.location)
+    outcomes = []
+    for rank in phases.whole:
+        if rank in skips:
+            outcomes.append(f"rank {rank} skipped ({skips[rank].message})")
+        else:
+            outcomes.append(f"rank {rank} passed")
+    return Outcome("failed", f"ranks disagree: {'; '.join(outcomes)}")
+
+
+def _unexpected_pass(phases: _LoggedPhases) -> Outcome | None:
+    """Return the outcome of a test that passed on all ranks in spite of a strict xfail mark; None for any other.
+
+    What is expected to fail and passes on all ranks is a failure, even if a teardown then fails as expected.
+    """
+    strict = _strict_passes(phases)
+    if strict and len(strict) == len(phases.whole):
+        return Outcome("passed", strict[0])
+    return None
+
+
+def _strict_passes(phases: _LoggedPhases) -> list[str]:
+    """Return pytest's texts of phases that passed in spite of a strict xfail mark."""
+    texts = []
+    for of_rank in phases.whole.values():
+        for phase in of_rank:
+            if phase.text.startswith(STRICT_XPASS):
+                texts.append(phase.text)
+    return texts
+
+
+def _properties(phases: _LoggedPhases) -> tuple[tuple[str, Any], ...]:
+    """Return the properties that the ranks recorded, those of rank 0 first."""
+    last_by_rank = {}
+    for rank, of_rank in phases.whole.items():
+        if of_rank:
+            last_by_rank[rank] = of_rank[-1].properties
+    return of_all_ranks(last_by_rank)
 
 
 def of_all_ranks(properties: Mapping[int, Sequence[tuple[str, Any]]]) -> tuple[tuple[str, Any], ...]:
@@ -247,93 +293,28 @@ def of_all_ranks(properties: Mapping[int, Sequence[tuple[str, Any]]]) -> tuple[t
     Those of a rank's last report hold those of all reports before it.
     """
     first = tuple(properties.get(0, ()))
-    others = (
-        (f"{name} (rank {rank})", value)
-        for rank, found in properties.items()
-        for name, value in found
-        if rank and (name, value) not in first
-    )
+    others = []
+    for rank, of_rank in properties.items():
+        if rank == 0:
+            continue
+        for name, value in of_rank:
+            if (name, value) not in first:
+                others.append((f"{name} (rank {rank})", value))
     return (*first, *others)
 
 
-def _sections(phases: Mapping[int, list[Phase]], ending: Ending) -> tuple[tuple[str, str], ...]:
-    found = [
-        (f"{title} (rank {rank})", content)
-        for rank, of_rank in phases.items()
-        for phase in of_rank
-        for title, content in phase.sections
-    ]
+def _sections(phases: _LoggedPhases, ending: Ending) -> tuple[tuple[str, str], ...]:
+    """Return what all ranks wrote, as (title, content), each once."""
+    sections = []
+    for rank in phases.whole:
+        for phase in phases.of_rank(rank):
+            for title, content in phase.sections:
+                sections.append((f"{title} (rank {rank})", content))
     # Output past pytest's capture: of C libraries, and of an interpreter that crashes.
-    found += [(f"{UNCAPTURED} (rank {end.rank})", end.output) for end in ending.ranks if end.output.strip()]
-    return tuple(dict.fromkeys(found))
-
-
-def disagreement(warm: str, cold: str, text: str) -> str:
-    """Return the failure of a test or check whose second run had another outcome."""
-    return f"warm ranks and torchrun's disagree: {warm} on warm ranks, {cold} under torchrun\n\n{text}".rstrip()
-
-
-def unexcused(report: pytest.TestReport) -> None:
-    """Make the report a failure in spite of an xfail mark: a crash, a hang or a leak is never expected."""
-    report.outcome = "failed"
-    if hasattr(report, "wasxfail"):
-        del report.wasxfail
-
-
-# Subtests: parts of a test with reports of their own; one that fails makes its test fail. They are pytest 9's (fixture
-# ``subtests``, unittest's ``subTest``) or those of the plugin pytest-subtests. In both the terminal plugin counts them, which
-# ranks do not have.
-
-
-def name_of(report: pytest.TestReport) -> str:
-    """Return the name of a subtest, ``[message] (parameters)``; empty for the report of a whole phase.
-
-    A report of a subtest is recognized by not being a plain TestReport: pytest 8 has no class for it, and that of the plugin
-    pytest-subtests has another name than that of pytest 9.
-    """
-    if type(report) is pytest.TestReport or not hasattr(report, "context"):
-        return ""
-    return str(report.head_line).removeprefix(report.location[2]).strip() or "(<subtest>)"
-
-
-def with_subtests(phase: Phase, subtests: Sequence[Phase]) -> Phase:
-    """Return the phase in which these subtests ran: failed if one of them failed, whatever its own outcome is."""
-    sections = [*phase.sections]
-    sections += [(f"{title} {sub.subtest}", content) for sub in subtests for title, content in sub.sections]
-    lines = [f"{sub.subtest} {sub.outcome}: {sub.message}" for sub in subtests if sub.outcome in {"skipped", "xfailed"}]
-    if lines:
-        sections.append((SUBTESTS, "\n".join(lines)))
-    failures = [sub for sub in subtests if sub.outcome == "failed"]
-    if failures:
-        failures += [phase] if phase.outcome == "failed" else []
-        # A failure that is due to a lost peer is no cause.
-        causes = [failure for failure in failures if not failure.lost] or failures
-        sections += [
-            (f"{_title(failure)} lost its peer", failure.text) for failure in failures if failure not in causes
-        ]
-        first = f"{causes[0].subtest and f'subtest {causes[0].subtest}: '}{causes[0].message}"
-        more = f" (first of {len(causes)} failures)" if len(causes) > 1 else ""
-        text = "\n\n".join(f"--- {_title(cause)} ---\n{cause.text.rstrip()}" for cause in causes)
-        lost, assertion = all(cause.lost for cause in causes), all(cause.assertion for cause in causes)
-        changes: dict[str, Any] = {"message": first + more, "text": text, "lost": lost, "assertion": assertion}
-        phase = dataclasses.replace(phase, outcome="failed", location=None, **changes)
-    return dataclasses.replace(phase, sections=tuple(sections))
-
-
-def _title(phase: Phase) -> str:
-    return f"subtest {phase.subtest}" if phase.subtest else "the test itself"
-
-
-def unfinished_phase(logged: Sequence[Phase]) -> Phase | None:
-    """Return the phase that a rank did not finish, from the subtests after its last whole phase; None if none ran."""
-    whole = [index for index, phase in enumerate(logged) if not phase.subtest]
-    subtests = logged[whole[-1] + 1 if whole else 0 :]
-    if not subtests:
-        return None
-    empty = dataclasses.replace(
-        subtests[0], outcome="passed", message="", text="", subtest="", location=None, sections=()
-    )
-    return with_subtests(empty, subtests)
+    for end in ending.ranks:
+        if end.output.strip():
+            sections.append((f"{UNCAPTURED} (rank {end.rank})", end.output))
+    return tuple(dict.fromkeys(sections))
 
 
 def count_subtests(ending: Ending, phases: Mapping[int, Phase]) -> Ending:
@@ -344,11 +325,59 @@ def count_subtests(ending: Ending, phases: Mapping[int, Phase]) -> Ending:
     ranks = []
     for end in ending.ranks:
         phase = phases.get(end.rank)
-        if phase is None or phase.outcome != "failed":
-            ranks.append(end)
-        elif end.status == "done" or (end.status in {"stopped", "lost peer"} and not phase.lost):
-            message = f"raised failed: {phase.message}"
-            ranks.append(dataclasses.replace(end, status="raised", kind="failed", message=message, text=phase.text))
+        if phase is not None and phase.outcome == "failed":
+            ranks.append(_failed_by_subtests(end, phase))
         else:
-            ranks.append(dataclasses.replace(end, text="\n\n".join(filter(None, (phase.text, end.text)))))
+            ranks.append(end)
     return dataclasses.replace(ending, ranks=tuple(ranks))
+
+
+def _failed_by_subtests(end: RankEnd, phase: Phase) -> RankEnd:
+    """Return how a rank ended that ended in this phase, of which subtests had failed."""
+    ended_by_others = end.status in {"stopped", "lost peer"} and not phase.lost
+    if end.status == "done" or ended_by_others:
+        message = f"raised failed: {phase.message}"
+        return dataclasses.replace(end, status="raised", kind="failed", message=message, text=phase.text)
+    texts = []
+    for text in (phase.text, end.text):
+        if text:
+            texts.append(text)
+    return dataclasses.replace(end, text="\n\n".join(texts))
+
+
+def disagreement(warm: str, cold: str, text: str) -> str:
+    """Return the failure of a test or check whose second run had another outcome."""
+    return f"warm ranks and torchrun's disagree: {warm} on warm ranks, {cold} under torchrun\n\n{text}".rstrip()
+
+
+# From an outcome to pytest's report.
+
+
+def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Put the outcome of the ranks into the parent's report."""
+    if report.when != "call":
+        return
+    outcome = item.stash.get(OUTCOME, None)
+    if outcome is None:
+        if report.passed:
+            report.outcome, report.longrepr = "failed", NOT_RUN
+        return
+    if outcome.kind == "passed" and outcome.text and report.passed and not hasattr(report, "wasxfail"):
+        report.outcome, report.longrepr = "failed", outcome.text
+    report.sections.extend(outcome.sections)
+    error = call.excinfo.value if call.excinfo is not None else None
+    if isinstance(error, RankFailure):
+        represent(report, str(error), outcome.location)
+        # The ranks have applied their xfail marks to the exceptions themselves; here pytest applied the mark to RankFailure. A
+        # report that another plugin turned into a pass, by running the test again, is left alone.
+        if error.hard or hasattr(report, "wasxfail"):
+            unexcused(report)
+    elif outcome.kind == "skipped" and outcome.location is not None:
+        report.longrepr = outcome.location
+
+
+def unexcused(report: pytest.TestReport) -> None:
+    """Make the report a failure in spite of an xfail mark: a crash, a hang or a leak is never expected."""
+    report.outcome = "failed"
+    if hasattr(report, "wasxfail"):
+        del report.wasxfail

@@ -34,20 +34,34 @@ class Forecast:
     """Guess of how long the rest of a session takes, from how long its items took in an earlier one."""
 
     def __init__(self, earlier: Report | None, items: Iterable[str]) -> None:
-        took = {result.nodeid: result.seconds for result in earlier.results} if earlier else {}
-        self._known = bool(sum(took.values()))
-        mean = sum(took.values()) / len(took) if self._known else 1.0
-        self._work = {item: took.get(item, mean) for item in items}
+        seconds: dict[str, float] = {}
+        session_seconds = 0.0
+        if earlier:
+            seconds = {result.nodeid: result.seconds for result in earlier.results}
+            session_seconds = earlier.session.get("seconds", 0.0)
+        total = sum(seconds.values())
+        #: Whether there are durations of an earlier session; without them all items count alike.
+        self._known = bool(total)
+        mean = 1.0
         #: Seconds of a session for a second of its items: less than 1 with several workers.
-        self._pace = (earlier.session.get("seconds", 0.0) if earlier else 0.0) / (sum(took.values()) or 1.0)
+        self._pace = session_seconds
+        if self._known:
+            mean = total / len(seconds)
+            self._pace = session_seconds / total
+        #: The expected seconds of each item.
+        self._work = {item: seconds.get(item, mean) for item in items}
 
     def left(self, ended: Collection[str], passed: float) -> float | None:
         """Return the seconds that the rest takes, after the seconds that have passed; None if nothing is known."""
         total = sum(self._work.values())
-        done = sum(self._work.get(item, 0.0) for item in ended)
+        done = 0.0
+        for item in ended:
+            done += self._work.get(item, 0.0)
         if done and (not self._known or done >= OWN_PACE * total):
             return passed / done * (total - done)
-        return self._pace * (total - done) if self._known else None
+        if self._known:
+            return self._pace * (total - done)
+        return None
 
 
 class Progress:
@@ -65,9 +79,12 @@ class Progress:
         waits: Callable[[], str] = str,
     ) -> None:
         self._runs = runs
-        #: Return how many checks have ended, and of how many; how long the rest takes, after so many seconds; and what the next
-        #: run waits for, if it has to wait for devices.
-        self._counts, self._left, self._waits = counts, left, waits
+        #: Returns how many checks have ended, and of how many.
+        self._counts = counts
+        #: Returns how many seconds the rest takes, after so many seconds; None if unknown.
+        self._left = left
+        #: Returns what the next run waits for, if it has to wait for devices; else an empty text.
+        self._waits = waits
         self._began = clock.now()
         self._config = config
         self._lock = threading.Lock()
@@ -112,7 +129,7 @@ class Progress:
         while not self._stopped.wait(RENEWED):
             # An error here must not affect tests.
             with contextlib.suppress(Exception):
-                runs = [*running(self._runs, finished, self._since)]
+                runs = list(running(self._runs, finished, self._since))
                 with self._lock:
                     if self._tty:
                         self._draw(runs)
@@ -120,28 +137,46 @@ class Progress:
                         self._write_log_line(runs)
 
     def _draw(self, runs: list[Any]) -> None:
+        """Write the line below the last one of the terminal, and put the cursor back."""
         writer = self._config.get_terminal_writer()
         width = writer.fullwidth
         column = writer.width_of_current_line % width
-        # xdist's controller writes about its workers before the first test, outside hooks.
-        starts = not self._counts()[0] and not self._config.pluginmanager.hasplugin("dsession")
-        waits = "" if runs else self._waits()
-        if not (runs or starts or waits) or (writer.width_of_current_line and not column):
-            # At the right edge terminals differ in where they put the cursor.
+        # At the right edge terminals differ in where they put the cursor.
+        at_right_edge = writer.width_of_current_line > 0 and column == 0
+        activity = self._activity(runs)
+        if not activity or at_right_edge:
             self._clear()
             return
-        named = [visible(str(run)) for run in runs[:NAMED]]
-        named = named or [visible(waits) or "fork servers start: they import the libraries"]
-        named += [f"and {len(runs) - NAMED} more"] if len(runs) > NAMED else []
-        text = self._overall() + "; ".join(named)
-        self._write(f"{_CLEAR_BELOW}  {text}"[: len(_CLEAR_BELOW) + width - 1] + f"{_UP}\x1b[{column + 1}G")
+        line = f"{_CLEAR_BELOW}  {self._overall()}{activity}"
+        line = line[: len(_CLEAR_BELOW) + width - 1]
+        self._write(f"{line}{_UP}\x1b[{column + 1}G")
         self._drawn = True
+
+    def _activity(self, runs: list[Any]) -> str:
+        """Return what goes on: the runs, or what the next run waits for, or that the session starts; empty if nothing does."""
+        if runs:
+            named = [visible(str(run)) for run in runs[:NAMED]]
+            if len(runs) > NAMED:
+                named.append(f"and {len(runs) - NAMED} more")
+            return "; ".join(named)
+        waits = visible(self._waits())
+        if waits:
+            return waits
+        ended, _ = self._counts()
+        # xdist's controller writes about its workers before the first test, outside hooks.
+        if ended == 0 and not self._config.pluginmanager.hasplugin("dsession"):
+            return "fork servers start: they import the libraries"
+        return ""
 
     def _overall(self) -> str:
         """Return how many checks have ended, for how long the session runs, and how long it takes about."""
-        passed, (ended, total) = clock.now() - self._began, self._counts()
+        passed = clock.now() - self._began
+        ended, total = self._counts()
+        text = f"{ended} of {total} checks, {passed:.0f} s"
         left = self._left(passed)
-        return f"{ended} of {total} checks, {passed:.0f} s{'' if left is None else f', about {left:.0f} s left'}; "
+        if left is not None:
+            text += f", about {left:.0f} s left"
+        return f"{text}; "
 
     def _clear(self) -> None:
         if self._drawn:
@@ -151,11 +186,16 @@ class Progress:
             self._drawn = False
 
     def _write_log_line(self, runs: list[Any]) -> None:
-        long = [run for run in runs if run.seconds >= HEARTBEAT]
-        if long and clock.now() >= self._next_line:
-            self._next_line = clock.now() + HEARTBEAT
-            newline = "\n" if self._config.get_terminal_writer().width_of_current_line else ""
-            self._write(f"{newline}distcompat: {'; '.join(visible(str(run)) for run in long[:NAMED])}\n")
+        """Write a line about the runs that take long, at most once a minute."""
+        named = []
+        for run in runs:
+            if run.seconds >= HEARTBEAT:
+                named.append(visible(str(run)))
+        if not named or clock.now() < self._next_line:
+            return
+        self._next_line = clock.now() + HEARTBEAT
+        newline = "\n" if self._config.get_terminal_writer().width_of_current_line else ""
+        self._write(f"{newline}distcompat: {'; '.join(named[:NAMED])}\n")
 
     def _write(self, text: str) -> None:
         if self._file is not None:

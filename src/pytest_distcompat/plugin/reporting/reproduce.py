@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_distcompat.plugin.options import OPTIONS
+from pytest_distcompat.plugin.options import options_of
 from pytest_distcompat.plugin.selection import strip_group
 
 #: The key of ``workerinput`` with the arguments of the controller: a worker itself gets its options as values.
@@ -37,30 +37,51 @@ _PRECISIONS = {"distcompat_precisions"}
 
 def command(config: pytest.Config, item: pytest.Function) -> str:
     """Return the command that runs that item alone again with the same options, from the same directory."""
+    if config.getoption("pyargs") and not _names_paths(config):
+        arguments = ["--pyargs", f"{item.module.__name__}::{_place_in_module(config, item)}"]
+    else:
+        # A node id is relative to the root directory, but the command to where pytest was started.
+        path = os.path.relpath(item.path, config.invocation_params.dir)
+        arguments = [f"{path}::{_place_in_module(config, item)}"]
+    arguments += _our_flags(config, item)
+    arguments += _pytest_flags(config)
+    return shlex.join(["pytest", *arguments])
+
+
+def _place_in_module(config: pytest.Config, item: pytest.Function) -> str:
+    """Return the part of a node id after the module: class, function, parameters."""
+    _, _, place = strip_group(config, item.nodeid).partition("::")
+    return place
+
+
+def _names_paths(config: pytest.Config) -> bool:
+    """Tell whether the arguments are paths. A module given by its import name (--pyargs) may be anywhere."""
     start = config.invocation_params.dir
-    _, _, inside = strip_group(config, item.nodeid).partition("::")
-    left_out = _LEFT_OUT | _PRECISIONS if item.get_closest_marker("distcompat") else _LEFT_OUT
-    flags = [
-        f"{option.flag}={config.getoption(name)}"
-        for name, option in OPTIONS.items()
-        if name not in left_out and config.getoption(name) is not None
-    ]
-    flags += _pytest_flags(config)
-    # A node id is relative to the root directory, but the command to where pytest was started. A module given by its
-    # import name (--pyargs) may be anywhere.
-    paths = any((start / argument.partition("::")[0]).exists() for argument in config.args)
-    if config.getoption("pyargs") and not paths:
-        return shlex.join(["pytest", "--pyargs", f"{item.module.__name__}::{inside}", *flags])
-    return shlex.join(["pytest", f"{os.path.relpath(item.path, start)}::{inside}", *flags])
+    for argument in config.args:
+        path, _, _ = argument.partition("::")
+        if (start / path).exists():
+            return True
+    return False
+
+
+def _our_flags(config: pytest.Config, item: pytest.Function) -> Iterator[str]:
+    """Yield this plugin's own options from the command line, without those that select tests or report."""
+    left_out = _LEFT_OUT
+    if item.get_closest_marker("distcompat"):
+        left_out = _LEFT_OUT | _PRECISIONS
+    for name, option in options_of(config).items():
+        value = config.getoption(name)
+        if name not in left_out and value is not None:
+            yield f"{option.flag}={value}"
 
 
 @functools.lru_cache(maxsize=1)
 def _pytest_flags(config: pytest.Config) -> tuple[str, ...]:
     """Return pytest's own options from the command line. Cached, since every verdict has the command."""
-    return tuple(_own_flags(config))
+    return tuple(_read_pytest_flags(config))
 
 
-def _own_flags(config: pytest.Config) -> Iterator[str]:
+def _read_pytest_flags(config: pytest.Config) -> Iterator[str]:
     """Yield pytest's own options from the command line; those of addopts apply to the new command anyway."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in _WITH_VALUE:
@@ -68,11 +89,18 @@ def _own_flags(config: pytest.Config) -> Iterator[str]:
     for name in (*_FLAGS, *_JOINABLE_FLAGS):
         parser.add_argument(name, dest=name, action="store_true")
     given = getattr(config, "workerinput", {}).get(ARGUMENTS, config.invocation_params.args)
-    parsed = vars(parser.parse_known_args([str(argument) for argument in given])[0])
+    namespace, _ = parser.parse_known_args([str(argument) for argument in given])
+    parsed = vars(namespace)
     for flag, *_ in _WITH_VALUE:
         for value in parsed[flag]:
             if flag == "-p" and value.startswith("no:"):
                 # Mostly a plugin that changes order, cache or colours, which does not matter for one item.
                 continue
-            yield from (flag, value) if len(flag) == 2 else (f"{flag}={value}",)
-    yield from (name for name in _FLAGS if parsed[name])
+            if len(flag) == 2:
+                yield flag
+                yield value
+            else:
+                yield f"{flag}={value}"
+    for name in _FLAGS:
+        if parsed[name]:
+            yield name

@@ -26,11 +26,23 @@ class Budget:
 
     def order(self, last: Report | None) -> Callable[[str, str], tuple[bool, int, str]]:
         """Return a key by which to sort cells (driver, cell): those that never ran or were red in that report come first."""
+        ran = set()
+        red = set()
         results = last.results if last else ()
-        ran = {(one.driver, one.cell) for one in results if one.status != "skipped"}
-        green = ran - {(one.driver, one.cell) for one in results if one.red}
-        # Not hash(): all xdist workers must have one order, and each has its own hash seed.
-        return lambda driver, cell: ((driver, cell) in green, zlib.crc32(f"{self.seed} {driver} {cell}".encode()), cell)
+        for result in results:
+            cell = (result.driver, result.cell)
+            if result.status != "skipped":
+                ran.add(cell)
+            if result.red:
+                red.add(cell)
+
+        def position(driver: str, cell: str) -> tuple[bool, int, str]:
+            is_green = (driver, cell) in ran and (driver, cell) not in red
+            # Not hash(): all xdist workers must have one order, and each has its own hash seed.
+            drawn = zlib.crc32(f"{self.seed} {driver} {cell}".encode())
+            return is_green, drawn, cell
+
+        return position
 
 
 def read_budget(text: str) -> Budget | None:
@@ -40,5 +52,8 @@ def read_budget(text: str) -> Budget | None:
     match = re.fullmatch(r"(\d+)([smh])(?:@(\d+))?", text)
     if match is None or not int(match[1]):
         raise UsageProblem(f"{text!r} is not right: expected a time and perhaps a seed, as 90s, 20m or 2h@7.")
-    today = int(clock.wall() // 86400)
-    return Budget(int(match[1]) * _UNITS[match[2]], today if match[3] is None else int(match[3]))
+    seconds = int(match[1]) * _UNITS[match[2]]
+    if match[3] is None:
+        today = int(clock.wall() // 86400)
+        return Budget(seconds, seed=today)
+    return Budget(seconds, seed=int(match[3]))

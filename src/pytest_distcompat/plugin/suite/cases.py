@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ import pytest
 
 from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
-from pytest_distcompat.checks import CHECKS, OBSERVERS_WALK, WALK, Check
+from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS, find_driver, preload_of, unsupported_reason
@@ -22,17 +22,17 @@ from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
-from pytest_distcompat.judge import NO_VALUES, declaration, skipped
+from pytest_distcompat.judge import declaration, skipped
 from pytest_distcompat.known import concerned
-from pytest_distcompat.launch.ending import name_ranks
 from pytest_distcompat.launch.files import written
+from pytest_distcompat.launch.forensics.ending import name_ranks
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
 from pytest_distcompat.plugin.declared import declared_of, take_xfail_from_hard
-from pytest_distcompat.plugin.marked.outcome import SECTION_CHARACTERS, disagreement
+from pytest_distcompat.plugin.marked.outcome import disagreement
+from pytest_distcompat.plugin.marked.phase import SECTION_CHARACTERS
 from pytest_distcompat.plugin.reporting.representation import represent
 from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
-from pytest_distcompat.plugin.selection import case_of, cell_name, strip_group
+from pytest_distcompat.plugin.selection import case_of, cell_name
 from pytest_distcompat.plugin.session import LEFT_OUT, SESSION, DistcompatSession
 from pytest_distcompat.plugin.shard import FILE as SHARDS
 from pytest_distcompat.plugin.shard import ORDINARY, Shard, divide
@@ -42,11 +42,11 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
+from pytest_distcompat.trace import RunFailure, Trace
 
 VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 #: What the ranks of an item's runs wrote, as sections of its report.
 OUTPUT: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
-
 
 #: See docs/upstream/deepspeed_visible_uuid.py.
 NO_MIG = "DeepSpeed reads CUDA_VISIBLE_DEVICES as numbers, and a MIG instance has none: it is named by its UUID"
@@ -54,7 +54,9 @@ NO_MIG = "DeepSpeed reads CUDA_VISIBLE_DEVICES as numbers, and a MIG instance ha
 #: The exception for a verdict that is a failure, by status; its message is the text to show.
 FAILURES: Mapping[str, Callable[[str], DistcompatError]] = {
     Status.LATE: LateFailure,
-    **dict.fromkeys((Status.CRASHED, Status.HUNG, Status.LEAKED), functools.partial(RunFailedError, hard=True)),
+    Status.CRASHED: functools.partial(RunFailedError, hard=True),
+    Status.HUNG: functools.partial(RunFailedError, hard=True),
+    Status.LEAKED: functools.partial(RunFailedError, hard=True),
 }
 
 
@@ -74,6 +76,9 @@ class Case:
     def id(self) -> str:
         """The id of the item, like ``fsdp2-bf16_upcast-w2:names``."""
         return f"{self.cell.id}:{self.check.name}"
+
+
+# Whether the class of a suite is right.
 
 
 def is_base(suite: type[CompatSuite]) -> bool:
@@ -133,8 +138,11 @@ def _covers_any(suite: type[CompatSuite], expectation: Expectation, cells: Itera
         ignored.add("world_size")
     if not suite.matrix.nodes:
         ignored.add("nodes")
-    facets = tuple((name, wanted) for name, wanted in expectation.facets if name not in ignored)
-    applicable = dataclasses.replace(expectation, facets=facets)
+    facets = []
+    for name, wanted in expectation.facets:
+        if name not in ignored:
+            facets.append((name, wanted))
+    applicable = dataclasses.replace(expectation, facets=tuple(facets))
     for cell in cells:
         if any(applicable.covers(cell, check) for check in CHECKS.names()):
             return True
@@ -145,6 +153,9 @@ def _all_cells(suite: type[CompatSuite], world_size: int) -> Iterator[Cell]:
     return suite.matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size)
 
 
+# Which cases a suite has in this session.
+
+
 def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     """Return the cases of a suite in this session: the cells of the profile that the options select, with their checks.
 
@@ -153,50 +164,64 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     drivers = session.setting("drivers").value
     if drivers and suite.driver not in drivers:
         return []
-    driver, profile = find_driver(suite.driver), session.setting("profile").value
+    driver = find_driver(suite.driver)
+    profile = session.setting("profile").value
+    # A profile of an extension: it has one check of its own in each of its cells.
+    added_profile = profiles.find_added(profile) if session.substitute is None else None
+    cells = _selected_cells(suite, driver, session, any_precision=added_profile is not None)
+    if added_profile is not None:
+        check = added_profile.check
+        return [Case(suite, cell, check, unsupported=why_not_supported(driver, cell, session)) for cell in cells]
+    unsupported = {cell: why_not_supported(driver, cell, session) for cell in cells}
+    not_applicable = {cell: _checks_without_verdict(cell, driver, session) for cell in cells}
+    _leave_out(profile, not_applicable, unsupported)
+    selected: list[Case] = []
+    for cell, reasons in not_applicable.items():
+        for check in CHECKS.by_name.values():
+            if check.name not in reasons:
+                selected.append(Case(suite, cell, check, reasons, unsupported[cell]))
+                if unsupported[cell]:
+                    break
+    selected += _added_cases(suite, driver, session)
+    return selected
+
+
+def _is_built_in(suite: type[CompatSuite]) -> bool:
+    return suite.__module__ == CompatSuite.__module__
+
+
+def _selected_cells(
+    suite: type[CompatSuite], driver: type[Driver], session: DistcompatSession, *, any_precision: bool
+) -> list[Cell]:
+    """Return the cells that the profile makes of the suite's matrix and that the options select.
+
+    With ``any_precision`` options that select precisions do not count.
+    """
+    profile = session.setting("profile").value
+    nodes = suite.matrix.nodes or int(session.setting("nodes").value)
+    matrix = dataclasses.replace(suite.matrix, nodes=nodes)
     names = (STRATEGIES.names(), PRECISIONS.names())
-    here: dict[str, Any] = {"world_size": session.world_size, "device": session.device}
-    shared = session.store if profile == "sweep" else None
-    matrix = dataclasses.replace(suite.matrix, nodes=suite.matrix.nodes or int(session.setting("nodes").value))
-    cells = profiles.cells(profile, matrix, driver=driver, names=names, shared=shared, **here)
+    cells = profiles.cells(
+        profile,
+        matrix,
+        driver=driver,
+        names=names,
+        world_size=session.world_size,
+        device=session.device,
+        shared=session.store if profile == "sweep" else None,
+    )
     if profile != "default":
-        cells = list(dict.fromkeys(cell.over(matrix.nodes or 1) for cell in cells))
-    if session.simulated:
-        cells = profiles.resized(cells, session.simulated)
-    if suite.__module__ != CompatSuite.__module__ and not session.simulated:
+        spread = [cell.over(nodes or 1) for cell in cells]
+        cells = list(dict.fromkeys(spread))
+    if session.substitute is not None:
+        cells = session.substitute.cells(cells)
+    elif not _is_built_in(suite):
         _count_left_out(suite, driver, matrix.cells(*names, session.world_size), cells, session)
-    walks = profile == "walk" and not session.simulated
-    cells = [cell for cell in cells if session.selects(cell, any_precision=walks)]
-    if walks:
-        return [Case(suite, cell, WALK, unsupported=why_not_supported(driver, cell, session)) for cell in cells]
-    reasons_by_cell = {
-        cell: {
-            name: reason
-            for name, check in CHECKS.by_name.items()
-            if (reason := why_not_checked(check, cell, driver, session))
-        }
-        for cell in cells
-    }
-    unsupported = {cell: why_not_supported(driver, cell, session) for cell in reasons_by_cell}
-    applicable = {
-        cell: [name for name in CHECKS.names() if name not in reasons]
-        for cell, reasons in reasons_by_cell.items()
-        if not unsupported[cell]
-    }
-    for (cell, check), reason in profiles.left_out(profile, applicable).items():
-        reasons_by_cell[cell][check] = reason
-    found: list[Case] = []
-    for cell, reasons in reasons_by_cell.items():
-        checks = [check for check in CHECKS.by_name.values() if check.name not in reasons]
-        reason = unsupported[cell]
-        found += [Case(suite, cell, check, reasons, reason) for check in (checks[:1] if reason else checks)]
-    # On GPUs it was not tried.
-    walked = suite.__module__ == CompatSuite.__module__ and session.device == "cpu" and not session.simulated
-    if profile == "default" and walked:
-        cell = Cell.of(profiles.OBSERVED[driver.name], "fp32", session.world_size, model="mlp")
-        if session.selects(cell):
-            found.append(Case(suite, cell, OBSERVERS_WALK, unsupported=why_not_supported(driver, cell, session)))
-    return found
+    selected = []
+    for cell in cells:
+        if session.selects(cell, any_precision=any_precision):
+            selected.append(cell)
+    return selected
 
 
 def _count_left_out(
@@ -207,14 +232,50 @@ def _count_left_out(
     session: DistcompatSession,
 ) -> None:
     """Note for the summary how many cells of the suite's own matrix, of those that can run here, the profile leaves out."""
-    able = [cell for cell in own if session.selects(cell) and not why_not_supported(driver, cell, session)]
-    left_out = len({*able} - {*chosen})
+    able = []
+    for cell in own:
+        if session.selects(cell) and not why_not_supported(driver, cell, session):
+            able.append(cell)
+    left_out = len(set(able) - set(chosen))
     if left_out:
         name = session.setting("profile").value
         words = f"of the {len(able)} cells of {suite.__name__}'s matrix that can run here"
         line = f"profile {name} leaves out {left_out} {words} (--distcompat-profile default runs them)"
         session.left_out[suite.__module__, suite.__qualname__] = line
         session.share(LEFT_OUT, [*session.left_out.values()])
+
+
+def _checks_without_verdict(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict[str, str]:
+    """Return the checks that have no verdict in a cell, by name, each with the reason."""
+    reasons = {}
+    for name, check in CHECKS.by_name.items():
+        reason = why_not_checked(check, cell, driver, session)
+        if reason:
+            reasons[name] = reason
+    return reasons
+
+
+def _leave_out(
+    profile: str, not_applicable: Mapping[Cell, dict[str, str]], unsupported: Mapping[Cell, str | None]
+) -> None:
+    """Add to ``not_applicable`` the checks that the profile leaves out of the cells that can run, each with the reason."""
+    applicable = {}
+    for cell, reasons in not_applicable.items():
+        if not unsupported[cell]:
+            applicable[cell] = [name for name in CHECKS.names() if name not in reasons]
+    for (cell, check), reason in profiles.left_out(profile, applicable).items():
+        not_applicable[cell][check] = reason
+
+
+def _added_cases(suite: type[CompatSuite], driver: type[Driver], session: DistcompatSession) -> list[Case]:
+    """Return the cases that extensions add, of the cells that options select."""
+    added_cases = []
+    for by_extension in session.config.hook.pytest_distcompat_added_checks(suite=suite, session=session):
+        for added in by_extension:
+            if session.selects(added.cell):
+                unsupported = why_not_supported(driver, added.cell, session)
+                added_cases.append(Case(suite, added.cell, added.check, unsupported=unsupported))
+    return added_cases
 
 
 @dataclass(frozen=True)
@@ -233,93 +294,178 @@ REASONS = 2
 
 def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
     """Return why the options select no cell of the suite, and what its matrix has."""
-    if session.setting("drivers").value and suite.driver not in session.setting("drivers").value:
-        return f"--distcompat-drivers={session.setting('drivers').text} leaves out driver {suite.driver!r}"
+    drivers = session.setting("drivers")
+    if drivers.value and suite.driver not in drivers.value:
+        return f"--distcompat-drivers={drivers.text} leaves out driver {suite.driver!r}"
     cells = list(_all_cells(suite, session.world_size))
-    axes = {"strategies": [cell.strategy for cell in cells], "precisions": [cell.precision for cell in cells]}
-    reasons = [
-        f"{name} {session.setting(name).text!r} of {', '.join(dict.fromkeys(there)) or 'none'}"
-        for name, there in axes.items()
-        if session.setting(name).value
-    ]
-    selected = [cell for cell in cells if session.selects(cell)]
+    selected = []
+    for cell in cells:
+        if session.selects(cell):
+            selected.append(cell)
     if not selected:
-        return f"no cell of {suite.__name__} is selected: {'; '.join(reasons) or 'its matrix is empty'}"
-    driver = find_driver(suite.driver)
-    against = Counter(filter(None, (why_not_supported(driver, cell, session) for cell in selected)))
-    # A package that is missing says the most: the same cells could run with it.
-    ordered = sorted(against, key=lambda reason: ("not installed" not in reason, -against[reason]))
-    return f"no cell of {suite.__name__} can run here: {'; '.join(ordered[:REASONS]) or 'the profile has none for it'}"
+        reasons = "; ".join(_excluding_options(cells, session))
+        return f"no cell of {suite.__name__} is selected: {reasons or 'its matrix is empty'}"
+    reasons = "; ".join(_commonest_reasons(selected, find_driver(suite.driver), session))
+    return f"no cell of {suite.__name__} can run here: {reasons or 'the profile has none for it'}"
+
+
+def _excluding_options(cells: Iterable[Cell], session: DistcompatSession) -> list[str]:
+    """Return the options that select strategies or precisions, each with what the cells have instead."""
+    strategies: dict[str, None] = {}
+    precisions: dict[str, None] = {}
+    for cell in cells:
+        strategies[cell.strategy] = None
+        precisions[cell.precision] = None
+    reasons = []
+    for name, names_of_cells in (("strategies", strategies), ("precisions", precisions)):
+        setting = session.setting(name)
+        if setting.value:
+            reasons.append(f"{name} {setting.text!r} of {', '.join(names_of_cells) or 'none'}")
+    return reasons
+
+
+def _commonest_reasons(cells: Iterable[Cell], driver: type[Driver], session: DistcompatSession) -> list[str]:
+    """Return why cells cannot run here, the reason of most cells first.
+
+    A package that is missing comes before all others: the same cells could run with it.
+    """
+    times: Counter[str] = Counter()
+    for cell in cells:
+        reason = why_not_supported(driver, cell, session)
+        if reason:
+            times[reason] += 1
+    ordered = sorted(times, key=lambda reason: ("not installed" not in reason, -times[reason]))
+    return ordered[:REASONS]
 
 
 def parametrize(metafunc: pytest.Metafunc, session: DistcompatSession) -> None:
     """Run a suite's test once for each of its cases. Raises UsageProblem."""
     suite: Any = metafunc.cls
     selected = cases(suite, session)
-    found: list[Case | NoCell] = [*selected] or [NoCell(why_no_cell(suite, session))]
+    parameters: Sequence[Case | NoCell] = selected
     if selected:
-        session.modules += preload_of(find_driver(suite.driver), (case.cell for case in selected))
-    metafunc.parametrize("distcompat_case", found, ids=[case.id for case in found], indirect=True)
+        cells = [case.cell for case in selected]
+        session.modules += preload_of(find_driver(suite.driver), cells)
+    else:
+        parameters = [NoCell(why_no_cell(suite, session))]
+    ids = [parameter.id for parameter in parameters]
+    metafunc.parametrize("distcompat_case", parameters, ids=ids, indirect=True)
+
+
+# Why a case, a cell or a check has no verdict here.
 
 
 def why_not_run(case: Case, session: DistcompatSession) -> str | None:
     """Return why the driver or the machine cannot run the case; None if nothing stands against it."""
+    if case.unsupported:
+        return case.unsupported
     driver = find_driver(case.suite.driver)
-    cells = (run.cell(case.cell) for run in case.check.runs(case.cell, driver).runs)
-    # Those of one node, as far as all nodes have as many GPUs as this one.
-    largest = max(-(-cell.world_size // cell.nodes) for cell in cells)
-    return case.unsupported or session.too_large(largest) or None
+    # The ranks of one node, as far as all nodes have as many GPUs as this one.
+    largest = 0
+    for run in case.check.runs(case.cell, driver).runs:
+        cell = run.cell(case.cell)
+        largest = max(largest, -(-cell.world_size // cell.nodes))
+    return session.too_large(largest) or None
 
 
 def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSession) -> str | None:
-    """Return why the driver cannot run the cell, or why the cell cannot be simulated; None if nothing stands against it."""
-    simulated = session.simulated and profiles.not_simulated(driver, cell)
-    gloo = why_not_through_gloo(cell) if session.shares_through_gloo(cell.world_size) else None
+    """Return why the driver, or this session, cannot run the cell; None if nothing stands against it."""
     if session.uses_mig and STRATEGIES.get(cell.strategy).zero_stage is not None:
         return NO_MIG
-    return cell.uneven or unsupported_reason(driver, cell, session.device) or simulated or gloo or None
+    reason = cell.uneven or unsupported_reason(driver, cell, session.device)
+    if not reason and session.substitute is not None:
+        reason = session.substitute.why_not_supported(driver, cell)
+    if not reason and session.shares_through_gloo(cell.world_size):
+        reason = why_not_through_gloo(cell)
+    return reason or None
 
 
 def why_not_checked(check: Check, cell: Cell, driver: type[Driver], session: DistcompatSession) -> str | None:
     """Return why a check has no verdict in a cell; None if it has one."""
-    if session.simulated and check.name not in profiles.OF_SIMULATIONS:
-        return NO_VALUES
-    gloo = why_not_through_gloo(cell, check.name) if session.shares_through_gloo(cell.world_size) else None
+    if session.substitute is not None:
+        reason = session.substitute.why_not_checked(check.name)
+        if reason:
+            return reason
     # A reason against the whole cell is one item, not one for each check.
-    if gloo and not why_not_through_gloo(cell):
-        return gloo
+    if session.shares_through_gloo(cell.world_size) and not why_not_through_gloo(cell):
+        reason = why_not_through_gloo(cell, check.name)
+        if reason:
+            return reason
     return not_applicable(check, cell, driver, session.limits)
+
+
+# The order of items, and which of them this machine runs.
 
 
 def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
     """Sort the items of suites by the order of the session's budget, after all others."""
     order = session.setting("budget").value.order(session.last_report)
-    items.sort(key=lambda item: order(case.suite.driver, case.cell.id) if (case := case_of(item)) else ())
+
+    def position(item: pytest.Item) -> tuple[object, ...]:
+        case = case_of(item)
+        if case is None:
+            return ()
+        key: tuple[object, ...] = order(case.suite.driver, case.cell.id)
+        return key
+
+    items.sort(key=position)
 
 
 def select_shard(session: DistcompatSession, shard: Shard, items: list[pytest.Item]) -> None:
     """Deselect the items of other shards, and write the division into the store."""
-    units: dict[str, list[pytest.Item]] = {}
+    items_of_unit: dict[str, list[pytest.Item]] = {}
+    sizes: dict[str, float] = {}
     for item in items:
-        # The checks of a suite's cell share runs; the other tests of a module share fixtures, and perhaps ranks.
-        case = case_of(item)
-        unit = cell_name(item, case.cell) if case else item.nodeid.partition("::")[0]
-        units.setdefault(unit, []).append(item)
-
-    def size(item: pytest.Item) -> float:
-        return 1 if case_of(item) or item.get_closest_marker("distcompat") else ORDINARY
-
-    sizes = {unit: sum(map(size, found)) for unit, found in units.items()}
+        unit = _shard_unit(item)
+        items_of_unit.setdefault(unit, []).append(item)
+        sizes[unit] = sizes.get(unit, 0) + _shard_size(item)
     # Not the report that this session replaces: each machine may have another one.
     plan = divide(sizes, session.setting("baseline").value, shard.count)
-    cases = [[case for unit in part for case in map(case_of, units[unit]) if case] for part in plan]
-    can_run = [any(not why_not_run(case, session) for case in found) for found in cases]
+    can_run = []
+    for units in plan:
+        can_run.append(any(_any_can_run(items_of_unit[unit], session) for unit in units))
     session.share(SHARDS, {"number": shard.number, "plan": plan, "can_run": can_run})
-    own = {item for unit in plan[shard.number - 1] for item in units[unit]}
-    others = [item for item in items if item not in own]
+    own_units = plan[shard.number - 1]
+    own = []
+    others = []
+    for item in items:
+        if _shard_unit(item) in own_units:
+            own.append(item)
+        else:
+            others.append(item)
     if others:
         session.config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item in own]
+        items[:] = own
+
+
+def _shard_unit(item: pytest.Item) -> str:
+    """Return what must stay together in a shard: the cell of a suite, or the module of any other test.
+
+    The checks of a suite's cell share runs; the other tests of a module share fixtures, and perhaps ranks.
+    """
+    case = case_of(item)
+    if case is None:
+        return item.nodeid.partition("::")[0]
+    return cell_name(item, case.cell)
+
+
+def _shard_size(item: pytest.Item) -> float:
+    """Return the expected duration of a test, in those of a check or a marked test."""
+    if case_of(item) is not None or item.get_closest_marker("distcompat"):
+        return 1
+    return ORDINARY
+
+
+def _any_can_run(items: Iterable[pytest.Item], session: DistcompatSession) -> bool:
+    """Tell whether this machine can run a case among these items."""
+    for item in items:
+        case = case_of(item)
+        if case is not None and not why_not_run(case, session):
+            return True
+    return False
+
+
+# Running a case.
 
 
 class BoundCase:
@@ -333,76 +479,109 @@ class BoundCase:
     def __call__(self) -> None:
         """Run the case; return if its verdict is a success, or skip, or xfail. Any other verdict is raised, see FAILURES."""
         __tracebackhide__ = True
-        verdict, command = self._verdict()
+        session = self.item.config.stash[SESSION]
+        verdict, command = self._verdict(session)
         verdict = dataclasses.replace(
             verdict,
             suite=self.case.suite.__name__,
             driver=self.case.suite.driver,
-            nodeid=strip_group(self.item.config, self.item.nodeid),
-            reproduce=self.item.config.stash[SESSION].reproduce(self.item),
+            nodeid=session.nodeid_of(self.item),
+            reproduce=session.reproduce(self.item),
         )
-        of_cell = {"not_applicable": dict(self.case.not_applicable), "cost": self._cost}
-        self.item.stash[VERDICT] = {"verdict": verdict.to_json(), **of_cell}
+        self.item.stash[VERDICT] = {
+            "verdict": verdict.to_json(),
+            "not_applicable": dict(self.case.not_applicable),
+            "cost": self._cost,
+        }
         if verdict.status in {Status.SKIPPED, Status.SIMULATED}:
             pytest.skip(verdict.reason)
         if verdict.status is Status.KNOWN:
             # Without a traceback, whose source pytest would parse: what ``pytest.xfail`` raises.
             raise pytest.xfail.Exception(verdict.reason, pytrace=False)
         if not verdict.ok:
-            raise FAILURES.get(verdict.status, Incompatible)(self._text(verdict, command))
+            failure = FAILURES.get(verdict.status, Incompatible)
+            raise failure(self._text(verdict, command))
 
-    def _verdict(self) -> tuple[Verdict, str]:
+    def _verdict(self, session: DistcompatSession) -> tuple[Verdict, str]:
+        """Run the case; return its verdict, and the command that repeats the run which ended early, else the last run."""
         case = self.case
-        session = self.item.config.stash[SESSION]
-        driver = find_driver(case.suite.driver)
-        scenario = case.check.runs(case.cell, driver)
         reason = why_not_run(case, session) or session.over_budget(case.suite.driver, case.cell)
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
-        # The suite's own expectations come first.
         session.runner.started.clear()
-        known = session.known_of(concerned(driver), strip_group(self.item.config, self.item.nodeid))
-        expected = (*case.suite.expect, *(expectation for issue in known for expectation in issue.expectations))
-        verdict, trace = run_check(session.runner, case.suite.driver, case.cell, case.check, expected)
-        found = cost(trace, session.gpu_name)
-        self._cost = dataclasses.asdict(found) if found else {}
-        if verdict.status is Status.FAILED and not verdict.reason:
-            self._declaration = declaration(case.check, case.cell, trace)
-        # A check with a limit measures a number, which differs from run to run.
-        # Cold torchrun starts all ranks on this machine.
-        verified = not case.check.limit and case.cell.nodes == 1
-        if verified and session.verifies(strip_group(self.item.config, self.item.nodeid)):
-            cold, _ = run_check(session.cold_runner, case.suite.driver, case.cell, case.check, expected)
-            if cold.status != verdict.status:
-                message = disagreement(verdict.status, cold.status, cold.message or verdict.message)
-                verdict = dataclasses.replace(verdict, status=Status.FAILED, message=message)
-                self._declaration = None
-        declared_of(session).note_verdict(self.item, known, case.cell, verdict)
-        broken = next((run.name for run in trace if run.end is not None), "")
-        command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
-        # The first rank that failed in a run that the verdict quotes. The message of a check names ranks itself.
-        ends = ((run.name, run.end) for run in trace if run.end is not None)
-        name, ended = next(((n, one) for n, one in ends if one.message and one.message in verdict.message), ("", None))
-        verdict = dataclasses.replace(verdict, ended_run=name, rank=ended.rank if ended else None)
-        self.item.stash[FAILED_RUN] = FailedRun(command, ended.rank if ended and ended.kind == "raised" else None)
-        verdict = dataclasses.replace(verdict, message=trace.name_nodes(verdict.message))
-        self._show_output(session, session.runner.directories(case.suite.driver, case.cell, scenario), verdict)
+        verdict, trace = self._judge(session)
+        name, failure = _quoted_run(trace, verdict.message)
+        rank = None
+        rank_that_raised = None
+        if failure is not None:
+            rank = failure.rank
+            if failure.kind == "raised":
+                rank_that_raised = rank
+        command = _command_of(trace)
+        session.note_failed_run(self.item, command, rank_that_raised)
+        message = trace.name_nodes(verdict.message)
+        verdict = dataclasses.replace(verdict, ended_run=name, rank=rank, message=message)
+        self._show_output(session, verdict)
         return verdict, command
 
-    def _show_output(self, session: DistcompatSession, runs: Mapping[Path, str], verdict: Verdict) -> None:
+    def _judge(self, session: DistcompatSession) -> tuple[Verdict, Trace]:
+        """Run the check; return its verdict, with what the suite and known issues expect, and the trace it was judged on."""
+        case = self.case
+        driver = find_driver(case.suite.driver)
+        known = session.known_of(concerned(driver), session.nodeid_of(self.item))
+        # The suite's own expectations come first.
+        expected = list(case.suite.expect)
+        for issue in known:
+            expected += issue.expectations
+        verdict, trace = run_check(session.runner, case.suite.driver, case.cell, case.check, expected)
+        used = cost(trace, session.gpu_name)
+        if used:
+            self._cost = dataclasses.asdict(used)
+        if verdict.status is Status.FAILED and not verdict.reason:
+            self._declaration = declaration(case.check, case.cell, trace)
+        verdict = self._verified(verdict, expected, session)
+        declared_of(session).note_verdict(self.item, known, case.cell, verdict)
+        return verdict, trace
+
+    def _verified(self, verdict: Verdict, expected: Sequence[Expectation], session: DistcompatSession) -> Verdict:
+        """Run the check again under cold torchrun, if it is its turn; return a failure if the second verdict differs."""
+        case = self.case
+        # A check with a limit measures a number, which differs from run to run.
+        # Cold torchrun starts all ranks on this machine.
+        if case.check.limit or case.cell.nodes > 1:
+            return verdict
+        if not session.verifies(session.nodeid_of(self.item)):
+            return verdict
+        cold, _ = run_check(session.cold_runner, case.suite.driver, case.cell, case.check, expected)
+        if cold.status == verdict.status:
+            return verdict
+        self._declaration = None
+        message = disagreement(verdict.status, cold.status, cold.message or verdict.message)
+        return dataclasses.replace(verdict, status=Status.FAILED, message=message)
+
+    def _show_output(self, session: DistcompatSession, verdict: Verdict) -> None:
         """Keep what the ranks wrote for the report, or print it (``-s``).
 
         An item that failed shows the run that ended early, else all its runs; any other those that it has started: checks share
         runs.
         """
-        config, started = self.item.config, session.runner.started
+        config = self.item.config
         if config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(config, "workerinput"):
-            for title, content in sections(started):
+            for title, content in sections(session.runner.started):
                 print(f"\n{title}:\n{content}")  # noqa: T201 - it is what the ranks printed
-            return
-        if verdict.status.red:
-            runs = {directory: name for directory, name in runs.items() if verdict.ended_run in {"", name}}
-        self.item.stash[OUTPUT] = sections(runs if verdict.status.red else started)
+        elif verdict.status.red:
+            self.item.stash[OUTPUT] = sections(self._runs_of_failure(session, verdict))
+        else:
+            self.item.stash[OUTPUT] = sections(session.runner.started)
+
+    def _runs_of_failure(self, session: DistcompatSession, verdict: Verdict) -> dict[Path, str]:
+        """Return the directory and name of the run that ended early, else of all runs that the check reads."""
+        case = self.case
+        scenario = case.check.runs(case.cell, find_driver(case.suite.driver))
+        runs = session.runner.directories(case.suite.driver, case.cell, scenario)
+        if not verdict.ended_run:
+            return runs
+        return {directory: name for directory, name in runs.items() if name == verdict.ended_run}
 
     def _text(self, verdict: Verdict, command: str) -> str:
         # The finding first: summaries and JUnit show the first line, beside the item's name.
@@ -418,26 +597,65 @@ class BoundCase:
         return "\n".join(lines)
 
 
+def _command_of(trace: Trace) -> str:
+    """Return the command that repeats the first run that ended early, else the last run; empty if there is none."""
+    commands = list(trace.notes.values())
+    last = commands[-1] if commands else ""
+    for run in trace:
+        if run.end is not None:
+            return trace.notes.get(run.name) or last
+    return last
+
+
+def _quoted_run(trace: Trace, message: str) -> tuple[str, RunFailure | None]:
+    """Return the name and the end of the first run that ended early and whose message a verdict quotes.
+
+    The message of a check names ranks itself.
+    """
+    for run in trace:
+        if run.end is not None and run.end.message and run.end.message in message:
+            return run.name, run.end
+    return "", None
+
+
 def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
     """Attach the verdict to the report, which then shows its message without frames of this plugin."""
     setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
     output = item.stash.get(OUTPUT, None)
-    report.sections.extend(output or ())
-    if call.excinfo is not None and isinstance(call.excinfo.value, DistcompatError):
-        represent(report, str(call.excinfo.value))
-        take_xfail_from_hard(report, call.excinfo.value)
+    if output is not None:
+        report.sections.extend(output)
+    error = call.excinfo.value if call.excinfo is not None else None
+    if isinstance(error, DistcompatError):
+        represent(report, str(error))
+        take_xfail_from_hard(report, error)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank wrote: the kind of the stream, the name of its run, the text."""
+
+    kind: str
+    run: str
+    text: str
 
 
 def sections(runs: Mapping[Path, str]) -> list[tuple[str, str]]:
     """Return a section for what each rank of these runs (directory to name) wrote; ranks that wrote the same share one."""
-    ranks: dict[tuple[str, str, str], list[int]] = {}
+    ranks: dict[_Written, list[int]] = {}
     for directory, name in runs.items():
-        request = directory / "request.json"
-        # A run that follows one which failed never began.
-        for rank in range(Request.read(request).world_size if request.exists() else 0):
+        for rank in range(_world_size_of_run(directory)):
             for kind, text in written(directory, rank):
-                ranks.setdefault((kind, name, text), []).append(rank)
-    return [
-        (f"Captured {kind} of {name} ({name_ranks(numbers)})", excerpt(text, SECTION_CHARACTERS))
-        for (kind, name, text), numbers in ranks.items()
-    ]
+                ranks.setdefault(_Written(kind, name, text), []).append(rank)
+    shown = []
+    for output, numbers in ranks.items():
+        title = f"Captured {output.kind} of {output.run} ({name_ranks(numbers)})"
+        shown.append((title, excerpt(output.text, SECTION_CHARACTERS)))
+    return shown
+
+
+def _world_size_of_run(directory: Path) -> int:
+    """Return the number of ranks of a run; 0 of one that follows one which failed, and so never began."""
+    request = directory / "request.json"
+    if not request.exists():
+        return 0
+    return Request.read(request).world_size

@@ -26,20 +26,32 @@ def check_names(expectation: Expectation) -> None:
         find_check(expectation.check)
     known: dict[str, Registry[Any]] = {"strategy": STRATEGIES, "precision": PRECISIONS}
     for name, wanted in expectation.facets:
-        if name in known:
-            for value in wanted if isinstance(wanted, tuple) else (wanted,):
-                known[name].get(str(value))
+        if name not in known:
+            continue
+        values = wanted if isinstance(wanted, tuple) else (wanted,)
+        for value in values:
+            known[name].get(str(value))
 
 
 def check_attributes(suite: type[CompatSuite]) -> None:
     """Raise UsageProblem for an attribute that is a misspelled or misplaced declaration, by its name and value."""
-    classes = [base for base in suite.__mro__ if base is not CompatSuite and issubclass(base, CompatSuite)]
-    for name, value in (pair for base in classes for pair in vars(base).items() if pair[0] not in _ATTRIBUTES):
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        if name in _MATRIX_FIELDS and isinstance(value, (tuple, list)):
-            raise UsageProblem(
-                f"{suite.__name__}.{name} is no attribute of a suite; expected matrix = Matrix({name}={value!r:.100})"
-            )
-        close = difflib.get_close_matches(name, _ATTRIBUTES, n=1, cutoff=0.75)
-        if close and any(isinstance(each, _ATTRIBUTES[close[0]]) for each in values):
-            raise UsageProblem(f"{suite.__name__}.{name} is no attribute of a suite; did you mean {close[0]}?")
+    for base in suite.__mro__:
+        if base is CompatSuite or not issubclass(base, CompatSuite):
+            continue
+        for name, value in vars(base).items():
+            if name not in _ATTRIBUTES:
+                _check_attribute(suite, name, value)
+
+
+def _check_attribute(suite: type[CompatSuite], name: str, value: object) -> None:
+    """Raise UsageProblem if an attribute that suites do not have looks like one that they have."""
+    values = [value]
+    if isinstance(value, (tuple, list)):
+        values = [*value]
+        if name in _MATRIX_FIELDS:
+            expected = f"matrix = Matrix({name}={value!r:.100})"
+            raise UsageProblem(f"{suite.__name__}.{name} is no attribute of a suite; expected {expected}")
+    for close in difflib.get_close_matches(name, _ATTRIBUTES, n=1, cutoff=0.75):
+        kind = _ATTRIBUTES[close]
+        if any(isinstance(each, kind) for each in values):
+            raise UsageProblem(f"{suite.__name__}.{name} is no attribute of a suite; did you mean {close}?")

@@ -24,8 +24,8 @@ class Limit:
     checks: tuple[str, ...] = ()
 
 
-def _is_cut(cell: Cell) -> bool:
-    """Tell whether layers, sequences or experts are spread over ranks, which exchange activations."""
+def _exchanges_activations(cell: Cell) -> bool:
+    """Tell whether layers (tp), sequences (cp) or experts (ep) are spread over ranks, which exchange activations."""
     return max(cell.tp, cell.cp, cell.ep) > 1
 
 
@@ -33,14 +33,14 @@ def _is_fsdp(cell: Cell) -> bool:
     return STRATEGIES.get(cell.strategy).wrapper.startswith("FSDP")
 
 
-def _saves_whole(cell: Cell) -> bool:
+def _saves_full_state_dict(cell: Cell) -> bool:
     return _is_fsdp(cell) and cell.option("state_dict") == "full"
 
 
 LIMITS = (
     Limit(lambda cell: cell.pp > 1, "send activations from stage to stage"),
-    Limit(_is_cut, "gather activations"),
-    Limit(_saves_whole, "gather whole tensors for a full state dict"),
+    Limit(_exchanges_activations, "gather activations"),
+    Limit(_saves_full_state_dict, "gather whole tensors for a full state dict"),
     Limit(_is_fsdp, "gather whole tensors for an export", checks=("export", "observers")),
 )
 
@@ -48,7 +48,8 @@ LIMITS = (
 def why_not_through_gloo(cell: Cell, check: str = "") -> str | None:
     """Return why ranks that share a GPU cannot run the cell, or the check in it, through gloo; None if they can."""
     for limit in LIMITS:
-        about = check in limit.checks if limit.checks else True
-        if about and limit.needs(cell):
+        if limit.checks and check not in limit.checks:
+            continue
+        if limit.needs(cell):
             return f"gloo cannot {limit.words} on a GPU. {CURE}"
     return None

@@ -1,0 +1,135 @@
+"""Is state beside model and optimizer kept, restored and alike on all ranks?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import RESUMED, UNTIL_RESUMED, check, every_rank, pairs
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.scenario import RESUME, SAVED
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+
+
+def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
+    if not driver.extra_state:
+        return "the driver names no state in extra_state"
+    if cell.option("save_only_model"):
+        return "checkpoints hold weights alone"
+    return None
+
+
+@check(scenario=RESUME, until=UNTIL_RESUMED, order=4, not_applicable=_names_none, depends_on=RESUMED)
+def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that state which the driver names in ``extra_state`` changes, comes back after a load, and is alike on ranks.
+
+    That is of each state what its ``ExtraState`` expects. It changes within the first three steps, and not by a save. After
+    a load, bit by bit what was saved is there. In the two steps after that whole numbers and texts are those of the run
+    that never stopped.
+
+    If it fails: add the state to what is saved; load it on every rank, after what creates it; update it on every rank, from
+    values that all ranks have.
+    """
+    train = trace.run("train")
+    resumed = trace.run("resume")
+    saved = train.at("save")
+    loaded = resumed.at("load")
+    yield from every_rank(saved, cell.world_size, "save")
+    yield from every_rank(loaded, cell.world_size, "load")
+    yield from _unlike_on_ranks(train)
+    yield from _unchanged(train)
+    for before, after in pairs(train.at("step", SAVED - 1), saved):
+        for difference in _other_states(before, after):
+            yield f"rank {after.rank}: {difference} is another after the save than before"
+    lost: set[str] = set()
+    for before, after in pairs(saved, loaded):
+        for difference in _other_states(before, after):
+            lost.add(difference.state)
+            yield f"rank {after.rank}: {difference} is another after the load than was saved"
+    for nth in range(2):
+        for before, after in pairs(train.at("step", SAVED + nth), resumed.at("step", nth)):
+            for difference in _other_states(before, after, exact=True):
+                # What was lost differs in every later step.
+                if difference.state not in lost:
+                    when = f"in step {nth + 1} after the load"
+                    yield f"rank {after.rank}: {difference} is another {when} than in the run that never stopped"
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """The first place at which two values of a state differ; empty for a state of one value."""
+
+    state: str
+    place: str
+
+    def __str__(self) -> str:
+        if not self.place:
+            return self.state
+        return f"{self.state}.{self.place}"
+
+
+def _unlike_on_ranks(run: RunTrace) -> Iterator[str]:
+    """Yield a finding for each state that ranks have with other values, at the first action after which they do."""
+    unlike: set[str] = set()
+    snapshots_after = {"build": run.at("build")}
+    for nth in range(SAVED + 2):
+        snapshots_after[f"step {nth + 1}"] = run.at("step", nth)
+    for action, snapshots in snapshots_after.items():
+        for snapshot in snapshots[1:]:
+            first = {info.name: info for info in snapshots[0].extra}
+            for info in snapshot.extra:
+                peer = first.get(info.name)
+                if peer is None or not info.expected.alike or info.name in unlike:
+                    continue
+                place = _first_difference(peer.values, info.values)
+                if place is not None:
+                    unlike.add(info.name)
+                    difference = _Difference(info.name, place)
+                    yield f"rank {snapshot.rank}: {difference} is another than on rank {snapshots[0].rank} after {action}"
+
+
+def _unchanged(run: RunTrace) -> Iterator[str]:
+    """Yield a finding for each state that three steps leave as it is on a rank."""
+    for before, after in pairs(run.at("build"), run.at("step", SAVED - 1)):
+        states_before = {info.name: info for info in before.extra}
+        for info in after.extra:
+            if not info.expected.changes or info.name not in states_before:
+                continue
+            if states_before[info.name].values == info.values:
+                yield f"rank {after.rank}: {info.name} has not changed in three steps"
+
+
+def _other_states(before: Snapshot, after: Snapshot, *, exact: bool = False) -> Iterator[_Difference]:
+    """Yield where states that a checkpoint brings back have other values.
+
+    Only values of which computing them in another order changes nothing, if ``exact``.
+    """
+    states_before = {info.name: info for info in before.extra}
+    for info in after.extra:
+        other = states_before.get(info.name)
+        if other is None or not info.expected.comes_back:
+            continue
+        place = _first_difference(other.exact, info.exact)
+        if place is None and not exact:
+            place = _first_difference(other.rounded, info.rounded)
+        if place is not None:
+            yield _Difference(info.name, place)
+
+
+def _first_difference(values: Mapping[str, str], others: Mapping[str, str]) -> str | None:
+    """Return the first place at which two states differ, None if there is none.
+
+    A part of a tensor stands under its region: ranks that hold other parts have no place in common.
+    """
+    for place in sorted(values.keys() | others.keys()):
+        mine = values.get(place)
+        theirs = others.get(place)
+        if mine != theirs and not (_is_part(place) and None in {mine, theirs}):
+            return place
+    return None
+
+
+def _is_part(place: str) -> bool:
+    """Tell whether a part of a tensor stands there."""
+    return place.endswith(")")

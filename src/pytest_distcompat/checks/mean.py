@@ -1,0 +1,134 @@
+"""Over what are the gradients of a step a mean: tokens, rows, micro-batches or ranks?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.scenario import SAVED, TRAIN
+from pytest_distcompat.trace import Snapshot, Trace
+
+#: Relative. Weights are read from gradients that may be in bfloat16.
+TOLERANCE = 0.03
+
+#: What a mean gives an equal weight -> the words for it.
+MEANS = {
+    "token": "each token",
+    "row": "each row",
+    "micro_batch": "each micro-batch",
+    "joint_micro_batch": "each micro-batch of all ranks together",
+    "rank": "each rank",
+}
+
+
+def _not_read(cell: Cell, driver: type[Driver]) -> str | None:
+    if cell.option("compile"):
+        return "a hook that reads the gradient of what the model returns would break the graph that compile is to see"
+    if cell.tp * cell.cp * cell.pp > 1:
+        return "ranks have parts of what the model returns, or of its rows"
+    return None
+
+
+@check(scenario=TRAIN, until=(("train", "step", SAVED - 1),), order=5, not_applicable=_not_read)
+def mean(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that gradients are a mean over tokens, rows, micro-batches or ranks: over what the driver says, if it does.
+
+    The weight of each token is read from the gradient of the model's logits, on each rank and in each micro-batch of the
+    first three steps; no reference is needed. It is known of cross-entropy that weights the tokens of a row alike. Where
+    ranks have equally many tokens all means are the same.
+
+    If it fails: a mean of means gives tokens of short batches more weight than others. Divide the sum over tokens by the
+    number of tokens of all micro-batches and ranks (https://github.com/huggingface/transformers/pull/34191), and count the
+    labels that the loss uses.
+    """
+    run = trace.run()
+    declared = run.unwrapped.mean if run.unwrapped else ""
+    if declared and declared not in MEANS:
+        names = ", ".join(repr(name) for name in MEANS)
+        yield f"the driver's mean is {declared!r}; expected one of {names}"
+        return
+    possible = set(MEANS)
+    for nth in range(SAVED):
+        parts = _parts(run.at("step", nth))
+        if parts is None:
+            return
+        fitting: set[str] = set()
+        for name in possible:
+            if _is_equal(parts, name):
+                fitting.add(name)
+        if not fitting:
+            other = f"gradients are a mean with other weights than those of {_words(possible)}"
+            yield f"step {nth + 1}: {other}: {_example(parts)}"
+            return
+        possible = fitting
+    if declared and declared not in possible:
+        yield f"gradients give {_words(possible)} the same weight; the driver says {MEANS[declared]}"
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row with tokens to train on: where it is, how many tokens it has, and the weight of each."""
+
+    rank: int
+    micro_batch: int
+    tokens: int
+    weight: float
+
+
+def _parts(snapshots: Iterable[Snapshot]) -> list[_Row] | None:
+    """Return the rows of a step on all ranks; None if the weights of one are not known."""
+    rows: list[_Row] = []
+    for snapshot in snapshots:
+        if not snapshot.token_weights:
+            return None
+        for number, weights in enumerate(snapshot.token_weights):
+            if not weights.known:
+                return None
+            for row in weights.rows:
+                rows.append(_Row(snapshot.rank, number, row.tokens, row.weight))
+    return rows
+
+
+def _is_equal(rows: list[_Row], mean: str) -> bool:
+    """Tell whether the rows' weights are those of a mean: in proportion to 1 / the tokens of what has an equal weight."""
+    shares: list[float] = []
+    for row in rows:
+        shares.append(row.weight * _tokens_beside(rows, row, mean))
+    return not shares or max(shares) - min(shares) <= TOLERANCE * max(shares)
+
+
+def _tokens_beside(rows: list[_Row], row: _Row, mean: str) -> int:
+    """Return how many tokens share the weight of what has an equal one: those of the row's micro-batch, its rank, ..."""
+    if mean == "token":
+        return 1
+    if mean == "row":
+        return row.tokens
+    total = 0
+    for other in rows:
+        same_rank = other.rank == row.rank
+        same_number = other.micro_batch == row.micro_batch
+        if (mean == "joint_micro_batch" or same_rank) and (mean == "rank" or same_number):
+            total += other.tokens
+    return total
+
+
+def _example(rows: list[_Row]) -> str:
+    """Return the words for the micro-batches whose tokens have the most and the least weight."""
+    most = max(rows, key=lambda row: row.weight)
+    least = min(rows, key=lambda row: row.weight)
+    ratio = most.weight / least.weight
+    return f"a token of {_place(rows, most)} has {ratio:.3g} times the weight of one of {_place(rows, least)}"
+
+
+def _place(rows: list[_Row], row: _Row) -> str:
+    """Return the words for the micro-batch of a row."""
+    tokens = _tokens_beside(rows, row, "micro_batch")
+    return f"rank {row.rank}'s micro-batch {row.micro_batch + 1} ({tokens} tokens)"
+
+
+def _words(means: Iterable[str]) -> str:
+    """Return the words for some means, in the order of ``MEANS``."""
+    return " or ".join(MEANS[name] for name in MEANS if name in means)

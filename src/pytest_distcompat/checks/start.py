@@ -1,0 +1,161 @@
+"""Does training start from the model that was loaded?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from pytest_distcompat import digests
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import and_others, check, every_rank, module_of, with_rank
+from pytest_distcompat.checks._values import Kind, Names, values
+from pytest_distcompat.cost import BYTES
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.scenario import TRAIN
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
+
+
+@check(scenario=TRAIN, until=(("train", "step", 0),), order=3)
+def start(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that training starts from the loaded model: the one that build_model() returns on rank 0.
+
+    After ``build`` parameters and masters have its values, on all ranks together, and ``requires_grad`` is as it was. Only
+    what is stored in the dtype that the precision computes in is rounded, as masters of ZeRO may be, and buffers. Modules
+    with trainable parameters that were in training mode are so in the first step.
+
+    If it fails: weights were made anew, or loaded on one rank and not sent to the others; masters were copied from
+    rounded weights; making the optimizer's state was a step with weight decay. A trainer that makes a model of its own is
+    to copy the given values in ``build``.
+    """
+    run = trace.run()
+    built = run.at("build")
+    yield from every_rank(built, cell.world_size, "build")
+    if run.unwrapped is None:
+        yield "the unwrapped model was not recorded"
+        return
+    yield from _other_parameters(cell, run, built)
+    names = Names(run, run.unwrapped)
+    for snapshot in built:
+        yield from with_rank(snapshot, _other_buffers(snapshot, run.unwrapped, names))
+        yield from with_rank(snapshot, _other_flags(snapshot, run.unwrapped, names))
+    for snapshot in run.at("step"):
+        yield from with_rank(snapshot, _evaluating(snapshot, run.unwrapped, names))
+
+
+def _other_parameters(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Iterator[str]:
+    """Yield findings for parameters and flat masters that have other values than loaded."""
+    assert run.unwrapped is not None
+    loaded = _with_values(run.unwrapped.parameters)
+    for name in _flat_in_memory_order(cell, run.unwrapped):
+        loaded.pop(name, None)
+    if not loaded:
+        return
+    built_values = values(run, built)
+    for kind in ("parameter", "master"):
+        apart: list[str] = []
+        others: list[str] = []
+        for name, built_digests in built_values.of(kind).items():
+            # Flat parameters have no names to compare by, and a name too many is a finding of the check ``names``.
+            if name not in loaded or not built_digests:
+                continue
+            expected = _expected_values(cell, kind, loaded[name], built_values.dtypes[kind][name])
+            if not expected or expected.issuperset(built_digests):
+                continue
+            if len(built_digests) > 1:
+                apart.append(name)
+            else:
+                others.append(name)
+        if apart:
+            yield f"{kind} {and_others(apart)}: unlike from rank to rank after build; expected the loaded values"
+        if others:
+            yield f"{kind} {and_others(others)}: other values after build than were loaded"
+
+
+def _flat_in_memory_order(cell: Cell, unwrapped: UnwrappedInfo) -> Collection[str]:
+    """Return the names of parameters whose flat pieces follow each other as in memory, so that digests differ."""
+    # https://github.com/pytorch/pytorch/blob/v2.9.0/torch/distributed/fsdp/_flat_param.py, ``flatten_tensors``.
+    return unwrapped.noncontiguous if cell.strategy == "fsdp1" else ()
+
+
+def _with_values(infos: Iterable[ParameterInfo]) -> dict[str, ParameterInfo]:
+    """Return the tensors whose values were read, by name: one on the meta device has none."""
+    with_values: dict[str, ParameterInfo] = {}
+    for info in infos:
+        if info.digest and (info.digest != digests.EMPTY or 0 in info.shape):
+            with_values[info.name] = info
+    return with_values
+
+
+def _expected_values(cell: Cell, kind: Kind, loaded: ParameterInfo, dtypes: Collection[str]) -> set[str]:
+    """Return the digests that a parameter or a flat master may have; none if its dtype is a finding of ``dtypes``."""
+    flat_masters = STRATEGIES.get(cell.strategy).flat_masters
+    if kind == "master" or flat_masters:
+        # DeepSpeed casts the model before it copies the masters.
+        return {loaded.digest, loaded.rounded or loaded.digest}
+    if loaded.rounded and set(dtypes) == {PRECISIONS.get(cell.precision).compute}:
+        return {loaded.rounded}
+    if any(BYTES.get(dtype, 4) < BYTES.get(loaded.dtype, 4) for dtype in dtypes):
+        return set()
+    return {loaded.digest}
+
+
+def _other_buffers(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
+    """Yield a finding for buffers whose values on this rank are not even the loaded ones in another dtype."""
+    # The check ``names`` compares those that kept their dtype.
+    loaded = _with_values(unwrapped.buffers)
+    others: list[str] = []
+    for info in snapshot.buffers:
+        before = loaded.get(names(info.name))
+        if before is None or info.dtype == before.dtype:
+            continue
+        if info.digest not in {before.digest, before.rounded}:
+            others.append(before.name)
+    if others:
+        yield f"buffer {and_others(others)}: other values after build than were loaded"
+
+
+def _other_flags(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
+    """Yield findings for parameters that are trainable on this rank and were not when loaded, or the other way round."""
+    trainable = {info.name: info.trainable for info in unwrapped.parameters}
+    frozen: list[str] = []
+    thawed: list[str] = []
+    for info in snapshot.parameters:
+        name = names(info.name)
+        if info.trainable == trainable.get(name, info.trainable):
+            continue
+        if info.trainable:
+            thawed.append(name)
+        else:
+            frozen.append(name)
+    if frozen:
+        yield f"parameter {and_others(frozen)}: frozen after build; trainable when loaded"
+    if thawed:
+        yield f"parameter {and_others(thawed)}: trainable after build; frozen when loaded"
+
+
+def _evaluating(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> Iterator[str]:
+    """Yield a finding if what is trained is in evaluation mode in a rank's step, and was not when loaded."""
+    # A trainer may put what it does not train into evaluation mode.
+    trained = _above_trainable(unwrapped)
+    evaluating: list[str] = []
+    for module in snapshot.evaluating:
+        name = STRATEGIES.get(names.cell.strategy).canonical(module, names.cell, trained)
+        if name in trained and name not in unwrapped.evaluating:
+            evaluating.append(name)
+    if not evaluating:
+        return
+    modules = f"module {and_others(evaluating)} is"
+    if "" in evaluating:
+        modules = "the whole model is"
+    yield f"{modules} in evaluation mode in step 1; in training mode when loaded"
+
+
+def _above_trainable(unwrapped: UnwrappedInfo) -> set[str]:
+    """Return the names of all modules with a trainable parameter, of their own or below; the root's is empty."""
+    modules: set[str] = set()
+    for info in unwrapped.parameters:
+        name = info.name if info.trainable else ""
+        while name:
+            name = module_of(name)
+            modules.add(name)
+    return modules

@@ -1,0 +1,48 @@
+"""Disks that take no more bytes: how to know one, and the error by which to tell it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+#: The disk is full, or this user has no more of it (a quota).
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+#: As much as a report of an error needs, in bytes: a traceback, and pytest's description of a failure.
+REPORT_BYTES = 64 * 1024
+
+
+def is_full(error: OSError) -> bool:
+    """Tell whether an error says that a disk is full."""
+    return error.errno in _FULL
+
+
+def full_disk_reason(directory: Path, size: int = REPORT_BYTES) -> str:
+    """Return why no report can be written into a directory; empty if one can.
+
+    Args:
+        directory: An existing directory.
+        size: How many bytes are to be written, to a file that has no name.
+
+    Returns:
+        The error of a disk that is full, with its number and the directory. Other errors are none of this function's.
+
+    """
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            # Some file systems find out only when the bytes are to be stored.
+            written = file.write(bytes(size))
+            os.fsync(file.fileno())
+    except OSError as error:
+        if is_full(error):
+            return _described(directory, error.errno)
+        return ""
+    if written is not None and written < size:
+        return _described(directory, errno.ENOSPC)
+    return ""
+
+
+def _described(directory: Path, number: int | None) -> str:
+    number = number or errno.ENOSPC
+    return f"[Errno {number}] {os.strerror(number)}: '{directory}'"

@@ -1,0 +1,1 @@
+"""pytest inside a launch: ``torchrun --nproc-per-node 2 -m pytest``."""

@@ -1,0 +1,172 @@
+"""``reach``: shows which functions and branches of the stack the cells of a session execute."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.cli.output import named_in_errors, write
+from pytest_distcompat.excerpt import visible
+from pytest_distcompat.failures import UsageProblem
+
+if TYPE_CHECKING:
+    from pytest_distcompat.ext.reach.map import ReachMap
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    parser = commands.add_parser(
+        "reach",
+        help="which branches of the stack the cells execute, and which none does",
+        description="Show the map that pytest wrote with --distcompat-reach FILE. Several files, of shards, are one map.",
+    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a map; that of each shard")
+    parser.add_argument("--library", metavar="NAME", help="only this library, with all its functions and branches")
+    parser.add_argument(
+        "--cell", metavar="CELL", help="only what these cells execute: an id or a pattern (fsdp2-*, accelerate/*)"
+    )
+    parser.add_argument("--missing", action="store_true", help="list the branches that no cell reaches")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="EARLIER",
+        help="the map of an earlier release: list new branches that no cell reaches",
+    )
+    parser.add_argument(
+        "--changed",
+        metavar="PACKAGE@OLD_DIR..NEW_DIR",
+        help="list the cells that execute what differs in these two copies of a package, of which the map has the old one; "
+        "or PACKAGE@FILE.diff",
+    )
+    parser.add_argument(
+        "--select",
+        type=Path,
+        metavar="FILE",
+        help="write the cells of --changed there, for pytest in the order to run them",
+    )
+    parser.add_argument(
+        "--cells-per-place",
+        type=int,
+        metavar="N",
+        help="select only so many cells that execute each changed place (default: all)",
+    )
+    parser.add_argument(
+        "--values",
+        type=Path,
+        nargs=2,
+        metavar=("LAST.json", "TODAY.json"),
+        help="with --changed or --compare: of the cells whose values differ in these reports, the functions that do",
+    )
+    parser.add_argument("--html", type=Path, metavar="PAGE", help="write a page of the map too")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the map of all files into one")
+    parser.set_defaults(call=_reach)
+
+
+def _reach(options: argparse.Namespace) -> int:
+    from pytest_distcompat.ext.reach.page import page
+    from pytest_distcompat.ext.reach.store import write_map
+
+    found = _selected(options)
+    for line in _lines(options, found):
+        print(visible(line))
+    if options.output:
+        with named_in_errors(options.output):
+            write_map(options.output, found)
+        print(f"written: {options.output}")
+    if options.html:
+        write(options.html, page(found))
+        print(f"written: {options.html}")
+    return 0
+
+
+def _selected(options: argparse.Namespace) -> ReachMap:
+    """Return the map of all files, of the library and the cells that are asked for."""
+    from pytest_distcompat.ext.reach.store import read_map
+
+    first, *others = options.files
+    found = read_map(first)
+    for path in others:
+        try:
+            found.merge(read_map(path))
+        except ValueError as problem:
+            raise UsageProblem(f"{first} and {path}: {problem}") from None
+    if options.library:
+        known = found.libraries()
+        if options.library not in known:
+            raise UsageProblem(f"--library {options.library}: it is not in the map. Known: {', '.join(known)}.")
+        found.files = {file_id: file for file_id, file in found.files.items() if file_id.library == options.library}
+        found.executed = {file_id: one for file_id, one in found.executed.items() if file_id in found.files}
+    if options.cell:
+        cells = sorted({context.cell for context in found.contexts()})
+        found = found.only(options.cell)
+        if not found.contexts():
+            raise UsageProblem(f"--cell {options.cell}: none of the {len(cells)} cells in the map: {', '.join(cells)}.")
+    return found
+
+
+def _lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
+    from pytest_distcompat.ext.reach.compare import compare
+    from pytest_distcompat.ext.reach.store import read_map
+    from pytest_distcompat.ext.reach.text import functions, missing, overview, unreached
+
+    if options.values:
+        yield from _value_lines(options, found)
+    elif options.changed:
+        yield from _changed_lines(options, found)
+    elif options.compare:
+        news = compare(read_map(options.compare), found)
+        yield from missing(news.unreached, "new branches that no cell reaches")
+        yield ""
+        yield f"new branches that some cell reaches: {len(news.reached)}"
+        yield ""
+        yield from missing(news.lost, "branches that a cell of the earlier release reaches, and none of this one")
+    elif options.missing:
+        yield from missing(unreached(found, found.libraries()), "branches that no cell reaches")
+    elif options.library:
+        yield from functions(found, options.library)
+    else:
+        yield from overview(found)
+
+
+def _value_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
+    """Yield the lines about cells whose values differ between two reports, with what differs in the code they execute."""
+    from pytest_distcompat.ext.reach.changed import reached_places, read_change
+    from pytest_distcompat.ext.reach.differences import difference_lines
+    from pytest_distcompat.ext.reach.store import read_map
+    from pytest_distcompat.report.document import Report
+    from pytest_distcompat.report.values import value_changes
+
+    if not options.changed and not options.compare:
+        raise UsageProblem("--values needs what has changed: --changed PACKAGE@OLD_DIR..NEW_DIR, or --compare EARLIER")
+    before, after = options.values
+    changes = value_changes(Report.read(before), Report.read(after))
+    earlier = read_map(options.compare) if options.compare else None
+    places = reached_places(found, read_change(options.changed)[1]) if options.changed else []
+    yield f"cells whose values differ: {len({(change.driver, change.cell) for change in changes})}"
+    yield from difference_lines(changes, earlier, found, places)
+
+
+def _changed_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
+    from pytest_distcompat.ext.reach.changed import files_outside, old_release, reached_places, read_change
+    from pytest_distcompat.ext.reach.selection import check_release, file_lines, select, summary
+    from pytest_distcompat.ext.reach.text import changed, changed_unexecuted
+
+    text = options.changed
+    library, places = read_change(text)
+    if library not in found.libraries():
+        raise UsageProblem(f"--changed {text}: {library} is not in the map. Known: {', '.join(found.libraries())}.")
+    check_release(found, library, old_release(text))
+    reached = reached_places(found, places)
+    if options.select:
+        yield from changed_unexecuted(reached)
+    else:
+        yield from changed(reached)
+    outside = files_outside(text)
+    if outside:
+        yield f"changed files that no map has, since they are no training code: {len(outside)}"
+    if options.select:
+        selected = select(found, reached, options.cells_per_place)
+        write(options.select, "\n".join(file_lines(text, selected, found, options.cell)) + "\n")
+        yield summary(selected)

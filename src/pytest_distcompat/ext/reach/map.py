@@ -1,0 +1,208 @@
+"""The map of a session: all functions and branches of the stack's training code, and which cells execute them in which action."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from pytest_distcompat.ext.reach.branches import Branch, Executed, Function, SourceFile
+from pytest_distcompat.ext.reach.libraries import FileId
+from pytest_distcompat.grouping import grouped
+
+
+@dataclass(frozen=True, order=True)
+class Context:
+    """Who executed something: a driver, the cell whose check needs the run, and the action.
+
+    The run itself may be in another cell, as a reference on one process is. Of cells that share a run it is one.
+    """
+
+    driver: str
+    cell: str
+    action: str
+
+    @property
+    def place(self) -> str:
+        """Return driver and cell as one text."""
+        return f"{self.driver}/{self.cell}"
+
+    def matches(self, pattern: str) -> bool:
+        """Tell whether the cell, or driver and cell, are as the pattern says (``fsdp2-*``, ``accelerate/*``)."""
+        return fnmatch.fnmatchcase(self.cell, pattern) or fnmatch.fnmatchcase(self.place, pattern)
+
+
+#: What each context executed of one file.
+ByContext = dict[Context, Executed]
+
+
+@dataclass
+class ReachMap:
+    """Which cells execute which functions and branches of the installed libraries.
+
+    Attributes:
+        versions: The release of each library, and of Python and coverage.
+        files: All files of the libraries' training code.
+        executed: For each file that was executed, what each context executed.
+    """
+
+    versions: dict[str, str] = field(default_factory=dict)
+    files: dict[FileId, SourceFile] = field(default_factory=dict)
+    executed: dict[FileId, ByContext] = field(default_factory=dict)
+
+    def add(self, file: FileId, context: Context, executed: Executed) -> None:
+        """Add what a context executed of a file."""
+        by_context = self.executed.setdefault(file, {})
+        by_context[context] = by_context.get(context, Executed()) | executed
+
+    def merge(self, other: ReachMap) -> None:
+        """Add another map of the same releases, such as that of another shard.
+
+        Raises:
+            ValueError: It is of other releases; the message names them.
+        """
+        differing = []
+        for name in sorted(self.versions.keys() & other.versions.keys()):
+            if self.versions[name] != other.versions[name]:
+                differing.append(f"{name} {self.versions[name]} and {other.versions[name]}")
+        if differing:
+            raise ValueError(f"they are of different releases: {', '.join(differing)}")
+        for file_id, file in other.files.items():
+            if self.files.setdefault(file_id, file) != file:
+                raise ValueError(f"{file_id} is another one in each")
+        self.versions.update(other.versions)
+        for file_id, by_context in other.executed.items():
+            for context, executed in by_context.items():
+                self.add(file_id, context, executed)
+
+    def contexts(self) -> list[Context]:
+        """Return all contexts, sorted."""
+        contexts: set[Context] = set()
+        for by_context in self.executed.values():
+            contexts.update(by_context)
+        return sorted(contexts)
+
+    def only(self, pattern: str) -> ReachMap:
+        """Return the map of the cells that match."""
+        selected = ReachMap(self.versions, self.files)
+        for file_id, by_context in self.executed.items():
+            selected.executed[file_id] = {}
+            for context, executed in by_context.items():
+                if context.matches(pattern):
+                    selected.executed[file_id][context] = executed
+        return selected
+
+    def libraries(self) -> list[str]:
+        """Return the names of the libraries, in the order of their files."""
+        return list(dict.fromkeys(file.library for file in self.files))
+
+    def coverage_of(self, file_id: FileId) -> FileReach:
+        """Return what is executed of one file."""
+        return FileReach(self.files[file_id], self.executed.get(file_id, {}))
+
+    def coverage_of_library(self, library: str) -> Iterator[FileReach]:
+        """Yield what is executed of each file of a library."""
+        for file_id in self.files:
+            if file_id.library == library:
+                yield self.coverage_of(file_id)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of functions and branches: how many there are, and how many some cell reaches."""
+
+    functions: int = 0
+    reached_functions: int = 0
+    branches: int = 0
+    reached_branches: int = 0
+    files: int = 0
+    reached_files: int = 0
+
+    @classmethod
+    def total(cls, several: Iterable[Counts]) -> Counts:
+        """Return the sums."""
+        sums = dict.fromkeys(vars(cls()), 0)
+        for counts in several:
+            for name, number in vars(counts).items():
+                sums[name] += number
+        return cls(**sums)
+
+    @property
+    def percent(self) -> float:
+        """Return the share of branches that are reached, in percent; 100 where there are none."""
+        if not self.branches:
+            return 100.0
+        return 100 * self.reached_branches / self.branches
+
+
+@dataclass(frozen=True)
+class BranchReach:
+    """A branch, its file, and the contexts that reach it."""
+
+    file: FileId
+    branch: Branch
+    contexts: tuple[Context, ...]
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Return the key by which branches are sorted: what users are likely to run into comes first."""
+        return (self.branch.rank, self.file, self.branch.line, self.branch.target)
+
+
+@dataclass(frozen=True)
+class FunctionReach:
+    """A function, whether any cell executes it, and its branches."""
+
+    function: Function
+    contexts: tuple[Context, ...]
+    branches: tuple[BranchReach, ...]
+
+
+class FileReach:
+    """What is executed of one file."""
+
+    def __init__(self, file: SourceFile, executed: Mapping[Context, Executed]) -> None:
+        self.file = file
+        self._executed = executed
+        self.union = Executed()
+        for executed_by_context in executed.values():
+            self.union |= executed_by_context
+
+    def counts(self) -> Counts:
+        """Return the numbers of the file."""
+        reached_functions = [function for function in self.file.functions if function.body & self.union.lines]
+        return Counts(
+            functions=len(self.file.functions),
+            reached_functions=len(reached_functions),
+            branches=len(self.file.branches),
+            reached_branches=self.union.branches.bit_count(),
+            files=1,
+            reached_files=int(bool(self.union.lines)),
+        )
+
+    def branches(self) -> Iterator[BranchReach]:
+        """Yield the branches, by line."""
+        for number, branch in enumerate(self.file.branches):
+            yield BranchReach(self.file.id, branch, self.contexts_of_branches(1 << number))
+
+    def functions(self) -> Iterator[FunctionReach]:
+        """Yield the functions with their branches, by line."""
+        branches = grouped((branch_reach.branch.function, branch_reach) for branch_reach in self.branches())
+        for function in self.file.functions:
+            # Of several functions with one name, such as a property's getter and setter, the first has all branches.
+            own_branches = tuple(branches.pop(function.name, ()))
+            yield FunctionReach(function, self.contexts_of_lines(function.body), own_branches)
+
+    def contexts_of_lines(self, lines: int) -> tuple[Context, ...]:
+        """Return the contexts that execute any of these lines, which are bits."""
+        if not lines & self.union.lines:
+            return ()
+        contexts = [context for context, executed in self._executed.items() if executed.lines & lines]
+        return tuple(sorted(contexts))
+
+    def contexts_of_branches(self, branches: int) -> tuple[Context, ...]:
+        """Return the contexts that execute any of these branches, which are bits."""
+        if not branches & self.union.branches:
+            return ()
+        contexts = [context for context, executed in self._executed.items() if executed.branches & branches]
+        return tuple(sorted(contexts))

@@ -1,0 +1,47 @@
+"""The check of walks, whose runs depend on one another: what is found decides what runs next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import Check, Execution
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.ext.walk.claim import walk
+from pytest_distcompat.ext.walk.explore import WALKS, Explorer
+from pytest_distcompat.runner import Runner
+from pytest_distcompat.scenario import TRAIN
+
+
+def why_not_walked(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why there are no walks of a driver in a cell; None if there are."""
+    if driver.live_calls is None:
+        return "the driver declares no calls"
+    if cell.option("model") != "mlp":
+        return "walks freeze and add layers of the model mlp"
+    return None
+
+
+@dataclass(frozen=True)
+class WalkCheck(Check):
+    """The check of profile ``walk``: its runs are sequences of calls that are drawn at random."""
+
+    def execute(self, runner: Runner, name: str, driver: type[Driver], cell: Cell) -> Execution:  # noqa: ARG002
+        """Replay walks that failed once, make every read-only call, then draw."""
+        explorer = Explorer(runner, name, cell)
+        seed = explorer.seed
+        return Execution(explorer.explore(WALKS, seed), seed=seed)
+
+
+@dataclass(frozen=True)
+class ObserversCheck(Check):
+    """The same check for the default profile, in which its only walk makes every read-only call."""
+
+    def execute(self, runner: Runner, name: str, driver: type[Driver], cell: Cell) -> Execution:  # noqa: ARG002
+        """Make every read-only call that is not known to fail."""
+        return Execution(Explorer(runner, name, cell).observe(), may_pass=True)
+
+
+# The scenario says how many ranks the runs have.
+WALK = WalkCheck("walk", TRAIN, until=(), claim=walk, order=95, not_applicable=why_not_walked)
+OBSERVERS_WALK = ObserversCheck("walk", TRAIN, until=(), claim=walk, order=95, not_applicable=why_not_walked)

@@ -1,0 +1,422 @@
+"""Does a trainer do what one process does, whatever its user calls in whatever order?
+
+A walk is a sequence of calls of a live trainer. Its runs are called ``walk-3-0``, ``walk-3-1``, ... (a new process group after
+each load of a checkpoint), and ``walk-3-reference`` is the same sequence in one process, on the unwrapped model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_distcompat.calls import REFERENCE_CALL, RESUME, Call
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import Names, named_ranks
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Sums, Trace
+
+#: How far sums of parameters may be from the reference's, relative to the largest possible.
+TOLERANCE = 1e-5
+#: The same where products are computed in fewer bits than float32.
+ROUNDED_TOLERANCE = 5e-2
+#: The calls that change no bit of what is trained, though they are no observers.
+_QUIET = frozenset({"skip", "new_epoch"})
+#: Fields of a snapshot that such a call leaves as they are, besides parameters, buffers and gradients.
+_UNCHANGED_FIELDS = ("optimizer", "scheduler", "rng", "scaler")
+#: The longest text of a difference that a finding shows.
+_LONGEST_DIFFERENCE = 160
+
+
+def walk(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that a live trainer does what one process does, in whatever order its user calls it.
+
+    Walks that failed once are replayed, new ones are drawn; the first that fails is shrunk. Observers (unwrap, state dict,
+    evaluate) must change no bit. After each call names, dtypes, shards, modes, losses and parameters are compared.
+
+    If it fails: repeat the walk alone (``distcompat walk --calls``), or run the script that it prints.
+    """
+    for name, run in trace.runs.items():
+        if not name.endswith("-reference"):
+            continue
+        passed, problems = findings(cell, trace, name)
+        walked = _recorded_calls(run)[: passed + 1]
+        calls = ", ".join(str(recorded.call) for recorded in walked)
+        for problem in problems:
+            yield f"{calls}: {problem}"
+
+
+def findings(cell: Cell, trace: Trace, reference: str) -> tuple[int, list[str]]:
+    """Compare a walk with its reference, call by call, up to the first call after which they differ.
+
+    Args:
+        cell: The cell of the walk.
+        trace: A trace that has the runs of the walk.
+        reference: The name of the reference's run.
+
+    Returns:
+        The number of calls after which the walk was equal to its reference, and the findings after the next call: none if the
+        whole walk was.
+    """
+    reference_run = trace.runs[reference]
+    calls = _recorded_calls(reference_run)
+    for passed, recorded in enumerate(calls):
+        problems = list(dict.fromkeys(_after_call(cell, trace, reference, recorded)))
+        if problems:
+            return passed, problems
+    if reference_run.end is not None:
+        return len(calls), [f"the reference: {reference_run.end.message}"]
+    return len(calls), []
+
+
+@dataclass(frozen=True)
+class _RecordedCall:
+    """Place of a call's snapshots in a trace.
+
+    ``index`` is the call's index in the run ``run`` of the walk, ``reference_index`` that in the run of the reference.
+    """
+
+    call: Call
+    run: str
+    index: int
+    reference_index: int
+
+
+def _recorded_calls(reference: RunTrace) -> list[_RecordedCall]:
+    """Return the calls that the reference made, in order; it may lack the last ones of a run that failed."""
+    actions = {snapshot.index: snapshot.action for snapshot in reference.snapshots}
+    calls: list[_RecordedCall] = []
+    process_group = 0
+    index = 1
+    for reference_index, action in sorted(actions.items()):
+        if not action.startswith(REFERENCE_CALL):
+            continue
+        call = Call.parse(action.removeprefix(REFERENCE_CALL))
+        if call.name == RESUME:
+            # The first action of the next process group that is compared is its load.
+            process_group += 1
+            index = 2
+        else:
+            index += 1
+        run = reference.name.replace("reference", str(process_group))
+        calls.append(_RecordedCall(call, run, index, reference_index))
+    return calls
+
+
+def _after_call(cell: Cell, trace: Trace, reference: str, recorded: _RecordedCall) -> Iterator[str]:
+    """Yield how the trainer differs from the reference after a call, beginning with the call."""
+    call = recorded.call
+    run = trace.runs[recorded.run]
+    snapshots = run.at_index(recorded.index)
+    reference_snapshots = trace.runs[reference].at_index(recorded.reference_index)
+    if run.end is not None and len(snapshots) < run.world_size:
+        # Without the rank: it is chance which one raises first.
+        exception = run.end.message.partition(" raised ")[2]
+        yield f"{call}: {run.end.kind}: {exception or run.end.message}"
+        return
+    assert run.unwrapped is not None
+    names = Names(run, run.unwrapped)
+    # A trainer that loads may wrap the model only then, so a later run is compared with the build of the first.
+    first_run = trace.runs[reference.replace("reference", "0")]
+    built = _by_rank(first_run.at("build"))
+    before = _by_rank(run.at_index(recorded.index - 1))
+    ranks_by_finding: dict[str, list[int]] = defaultdict(list)
+    for snapshot in snapshots:
+        texts: list[str] = []
+        if _must_change_nothing(call, snapshot):
+            texts += _changes(before[snapshot.rank], snapshot)
+        texts += _structure_changes(built[snapshot.rank], snapshot)
+        texts += _differences(names, snapshot, reference_snapshots[0])
+        texts += _inexact_numbers(cell, call, snapshot, reference_snapshots[0])
+        for text in texts:
+            ranks_by_finding[text].append(snapshot.rank)
+    for text, ranks in ranks_by_finding.items():
+        yield f"{call}: {named_ranks(ranks, run.world_size)}: {text}"
+    for text in _inexact_loss(cell, call, snapshots, reference_snapshots[0]):
+        yield f"{call}: {text}"
+    for text in _inexact_live_values(cell, names, snapshots, reference_snapshots[0]):
+        yield f"{call}: {text}"
+    for text in _inexact_returned_values(cell, names, snapshots, reference_snapshots[0]):
+        yield f"{call}: {text}"
+
+
+def _by_rank(snapshots: Iterable[Snapshot]) -> dict[int, Snapshot]:
+    return {snapshot.rank: snapshot for snapshot in snapshots}
+
+
+def _must_change_nothing(call: Call, snapshot: Snapshot) -> bool:
+    """Tell whether the call leaves the trainer as it is, bit by bit."""
+    if call.name in _QUIET:
+        return True
+    return snapshot.call is not None and snapshot.call.observes
+
+
+def _changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
+    """Yield what a call changed that was to change nothing, bit by bit."""
+    before, after = _without_step_records(before, after)
+    for name in _UNCHANGED_FIELDS:
+        old = getattr(before, name)
+        new = getattr(after, name)
+        if old != new:
+            yield f"the {name} changed{_first_difference(old, new)}"
+    yield from _differing("parameters changed", _by_name(before.parameters), _by_name(after.parameters))
+    yield from _differing("buffers changed", _by_name(before.buffers), _by_name(after.buffers))
+    if before.call and after.call:
+        gradients = before.call.gradients
+        gradients_after = {name: after.call.gradients.get(name) for name in gradients}
+        yield from _differing("gradients changed", gradients, gradients_after)
+        if before.call.evaluating != after.call.evaluating:
+            evaluating = f"{len(after.call.evaluating)} modules are in evaluation mode"
+            yield f"{evaluating}; {len(before.call.evaluating)} were"
+
+
+def _without_step_records(before: Snapshot, after: Snapshot) -> tuple[Snapshot, Snapshot]:
+    """Return both snapshots without the fields of the optimizer that only steps define."""
+    if before.optimizer is None or after.optimizer is None:
+        return before, after
+    # Which parameters had no gradient is known of steps only.
+    old = dataclasses.replace(before.optimizer, without_gradient=())
+    new = dataclasses.replace(after.optimizer, without_gradient=())
+    if not old.states:
+        # A fresh optimizer may get its state: its next step is compared.
+        new = dataclasses.replace(new, states=())
+    return dataclasses.replace(before, optimizer=old), dataclasses.replace(after, optimizer=new)
+
+
+def _by_name(infos: Iterable[ParameterInfo]) -> dict[str, ParameterInfo]:
+    return {info.name: info for info in infos}
+
+
+def _structure_changes(built: Snapshot, after: Snapshot) -> Iterator[str]:
+    """Yield what is not as it was built: names, kinds, shapes, dtypes and shards of parameters."""
+    yield from _differing("parameters are not as built", _structure(built), _structure(after))
+
+
+def _structure(snapshot: Snapshot) -> dict[str, Any]:
+    """Return, by live name, what a call must never change of a parameter."""
+    structure: dict[str, Any] = {}
+    for info in snapshot.parameters:
+        structure[info.name] = (info.kind, info.shape, info.dtype, info.layout, info.local_numel)
+    return structure
+
+
+def _differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Iterator[str]:
+    """Yield what is not exactly as in the reference: what is trainable, in the optimizer, its numbers, buffers, modes."""
+    yield from _parameter_differences(names, snapshot, reference)
+    if snapshot.optimizer and reference.optimizer:
+        rates = _learning_rates(snapshot)
+        expected_rates = _learning_rates(reference)
+        if rates != expected_rates:
+            yield f"the learning rates are {', '.join(rates)}; {', '.join(expected_rates)} in the reference"
+    buffers = {names(info.name): info.digest for info in snapshot.buffers}
+    reference_buffers = {names(info.name): info.digest for info in reference.buffers}
+    expected_buffers = {name: reference_buffers.get(name) for name in buffers}
+    yield from _differing("buffers are not the reference's", expected_buffers, buffers)
+    if snapshot.call and reference.call:
+        evaluating = len(snapshot.call.evaluating)
+        expected_evaluating = len(reference.call.evaluating)
+        if bool(evaluating) != bool(expected_evaluating):
+            yield f"{evaluating} modules are in evaluation mode; {expected_evaluating} in the reference"
+
+
+def _parameter_differences(names: Names, snapshot: Snapshot, reference: Snapshot) -> Iterator[str]:
+    """Yield the parameters that are trainable, or in the optimizer, otherwise than in the reference."""
+    expected = _by_name(reference.parameters)
+    live: dict[str, ParameterInfo] = {}
+    for info in snapshot.parameters:
+        if info.kind != "FlatParameter":
+            live[names(info.name)] = info
+    trainable = {name: info.trainable for name, info in live.items()}
+    expected_trainable: dict[str, bool | None] = dict.fromkeys(live)
+    entries: dict[str, int] = {}
+    expected_entries: dict[str, int | None] = {}
+    for name, info in live.items():
+        if name not in expected:
+            continue
+        expected_trainable[name] = expected[name].trainable
+        # ZeRO's optimizers hold flat copies instead (None).
+        if info.held is not None:
+            entries[name] = info.held
+            expected_entries[name] = expected[name].held
+    yield from _differing("not trainable as in the reference", expected_trainable, trainable)
+    yield from _differing("not in the optimizer as in the reference", expected_entries, entries)
+
+
+def _learning_rates(snapshot: Snapshot) -> list[str]:
+    """Return the different learning rates of the optimizer's groups, as findings show them."""
+    rates = {f"{group.get('lr', 0):.6g}" for group in snapshot.param_groups}
+    return sorted(rates)
+
+
+def _inexact_loss(cell: Cell, call: Call, snapshots: Sequence[Snapshot], reference: Snapshot) -> Iterator[str]:
+    """Yield a finding if the mean of the ranks' losses is not the reference's loss, within twice the precision's tolerance."""
+    losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
+    if not losses or reference.loss is None or call.name not in {"step", "micro"}:
+        return
+    loss = sum(losses) / len(losses)
+    allowed = 2 * PRECISIONS.get(cell.precision).loss_tolerance * abs(reference.loss)
+    # Not ``>``, which is false for NaN; so everywhere below.
+    if not abs(loss - reference.loss) <= allowed:
+        yield f"the loss is {loss:.6g}; {reference.loss:.6g} in the reference"
+
+
+def _inexact_numbers(cell: Cell, call: Call, snapshot: Snapshot, reference: Snapshot) -> Iterator[str]:
+    """Yield a finding each if the gradient norm or the outputs are further from the reference's than the precision allows."""
+    precision = PRECISIONS.get(cell.precision)
+    clips = call.name == "step" and "clip" not in dict(call.arguments)
+    if clips and snapshot.grad_norm is not None and reference.grad_norm:
+        distance = abs(snapshot.grad_norm - reference.grad_norm)
+        if not distance <= 2 * precision.norm_tolerance * reference.grad_norm:
+            yield f"the gradient norm is {snapshot.grad_norm:.6g}; {reference.grad_norm:.6g} in the reference"
+    largest = max(map(abs, reference.outputs), default=0.0)
+    outputs = zip(snapshot.outputs, reference.outputs, strict=False)
+    distances = [abs(output - expected) for output, expected in outputs]
+    furthest = max(distances, default=0.0)
+    if not furthest <= 10 * precision.loss_tolerance * largest:
+        yield f"outputs are up to {furthest:.2g} off the reference's, which are up to {largest:.2g}"
+
+
+def _inexact_live_values(cell: Cell, names: Names, snapshots: Sequence[Snapshot], reference: Snapshot) -> Iterator[str]:
+    """Yield a finding for the live parameters and buffers that are not the reference's."""
+    expected: Mapping[str, Sums] = {}
+    if reference.call:
+        expected = reference.call.sums
+    calls = [snapshot.call for snapshot in snapshots if snapshot.call]
+    live_by_rank = [_by_unwrapped_name(names, call.sums) for call in calls]
+    tolerance = _tolerance_of_sums(cell)
+    yield from _inexact_sums("parameters are not the reference's", names, live_by_rank, expected, tolerance)
+
+
+def _inexact_returned_values(
+    cell: Cell, names: Names, snapshots: Sequence[Snapshot], reference: Snapshot
+) -> Iterator[str]:
+    """Yield what a call returned that is not the reference's, and the trained parameters that it did not return."""
+    expected: Mapping[str, Sums] = {}
+    tolerance = _tolerance_of_sums(cell)
+    if reference.call:
+        expected = reference.call.sums
+        # Of gradients and moments the reference returns its own.
+        if reference.call.returned is not None:
+            expected = reference.call.returned
+            tolerance = 2 * PRECISIONS.get(cell.precision).norm_tolerance
+    known_by_rank: list[dict[str, Sums]] = []
+    known_names: set[str] = set()
+    for snapshot in snapshots:
+        # Only some ranks return anything, such as one that writes a file.
+        if snapshot.call is None or not snapshot.call.returned:
+            continue
+        returned = _by_unwrapped_name(names, snapshot.call.returned)
+        known = {name: sums for name, sums in returned.items() if name in expected}
+        known_by_rank.append(known)
+        known_names.update(known)
+    if not known_by_rank:
+        return
+    yield from _inexact_sums("what it returned is not the reference's", names, known_by_rank, expected, tolerance)
+    lacking: list[str] = []
+    for info in reference.parameters:
+        if not info.trainable or info.name not in expected:
+            continue
+        if info.name not in known_names:
+            lacking.append(repr(info.name))
+    if lacking:
+        yield f"what it returned lacks {', '.join(lacking)}"
+
+
+def _tolerance_of_sums(cell: Cell) -> float:
+    """Return how far sums of parameters may be from the reference's, relative to the largest possible."""
+    if PRECISIONS.get(cell.precision).compute == "float32":
+        return TOLERANCE
+    return ROUNDED_TOLERANCE
+
+
+def _by_unwrapped_name(names: Names, sums_by_live_name: Mapping[str, Sums]) -> dict[str, Sums]:
+    return {names(live): sums for live, sums in sums_by_live_name.items()}
+
+
+def _inexact_sums(
+    title: str,
+    names: Names,
+    sums_by_rank: Sequence[Mapping[str, Sums]],
+    expected: Mapping[str, Sums],
+    tolerance: float,
+) -> Iterator[str]:
+    """Yield a finding for the tensors whose sums are not the expected ones.
+
+    Args:
+        title: How the finding begins.
+        names: The unwrapped model's names, with the number of elements of each.
+        sums_by_rank: The sums of what each rank has, by unwrapped name: of whole tensors, or of parts that are whole together.
+        expected: The sums of the whole tensors.
+        tolerance: How far they may be apart, relative to the largest possible sum.
+    """
+    parts_by_name: dict[str, list[Sums]] = defaultdict(list)
+    for rank_sums in sums_by_rank:
+        for name, sums in rank_sums.items():
+            parts_by_name[name].append(sums)
+    inexact: dict[str, Sums] = {}
+    for name, parts in parts_by_name.items():
+        candidates = parts
+        total = _total(parts)
+        if total[0] == names.sizes.get(name):
+            candidates = [total]
+        for sums in candidates:
+            if name not in expected or not _close(sums, expected[name], tolerance):
+                inexact[name] = sums
+    yield from _difference_of(title, expected, inexact, list(inexact))
+
+
+def _total(parts: Sequence[Sums]) -> Sums:
+    """Return the sums of a tensor from those of its parts."""
+    numel = sum(part[0] for part in parts)
+    elements = sum(part[1] for part in parts)
+    squares = sum(part[2] for part in parts)
+    return numel, elements, squares
+
+
+def _close(actual: Sums, expected: Sums, tolerance: float) -> bool:
+    """Tell whether sums are as close as the tolerance says, relative to the largest sum that such elements can have."""
+    numel, elements, squares = actual
+    expected_numel, expected_elements, expected_squares = expected
+    if numel != expected_numel:
+        return False
+    # By the Cauchy-Schwarz inequality no sum of that many elements with these squares is larger.
+    largest_sum = math.sqrt(expected_numel * expected_squares)
+    if not abs(elements - expected_elements) <= tolerance * max(largest_sum, 1e-3):
+        return False
+    return abs(squares - expected_squares) <= 2 * tolerance * max(expected_squares, 1e-3)
+
+
+def _differing(title: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a finding for the names whose values differ, or that only one of both has."""
+    all_names = {**before, **after}
+    differing = [name for name in all_names if before.get(name) != after.get(name)]
+    yield from _difference_of(title, before, after, differing)
+
+
+def _difference_of(
+    title: str, before: Mapping[str, Any], after: Mapping[str, Any], names: Sequence[str]
+) -> Iterator[str]:
+    """Yield one finding for all the names, with how the values of the first differ; none without names."""
+    if not names:
+        return
+    first = names[0]
+    others = ""
+    if len(names) > 1:
+        others = f" and {len(names) - 1} others"
+    yield f"{title}: {first!r}{others}{_first_difference(before.get(first), after.get(first))}"
+
+
+def _first_difference(before: Any, after: Any) -> str:
+    """Return the first field in which two records differ, in words; nothing for long ones."""
+    for name in getattr(before, "__dataclass_fields__", ()):
+        old = getattr(before, name, None)
+        new = getattr(after, name, None)
+        if old != new:
+            return f": {name}{_first_difference(old, new)}"
+    text = f": {after!r}; expected {before!r}"
+    if len(text) >= _LONGEST_DIFFERENCE:
+        return ""
+    return text

@@ -1,0 +1,125 @@
+"""``walk``: calls a live trainer in drawn sequences, and compares it with one process that does the same."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.failures import UsageProblem
+
+if TYPE_CHECKING:
+    from pytest_distcompat.calls import Call
+    from pytest_distcompat.driver import Driver
+    from pytest_distcompat.drivers import Calls
+    from pytest_distcompat.ext.walk.explore import Explorer
+    from pytest_distcompat.ext.walk.sequence import Walk
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    parser = commands.add_parser(
+        "walk",
+        help="call a live trainer in drawn sequences, compare with one process",
+        description="Replay the walks that failed once, then draw new ones; shrink the first that fails. Exit code 1: one fails.",
+    )
+    parser.add_argument("--driver", default="torch", metavar="DRIVER", help="a driver with calls (default: torch)")
+    parser.add_argument("--strategy", default="fsdp2", help="the strategy (default: fsdp2)")
+    parser.add_argument(
+        "--cell", metavar="CELL", help="instead of a strategy, a cell with model_mlp, as the matrix names it"
+    )
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="calls of a walk at most (default: 10)")
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help="of what is drawn (default: another one each time; it is printed)"
+    )
+    parser.add_argument("--examples", type=int, default=20, metavar="N", help="walks to draw (default: 20)")
+    parser.add_argument("--calls", metavar="CALLS", help="this walk alone: \"step(), micro(), step(clip='no')\"")
+    parser.add_argument(
+        "--script", type=Path, metavar="FILE", help="write a script that shows the failure without the plugin"
+    )
+    parser.set_defaults(call=_walk, finds_drivers=True)
+
+
+def _named(text: str, kind: type[Calls], reasons: Mapping[Call, str]) -> tuple[list[Call], list[Call]]:
+    """Return the calls that the option ``--calls`` names, then those of them that are refused.
+
+    Raises UsageProblem if the driver cannot do this walk.
+    """
+    from pytest_distcompat.calls import read_calls
+    from pytest_distcompat.ext.walk.sequence import valid
+
+    try:
+        named = read_calls(text, kind)
+    except ValueError as error:
+        raise UsageProblem(f"--calls: {error}") from None
+    if not named:
+        raise UsageProblem("--calls: no call is given")
+    calls = [call for call in named if call not in reasons]
+    passed_over = list(dict.fromkeys(call for call in named if call in reasons))
+    if not calls:
+        refusals = [f"{call}: {reasons[call]}" for call in passed_over]
+        raise UsageProblem(f"--calls {text}: no call is left: {'; '.join(refusals)}")
+    if not valid(calls, kind.own):
+        raise UsageProblem(f"--calls {text}: a call may not follow those before it")
+    return calls, passed_over
+
+
+def _walk(options: argparse.Namespace) -> int:
+    from pytest_distcompat.calls import refused
+    from pytest_distcompat.drivers import find_driver, unsupported_reason
+    from pytest_distcompat.engine import local_runner
+    from pytest_distcompat.ext.walk.explore import Explorer
+
+    driver = find_driver(options.driver)
+    cell = Cell.parse(options.cell or f"{options.strategy}-fp32-w2-model_mlp")
+    reason = unsupported_reason(driver, cell, "cpu")
+    if not reason and not driver.live_calls:
+        reason = "it declares no calls"
+    if reason:
+        raise UsageProblem(f"{options.driver} in {cell}: {reason}")
+    seed = options.seed
+    if seed is None:
+        seed = secrets.randbelow(2**31)
+    reasons = refused(driver.live_calls, cell.strategy)
+    calls: list[Call] = []
+    passed_over: list[Call] = []
+    if options.calls is not None:
+        calls, passed_over = _named(options.calls, driver.live_calls, reasons)
+
+    def note(walk: Walk, wrong: Sequence[str]) -> None:
+        print(f"{'FAIL' if wrong else 'ok'}: {walk}", *wrong, sep="\n     ", flush=True)
+
+    with local_runner(driver, [cell], device="cpu", timeout=60) as runner:
+        explorer = Explorer(runner, options.driver, cell, note)
+        if calls:
+            for call in passed_over:
+                print(f"passed over: {call}: {reasons[call]}")
+            explorer.check(calls)
+        else:
+            print(f"distcompat walk --driver {options.driver} --cell {cell} --seed {seed}")
+            for call, why in reasons.items():
+                print(f"refused: {call}: {why}")
+            explorer.explore(options.examples, seed, options.steps)
+    if not explorer.failed:
+        return 0
+    _print_shortest(explorer, driver, options.script)
+    return 1
+
+
+def _print_shortest(explorer: Explorer, driver: type[Driver], script_file: Path | None) -> None:
+    """Print the shortest walk that fails, a new one if there is one; write its script if a file is given."""
+    from pytest_distcompat.ext.walk.script import script
+    from pytest_distcompat.ext.walk.sequence import Walk
+
+    replayed = {calls for calls, _ in explorer.corpus()}
+    shortest = min(explorer.failed, key=lambda calls: (calls in replayed, len(calls)))
+    wrong = explorer.failed[shortest]
+    walk = Walk(shortest, driver.live_calls)
+    print(f"\n{walk}:", *wrong, sep="\n  ")
+    text = script(explorer.cell, walk, "\n".join(wrong))
+    if script_file and text:
+        script_file.write_text(text, encoding="utf-8")
+        print(f"torchrun --nproc-per-node {explorer.cell.world_size} {script_file}")

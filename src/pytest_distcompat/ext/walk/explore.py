@@ -1,0 +1,259 @@
+"""Exploration: replay failed walks, make every read-only call, draw new walks, and shrink the first that fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.calls import Call, kind_of, offered, refused
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.ext.walk.claim import findings
+from pytest_distcompat.ext.walk.sequence import Walk, allowed
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.installed import version_of
+from pytest_distcompat.runner import Runner
+from pytest_distcompat.trace import RunTrace, Trace
+
+#: Walks that failed once: driver, strategies, calls. ``avoid`` matches the walks that a bug, not mended yet, makes fail.
+CORPUS = Path(__file__).with_name("corpus.json")
+#: How many calls a walk has at most.
+LENGTH = 10
+#: How many walks the profile draws in a cell.
+WALKS = 20
+#: The calls that half of those drawn are.
+UPDATES = frozenset({"micro", "step"})
+#: The calls of a walk, or of its beginning.
+_Calls = tuple[Call, ...]
+
+
+class WalkFailed(Exception):
+    """Raised for a walk that fails."""
+
+
+@dataclass(frozen=True)
+class WalkOutcome:
+    """What came of a walk.
+
+    Attributes:
+        trace: Its runs.
+        sound_calls: The number of calls after which it was equal to its reference.
+        wrong: The findings after the next call; none if the whole walk was equal.
+    """
+
+    trace: Trace
+    sound_calls: int
+    wrong: list[str]
+
+
+def run_walk(runner: Runner, driver: str, cell: Cell, walk: Walk) -> WalkOutcome:
+    """Run a walk of a driver in a cell, and compare it with its reference."""
+    scenario = walk.scenario()
+    trace = runner.trace(driver, cell, scenario)
+    sound_calls, wrong = findings(cell, trace, scenario.runs[-1].name)
+    return WalkOutcome(trace, sound_calls, wrong)
+
+
+@dataclass
+class Explorer:
+    """Walks of one driver in one cell.
+
+    Args:
+        runner: What runs them.
+        driver: The driver's name.
+        cell: The cell.
+        note: Called with each walk that has run, and what is wrong with it.
+    """
+
+    runner: Runner
+    driver: str
+    cell: Cell
+    note: Callable[[Walk, Sequence[str]], None] = lambda walk, wrong: None  # noqa: ARG005
+    #: The calls of walks that failed, up to the call that did, with what is wrong; and of beginnings that passed.
+    failed: dict[_Calls, list[str]] = field(default_factory=dict)
+    passed: set[_Calls] = field(default_factory=set)
+    #: The runs of the walks that failed, by those calls.
+    runs: dict[_Calls, dict[str, RunTrace]] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> type[Driver]:
+        """Return the driver's class."""
+        return find_driver(self.driver)
+
+    def check(self, calls: Sequence[Call]) -> _Calls:
+        """Run a walk; return its calls up to the one that failed, or nothing.
+
+        One that begins like another that failed, or is the beginning of one that passed, is not run.
+        """
+        walk = Walk(tuple(calls), self.kind.live_calls)
+        for length in range(1, len(walk.calls) + 1):
+            beginning = walk.calls[:length]
+            if beginning in self.failed:
+                return beginning
+        if walk.calls in self.passed:
+            return ()
+        return self._run(walk)
+
+    def _run(self, walk: Walk) -> _Calls:
+        """Run a walk and note what came of it; return its calls up to the one that failed, or nothing."""
+        done = run_walk(self.runner, self.driver, self.cell, walk)
+        for directory in self.runner.directories(self.driver, self.cell, walk.scenario()):
+            shutil.rmtree(directory, ignore_errors=True)
+        for length in range(done.sound_calls + 1):
+            self.passed.add(walk.calls[:length])
+        self.note(walk, done.wrong)
+        if not done.wrong:
+            return ()
+        failed = walk.calls[: done.sound_calls + 1]
+        self.failed[failed] = done.wrong
+        self.runs[failed] = dict(done.trace.runs)
+        return failed
+
+    def corpus(self) -> Iterator[tuple[_Calls, Mapping[str, Any]]]:
+        """Yield the walks that failed once in this driver and strategy."""
+        for entry in _entries():
+            if entry["driver"] == self.kind.name and self.cell.strategy in entry["strategies"]:
+                calls = tuple(Call.parse(text) for text in entry["calls"])
+                yield calls, entry
+
+    @property
+    def seed(self) -> int:
+        """Return what a session draws by: the same number until a release of the driver's libraries changes."""
+        versions = [str(version_of(library)) for library in self.kind.libraries]
+        return zlib.crc32(" ".join(versions).encode())
+
+    def explore(self, examples: int, seed: int, length: int = LENGTH) -> Trace:
+        """Replay the corpus, make every read-only call, then draw; return the runs of the walks that fail.
+
+        Args:
+            examples: How many walks to draw.
+            seed: What they are drawn by.
+            length: How many calls a walk has at most.
+        """
+        failed = [self.check(calls) for calls, entry in self.corpus() if "hangs" not in entry]
+        failed.append(self.check_observers())
+        failed.append(self.draw(examples, seed, length))
+        runs: list[RunTrace] = []
+        for calls in failed:
+            runs += self._runs_of(calls)
+        return Trace.of(self.driver, runs)
+
+    def observe(self) -> Trace:
+        """Make every read-only call; return the runs of the walk that fails, none if all is well."""
+        return Trace.of(self.driver, self._runs_of(self.check_observers()))
+
+    def _runs_of(self, failed: _Calls) -> list[RunTrace]:
+        """Return the runs of a walk that failed by the calls that ``check`` returned, none for no calls."""
+        return list(self.runs.get(failed, {}).values())
+
+    def check_observers(self) -> _Calls:
+        """Run a walk of every read-only call between two steps; return the shortest part that fails, or nothing."""
+        step = Call("step")
+        observers = self.observers()
+        failed = self.check([step, *observers, step])
+        if not failed:
+            return ()
+        suspects = [failed[-1]]
+        if failed[-1] == step:
+            # Any of them may have caused what only the next step shows.
+            suspects = observers
+        for call in suspects:
+            failed_alone = self.check([step, call, step])
+            if failed_alone:
+                return failed_alone
+        return failed
+
+    def observers(self) -> list[Call]:
+        """Return all read-only calls, with each of their arguments, but those that are known to be broken."""
+        kind = self.kind.live_calls
+        assert kind is not None
+        step = Call("step")
+        reasons = refused(kind, self.cell.strategy)
+        known = self.known
+        observers: list[Call] = []
+        for call in offered(kind):
+            if kind_of(kind, call.name) != "observer" or call in reasons:
+                continue
+            before = [step, *observers]
+            if allowed(before, call, kind.own) and not matches_any(known, [*before, call, step]):
+                observers.append(call)
+        return observers
+
+    @property
+    def known(self) -> list[re.Pattern[str]]:
+        """Return what matches the walks that a bug, not mended yet, makes fail."""
+        return known_failures(self.kind, self.cell.strategy)
+
+    def draw(self, examples: int, seed: int, length: int = LENGTH) -> _Calls:
+        """Run drawn walks until one fails; return the shortest that Hypothesis makes of it, or nothing."""
+        try:
+            from hypothesis import HealthCheck, Phase, Verbosity, given, settings, strategies
+            from hypothesis import seed as seeded
+        except ImportError:
+            raise UsageProblem("walks need hypothesis: pip install 'pytest-distcompat[walk]'") from None
+
+        kind = self.kind.live_calls
+        reasons = refused(kind, self.cell.strategy)
+        possible = [call for call in offered(kind) if call not in reasons]
+        # Observers are many: of 20 walks that draw all calls alike, in DeepSpeed 4 step, and 1 steps after a micro-batch.
+        updates = [call for call in possible if call.name in UPDATES] or possible
+        call = strategies.one_of(strategies.sampled_from(updates), strategies.sampled_from(possible))
+        known = self.known
+        failed: set[_Calls] = set()
+
+        @seeded(seed)
+        @settings(
+            max_examples=examples,
+            phases=(Phase.generate, Phase.shrink),
+            deadline=None,
+            database=None,
+            print_blob=False,
+            report_multiple_bugs=False,
+            verbosity=Verbosity.quiet,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(strategies.lists(call, max_size=length + length // 2))
+        def run(drawn: list[Call]) -> None:
+            calls: list[Call] = []
+            for next_call in drawn:
+                # What is known to be broken would be all that is found.
+                if allowed(calls, next_call, kind.own) and not matches_any(known, [*calls, next_call]):
+                    calls.append(next_call)
+            failed_calls = self.check(calls[:length])
+            if failed_calls:
+                failed.add(failed_calls)
+                raise WalkFailed
+
+        try:
+            run()
+        except WalkFailed:
+            return min(failed, key=lambda calls: (len(calls), len(str(calls))))
+        return ()
+
+
+def known_failures(driver: type[Driver], strategy: str) -> list[re.Pattern[str]]:
+    """Return what matches the walks of a driver that a bug, not mended yet, makes fail under a strategy."""
+    patterns: list[re.Pattern[str]] = []
+    for entry in _entries():
+        concerns = entry["driver"] == driver.name and strategy in entry["strategies"]
+        if concerns and "avoid" in entry:
+            patterns.append(re.compile(entry["avoid"]))
+    return patterns
+
+
+def _entries() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(CORPUS.read_text(encoding="utf-8"))
+    return entries
+
+
+def matches_any(patterns: Iterable[re.Pattern[str]], calls: Iterable[Call]) -> bool:
+    """Tell whether any pattern is in the text of a walk: ``step(), save(), step()``."""
+    text = ", ".join(str(call) for call in calls)
+    return any(pattern.search(text) for pattern in patterns)

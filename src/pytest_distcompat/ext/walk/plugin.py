@@ -1,0 +1,43 @@
+"""One walk of each built-in driver in the default profile, and how to repeat those of profile ``walk``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_distcompat.plugin.session import DistcompatSession
+    from pytest_distcompat.profiles import AddedCheck
+    from pytest_distcompat.report.document import Report
+    from pytest_distcompat.suite import CompatSuite
+
+#: Built-in driver -> the strategy under which every read-only call is made: the one that has most of them.
+_STRATEGY_BY_DRIVER = {"torch": "fsdp2", "accelerate": "fsdp2", "trainer": "fsdp2", "deepspeed": "zero3"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_distcompat_added_checks(suite: type[CompatSuite], session: DistcompatSession) -> list[AddedCheck]:
+    """Have every read-only call made in one cell of each suite of the built-in ones."""
+    is_built_in = suite.__module__ == "pytest_distcompat.suite"
+    # On GPUs it was not tried.
+    tried_here = session.device == "cpu" and session.substitute is None
+    if not is_built_in or not tried_here or session.setting("profile").value != "default":
+        return []
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.ext.walk.check import OBSERVERS_WALK
+    from pytest_distcompat.profiles import AddedCheck
+
+    cell = Cell.of(_STRATEGY_BY_DRIVER[suite.driver], "fp32", session.world_size, model="mlp")
+    return [AddedCheck(cell, OBSERVERS_WALK)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_distcompat_summary(report: Report) -> list[str]:
+    """Say how to draw the same walks again."""
+    lines: list[str] = []
+    for verdict in report.results:
+        if verdict.check == "walk" and verdict.seed is not None:
+            command = f"distcompat walk --driver {verdict.driver} --cell {verdict.cell} --seed {verdict.seed}"
+            lines.append(f"walks drawn by seed {verdict.seed}, again: {command}")
+    return lines

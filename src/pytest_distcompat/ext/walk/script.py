@@ -1,0 +1,82 @@
+"""Script that shows a walk without this plugin: the methods that are called, the model and the reference, as they stand here."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from string import Template
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.drivers._calls import CLIP_VALUE, SLOWER, Calls
+from pytest_distcompat.drivers._tiny import DECAY, EPOCH_STEPS, GAMMA, LEARNING_RATE
+from pytest_distcompat.ext.walk.sequence import Walk
+from pytest_distcompat.strategies import MAX_NORM
+
+#: The script, but for what depends on the walk: placeholders as ``string.Template`` has them.
+_TEMPLATE = Path(__file__).with_name("script.py.tmpl")
+
+
+def script(cell: Cell, walk: Walk, finding: str) -> str | None:
+    """Return a script for torchrun that does the calls of a walk, and two steps after them; None if the driver has none."""
+    built = walk.kind.script.get(cell.strategy)
+    if built is None:
+        return None
+    from pytest_distcompat.models import _modules
+
+    calls = [str(call) for call in walk.calls] + ["step()", "step()"]
+    methods = [call.partition("(")[0] for call in calls]
+    classes = _classes(walk.kind, methods)
+    classes.append(inspect.getsource(_modules.Block))
+    classes.append(inspect.getsource(_modules.MLP))
+    template = Template(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.substitute(
+        walk=walk,
+        finding=finding,
+        calls=calls,
+        kind=walk.kind.__name__,
+        build=textwrap.indent(textwrap.dedent(built).strip(), "    "),
+        classes="\n\n".join(classes),
+        ranks=cell.world_size,
+        rate=LEARNING_RATE,
+        decay=DECAY,
+        gamma=GAMMA,
+        epoch=EPOCH_STEPS,
+        max_norm=MAX_NORM,
+        clip_value=CLIP_VALUE,
+        slower=SLOWER,
+    )
+
+
+def _classes(kind: type[Calls], names: Sequence[str]) -> list[str]:
+    """Return the source of the classes, with no more methods than the calls need."""
+    classes = [base for base in reversed(kind.__mro__) if issubclass(base, Calls)]
+    helpers = {"__init__", "outputs", "save", "load"} & set(dir(kind))
+    sources_by_class = _method_sources(classes, helpers | set(names))
+    texts = []
+    for owner in classes:
+        base = "" if owner is Calls else f"({owner.__bases__[0].__name__})"
+        sources = sources_by_class[owner.__name__]
+        methods = [sources[name] for name in sorted(sources)]
+        body = "\n".join(methods) or "    pass\n"
+        texts.append(f"class {owner.__name__}{base}:\n{body}")
+    return texts
+
+
+def _method_sources(classes: Sequence[type[Calls]], names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the source of these methods, and of those that they call, by class and method."""
+    sources: dict[str, dict[str, str]] = {owner.__name__: {} for owner in classes}
+    unread = list(names)
+    while unread:
+        name = unread.pop()
+        for owner in classes:
+            class_sources = sources[owner.__name__]
+            if name in vars(owner) and name not in class_sources:
+                member = vars(owner)[name]
+                # A property's source is that of its function.
+                source = inspect.getsource(getattr(member, "fget", member))
+                class_sources[name] = source
+                unread += re.findall(r"(?:self|super\(\))\.(\w+)", source)
+    return sources

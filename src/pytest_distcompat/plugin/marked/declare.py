@@ -1,0 +1,241 @@
+"""Room 1 of a marked test: what ``@pytest.mark.distcompat(...)`` says, whether it is right, and the cells that it names."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell, Matrix, OptionValue
+from pytest_distcompat.plugin.session import DistcompatSession
+
+MARK = "distcompat"
+ARGUMENTS = ("world_size", "nodes", "strategies", "precisions", "options", "timeout", "reuse")
+#: Values of the argument ``reuse``: which tests share ranks.
+REUSE = ("never", "module", "session")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The checked arguments of ``@pytest.mark.distcompat(...)``."""
+
+    world_size: int | None = None
+    nodes: int | None = None
+    strategies: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    options: tuple[Mapping[str, OptionValue], ...] = ()
+    timeout: float | None = None
+    reuse: str = ""
+
+    @property
+    def has_cells(self) -> bool:
+        """Return whether the test runs once for each of several cells."""
+        return bool(self.strategies or self.precisions or self.options)
+
+
+# Reading the arguments.
+
+
+def read_mark(mark: pytest.Mark) -> Mark:
+    """Read and check the arguments of a mark.
+
+    Raises:
+        ValueError: An argument is wrong; the message says what is right.
+    """
+    if mark.args:
+        raise ValueError(f"@pytest.mark.{MARK} takes keyword arguments only: {', '.join(ARGUMENTS)}")
+    for name in mark.kwargs:
+        if name not in ARGUMENTS:
+            raise ValueError(f"@pytest.mark.{MARK} has no argument {name!r}. Known: {', '.join(ARGUMENTS)}")
+    arguments = dict(mark.kwargs)
+    for name in ("strategies", "precisions", "options"):
+        arguments[name] = _read_list(name, arguments.get(name, ()))
+    _check_count("world_size", arguments.get("world_size"))
+    _check_count("nodes", arguments.get("nodes"))
+    _check_nodes(arguments.get("world_size"), arguments.get("nodes"))
+    _check_timeout(arguments.get("timeout"))
+    _check_reuse(arguments.get("reuse", "never"))
+    _check_cells(arguments)
+    return Mark(**arguments)
+
+
+def _read_list(name: str, value: Any) -> tuple[Any, ...]:
+    """Return the list that an argument has; a text or a dict is none, though one can iterate over it."""
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"@pytest.mark.{MARK}({name}=...) takes a list, got {value!r}")
+    return tuple(value)
+
+
+def _check_count(name: str, count: Any) -> None:
+    """Check a number of ranks or nodes. ``True`` is an ``int`` too, but no number of anything."""
+    if count is None:
+        return
+    if type(count) is not int or count < 1:
+        raise ValueError(f"@pytest.mark.{MARK}({name}={count!r}): expected a whole number of at least 1")
+
+
+def _check_nodes(world_size: int | None, nodes: int | None) -> None:
+    """Check that each node gets as many ranks."""
+    if world_size and nodes and world_size % nodes:
+        raise ValueError(
+            f"@pytest.mark.{MARK}(world_size={world_size}, nodes={nodes}): expected a world size that nodes divides"
+        )
+
+
+def _check_timeout(seconds: Any) -> None:
+    if seconds is None:
+        return
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ValueError(f"@pytest.mark.{MARK}(timeout={seconds!r}): expected a number of seconds above 0")
+
+
+def _check_reuse(reuse: Any) -> None:
+    if reuse not in REUSE:
+        raise ValueError(f"@pytest.mark.{MARK}(reuse={reuse!r}): known are {', '.join(REUSE)}")
+
+
+def _check_cells(arguments: Mapping[str, Any]) -> None:
+    """Check the names of strategies and precisions, and the options of cells."""
+    from pytest_distcompat.precisions import PRECISIONS
+    from pytest_distcompat.strategies import STRATEGIES
+
+    for strategy in arguments["strategies"]:
+        STRATEGIES.get(strategy)
+    for precision in arguments["precisions"]:
+        PRECISIONS.get(precision)
+    for options in arguments["options"]:
+        if not isinstance(options, Mapping):
+            raise ValueError(
+                f"@pytest.mark.{MARK}(options=...) takes a list of dicts like {{'compile': True}}, got {options!r}"
+            )
+        # Its constructor checks the names and values of options.
+        Matrix(options=(options,))
+
+
+# What the mark of an item says.
+
+
+def mark_of(item: pytest.Item) -> Mark | None:
+    """Return the arguments of the item's mark; None for an ordinary test."""
+    mark = item.get_closest_marker(MARK)
+    return None if mark is None else read_mark(mark)
+
+
+def cell_of(item: pytest.Item) -> Cell | None:
+    """Return the cell of a parametrized item; None if it has none."""
+    callspec: Any = getattr(item, "callspec", None)
+    if callspec is None:
+        return None
+    cell = callspec.params.get("cell")
+    return cell if isinstance(cell, Cell) else None
+
+
+def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> int:
+    """Return the number of ranks that the item runs on."""
+    cell = cell_of(item)
+    if cell is not None:
+        return cell.world_size
+    return mark.world_size or session.world_size
+
+
+def nodes_of(mark: Mark, session: DistcompatSession) -> int:
+    """Return the number of nodes that a test's ranks are spread over: that of its mark, else the session's."""
+    return mark.nodes or int(session.setting("nodes").value)
+
+
+def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
+    """Return a key that all items have that share ranks with this one; None if it has ranks of its own."""
+    mark = mark_of(item)
+    if mark is None:
+        return None
+    reuse = mark.reuse or session.setting("reuse").value
+    if reuse == "never" or nodes_of(mark, session) > 1:
+        return None
+    module = ""
+    if reuse == "module":
+        module = item.nodeid.partition("::")[0]
+    return f"{reuse} {module} {world_size_of(item, mark, session)}"
+
+
+def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSession) -> None:
+    """Run the test once for each cell of its mark that the options select."""
+    from pytest_distcompat.precisions import PRECISIONS
+    from pytest_distcompat.strategies import STRATEGIES
+
+    matrix = Matrix(
+        strategies=mark.strategies,
+        precisions=mark.precisions or ("fp32",),
+        options=mark.options or ({},),
+        nodes=mark.nodes,
+    )
+    world_size = mark.world_size or session.world_size
+    nodes = int(session.setting("nodes").value)
+    cells = []
+    for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size, nodes):
+        if session.selects(cell):
+            cells.append(cell)
+    if "cell" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("cell")
+    metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
+
+
+# Whether an item can run on ranks.
+
+
+def check_items(items: Iterable[pytest.Item]) -> None:
+    """Raise pytest.UsageError for a mark on something that cannot run on ranks, or with a wrong argument.
+
+    The arguments of a mark that a parameter or a conftest added are checked only here.
+    """
+    for item in items:
+        reason = _why_not_on_ranks(item)
+        if reason:
+            raise pytest.UsageError(f"{item.nodeid}: {reason}")
+
+
+def _why_not_on_ranks(item: pytest.Item) -> str | None:
+    """Return why the item cannot run on ranks; None if it can."""
+    test_class = getattr(item, "cls", None)
+    is_unittest = test_class is not None and issubclass(test_class, unittest.TestCase)
+    if is_unittest or not isinstance(item, pytest.Function):
+        kind = "unittest.TestCase methods" if test_class else type(item).__name__
+        return f"@pytest.mark.{MARK} works on functions and on methods of plain classes, not on {kind}"
+    try:
+        mark = mark_of(item)
+    except ValueError as problem:
+        return str(problem)
+    # Where options leave none of its cells, pytest gives its one item the parameter without a value.
+    if mark is not None and mark.has_cells and not _has_parameter_cell(item):
+        return f"@pytest.mark.{MARK}: cells need the mark on the function, class or module"
+    fixture = _fixture_of_an_object(item)
+    if fixture is not None:
+        return (
+            f"fixture {fixture!r} is of an object in pytest.main(plugins=[...]), which ranks, processes of their own, "
+            "do not have; define it in a conftest.py, or in a module named by -p"
+        )
+    return None
+
+
+def _has_parameter_cell(item: pytest.Item) -> bool:
+    callspec: Any = getattr(item, "callspec", None)
+    return "cell" in getattr(callspec, "params", ())
+
+
+def _fixture_of_an_object(item: pytest.Function) -> str | None:
+    """Return the name of a fixture of the item that an object in ``pytest.main(plugins=[...])`` defines; None without."""
+    objects = set()
+    for plugin in item.config.invocation_params.plugins or ():
+        if not isinstance(plugin, (str, ModuleType)):
+            objects.add(id(plugin))
+    if not objects:
+        return None
+    # pytest's public API lists no definitions of an item's fixtures; a test of private names watches it.
+    for name, definitions in item._fixtureinfo.name2fixturedefs.items():  # noqa: SLF001
+        for definition in definitions:
+            if id(getattr(definition.func, "__self__", None)) in objects:
+                return name
+    return None

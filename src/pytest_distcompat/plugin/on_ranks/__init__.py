@@ -1,0 +1,1 @@
+"""pytest on the ranks of a marked test."""

@@ -1,0 +1,104 @@
+"""The xdist scheduler that hands out tests in a planned order. Imported under xdist only, and light without distributed tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScheduling
+
+#: A function from the collected node ids and the number of workers to lists of indices, each for one worker in a row.
+Plan = Callable[[Sequence[str], int], Sequence[Sequence[int]]]
+#: How many tests a worker has at a time: the one that runs, and the next one, which its teardown needs to know
+#: (``--dist load --maxschedchunk 1``; https://pytest-xdist.readthedocs.io/en/stable/distribution.html).
+IN_HAND = 2
+
+
+class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untyped here
+    """Hands out the planned units one at a time to the next free worker, then all other tests as ``--dist load`` does.
+
+    xdist's own rule hands out slices of consecutive tests: one worker would get all large tests, and the checks of a cell would
+    go to several workers, which would wait for one another's runs. A session without distributed tests has an empty plan.
+    """
+
+    collection: list[str] | None
+    maxschedchunk: int | None
+
+    def __init__(self, config: pytest.Config, log: Any, plan: Plan) -> None:
+        super().__init__(config, log)
+        self._plan = plan
+        #: The number of the unit that a test is in, by the test's index; in the order of the plan.
+        self._unit: dict[int, int] = {}
+
+    def schedule(self) -> None:
+        """Hand out the first units, now that all workers have collected; or give tests to a worker that was added later."""
+        if self.collection is not None:
+            super().schedule()
+            return
+        collection = self._make_plan()
+        if not self._unit:
+            super().schedule()
+            return
+        self.collection = collection
+        self.pending[:] = list(self._unit)
+        for index in range(len(collection)):
+            if index not in self._unit:
+                self.pending.append(index)
+        if self.maxschedchunk is None:
+            self.maxschedchunk = len(collection)
+        # One unit for each worker in turn, so that the first units of the plan start first.
+        for _ in range(IN_HAND):
+            for node in list(self.nodes):
+                self._hand_out(node)
+        for node in self.nodes:
+            self.check_schedule(node)
+
+    def _make_plan(self) -> list[str]:
+        """Plan the units of what the workers have collected, and return it; none if they collected different tests."""
+        collection: list[str]
+        others: list[list[str]]
+        collection, *others = self.node2collection.values()
+        for other in others:
+            if other != collection:
+                # xdist reports that.
+                return collection
+        units = self._plan(collection, 1 + len(others))
+        for number, unit in enumerate(units):
+            for index in unit:
+                self._unit[index] = number
+        return collection
+
+    def check_schedule(self, node: Any, duration: float = 0) -> None:
+        """Hand that worker more tests if it has too few."""
+        while self._hand_out(node):
+            pass
+        if not self._next_unit():
+            super().check_schedule(node, duration)
+
+    def _hand_out(self, node: Any) -> bool:
+        """Hand that worker the next unit if it needs one; return whether it did.
+
+        xdist starts a test only when the worker knows the one after it.
+        """
+        unit = self._next_unit()
+        if not unit or node.shutting_down or len(self.node2pending[node]) >= IN_HAND:
+            return False
+        del self.pending[: len(unit)]
+        self.node2pending[node].extend(unit)
+        node.send_runtest_some(unit)
+        return True
+
+    def _next_unit(self) -> list[int]:
+        """Return the indices of the next unit; empty if an ordinary test comes next, or none."""
+        unit: list[int] = []
+        if not self.pending:
+            return unit
+        number = self._unit.get(self.pending[0])
+        if number is None:
+            return unit
+        for index in self.pending:
+            if self._unit.get(index) != number:
+                break
+            unit.append(index)
+        return unit

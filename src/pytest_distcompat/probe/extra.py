@@ -1,0 +1,86 @@
+"""Reader of state beside model and optimizer, which a driver names in ``extra_state``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pytest_distcompat.probe.layouts import layout_of
+from pytest_distcompat.probe.tensors import digest
+from pytest_distcompat.trace import ExtraState, ExtraStateInfo
+
+#: Types whose values are compared by their text.
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+@dataclass(frozen=True)
+class _Value:
+    """One value inside a state, and where it is there: ``shadow.inlet.weight``."""
+
+    place: str
+    text: str
+    exact: bool = True
+
+
+def read_extra_state(driver: Any, states: Mapping[str, ExtraState]) -> tuple[ExtraStateInfo, ...]:
+    """Return the values of a driver's ``states``: names of attributes, which may have dots, and what is expected of each.
+
+    Raises:
+        TypeError: If the driver has no such attribute, or an attribute has values that cannot be compared.
+    """
+    found: list[ExtraStateInfo] = []
+    for name, expected in states.items():
+        exact: dict[str, str] = {}
+        rounded: dict[str, str] = {}
+        for value in _values(_attribute(driver, name), "", name):
+            (exact if value.exact else rounded)[value.place] = value.text
+        found.append(ExtraStateInfo(name, expected, exact, rounded))
+    return tuple(found)
+
+
+def _attribute(driver: Any, name: str) -> Any:
+    value = driver
+    for part in name.split("."):
+        if not hasattr(value, part):
+            raise TypeError(f"extra_state names {name!r}, and {type(value).__name__} has no attribute {part!r}")
+        value = getattr(value, part)
+    return value
+
+
+def _values(value: Any, place: str, name: str) -> Iterator[_Value]:
+    """Yield each value inside ``value``, which is at ``place`` of the state with that name."""
+    if isinstance(value, _PLAIN):
+        yield _Value(place, repr(value), exact=not isinstance(value, float))
+    elif isinstance(value, torch.Tensor):
+        region = layout_of(value).region
+        where = f"{place} {region}" if region else place
+        yield _Value(where, digest(value), exact=not value.is_floating_point())
+    else:
+        for key, part in _parts(value, name):
+            yield from _values(part, f"{place}.{key}".lstrip("."), name)
+
+
+def _parts(value: Any, name: str) -> Iterable[tuple[Any, Any]]:
+    """Return the parts of a value that has several, each with its key."""
+    if isinstance(value, torch.nn.Module):
+        # Not its state dict, which wrappers gather in a collective.
+        return [*value.named_parameters(), *value.named_buffers()]
+    for method in ("state_dict", "getstate", "get_state"):
+        if callable(getattr(value, method, None)):
+            return [(method, getattr(value, method)())]
+    if isinstance(value, Mapping):
+        return sorted(value.items(), key=lambda item: str(item[0]))
+    if isinstance(value, (set, frozenset)):
+        # A set has another order in each process.
+        value = sorted(map(repr, value))
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if callable(getattr(value, "tobytes", None)):
+        # An array of numpy, or a number of it.
+        return [("bytes", hashlib.sha256(value.tobytes()).hexdigest()[:16])]
+    expected = "expected a tensor, a module, a number, text, a collection of them, or an object with state_dict()"
+    raise TypeError(f"extra_state {name!r} has a {type(value).__name__}: {value!r:.100}; {expected}")

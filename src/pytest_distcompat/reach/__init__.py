@@ -1,4 +1,0 @@
-"""Reach: which functions and branches of the installed stack the cells of suites execute.
-
-Nothing of it is imported without ``--distcompat-reach`` or the command ``distcompat reach``.
-"""

@@ -1,0 +1,73 @@
+"""Weights of tokens, read from the gradient of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, mse_loss
+
+from pytest_distcompat.probe.weights import logits_of, read_weights
+from pytest_distcompat.trace import TokenWeights
+
+#: Two rows of five tokens, seven classes; the first row has three labels, the second all.
+LABELS = torch.tensor([[0, 3, 6, -100, -100], [1, 2, 3, 4, 5]])
+
+
+def weights_of(loss: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.float32) -> TokenWeights:
+    """Return what is read of a loss of logits."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 5, 7, dtype=dtype, requires_grad=True)
+    loss(logits).backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    return read_weights(logits, logits.grad)
+
+
+def read(weights: TokenWeights) -> list[tuple[int, float]]:
+    """Return the tokens and the weight of each row."""
+    assert weights.known
+    return [(row.tokens, round(row.weight, 3)) for row in weights.rows]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mean_over_tokens(dtype: torch.dtype) -> None:
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits.float().flatten(0, 1), LABELS.flatten())
+
+    (first, second) = weights_of(loss, dtype).rows
+    assert (first.tokens, second.tokens) == (3, 5)
+    assert [first.weight, second.weight] == pytest.approx([1 / 8, 1 / 8], rel=0.01)
+
+
+def test_the_mean_of_rows() -> None:
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return (cross_entropy(logits[0], LABELS[0]) + cross_entropy(logits[1], LABELS[1])) / 2
+
+    assert read(weights_of(loss)) == [(3, 0.167), (5, 0.1)]
+
+
+def test_a_row_without_labels() -> None:
+    assert read(weights_of(lambda logits: cross_entropy(logits[1], LABELS[1], reduction="sum"))) == [(5, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits: mse_loss(logits, torch.zeros_like(logits)),
+        lambda logits: cross_entropy(logits[1], LABELS[1], label_smoothing=0.1),
+        lambda logits: (cross_entropy(logits[1], LABELS[1], reduction="none") * torch.arange(1.0, 6.0)).sum(),
+        lambda logits: logits.sum() * float("inf"),
+    ],
+)
+def test_of_another_loss_nothing_is_known(loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert not weights_of(loss).known
+
+
+def test_where_the_logits_are() -> None:
+    logits = torch.zeros(2, 3, requires_grad=True)
+    assert logits_of(logits) is logits
+    assert logits_of(SimpleNamespace(logits=logits)) is logits
+    for nothing in (None, logits.detach(), torch.zeros(3, requires_grad=True), torch.zeros(2, 1, requires_grad=True)):
+        assert logits_of(nothing) is None

@@ -1,0 +1,129 @@
+"""The cells that a change concerns: which, in which order, and the file that names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat.cli.main import main
+from pytest_distcompat.ext.reach.branches import AnalysedFile, Executed, bits_of
+from pytest_distcompat.ext.reach.changed import ChangedPlace, PlaceReach
+from pytest_distcompat.ext.reach.libraries import FileId
+from pytest_distcompat.ext.reach.map import Context, ReachMap
+from pytest_distcompat.ext.reach.selection import check_release, file_lines, select
+from pytest_distcompat.ext.reach.store import write_map
+from pytest_distcompat.failures import UsageProblem
+
+FILE = FileId("accelerate", "accelerator.py")
+OLD = "import os\n\n\ndef build():\n    return 1\n\n\ndef save():\n    return 2\n"
+
+
+def reach(cells: str, *, action: str = "build", function: str = "f", line: int = 1) -> PlaceReach:
+    """A place that these cells execute in that action."""
+    contexts = tuple(Context("d", cell, action) for cell in cells)
+    return PlaceReach(ChangedPlace(FILE, line, (line,), 0, "x", defines=False), function, contexts)
+
+
+def selected(*reached: PlaceReach, turns: int | None = None) -> list[str]:
+    return [f"{one.turn} {one}" for one in select(ReachMap(), reached, turns)]
+
+
+def test_the_most_specific_cell_comes_first() -> None:
+    """What one cell alone executes is seen nowhere else."""
+    assert selected(reach("abc"), reach("c"), reach("ab")) == ["1 d/c: build", "1 d/a: build", "2 d/b: build"]
+
+
+def test_a_cell_that_executes_the_same_as_an_earlier_one_comes_in_a_later_turn() -> None:
+    cells = selected(reach("abc"), reach("abcd", action="save"), reach("d"))
+    assert cells == ["1 d/d: build, save", "1 d/a: build, save", "2 d/b: build, save", "3 d/c: build, save"]
+
+
+def test_an_action_of_its_own_is_something_of_its_own() -> None:
+    """A function that builds and loads has to be seen in both."""
+    build, load = reach("ab", action="build"), reach("b", action="load")
+    both = PlaceReach(build.place, build.function, (*build.contexts, *load.contexts))
+    assert selected(both) == ["1 d/b: build, load", "2 d/a: build"]
+
+
+def test_only_so_many_cells_for_each_place() -> None:
+    assert selected(reach("abc"), turns=2) == ["1 d/a: build", "2 d/b: build"]
+    assert selected() == []
+
+
+def mapped(directory: Path) -> ReachMap:
+    """Two cells build, one of them saves."""
+    path = directory / "accelerate" / "accelerator.py"
+    path.parent.mkdir(parents=True)
+    (path.parent / "__init__.py").touch()
+    path.write_text(OLD, encoding="utf-8")
+    found = ReachMap({"accelerate": "1.0"}, {FILE: AnalysedFile(path, FILE).file})
+    found.add(FILE, Context("d", "a", "build"), Executed(bits_of([5])))
+    found.add(FILE, Context("d", "b", "build"), Executed(bits_of([5])))
+    found.add(FILE, Context("d", "b", "save"), Executed(bits_of([9])))
+    return found
+
+
+def test_what_runs_on_import_is_left_to_one_cell_that_uses_the_file(tmp_path: Path) -> None:
+    found = mapped(tmp_path)
+    assert [str(one) for one in select(found, [reach("", function="")])] == ["d/a: start"]
+    # A cell that runs anyway will do.
+    both = [reach("", function=""), reach("b", action="save")]
+    assert [str(one) for one in select(found, both)] == ["d/b: save, start"]
+
+
+def test_the_command_writes_the_cells_and_says_what_none_executes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_map(tmp_path / "r.sqlite", mapped(tmp_path / "old"))
+    new = tmp_path / "new" / "accelerate"
+    new.mkdir(parents=True)
+    (new / "__init__.py").touch()
+    source = OLD.replace("import os\n", "import os\n\n\ndef load():\n    return 3\n").replace("return 2", "return 4")
+    (new / "accelerator.py").write_text(source, encoding="utf-8")
+    change = f"accelerate@{tmp_path / 'old'}..{tmp_path / 'new'}"
+    cells = tmp_path / "cells"
+    assert main(["reach", str(tmp_path / "r.sqlite"), "--changed", change, "--select", str(cells)]) == 0
+    heading, *lines = cells.read_text(encoding="utf-8").splitlines()
+    assert heading.startswith(f"# {change}: ")
+    # The map knows nothing of further cells.
+    assert lines == ["d/b: save", "* *", "- d/a"]
+    assert capsys.readouterr().out.splitlines() == [
+        "2 changed places in 1 file; cells execute 1",
+        "",
+        "places that no cell executes: 0",
+        "new functions and classes: 1",
+        "  accelerate/accelerator.py:4 def load():",
+        "places outside functions, which run on import: 0",
+        "1 cells are selected; the first 1 execute each changed place that any cell executes",
+    ]
+
+
+def test_places_that_no_cell_executes_are_listed_by_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = mapped(tmp_path / "old")
+    found.executed.clear()
+    write_map(tmp_path / "r.sqlite", found)
+    diff = tmp_path / "x.diff"
+    diff.write_text(
+        "--- a/accelerate/accelerator.py\n+++ b/accelerate/accelerator.py\n@@ -9 +9 @@\n-    return 2\n+    return 3\n"
+    )
+    command = ["reach", str(tmp_path / "r.sqlite"), "--changed", f"accelerate@{diff}", "--select", str(tmp_path / "c")]
+    assert main(command) == 0
+    assert "  accelerate/accelerator.py save: 9" in capsys.readouterr().out.splitlines()
+
+
+def test_unknown_cells_come_after_those_that_execute_all_once(tmp_path: Path) -> None:
+    found = mapped(tmp_path)
+    found.add(FILE, Context("d", "c", "build"), Executed(bits_of([5])))
+    lines = list(file_lines("x", select(found, [reach("ab")]), found, "d/*"))
+    assert lines[1:] == ["d/a: build", "* d/*", "d/b: build", "- d/c"]
+
+
+def test_a_map_of_another_release_is_refused(tmp_path: Path) -> None:
+    found = mapped(tmp_path)
+    check_release(found, "accelerate", "1.0")
+    check_release(found, "accelerate", None)
+    with pytest.raises(UsageProblem, match=r"the map is of accelerate 1\.0, and the old release is 0\.9"):
+        check_release(found, "accelerate", "0.9")

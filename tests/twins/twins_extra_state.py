@@ -1,0 +1,116 @@
+"""Trainers that lose state beside model and optimizer: an average of the weights, and the place in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_distcompat.trace import ExtraState
+
+from .declare import Torch, name_of, twin
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.nn import Module
+
+
+class Averages(Torch):
+    """Sound: averages the weights over steps, counts the rows that it has seen, and saves both."""
+
+    extra_state: ClassVar[Mapping[str, ExtraState]] = {"average": ExtraState(), "seen": ExtraState(alike=False)}
+    decay = 0.5
+
+    def build(self, model: Module) -> None:
+        super().build(model)
+        self.average = {name: one.detach().clone() for name, one in self.model.named_parameters()}
+        self.seen = self.world.rank
+
+    def step(self, number: int) -> float:
+        loss = super().step(number)
+        self.update_average()
+        self.seen += self.world.size
+        return loss
+
+    def update_average(self) -> None:
+        """Move the average towards the weights."""
+        for name, parameter in self.model.named_parameters():
+            self.average[name].lerp_(parameter.detach(), self.decay)
+
+    def save(self, directory: Path) -> None:
+        import torch
+
+        super().save(directory)
+        torch.save(self.extra(), directory / f"extra_{self.world.rank}.state")
+
+    def extra(self) -> dict[str, Any]:
+        """Return what is saved beside model and optimizer."""
+        return {"average": self.average, "seen": self.seen}
+
+    def load(self, directory: Path) -> None:
+        import torch
+
+        super().load(directory)
+        for name, value in torch.load(directory / f"extra_{self.world.rank}.state", weights_only=False).items():
+            setattr(self, name, value)
+
+
+@twin(
+    "extra_state",
+    "ddp-fp32-w2-model_mlp",
+    "fsdp2-fp32-w2-model_mlp",
+    match=r"^rank 0: average\.(module\.)?blocks\.0\.linear\.bias.* is another after the load than was saved\nrank 1: ",
+    sound=name_of(Averages),
+)
+class AverageNotSaved(Averages):
+    """After a load the average begins with the weights that the model was built with."""
+
+    def extra(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+
+@twin(
+    "extra_state",
+    "ddp-fp32-w2-model_mlp",
+    match=r"^rank 1: average\.module\.blocks\.0\.linear\.bias is another than on rank 0 after step 1\n"
+    r"rank 1: average has not changed in three steps$",
+    sound=name_of(Averages),
+)
+class AverageOnRankZero(Averages):
+    """Only the rank that evaluates keeps the average."""
+
+    def update_average(self) -> None:
+        if self.world.rank == 0:
+            super().update_average()
+
+
+@twin(
+    "extra_state",
+    "ddp-fp32-w2-model_mlp",
+    match=r"^rank 0: seen is another after the load than was saved\nrank 1: ",
+    sound=name_of(Averages),
+)
+class CountsFromTheStart(Averages):
+    """The place in the data is saved, and not loaded."""
+
+    def load(self, directory: Path) -> None:
+        super().load(directory)
+        self.seen = self.world.rank
+
+
+@twin(
+    "extra_state",
+    "ddp-fp32-w2-model_mlp",
+    match=r"^rank 0: seen is another in step 1 after the load than in the run that never stopped\nrank 1: ",
+    sound=name_of(Averages),
+)
+class CountsItsOwnSteps(Averages):
+    """The place in the data comes back, and goes on from the steps of this process."""
+
+    steps = 0
+
+    def step(self, number: int) -> float:
+        loss = super().step(number)
+        self.steps += 1
+        self.seen = self.world.rank + self.steps * self.world.size
+        return loss
