@@ -83,7 +83,7 @@ class Unused(torch.autograd.Function):
         return logits.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
         return None
 
 
