@@ -21,6 +21,7 @@ from pathlib import Path
 from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 from pytest_distcompat.ext.upstream.changed import SELECTING_PLUGIN, SELECTION, Change, read_change, select_cells
+from pytest_distcompat.ext.upstream.selected import read_selection
 from pytest_distcompat.ext.upstream.side_by_side import environment, file_name
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report
@@ -45,6 +46,13 @@ class Session:
     def causes(self) -> set[tuple[str, str]]:
         """The causes of red verdicts."""
         return {cause.key for cause in causes(self.report.results)}
+
+    def seconds_of_runs(self, cells: set[str] | None = None) -> float:
+        """The seconds of all runs, or of those that checks of these cells read."""
+        ids = {
+            run for row in self.report.rows if cells is None or f"{row.driver}/{row.cell}" in cells for run in row.runs
+        }
+        return sum(float(run["seconds"]) for run in self.report.runs if run["id"] in ids)
 
     @property
     def ran(self) -> int:
@@ -88,32 +96,29 @@ def row(release: str, given: argparse.Namespace) -> str:
     for path, cells_per_place in ((selection, None), (first, "1")):
         # It prints the places that no cell executes.
         with contextlib.redirect_stdout(io.StringIO()):
-            select_cells(change, given.reach, path, cells_per_place)
+            select_cells(change, given.reach, path, cell=f"{DRIVERS[library]}/*", cells_per_place=cells_per_place)
     profile = [f"--distcompat-profile={given.profile}", f"--distcompat-drivers={DRIVERS[library]}"]
     selected = session(f"{name}-first", change, given.kept, *profile, "-p", SELECTING_PLUGIN, f"{SELECTION}={first}")
     whole = session(f"{name}-whole", change, given.kept, *profile)
-    cells = cells_of(selection)
+    chosen = read_selection(selection)
+    cells = {f"{row.driver}/{row.cell}" for row in whole.report.rows if chosen.chosen(f"{row.driver}/{row.cell}")}
     in_selection = {result.nodeid for result in whole.report.results if f"{result.driver}/{result.cell}" in cells}
+    whole_runs, selected_runs = whole.seconds_of_runs(), selected.seconds_of_runs()
     figures = (
         f"{library} {version}",
         whole.ran,
         len(whole.red),
         len(whole.causes),
-        f"{whole.seconds:.0f}",
+        f"{whole.seconds:.0f} ({whole_runs:.0f})",
         len(whole.red & in_selection),
+        f"{whole.seconds_of_runs(cells) / whole_runs:.2f}",
         selected.ran,
         len(selected.red),
-        f"{len(selected.causes & whole.causes)} of {len(whole.causes)}",
-        f"{selected.seconds:.0f}",
-        f"{selected.seconds / whole.seconds:.2f}",
+        len(selected.causes & whole.causes),
+        f"{selected.seconds:.0f} ({selected_runs:.0f})",
+        f"{selected.seconds / whole.seconds:.2f} ({selected_runs / whole_runs:.2f})",
     )
     return f"| {' | '.join(map(str, figures))} |"
-
-
-def cells_of(selection: Path) -> set[str]:
-    """The cells in the file of a selection."""
-    lines = selection.read_text(encoding="utf-8").splitlines()
-    return {line.partition(": ")[0] for line in lines if not line.startswith("#")}
 
 
 def main() -> None:
@@ -126,10 +131,12 @@ def main() -> None:
     given = parser.parse_args()
     given.kept = given.kept.resolve()
     print(f"{measured_on(*PACKAGES)}; profile {given.profile}\n")
-    print(
-        "| release | verdicts | red | causes | s | red in selected cells | verdicts of the first | red | causes | s | part |"
-    )
-    print("|" + " --- |" * 11, flush=True)
+    print("s: of the session (of its runs)\n")
+    heads = ["release", "all cells: verdicts", "red", "causes", "s"]
+    heads += ["in all selected cells: red", "part of the runs' s"]
+    heads += ["one cell for each place: verdicts", "red", "causes", "s", "part"]
+    print(f"| {' | '.join(heads)} |")
+    print(f"|{' --- |' * len(heads)}", flush=True)
     for release in given.releases:
         print(row(release, given), flush=True)
 

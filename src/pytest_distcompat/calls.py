@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-#: How the action begins that is a call of the live trainer, and that of its reference.
-CALL, REFERENCE_CALL = "call ", "reference "
+#: How the action begins that is a call of the live trainer.
+CALL = "call "
+#: How that of its reference begins.
+REFERENCE_CALL = "reference "
 #: The call that saves, and goes on in a new process group.
 RESUME = "resume"
 
@@ -132,17 +134,17 @@ def _as_offered(call: Call, calls: type, offers: list[Call]) -> Call:
 
 def refused(calls: Any, strategy: str) -> dict[Call, str]:
     """Return the calls that a driver does not have under a strategy, as its ``refused`` says, each with the reason."""
-    patterns: Mapping[str, str] = {**calls.refused.get("*", {}), **calls.refused.get(strategy, {})}
     reasons: dict[Call, str] = {}
     for call in offered(calls):
-        reason = _refusal_reason(call, patterns)
+        reason = refusal_reason(call, calls, strategy)
         if reason:
             reasons[call] = reason
     return reasons
 
 
-def _refusal_reason(call: Call, patterns: Mapping[str, str]) -> str:
-    """Return the reason of the first pattern that the call matches; empty if none matches."""
+def refusal_reason(call: Call, calls: Any, strategy: str) -> str:
+    """Return why a driver does not have a call under a strategy: of the first pattern that matches; empty if it has it."""
+    patterns: Mapping[str, str] = {**calls.refused.get("*", {}), **calls.refused.get(strategy, {})}
     for pattern, reason in patterns.items():
         if fnmatch.fnmatchcase(str(call), pattern):
             return reason

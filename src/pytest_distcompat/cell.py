@@ -8,7 +8,7 @@ import itertools
 import json
 import pkgutil
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,26 +40,51 @@ class Option:
         """Tell whether the option has that value."""
         return value in self.values or bool(self.pattern and re.fullmatch(self.pattern, str(value)))
 
+    def listed(self, value: OptionValue) -> OptionValue:
+        """Return the value that the option lists, for True equals 1, and a cell id spells the two differently."""
+        for known in self.values:
+            if known == value:
+                return known
+        return value
+
     def token(self, value: OptionValue) -> str:
         """Return the value as a cell id spells it: ``compile``, ``no_use_orig_params``, ``model_mlp``."""
         if value is False:
             return f"no_{self.name}"
-        return self.name if value is True else f"{self.name}_{value}"
+        if value is True:
+            return self.name
+        return f"{self.name}_{value}"
 
 
 #: One setting of a library; a cell's id has hyphens, an item's square brackets around what they hold.
 _SETTING = r"\w+\.[\w.]+=[^\s+\[\]-]+"
+
+#: Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
+_FIRST_MODELS = ("llama", "llama_tied", "mlp")
+if not version_of("transformers"):
+    _FIRST_MODELS = ("mlp", "llama", "llama_tied")
 
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
         Option(
             "model",
-            # Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
             (
-                *(("llama", "llama_tied", "mlp") if version_of("transformers") else ("mlp", "llama", "llama_tied")),
-                *("twice", "odd", "scalar", "transposed", "branch", "dropout", "wrapper_names", "llama_dropout"),
-                *("batchnorm", "syncbatchnorm", "moe", "moe_fused", "moe_deepspeed", "wide"),
+                *_FIRST_MODELS,
+                "twice",
+                "odd",
+                "scalar",
+                "transposed",
+                "branch",
+                "dropout",
+                "wrapper_names",
+                "llama_dropout",
+                "batchnorm",
+                "syncbatchnorm",
+                "moe",
+                "moe_fused",
+                "moe_deepspeed",
+                "wide",
             ),
             "which tiny model the built-in drivers train; `hf:MODEL_TYPE` or `hf:CLASS` is an architecture of transformers",
             pattern=r"hf:\w+",
@@ -201,13 +226,16 @@ class Cell:
             check_count(name, getattr(self, name))
         for name, value in self.options:
             check_option(name, value)
-        # True equals 1: take the value that the option lists, for the id spells the two differently.
-        listed = {
-            name: next((one for one in OPTIONS[name].values if one == value), value) for name, value in self.options
-        }
-        changed = {name: value for name, value in listed.items() if value != OPTIONS[name].default}
-        ordered = tuple((name, changed[name]) for name in OPTIONS if name in changed)
-        object.__setattr__(self, "options", ordered)
+        given = dict(self.options)
+        options: list[tuple[str, OptionValue]] = []
+        for name, option in OPTIONS.items():
+            if name in given and given[name] != option.default:
+                options.append((name, option.listed(given[name])))
+        object.__setattr__(self, "options", tuple(options))
+        self._check_mesh()
+
+    def _check_mesh(self) -> None:
+        """Raise UsageProblem unless the dimensions of the mesh divide the ranks, from the outermost to the innermost."""
         self._check_divides("pp", self.world_size, "ranks")
         ranks = self.world_size // self.pp
         self._check_divides("tp", ranks, "ranks" if self.pp == 1 else "ranks, those of each stage of pp")
@@ -218,10 +246,9 @@ class Cell:
         """Raise UsageProblem unless the value of the option divides so many ranks."""
         size = int(self.option(name))
         if ranks % size:
-            fitting = [str(one) for one in OPTIONS[name].values if ranks % int(one) == 0]
-            raise UsageProblem(
-                f"{name} {size} does not divide {ranks} {words}; with these {name} can be {', '.join(fitting)}"
-            )
+            divisors = [str(value) for value in OPTIONS[name].values if ranks % int(value) == 0]
+            problem = f"{name} {size} does not divide {ranks} {words}"
+            raise UsageProblem(f"{problem}; with these {name} can be {', '.join(divisors)}")
 
     @classmethod
     def of(cls, strategy: str, precision: str, world_size: int = 2, **options: OptionValue) -> Cell:
@@ -236,21 +263,24 @@ class Cell:
         world, *tokens = rest.split("-")
         if not (strategy and precision and world.startswith("w") and world[1:].isdecimal()):
             raise UsageProblem(f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_upcast-w2-compile'")
-        nodes = int(tokens.pop(0)[1:]) if tokens and re.fullmatch(r"n\d+", tokens[0]) else 1
-        known = {option.token(value): (option.name, value) for option in OPTIONS.values() for value in option.values}
-        for option in OPTIONS.values():
-            values = (token.removeprefix(f"{option.name}_") for token in tokens)
-            known |= {option.token(value): (option.name, value) for value in values if option.accepts(value)}
-        wrong = [token for token in tokens if token not in known]
-        if wrong:
-            raise UsageProblem(f"cell id {cell_id!r}: unknown part {wrong[0]!r}. Known: {', '.join(known)}")
-        return cls(strategy, precision, int(world[1:]), tuple(known[token] for token in tokens), nodes)
+        nodes = 1
+        if tokens and re.fullmatch(r"n\d+", tokens[0]):
+            nodes = int(tokens.pop(0)[1:])
+        option_by_token = _options_by_token(tokens)
+        for token in tokens:
+            if token not in option_by_token:
+                raise UsageProblem(f"cell id {cell_id!r}: unknown part {token!r}. Known: {', '.join(option_by_token)}")
+        options = tuple(option_by_token[token] for token in tokens)
+        return cls(strategy, precision, int(world[1:]), options, nodes)
 
     @property
     def id(self) -> str:
         """Return the id: ``fsdp2-bf16_upcast-w2-compile``, over two nodes ``fsdp2-bf16_upcast-w2-n2-compile``."""
-        tokens = [f"n{self.nodes}"] * (self.nodes > 1) + [OPTIONS[name].token(value) for name, value in self.options]
-        return "-".join([self.strategy, self.precision, f"w{self.world_size}", *tokens])
+        parts = [self.strategy, self.precision, f"w{self.world_size}"]
+        if self.nodes > 1:
+            parts.append(f"n{self.nodes}")
+        parts += [OPTIONS[name].token(value) for name, value in self.options]
+        return "-".join(parts)
 
     @property
     def uneven(self) -> str | None:
@@ -264,7 +294,9 @@ class Cell:
 
     def over(self, nodes: int) -> Cell:
         """Return the same cell over so many nodes, unless it names a number itself."""
-        return self if self.nodes > 1 else dataclasses.replace(self, nodes=nodes)
+        if self.nodes > 1:
+            return self
+        return dataclasses.replace(self, nodes=nodes)
 
     def option(self, name: str) -> OptionValue:
         """Return the value of an option. Raises UsageProblem for an unknown name."""
@@ -308,8 +340,10 @@ class Cell:
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline: under an interleaved schedule each rank has two, 0 and 2 on the first of two."""
-        return self.pp * (2 if str(self.option("pp_schedule")).startswith("Interleaved") else 1)
+        """Stages of the pipeline: one a rank; two under an interleaved schedule, where rank r holds stages r and r + pp."""
+        if str(self.option("pp_schedule")).startswith("Interleaved"):
+            return 2 * self.pp
+        return self.pp
 
     @property
     def dp_size(self) -> int:
@@ -322,12 +356,14 @@ class Cell:
 
     def tp_peers(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the parts of each layer together with this one, itself included."""
-        return tuple(range(rank - rank % self.tp, rank - rank % self.tp + self.tp))
+        first = rank - rank % self.tp
+        return tuple(range(first, first + self.tp))
 
     def cp_peers(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the parts of each sequence together with this one, itself included."""
-        first = rank // (self.tp * self.cp) * self.tp * self.cp + rank % self.tp
-        return tuple(range(first, first + self.tp * self.cp, self.tp))
+        size = self.tp * self.cp
+        first = rank // size * size + rank % self.tp
+        return tuple(range(first, first + size, self.tp))
 
     def pp_peers(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the stages of one pipeline together with this one, itself included, in their order."""
@@ -337,37 +373,63 @@ class Cell:
     @property
     def set(self) -> tuple[str, ...]:
         """Return the settings that option ``set`` has, one by one."""
-        return tuple(filter(None, str(self.option("set")).split("+")))
+        settings = str(self.option("set")).split("+")
+        return tuple(setting for setting in settings if setting)
 
     def settings(self, name: str) -> dict[str, Any]:
         """Return the fields, with their values, that option ``set`` has for an object; the object ``env`` is the environment."""
-        pairs = (one.removeprefix(f"{name}.").split("=", 1) for one in self.set if one.startswith(f"{name}."))
-        return {field: text if name == "env" else setting_value(text) for field, text in pairs}
+        values: dict[str, Any] = {}
+        for setting in self.set:
+            if setting.startswith(f"{name}."):
+                field, text = setting.removeprefix(f"{name}.").split("=", 1)
+                values[field] = text if name == "env" else setting_value(text)
+        return values
 
     def with_settings(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments with those that option ``set`` has for the object of that name; dots lead into nested ones."""
-        found = dict(given)
+        arguments = dict(given)
         for path, value in self.settings(name).items():
             *outer, last = path.split(".")
-            inner = found
+            inner = arguments
             for key in outer:
-                inner[key] = inner = dict(inner.get(key) or {})
+                # A copy: the given ones are not changed.
+                nested = dict(inner.get(key) or {})
+                inner[key] = nested
+                inner = nested
             inner[last] = value
-        return found
+        return arguments
 
     def facets(self) -> dict[str, OptionValue | int]:
         """Return every facet with its value, including options at their default."""
-        return {name: self.option(name) if name in OPTIONS else getattr(self, name) for name in FACETS}
+        values: dict[str, OptionValue | int] = {}
+        for name in FACETS:
+            values[name] = self.option(name) if name in OPTIONS else getattr(self, name)
+        return values
 
     def __str__(self) -> str:
         return self.id
+
+
+def _options_by_token(tokens: Sequence[str]) -> dict[str, tuple[str, OptionValue]]:
+    """Return each option and value by its token in a cell id: all listed values, and the ``tokens`` that fit a pattern."""
+    options: dict[str, tuple[str, OptionValue]] = {}
+    for option in OPTIONS.values():
+        for value in option.values:
+            options[option.token(value)] = (option.name, value)
+    for option in OPTIONS.values():
+        for token in tokens:
+            text = token.removeprefix(f"{option.name}_")
+            if option.accepts(text):
+                options[option.token(text)] = (option.name, text)
+    return options
 
 
 def uneven(world_size: int, nodes: int) -> str | None:
     """Return why that many ranks cannot be spread evenly over the nodes; None if they can."""
     if world_size % nodes == 0:
         return None
-    return f"{'1 rank' if world_size == 1 else f'{world_size} ranks'} cannot be spread evenly over {nodes} nodes"
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    return f"{ranks} cannot be spread evenly over {nodes} nodes"
 
 
 def setting_value(text: str) -> Any:
@@ -422,14 +484,20 @@ class Matrix:
     ) -> Iterator[Cell]:
         """Yield the cells in a fixed order; the arguments are for a matrix that names none of that kind."""
         nodes = self.nodes or nodes
+        strategies = tuple(strategies)
+        precisions = tuple(precisions)
         product = itertools.product(
-            self.strategies or tuple(strategies),
-            self.precisions or tuple(precisions),
+            self.strategies or strategies,
+            self.precisions or precisions,
             self.world_sizes or (world_size,),
             self.options,
         )
-        cells = [Cell(s, p, w, tuple(options.items()), nodes) for s, p, w, options in product]
-        names = tuple(strategies), tuple(precisions)
-        for more in self.extra:
-            cells += [more.over(nodes)] if isinstance(more, Cell) else more.cells(*names, world_size, nodes)
+        cells: list[Cell] = []
+        for strategy, precision, size, options in product:
+            cells.append(Cell(strategy, precision, size, tuple(options.items()), nodes))
+        for extra in self.extra:
+            if isinstance(extra, Cell):
+                cells.append(extra.over(nodes))
+            else:
+                cells.extend(extra.cells(strategies, precisions, world_size, nodes))
         yield from dict.fromkeys(cells)

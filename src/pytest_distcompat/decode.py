@@ -18,11 +18,17 @@ def encode(value: Any) -> Any:
     # ``dataclasses.asdict`` copies each number and text too: that took a tenth of the CPU time of a rank.
     if isinstance(value, tuple):
         # Most are of numbers: the ranks of a mesh, a thousand for each parameter of a simulation.
-        return value if _PLAIN.issuperset(map(type, value)) else tuple(map(encode, value))
+        if _PLAIN.issuperset(map(type, value)):
+            return value
+        return tuple(map(encode, value))
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):
-        return {name: one if type(one) in _PLAIN else encode(one) for name, one in value.items()}
+        plain: dict[str, Any] = {}
+        for name, entry in value.items():
+            # Without a call for what is plain already, which is most.
+            plain[name] = entry if type(entry) in _PLAIN else encode(entry)
+        return plain
     return value
 
 

@@ -79,26 +79,42 @@ def gpu_numbers(ids: Sequence[str]) -> list[int] | None:
 
 def gpu_name() -> str:
     """Return the name of the machine's first GPU (``NVIDIA H200``); empty without a driver."""
-    return next(filter(None, _query_each_gpu("nvmlDeviceGetName")), "")
+    for name in _query_each_gpu("nvmlDeviceGetName"):
+        if name:
+            return name
+    # A lost GPU has no name.
+    return ""
 
 
 def mig_instances() -> list[MigInstance]:
     """Return every MIG instance of the machine, in NVML's order; empty where no GPU is in MIG mode."""
-    found = []
+    instances: list[MigInstance] = []
     with _nvml() as nvml:
-        for number in range(nvml.nvmlDeviceGetCount() if nvml else 0):
+        if nvml is None:
+            return []
+        for number in range(nvml.nvmlDeviceGetCount()):
             # A lost GPU has no handle, and most GPUs have no such mode.
             with contextlib.suppress(nvml.NVMLError):
                 gpu = nvml.nvmlDeviceGetHandleByIndex(number)
                 active, _ = nvml.nvmlDeviceGetMigMode(gpu)
-                for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu) if active else 0):
-                    # The numbers have gaps where an instance was destroyed.
-                    with contextlib.suppress(nvml.NVMLError):
-                        part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
-                        gpu_uuid, uuid = (_text(nvml.nvmlDeviceGetUUID(handle)) for handle in (gpu, part))
-                        numbers = (nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part))
-                        found.append(MigInstance(gpu_uuid, uuid, f"MIG-{gpu_uuid}/{numbers[0]}/{numbers[1]}"))
-    return found
+                if active:
+                    instances += _instances_of(nvml, gpu)
+    return instances
+
+
+def _instances_of(nvml: Any, gpu: Any) -> list[MigInstance]:
+    """Return the MIG instances of the GPU with that handle, in NVML's order."""
+    instances: list[MigInstance] = []
+    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+        # The numbers have gaps where an instance was destroyed.
+        with contextlib.suppress(nvml.NVMLError):
+            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
+            gpu_uuid = _text(nvml.nvmlDeviceGetUUID(gpu))
+            uuid = _text(nvml.nvmlDeviceGetUUID(instance))
+            gpu_instance = nvml.nvmlDeviceGetGpuInstanceId(instance)
+            compute_instance = nvml.nvmlDeviceGetComputeInstanceId(instance)
+            instances.append(MigInstance(gpu_uuid, uuid, f"MIG-{gpu_uuid}/{gpu_instance}/{compute_instance}"))
+    return instances
 
 
 def used_memory(ids: Sequence[str]) -> dict[str, int]:
@@ -107,14 +123,14 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
     This process and all below it are no others, nor is memory that no process owns. A device is left out if NVML does not know
     it, or if another process uses it and NVML does not tell how much.
     """
-    found = {}
+    memory_by_id: dict[str, int] = {}
     processes = _query(ids, "nvmlDeviceGetComputeRunningProcesses")
     for uuid, info in _query(ids, "nvmlDeviceGetMemoryInfo").items():
         # Where NVML lists no processes, as in most containers, all memory counts.
         others = [process.usedGpuMemory for process in processes.get(uuid, ()) if not _is_ours(process.pid)]
         if None not in others:
-            found[uuid] = int(info.used) - sum(others)
-    return found
+            memory_by_id[uuid] = int(info.used) - sum(others)
+    return memory_by_id
 
 
 def own_memory(ids: Sequence[str]) -> dict[str, int]:
@@ -123,12 +139,12 @@ def own_memory(ids: Sequence[str]) -> dict[str, int]:
     Memory that no process owns may be a neighbour's, whose process ends just now or is not listed. Where NVML lists no
     processes, as in most containers, nothing is known to be this process's.
     """
-    found = {}
+    memory_by_id: dict[str, int] = {}
     for uuid, processes in _query(ids, "nvmlDeviceGetComputeRunningProcesses").items():
         own = [process.usedGpuMemory for process in processes if _is_ours(process.pid)]
         if None not in own:
-            found[uuid] = sum(own)
-    return found
+            memory_by_id[uuid] = sum(own)
+    return memory_by_id
 
 
 def _is_ours(pid: int) -> bool:
@@ -149,8 +165,10 @@ def compute_capability() -> tuple[int, int] | None:
     facts = told()
     if facts is not None:
         return facts.capability
-    capabilities = _query(visible_ids()[:1], "nvmlDeviceGetCudaComputeCapability").values()
-    return next(((int(major), int(minor)) for major, minor in capabilities), None)
+    first_gpu = visible_ids()[:1]
+    for major, minor in _query(first_gpu, "nvmlDeviceGetCudaComputeCapability").values():
+        return int(major), int(minor)
+    return None
 
 
 def gpu_facts() -> GpuFacts:
@@ -160,22 +178,26 @@ def gpu_facts() -> GpuFacts:
 
 def _query(ids: Sequence[str], function: str) -> dict[str, Any]:
     """Return what a function of NVML returns for each of these devices, as far as NVML knows them."""
-    found = {}
+    answers: dict[str, Any] = {}
     with _nvml() as nvml:
-        for uuid in ids if nvml else ():
+        if nvml is None:
+            return {}
+        for uuid in ids:
             with contextlib.suppress(nvml.NVMLError):
-                found[uuid] = getattr(nvml, function)(nvml.nvmlDeviceGetHandleByUUID(uuid))
-    return found
+                answers[uuid] = getattr(nvml, function)(nvml.nvmlDeviceGetHandleByUUID(uuid))
+    return answers
 
 
 def _query_each_gpu(function: str) -> list[str]:
     """Return what a function of NVML returns for every GPU, empty for a lost one: NVML counts it, and has no handle of it."""
     with _nvml() as nvml:
-        found = [""] * (nvml.nvmlDeviceGetCount() if nvml else 0)
-        for number in range(len(found)):
+        if nvml is None:
+            return []
+        answers = [""] * nvml.nvmlDeviceGetCount()
+        for number in range(len(answers)):
             with contextlib.suppress(nvml.NVMLError):
-                found[number] = _text(getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(number)))
-    return found
+                answers[number] = _text(getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(number)))
+    return answers
 
 
 def _text(value: str | bytes) -> str:
@@ -211,21 +233,38 @@ def names_visible(wanted: str | None, uuids: Sequence[str], instances: Sequence[
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#cuda-device-enumeration
     """
-    first = {instance.gpu: instance.uuid for instance in reversed(instances)}
-    whole = [first.get(uuid, uuid) for uuid in uuids]
+    first_instance = {instance.gpu: instance.uuid for instance in reversed(instances)}
+    devices = [first_instance.get(uuid, uuid) for uuid in uuids]
     if wanted is None:
-        return [name for name in whole if name]
+        return [device for device in devices if device]
     shown: list[str] = []
-    for raw in wanted.split(","):
-        entry = raw.strip()
-        if entry.isdigit() and int(entry) < len(uuids) and whole[int(entry)]:
-            shown.append(whole[int(entry)])
-        elif entry.startswith("MIG-"):
-            named = {part.uuid for part in instances if part.uuid.startswith(entry) or part.path == entry}
-            shown.append(named.pop() if len(named) == 1 else entry)
-        else:
-            match = [name for name, uuid in zip(whole, uuids, strict=True) if uuid.startswith(entry)]
-            if not entry.startswith("GPU-") or len(match) != 1:
-                break
-            shown += match
-    return shown if len(set(shown)) == len(shown) else []
+    for entry in wanted.split(","):
+        device = _named_device(entry.strip(), devices, uuids, instances)
+        if device is None:
+            break
+        shown.append(device)
+    if len(set(shown)) < len(shown):
+        return []
+    return shown
+
+
+def _named_device(
+    entry: str, devices: Sequence[str], uuids: Sequence[str], instances: Sequence[MigInstance]
+) -> str | None:
+    """Return the UUID of the device that an entry of CUDA_VISIBLE_DEVICES names; None if it names none.
+
+    ``devices`` has for each GPU of ``uuids`` the device that stands for it: itself, or its first MIG instance.
+    """
+    if entry.isdigit() and int(entry) < len(devices) and devices[int(entry)]:
+        return devices[int(entry)]
+    if entry.startswith("MIG-"):
+        named: set[str] = set()
+        for instance in instances:
+            if instance.uuid.startswith(entry) or instance.path == entry:
+                named.add(instance.uuid)
+        # NVML may not list it.
+        return named.pop() if len(named) == 1 else entry
+    if not entry.startswith("GPU-"):
+        return None
+    matching = [device for device, uuid in zip(devices, uuids, strict=True) if uuid.startswith(entry)]
+    return matching[0] if len(matching) == 1 else None

@@ -272,7 +272,7 @@ class HasBlocks(LiveTrainer):
     ignored_modules: tuple[str, ...] = ()
 
 
-class HasWalks(LiveTrainer):
+class HasLiveCalls(LiveTrainer):
     """What users call on the live trainer in any order."""
 
     #: What users call on the live trainer: a subclass of ``drivers.Calls``.
@@ -291,7 +291,7 @@ class Driver(
     RenamesKeys,
     HasPipeline,
     HasBlocks,
-    HasWalks,
+    HasLiveCalls,
 ):
     """The trainer under test: subclass it, write five methods and name the class ``module:attribute`` in your suite.
 

@@ -148,7 +148,11 @@ def is_excused(events: Sequence[Event]) -> bool:
 
 def pids_of(events: Mapping[int, Sequence[Event]]) -> dict[int, int]:
     """Return the process numbers of the ranks that started."""
-    return {rank: first.pid for rank, logged in events.items() for first in logged[:1] if isinstance(first, Start)}
+    pid_by_rank: dict[int, int] = {}
+    for rank, logged in events.items():
+        if logged and isinstance(logged[0], Start):
+            pid_by_rank[rank] = logged[0].pid
+    return pid_by_rank
 
 
 def decode_event(data: Any) -> Event | None:

@@ -21,7 +21,7 @@ NO_VALUES = "simulated: no values were computed"
 #: What differs between failures of one cause, and what a regular expression would have to escape.
 _VARIABLE = re.compile(r"[^\w\s,;:'\"/=<>-]+|\branks? \d+|\b\d\w*")
 #: Exceptions that are not raised on purpose.
-_ACCIDENTS = "AttributeError|KeyError|IndexError|NameError|UnboundLocalError|ZeroDivisionError|RecursionError"
+ACCIDENTS = "AttributeError|KeyError|IndexError|NameError|UnboundLocalError|ZeroDivisionError|RecursionError"
 #: The error of a driver's method that nobody has written yet: a TODO of ``distcompat init``, or one that is missing.
 _UNWRITTEN = re.compile(r"NotImplementedError: (TODO: |\w+ has no \w+\(\); a driver needs )")
 #: The longest ``match`` of a declaration to paste, in characters.
@@ -210,7 +210,7 @@ def _refused_setting(end: RunFailure | None) -> list[Expectation]:
     """
     if end is None or end.action not in _BUILDS:
         return []
-    return [may_refuse(match=rf"raised (?!{_ACCIDENTS})[\w.]+: \S")]
+    return [may_refuse(match=rf"raised (?!{ACCIDENTS})[\w.]+: \S")]
 
 
 def _refused(refusal: Expectation, end: RunFailure | None) -> bool:

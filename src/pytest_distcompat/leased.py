@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 
 from pytest_distcompat.launch import nccl
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.reused_ranks import Reuse

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,14 @@ class AddedProfile:
     meaning: str
     check: Check
     cells: Callable[[type[Driver], Sequence[str], int], list[Cell]]
+
+
+@dataclass(frozen=True)
+class AddedCheck:
+    """A check of an extension, and the cell that it adds for it."""
+
+    cell: Cell
+    check: Check
 
 
 #: The profiles of extensions.
@@ -103,7 +111,7 @@ _SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
 Choice = tuple[str, OptionValue] | None
 
 
-def cells(  # noqa: PLR0911 - a return for each profile
+def cells(
     profile: str,
     matrix: Matrix,
     *,
@@ -124,35 +132,67 @@ def cells(  # noqa: PLR0911 - a return for each profile
     def supported(cell: Cell) -> bool:
         return not unsupported_reason(driver, cell, device)
 
-    own = list(matrix.cells(*names, world_size))
-    if profile == "default":
-        return own
-    strategies, precisions = matrix.strategies or names[0], matrix.precisions or names[1]
-    world_sizes = matrix.world_sizes or (world_size,)
-    if profile == "smoke":
-        return list(_smoke(strategies, precisions, world_sizes[0], supported))
-    # A suite may have fp8 with one strategy only, as an extra of its matrix: the other strategies are not tried with it.
-    claimed = tuple(dict.fromkeys((cell.strategy, cell.precision) for cell in own))
-    if profile == "zoo":
-        models = architectures() if "model" in driver.options else ()
-        chosen = [strategy for strategy in ZOO_STRATEGIES if strategy in strategies]
-        return [Cell.of(strategy, "fp32", world_sizes[0], model=model) for model in models for strategy in chosen]
-    if profile == "sweep":
-        return [cell for cell in _sweep(driver, strategies, world_sizes[0], shared) if supported(cell)]
+    all_strategies, all_precisions = names
+    selection = _Selection(
+        driver,
+        own=tuple(matrix.cells(all_strategies, all_precisions, world_size)),
+        strategies=tuple(matrix.strategies or all_strategies),
+        precisions=tuple(matrix.precisions or all_precisions),
+        world_sizes=matrix.world_sizes or (world_size,),
+        supported=supported,
+        shared=shared,
+    )
+    selectors: Mapping[str, Callable[[_Selection], Iterable[Cell]]] = {
+        "default": lambda selection: selection.own,
+        "smoke": _smoke,
+        "zoo": _zoo,
+        "sweep": _sweep,
+        "pairwise": _pairwise,
+    }
     added = find_added(profile)
     if added is not None:
-        claimed_strategies = dict.fromkeys(strategy for strategy, _ in claimed)
-        return added.cells(driver, list(claimed_strategies), world_sizes[0])
-    if profile == "pairwise":
-        # Keep the suite's own cells too: a bug may need a strategy, a precision and an option together, and some checks need
-        # cells without options.
-        return list(dict.fromkeys([*own, *_pairwise(claimed, world_sizes[0], driver, supported)]))
-    found = [
-        _cell(driver, *pair, size, choice)
-        for pair, size, choice in itertools.product(claimed, world_sizes, _choices(driver))
-    ]
-    found += _composed(driver, claimed, world_sizes[0], supported)
-    return list(dict.fromkeys([*found, *own]))
+        strategies = dict.fromkeys(strategy for strategy, _precision in selection.claimed)
+        return added.cells(driver, list(strategies), selection.world_size)
+    selected = selectors.get(profile, _full)(selection)
+    if profile == "default":
+        return list(selected)
+    return list(dict.fromkeys(selected))
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """What the cells of a profile are made of.
+
+    Attributes:
+        driver: The driver of the suite.
+        own: The cells of the suite's matrix.
+        strategies: The strategies of the matrix.
+        precisions: The precisions of the matrix.
+        world_sizes: The world sizes of the matrix; profiles that take one world size only take the first.
+        supported: Tells whether the driver can run a cell here.
+        shared: A directory in which processes of one session share what was read from the libraries.
+    """
+
+    driver: type[Driver]
+    own: tuple[Cell, ...]
+    strategies: tuple[str, ...]
+    precisions: tuple[str, ...]
+    world_sizes: tuple[int, ...]
+    supported: Callable[[Cell], bool]
+    shared: Path | None
+
+    @property
+    def world_size(self) -> int:
+        """Return the first world size."""
+        return self.world_sizes[0]
+
+    @property
+    def claimed(self) -> tuple[tuple[str, str], ...]:
+        """Return each strategy with each precision that the matrix has together with it.
+
+        A suite may have fp8 with one strategy only, as an extra of its matrix: the other strategies are not tried with it.
+        """
+        return tuple(dict.fromkeys((cell.strategy, cell.precision) for cell in self.own))
 
 
 def left_out(
@@ -164,174 +204,232 @@ def left_out(
     only, which is sharded the most. ``default`` runs no check in a cell that differs from an earlier one only in what
     the check does not depend on.
     """
-    found: dict[tuple[Cell, str], str] = {}
     if profile == "zoo":
-        others = ((cell, check) for cell, checks in applicable.items() for check in checks if check not in ZOO_CHECKS)
-        return dict.fromkeys(others, f"the zoo profile runs {', '.join(ZOO_CHECKS)} only")
+        return _left_out_of_zoo(applicable)
+    reasons: dict[tuple[Cell, str], str] = {}
     for cell, names in applicable.items():
         if profile == "sweep" or cell.id in _SLICED:
-            found |= _left_out_of_sweep(cell, names)
+            reasons |= _left_out_of_sweep(cell, names)
     for name, check in checks.items():
         cells = [cell for cell, names in applicable.items() if name in names]
         if profile == "smoke" and check.costly:
-            found |= {(cell, name): f"the smoke profile runs it in {cells[-1]} only" for cell in cells[:-1]}
+            for cell in cells[:-1]:
+                reasons[cell, name] = f"the smoke profile runs it in {cells[-1]} only"
         if profile == "default" and check.depends_on is not None:
-            found |= {(cell, name): reason for cell, reason in _repeated(cells, check.depends_on)}
-    return found
+            for cell, reason in _repeated(cells, check.depends_on):
+                reasons[cell, name] = reason
+    return reasons
+
+
+def _left_out_of_zoo(applicable: Mapping[Cell, Collection[str]]) -> dict[tuple[Cell, str], str]:
+    """Return all checks but ``ZOO_CHECKS``, by (cell, check), each with the reason."""
+    reasons: dict[tuple[Cell, str], str] = {}
+    for cell, checks in applicable.items():
+        for check in checks:
+            if check not in ZOO_CHECKS:
+                reasons[cell, check] = f"the zoo profile runs {', '.join(ZOO_CHECKS)} only"
+    return reasons
 
 
 def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tuple[Cell, str]]:
     """Yield the cells that are like an earlier one in these facets, each with the reason to run a check only there."""
     first: dict[tuple[object, ...], Cell] = {}
     for cell in cells:
-        alike = (cell.strategy, cell.nodes, cell.set, *(cell.facets()[name] for name in sorted(depends_on)))
-        if (other := first.setdefault(alike, cell)) != cell:
-            yield cell, f"the default profile runs it in {other}, which is alike in all that it depends on"
+        facets = cell.facets()
+        values = [facets[name] for name in sorted(depends_on)]
+        earlier = first.setdefault((cell.strategy, cell.nodes, cell.set, *values), cell)
+        if earlier != cell:
+            yield cell, f"the default profile runs it in {earlier}, which is alike in all that it depends on"
 
 
 def _left_out_of_sweep(cell: Cell, checks: Collection[str]) -> dict[tuple[Cell, str], str]:
     """Return the checks that are not run for the settings of a cell: those meant to fail, and those that no rule adds."""
-    asked = [(rules.rule_of(one.partition("=")[0]), rules.meant_to_fail(one)) for one in cell.set]
-    wanted = {*SWEEP_CHECKS, *(check for rule, _ in asked for check in rule.get("checks", ()))}
-    found: dict[tuple[Cell, str], str] = {}
+    wanted = set(SWEEP_CHECKS)
+    reason_by_failing_check: dict[str, str] = {}
+    for setting in cell.set:
+        rule = rules.rule_of(setting.partition("=")[0])
+        wanted.update(rule.get("checks", ()))
+        for check in rules.meant_to_fail(setting):
+            reason_by_failing_check.setdefault(check, rule["reason"])
+    reasons: dict[tuple[Cell, str], str] = {}
     for check in checks:
-        if meant := next((rule["reason"] for rule, failing in asked if check in failing), ""):
-            found[cell, check] = meant
+        if reason_by_failing_check.get(check):
+            reasons[cell, check] = reason_by_failing_check[check]
         elif check not in wanted:
-            found[cell, check] = f"of this setting only {', '.join(SWEEP_CHECKS)} are run"
-    return found
+            reasons[cell, check] = f"of this setting only {', '.join(SWEEP_CHECKS)} are run"
+    return reasons
 
 
-def _sweep(driver: type[Driver], strategies: Collection[str], world_size: int, shared: Path | None) -> Iterator[Cell]:
-    """Yield a cell for each value of each setting, under each strategy that has it."""
-    for setting in rules.settings_of(driver.sources, shared):
+def _zoo(selection: _Selection) -> Iterator[Cell]:
+    """Yield each architecture under each of ``ZOO_STRATEGIES``; nothing for a driver with a model of its own."""
+    if "model" not in selection.driver.options:
+        return
+    for model in architectures():
+        for strategy in ZOO_STRATEGIES:
+            if strategy in selection.strategies:
+                yield Cell.of(strategy, "fp32", selection.world_size, model=model)
+
+
+def _sweep(selection: _Selection) -> Iterator[Cell]:
+    """Yield a cell for each value of each setting, under each strategy that has it and can run it here."""
+    driver = selection.driver
+    for setting in rules.settings_of(driver.sources, selection.shared):
         for strategy, text in itertools.product(setting.strategies, setting.cells):
-            if strategy in strategies:
-                yield with_set(driver, Cell(strategy, setting.precision, world_size), text, **setting.options)
+            if strategy not in selection.strategies:
+                continue
+            cell = Cell(strategy, setting.precision, selection.world_size)
+            cell = with_set(driver, cell, text, **setting.options)
+            if selection.supported(cell):
+                yield cell
 
 
 def with_set(driver: type[Driver], cell: Cell, text: str, **options: OptionValue) -> Cell:
     """Return the cell with settings and options, of a small model if the driver has several."""
-    model = {"model": "mlp"} if "model" in driver.options else {}
+    if "model" in driver.options:
+        options.setdefault("model", "mlp")
     if "optimizer" not in driver.options:
         # It makes the one that its sources name.
         options.pop("optimizer", None)
-    return Cell.of(cell.strategy, cell.precision, cell.world_size, **{**model, **options, "set": text})
+    options["set"] = text
+    return Cell.of(cell.strategy, cell.precision, cell.world_size, **options)
 
 
-def _choices(driver: type[Driver], selects: Callable[[str], bool] = lambda name: True) -> list[Choice]:  # noqa: ARG005
-    """Return no option, then each value, except defaults, of each option that the driver supports."""
-    found: list[Choice] = [None]
-    for name in (name for name in OPTIONS if name in driver.options and selects(name)):
-        found += [(name, value) for value in OPTIONS[name].values[1:]]
-    return found
+def _full(selection: _Selection) -> Iterator[Cell]:
+    """Yield every option value by itself, every two axes of the mesh, then the suite's own cells."""
+    choices = option_choices(selection.driver)
+    for pair, world_size, choice in itertools.product(selection.claimed, selection.world_sizes, choices):
+        strategy, precision = pair
+        yield cell_of(selection.driver, strategy, precision, world_size, choice)
+    yield from _composed(selection)
+    yield from selection.own
 
 
-def _cell(driver: type[Driver], strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
+def option_choices(driver: type[Driver], names: Iterable[str] = tuple(OPTIONS)) -> list[Choice]:
+    """Return no option, then each value, except defaults, of each of these options that the driver supports."""
+    choices: list[Choice] = [None]
+    for name in names:
+        if name in driver.options:
+            choices += [(name, value) for value in OPTIONS[name].values[1:]]
+    return choices
+
+
+def cell_of(driver: type[Driver], strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
+    """Return a cell with these options, those that they need, and as many ranks as their mesh needs at least."""
     chosen = dict(choice for choice in choices if choice is not None)
-    tokens = [token for name, value in chosen.items() for token in (name, OPTIONS[name].token(value))]
-    tokens.append("+".join(chosen))
-    options = {name: value for one in tokens for name, value in driver.needs_options.get(one, {}).items()} | chosen
+    options = {**_needed_options(driver, chosen), **chosen}
     if options.get("sp"):
         options.setdefault("tp", 2)
     if options.get("pp_schedule"):
         options.setdefault("pp", 2)
     if options.get("ep"):
         options.setdefault("model", "moe_deepspeed" if strategy.startswith("zero") else "moe_fused")
-    replicas, parts = (
-        int(options.get("dp_replicate", 1)),
-        math.prod(int(options.get(name, 1)) for name in ("tp", "cp", "pp")),
-    )
-    # A replica has at least two shards, and beside tensor parallelism there is data parallelism, if four ranks are enough.
-    least = max(2 * replicas * parts if replicas > 1 else 1, 4 if parts > 1 or options.get("ep") else 1)
-    return Cell(strategy, precision, max(world_size, least), tuple(options.items()))
+    world_size = max(world_size, _least_world_size(options))
+    return Cell(strategy, precision, world_size, tuple(options.items()))
 
 
-def _composed(
-    driver: type[Driver], claimed: Iterable[tuple[str, str]], world_size: int, supported: Callable[[Cell], bool]
-) -> Iterator[Cell]:
+def _needed_options(driver: type[Driver], chosen: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+    """Return the options that the driver needs beside the chosen ones.
+
+    It declares them for an option (``sp``), for a value of one (``optimizer_muon``) and for several together (``tp+cp``).
+    """
+    keys: list[str] = []
+    for name, value in chosen.items():
+        keys += [name, OPTIONS[name].token(value)]
+    keys.append("+".join(chosen))
+    needed: dict[str, OptionValue] = {}
+    for key in keys:
+        needed |= driver.needs_options.get(key, {})
+    return needed
+
+
+def _least_world_size(options: Mapping[str, OptionValue]) -> int:
+    """Return how many ranks the mesh of these options needs at least."""
+    replicas = int(options.get("dp_replicate", 1))
+    parts = math.prod(int(options.get(name, 1)) for name in ("tp", "cp", "pp"))
+    least = 1
+    if replicas > 1:
+        # A replica has at least two shards.
+        least = 2 * replicas * parts
+    if parts > 1 or options.get("ep"):
+        # Beside tensor parallelism there is data parallelism, if four ranks are enough.
+        least = max(least, 4)
+    return least
+
+
+def _composed(selection: _Selection) -> Iterator[Cell]:
     """Yield every two axes of the mesh beside each other, and each beside what changes what its layers compute.
 
     Where one of the two cannot run by itself, the reason is that of its own cell.
     """
-    choices = [(name, OPTIONS[name].values[1]) for name in AXES] + [*BESIDE_AXES]
-    for strategy, precision in claimed:
-        make = functools.partial(_cell, driver, strategy, precision, world_size)
-        able = [choice for choice in choices if choice[0] in driver.options and supported(make(choice))]
-        for one, other in itertools.combinations(able, 2):
-            if one[0] in AXES:
-                yield make(one, other)
+    driver = selection.driver
+    choices = [(name, OPTIONS[name].values[1]) for name in AXES]
+    choices += BESIDE_AXES
+    choices = [choice for choice in choices if choice[0] in driver.options]
+    for strategy, precision in selection.claimed:
+        make = functools.partial(cell_of, driver, strategy, precision, selection.world_size)
+        able = [choice for choice in choices if selection.supported(make(choice))]
+        for first, second in itertools.combinations(able, 2):
+            if first[0] in AXES:
+                yield make(first, second)
 
 
-def _smoke(
-    strategies: Iterable[str], precisions: Sequence[str], world_size: int, supported: Callable[[Cell], bool]
-) -> Iterator[Cell]:
+def _smoke(selection: _Selection) -> Iterator[Cell]:
     """Yield each strategy with the next precision that it supports, then the remaining precisions."""
-    ring, left, chosen = itertools.cycle(precisions), dict.fromkeys(precisions), []
-    for strategy in strategies:
-        options = [Cell(strategy, precision, world_size) for precision in itertools.islice(ring, len(precisions))]
-        cell = next((cell for cell in options if supported(cell)), None)
-        next(ring)
+    precisions = selection.precisions
+    remaining = dict.fromkeys(precisions)
+    ring = deque(precisions)
+    for strategy in selection.strategies:
+        cell = _first_supported(selection, [strategy], ring)
+        # The next strategy begins with the next precision.
+        ring.rotate(-1)
         if cell is not None:
-            chosen.append(cell)
-            left.pop(cell.precision, None)
-    for precision in left:
-        cell = next((cell for s in strategies if supported(cell := Cell(s, precision, world_size))), None)
-        chosen += [cell] if cell is not None else []
-    yield from dict.fromkeys(chosen)
+            remaining.pop(cell.precision, None)
+            yield cell
+    for precision in remaining:
+        cell = _first_supported(selection, selection.strategies, [precision])
+        if cell is not None:
+            yield cell
 
 
-def _pairwise(
-    claimed: Collection[tuple[str, str]], world_size: int, driver: type[Driver], supported: Callable[[Cell], bool]
-) -> Iterator[Cell]:
-    """Yield a covering array of strength 2 by covertable; allpairspy leaves out pairs where there are constraints."""
-    # ``claimed`` are the strategies and precisions that occur together.
+def _first_supported(selection: _Selection, strategies: Iterable[str], precisions: Iterable[str]) -> Cell | None:
+    """Return the first cell of these strategies and precisions that the driver can run here; None if it can run none."""
+    for strategy, precision in itertools.product(strategies, precisions):
+        cell = Cell(strategy, precision, selection.world_size)
+        if selection.supported(cell):
+            return cell
+    return None
+
+
+def _pairwise(selection: _Selection) -> Iterator[Cell]:
+    """Yield the suite's own cells, then a covering array of strength 2: every pair of values that the driver can do.
+
+    The own cells, because a bug may need a strategy, a precision and an option together, and some checks need cells without
+    options. The array by covertable; allpairspy leaves out pairs where there are constraints.
+    """
     try:
         from covertable import make
     except ImportError:
         raise UsageProblem("the profile pairwise needs covertable: pip install 'pytest-distcompat[pairwise]'") from None
 
-    model_choices = _choices(driver, lambda name: name in MODEL_OPTIONS)
-    training_choices = _choices(driver, lambda name: name not in MODEL_OPTIONS)
+    driver = selection.driver
+    claimed = selection.claimed
+    yield from selection.own
+    model_choices = option_choices(driver, [name for name in OPTIONS if name in MODEL_OPTIONS])
+    training_choices = option_choices(driver, [name for name in OPTIONS if name not in MODEL_OPTIONS])
 
     @functools.cache
     def possible(strategy: str, precision: str, *choices: Choice) -> bool:
         # Cached: covertable calls it often, and a driver looks for the libraries that it needs.
-        cell = _cell(driver, strategy, precision, world_size, *choices)
-        return (strategy, precision) in claimed and supported(cell)
+        cell = cell_of(driver, strategy, precision, selection.world_size, *choices)
+        return (strategy, precision) in claimed and selection.supported(cell)
 
     constraint = {
         "operator": "fn",
         "requires": [0, 1, 2, 3],
-        "evaluate": lambda row: possible(*(row[factor] for factor in range(4))),
+        "evaluate": lambda row: possible(row[0], row[1], row[2], row[3]),
     }
-    factors = [list(dict.fromkeys(names)) for names in zip(*claimed, strict=True)]
-    for row in make([*factors, model_choices, training_choices], constraints=[constraint]):
-        yield _cell(driver, row[0], row[1], world_size, row[2], row[3])
-
-
-#: The checks that need no values.
-OF_SIMULATIONS = ("active", "names", "dtypes", "units", "memory")
-#: The options beside which FSDP2 was simulated.
-_SIMULATED_OPTIONS = frozenset(
-    {"model", "dp_replicate", "tp", "sp", "reshard_after_forward", "activation_checkpointing", "state_dict", "frozen"}
-    | {"param_groups", "reduce_dtype", "float32_norms"}
-)
-
-
-def resized(cells: Iterable[Cell], size: int) -> list[Cell]:
-    """Return the cells for so many ranks, each once. Raises UsageProblem if so many cannot form the mesh of one."""
-    try:
-        return list(dict.fromkeys(dataclasses.replace(cell, world_size=size) for cell in cells))
-    except ValueError as error:
-        raise UsageProblem(f"--distcompat-simulate {size}: {error}") from None
-
-
-def not_simulated(driver: type[Driver], cell: Cell) -> str | None:
-    """Return why a cell cannot be simulated; None if it can."""
-    if cell.strategy != "fsdp2":
-        return f"{cell.strategy} needs values and peers; FSDP2, with replicas and tensor parallelism, can be simulated"
-    if {*driver.libraries} - {"torch"}:
-        return f"{' and '.join(driver.libraries)} reads values at build; drivers of plain torch can be simulated"
-    others = [name for name, _ in cell.options if name not in _SIMULATED_OPTIONS]
-    return f"option {others[0]!r} needs values, or was not simulated yet" if others else None
+    strategies = list(dict.fromkeys(strategy for strategy, _precision in claimed))
+    precisions = list(dict.fromkeys(precision for _strategy, precision in claimed))
+    rows = make([strategies, precisions, model_choices, training_choices], constraints=[constraint])
+    for row in rows:
+        yield cell_of(driver, row[0], row[1], selection.world_size, row[2], row[3])

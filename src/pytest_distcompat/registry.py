@@ -29,44 +29,58 @@ class Registry(Generic[T]):
     Other installed packages add items by entry points: their group is the package's name, as
     ``pytest_distcompat.strategies``, their value ``module:item``. Modules whose name begins with an underscore are left
     out. An item is an instance of ``kind``, or a subclass that a module defines. A registry without modules has the items of
-    entry points alone.
+    entry points alone. ``group`` is their group, if it is not named after the package.
     """
 
-    def __init__(self, package: str, kind: type[T], item_name: str, *, has_modules: bool = True) -> None:
-        self._package, self._kind, self._item_name = package, kind, item_name
+    def __init__(
+        self, package: str, kind: type[T], item_name: str, *, has_modules: bool = True, group: str = ""
+    ) -> None:
+        self._package = package
+        self._group = group or package
+        self._kind = kind
+        self._item_name = item_name
         self._has_modules = has_modules
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Return the full names of the modules that define the items."""
-        return (*self._own_modules(), *dict.fromkeys(entry.module for entry in self.extensions.values()))
+        modules = self._own_modules()
+        modules += [entry.module for entry in self.extensions.values()]
+        return tuple(dict.fromkeys(modules))
 
     def _own_modules(self) -> list[str]:
         if not self._has_modules:
             return []
         package = importlib.import_module(self._package)
-        names = (info.name for info in pkgutil.iter_modules(package.__path__))
-        return [f"{self._package}.{name}" for name in names if not name.startswith("_")]
+        modules: list[str] = []
+        for info in pkgutil.iter_modules(package.__path__):
+            if not info.name.startswith("_"):
+                modules.append(f"{self._package}.{info.name}")
+        return modules
 
     @property
     def extensions(self) -> dict[str, EntryPoint]:
         """Return the entry points by which other packages add items, by "NAME of DISTRIBUTION"."""
-        found = installed_entry_points().select(group=self._package)
-        return {f"{entry.name} of {entry.dist.name if entry.dist else 'an unknown package'}": entry for entry in found}
+        entry_by_origin: dict[str, EntryPoint] = {}
+        for entry in installed_entry_points().select(group=self._group):
+            distribution = entry.dist.name if entry.dist else "an unknown package"
+            entry_by_origin[f"{entry.name} of {distribution}"] = entry
+        return entry_by_origin
 
     def _own_items(self) -> Iterator[tuple[str, T]]:
         """Yield each item of the package, after the module that defines it."""
         for full_name in self._own_modules():
             module = importlib.import_module(full_name)
-            here = [value for value in vars(module).values() if self._belongs(value, module.__name__)]
-            if not here:
+            items = [value for value in vars(module).values() if self._belongs(value, module.__name__)]
+            if not items:
                 raise TypeError(f"{module.__name__} holds no {self._kind.__name__}")
-            yield from ((module.__name__, item) for item in here)
+            for item in items:
+                yield module.__name__, item
 
     def _added_items(self) -> Iterator[tuple[str, T]]:
         """Yield each item that another package adds, after its origin."""
         for origin, entry in self.extensions.items():
-            where = f"entry point {self._package}: {origin}"
+            where = f"entry point {self._group}: {origin}"
             try:
                 item = entry.load()
             except Exception as error:
@@ -82,14 +96,15 @@ class Registry(Generic[T]):
         Raises TypeError if a module of the package defines no item, or one whose name is taken; UsageProblem for an
         entry point.
         """
-        found: dict[str, T] = {}
+        items: dict[str, T] = {}
         for module, item in self._own_items():
-            if found.setdefault(_name(item), item) is not item:
+            if items.setdefault(_name(item), item) is not item:
                 raise TypeError(f"{module} holds a second {self._item_name} named {_name(item)!r}")
         for where, item in self._added_items():
-            if found.setdefault(_name(item), item) is not item:
+            if items.setdefault(_name(item), item) is not item:
                 raise UsageProblem(f"{where} holds a second {self._item_name} named {_name(item)!r}")
-        return dict(sorted(found.items(), key=lambda pair: (getattr(pair[1], "order", 0), pair[0])))
+        ordered = sorted(items, key=lambda name: (getattr(items[name], "order", 0), name))
+        return {name: items[name] for name in ordered}
 
     def _belongs(self, value: object, module: str) -> bool:
         """Tell whether the value is an instance of the kind, or a subclass of it that the module itself defines."""

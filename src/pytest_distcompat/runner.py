@@ -18,11 +18,11 @@ from filelock import FileLock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.events import Done, Event, SnapshotTaken, of_kind
-from pytest_distcompat.launch.ending import Ending, RankEnd, current_action
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd, current_action
+from pytest_distcompat.launch.forensics.stacks import without_launcher
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.stacks import without_launcher
 from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.scenario import Run, Scenario
 from pytest_distcompat.trace import RunFailure, RunTrace, Snapshot, Trace

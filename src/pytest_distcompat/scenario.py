@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from pytest_distcompat.calls import REFERENCE_CALL
@@ -49,21 +49,35 @@ class Run:
     @property
     def is_reference(self) -> bool:
         """Tell whether one process trains on the batches of all ranks of another run."""
-        return any(action in {"reference", "rounded"} or action.startswith(REFERENCE_CALL) for action in self.actions)
+        for action in self.actions:
+            if action in {"reference", "rounded"} or action.startswith(REFERENCE_CALL):
+                return True
+        return False
 
     def cell(self, cell: Cell) -> Cell:
         """Return the cell that the run runs in, for a check in ``cell``."""
-        options = tuple((name, value) for name, value in cell.options if self.only is None or name in self.only)
+        options = dict(cell.options)
+        if self.only is not None:
+            options = {name: value for name, value in cell.options if name in self.only}
         if self.follows is not None and cell.set:
-            names = tuple(f"{name}{end}" for name in self.follows for end in ".=")
-            kept = (one for one in cell.set if one.startswith(names) and one not in self.ignores)
-            options = (*(one for one in options if one[0] != "set"), ("set", "+".join(kept)))
+            options["set"] = "+".join(self._followed(cell.set, self.follows))
         if self.tp:
-            options = (*(one for one in options if one[0] != "tp"), ("tp", self.tp))
+            options["tp"] = self.tp
         world_size = self.world_size or cell.world_size
         # One rank is on one node.
         nodes = cell.nodes if world_size > 1 else 1
-        return Cell(self.strategy or cell.strategy, self.precision or cell.precision, world_size, options, nodes)
+        strategy = self.strategy or cell.strategy
+        precision = self.precision or cell.precision
+        return Cell(strategy, precision, world_size, tuple(options.items()), nodes)
+
+    def _followed(self, settings: Iterable[str], names: Iterable[str]) -> list[str]:
+        """Return the settings of these objects and fields, without those that the run ignores."""
+        beginnings: list[str] = []
+        for name in names:
+            # A setting is ``OBJECT.FIELD=VALUE``, a field of DeepSpeed's JSON ``ds_config.FIELD.FIELD=VALUE``.
+            beginnings += [f"{name}.", f"{name}="]
+        followed = [setting for setting in settings if setting.startswith(tuple(beginnings))]
+        return [setting for setting in followed if setting not in self.ignores]
 
 
 def without(*options: str) -> tuple[str, ...]:
@@ -80,12 +94,16 @@ class Scenario:
 
     def following(self, *settings: str) -> Scenario:
         """Return the scenario with a reference for each of two settings, which follows all of the cell's but the other."""
-        runs = list(self.runs)
-        if settings:
-            at = runs.index(REFERENCE_RUN)
-            names = (REFERENCE_RUN.name, OTHER_REFERENCE)
-            both = zip(names, reversed(settings[:2]), strict=True)
-            runs[at : at + 1] = [dataclasses.replace(REFERENCE_RUN, name=name, ignores=(one,)) for name, one in both]
+        if not settings:
+            return self
+        first, second = settings[:2]
+        runs: list[Run] = []
+        for run in self.runs:
+            if run == REFERENCE_RUN:
+                runs.append(dataclasses.replace(REFERENCE_RUN, ignores=(second,)))
+                runs.append(dataclasses.replace(REFERENCE_RUN, name=OTHER_REFERENCE, ignores=(first,)))
+            else:
+                runs.append(run)
         return dataclasses.replace(self, runs=tuple(runs))
 
 
@@ -129,14 +147,26 @@ THIRD_RUN = Run("third", (*_BUILD, "load", *("step",) * 4), first_step=6, after=
 
 #: The settings that the reference follows, of an object or a field: they change the training, and one process can be given them.
 FOLLOWED = (
-    *("AdamW", "SGD", "Adafactor", "Muon", "AdamW8bit", "ds_config.optimizer", "ds_config.scheduler"),
-    *("ds_config.gradient_clipping", "DeepSpeedPlugin.gradient_clipping", "TrainingArguments.max_grad_norm"),
-    *(
-        f"TrainingArguments.{name}"
-        for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-    ),
-    *(f"TrainingArguments.{name}" for name in ("optim", "optim_args")),
-    *(f"TrainingArguments.{name}" for name in ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")),
+    "AdamW",
+    "SGD",
+    "Adafactor",
+    "Muon",
+    "AdamW8bit",
+    "ds_config.optimizer",
+    "ds_config.scheduler",
+    "ds_config.gradient_clipping",
+    "DeepSpeedPlugin.gradient_clipping",
+    "TrainingArguments.max_grad_norm",
+    "TrainingArguments.learning_rate",
+    "TrainingArguments.weight_decay",
+    "TrainingArguments.adam_beta1",
+    "TrainingArguments.adam_beta2",
+    "TrainingArguments.adam_epsilon",
+    "TrainingArguments.optim",
+    "TrainingArguments.optim_args",
+    "TrainingArguments.lr_scheduler_type",
+    "TrainingArguments.lr_scheduler_kwargs",
+    "TrainingArguments.warmup_steps",
 )
 
 #: The same training without any strategy: the reference for losses, norms and learning rates.
@@ -176,10 +206,11 @@ BLOCKED_RUN = Run(
 
 #: A checkpoint with a truncated or removed file. It is corrupted before ``build``, after which all ranks are in step: none loads
 #: earlier.
-DAMAGED_RUNS = tuple(
-    Run(name, ("build_model", "damage", "build", "load", "step"), first_step=3, after="train", damage=how)
-    for name, how in (("truncated", "truncate"), ("removed", "remove"))
+TRUNCATED_RUN = Run(
+    "truncated", ("build_model", "damage", "build", "load", "step"), first_step=3, after="train", damage="truncate"
 )
+REMOVED_RUN = dataclasses.replace(TRUNCATED_RUN, name="removed", damage="remove")
+DAMAGED_RUNS = (TRUNCATED_RUN, REMOVED_RUN)
 
 #: Gradients overflow in the second of three steps, as they do in float16 until a scaler has found its scale.
 OVERFLOW_RUN = Run("overflow", (*_BUILD, "step", "overflow", "step"))
@@ -197,9 +228,8 @@ ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))
 EXPORT = Scenario("export", (TRAIN_RUN, RELOAD_RUN))
 PATHS = Scenario("paths", (NAMED_RUN, REOPENED_RUN, BLOCKED_RUN))
 #: Of a trainer that knows the directory when it is built.
-PATHS_AT_BUILD = Scenario(
-    "paths", (NAMED_RUN, REOPENED_RUN, dataclasses.replace(BLOCKED_RUN, actions=BLOCKED_RUN.actions[:3]))
-)
+BLOCKED_AT_BUILD_RUN = dataclasses.replace(BLOCKED_RUN, actions=("build_model", "damage", "build"))
+PATHS_AT_BUILD = Scenario("paths", (NAMED_RUN, REOPENED_RUN, BLOCKED_AT_BUILD_RUN))
 OVERFLOW = Scenario("overflow", (OVERFLOW_RUN,))
 #: 8 bits alone, DeepSpeed alone, then both.
 STAGES = Scenario(
@@ -220,20 +250,30 @@ def reshard(cell: Cell, tp: int = 0) -> Scenario:
     One of tensor or pipeline parallelism is loaded without it at the same world size, and what that saves with it, in parts of
     ``tp`` ranks.
     """
-    load, world_size = (*_BUILD, "load"), cell.world_size
-    mesh = {"only": without(*MESH)} if cell.tp * cell.pp > 1 else {"world_size": 2 * world_size}
+    world_size = cell.world_size
     # One step before the save, so that what is loaded last is not what was loaded first.
-    up = Run("up", (*load, "step", "save", "step"), first_step=3, after="train", **mesh)
-    back = Run("back", (*load, "step"), first_step=4, after="up", world_size=world_size, tp=tp)
-    one = Run("one", (*load, "step"), first_step=3, after="train", world_size=1, only=without(*MESH))
-    return Scenario("reshard", (TRAIN_RUN, up, back, one) if world_size > 1 else (TRAIN_RUN, up, back))
+    up = Run("up", (*_BUILD, "load", "step", "save", "step"), first_step=3, after="train")
+    if cell.tp * cell.pp > 1:
+        up = dataclasses.replace(up, only=without(*MESH))
+    else:
+        up = dataclasses.replace(up, world_size=2 * world_size)
+    back = Run("back", (*_BUILD, "load", "step"), first_step=4, after="up", world_size=world_size, tp=tp)
+    runs = [TRAIN_RUN, up, back]
+    if world_size > 1:
+        runs.append(
+            Run("one", (*_BUILD, "load", "step"), first_step=3, after="train", world_size=1, only=without(*MESH))
+        )
+    return Scenario("reshard", tuple(runs))
 
 
 def coverage(world_size: int, loaders: Collection[Loader]) -> Scenario:
     """Return runs of loaders from the beginning and, of those that can do it, resumed, and resumed at twice as many ranks."""
-    moved = Run("moved_rows", ("moved_rows",), after="rows", world_size=2 * world_size)
-    resumed = (RESUMED_ROWS_RUN,) if any(loader.resumes for loader in loaders) else ()
-    return Scenario("coverage", (ROWS_RUN, *resumed, *((moved,) if any(loader.moves for loader in loaders) else ())))
+    runs = [ROWS_RUN]
+    if any(loader.resumes for loader in loaders):
+        runs.append(RESUMED_ROWS_RUN)
+    if any(loader.moves for loader in loaders):
+        runs.append(Run("moved_rows", ("moved_rows",), after="rows", world_size=2 * world_size))
+    return Scenario("coverage", tuple(runs))
 
 
 def port(strategy: str) -> Scenario:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 from pytest_distcompat.excerpt import name_nodes
 
-#: Placements of a dimension along which all ranks hold the same, and of one whose ranks hold pieces of the flattened tensor.
-REPLICATE, FLAT = "Replicate", "Flat"
+T = TypeVar("T")
+
+#: Placement along a dimension whose ranks all hold the same.
+REPLICATE = "Replicate"
+#: Placement along a dimension whose ranks hold pieces of the flattened tensor.
+FLAT = "Flat"
 #: Placement of a dimension of which this rank's coordinate alone holds the tensor: a stage of a pipeline, an expert.
 STAGE = "Stage"
 #: Products of float32 that a GPU computes with 10 bits of each factor: https://docs.pytorch.org/docs/stable/notes/cuda.html
@@ -23,11 +27,20 @@ TF32 = "tf32"
 
 @dataclass(frozen=True)
 class MeshDim:
-    """One dimension of a mesh: its name (``tp``), its size, this rank's coordinate, and how a tensor is placed along it.
+    """One dimension of a device mesh, and how a tensor is placed along it.
 
-    ``placement`` is ``Replicate``, ``Shard(0)``, ``StridedShard(0, 2)`` or ``Partial``, as torch's DTensor has them, or ``Flat``:
-    pieces of the flattened tensor in the order of the ranks, as FSDP1 and ZeRO cut it, or ``Stage``: on this coordinate alone, as
-    the dimension ``pp`` has it, and ``ep`` of DeepSpeed's experts.
+    A mesh arranges ranks in a grid: four ranks as ``dp_shard`` of size 2 times ``tp`` of size 2, say, with ranks 0 and 1 as
+    neighbours in the innermost dimension, ``tp``.
+
+    Attributes:
+        name: The name of the dimension; empty where the mesh has no names.
+        size: How many ranks it has.
+        coordinate: This rank's index along it.
+        placement: ``Replicate`` (each rank holds the same), ``Shard(0)`` (each holds a piece of the tensor's dimension 0),
+            ``StridedShard(0, 2)`` (a piece of each of 2 pieces that another mesh dimension has made) or ``Partial`` (their sum
+            is the tensor), as torch's DTensor has them; ``Flat``: pieces of the flattened tensor in the order of the ranks, as
+            FSDP1 and ZeRO shard it; ``Stage``: this coordinate alone holds the tensor, as in ``pp``, and in ``ep`` of
+            DeepSpeed's experts.
     """
 
     name: str
@@ -38,11 +51,13 @@ class MeshDim:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which part of a whole tensor this rank holds.
+    """Which part of a tensor this rank holds.
 
-    ``dims`` are those of its mesh. ``holders`` are the ranks that hold one copy of the tensor together (its shard group), in the
-    order of their pieces if it is cut flat; empty if this rank alone holds the whole. Of an expert that is a tensor of its own
-    they are the ranks that hold one copy of all experts together.
+    Attributes:
+        dims: The dimensions of the tensor's mesh, the outermost first; none for a tensor that lies on no mesh.
+        holders: The ranks that together hold one copy of the tensor (its shard group), in the order of their pieces if it is
+            sharded flat; empty if this rank alone holds all of it. Of an expert that is a tensor of its own: the ranks that
+            together hold one copy of all experts.
     """
 
     dims: tuple[MeshDim, ...] = ()
@@ -50,24 +65,29 @@ class Layout:
 
     @property
     def region(self) -> tuple[tuple[str, int, int], ...]:
-        """Return which part it is: ranks with the same one hold replicas of it."""
-        return tuple(
-            (dim.placement, dim.size, dim.coordinate)
-            for dim in self.dims
-            if dim.size > 1 and dim.placement not in {REPLICATE, STAGE}
-        )
+        """Return which part it is, as (placement, size, coordinate) of each mesh dimension that shards; equal for replicas."""
+        cuts: list[tuple[str, int, int]] = []
+        for dim in self.dims:
+            if dim.size > 1 and dim.placement not in {REPLICATE, STAGE}:
+                cuts.append((dim.placement, dim.size, dim.coordinate))
+        return tuple(cuts)
 
     @property
     def flat(self) -> bool:
-        """Tell whether it is a piece of the flattened tensor, whose place follows from the pieces before it."""
+        """Tell whether it is a piece of the flattened tensor; where it begins follows from the sizes of the pieces before it."""
         return {dim.placement for dim in self.dims} - {REPLICATE, STAGE} == {FLAT}
 
     def dim(self, name: str) -> MeshDim | None:
         """Return the dimension of that name, None if the tensor's mesh has none."""
-        return next((dim for dim in self.dims if dim.name == name), None)
+        for dim in self.dims:
+            if dim.name == name:
+                return dim
+        return None
 
     def __str__(self) -> str:
-        return ", ".join(f"{dim.name}={dim.placement}".lstrip("=") for dim in self.dims)
+        # A dimension may have no name.
+        texts = [f"{dim.name}={dim.placement}".lstrip("=") for dim in self.dims]
+        return ", ".join(texts)
 
 
 @dataclass(frozen=True)
@@ -259,11 +279,18 @@ class FileInfo:
 
     def renamed(self, name: Callable[[str], str]) -> FileInfo:
         """Return the file with ``name(key)`` in place of each key."""
-        mappings = ("shapes", "dtypes", "digests", "files")
-        renamed: dict[str, Any] = {
-            field: {name(key): one for key, one in getattr(self, field).items()} for field in mappings
-        }
-        return dataclasses.replace(self, keys=tuple(map(name, self.keys)), **renamed)
+
+        def with_names(mapping: Mapping[str, T]) -> dict[str, T]:
+            return {name(key): value for key, value in mapping.items()}
+
+        return dataclasses.replace(
+            self,
+            keys=tuple(name(key) for key in self.keys),
+            shapes=with_names(self.shapes),
+            dtypes=with_names(self.dtypes),
+            digests=with_names(self.digests),
+            files=with_names(self.files),
+        )
 
 
 #: How many elements of a tensor are here, their sum, and the sum of their squares.
@@ -564,7 +591,8 @@ class RunTrace:
 
     def at_index(self, index: int) -> tuple[Snapshot, ...]:
         """Return the snapshots after the action with that index in the run."""
-        return tuple(sorted((m for m in self.snapshots if m.index == index), key=lambda m: m.rank))
+        snapshots = [snapshot for snapshot in self.snapshots if snapshot.index == index]
+        return tuple(sorted(snapshots, key=lambda snapshot: snapshot.rank))
 
     @property
     def trained(self) -> tuple[Snapshot, ...]:
@@ -609,10 +637,15 @@ def shard_groups(holders: Mapping[int, tuple[int, ...]], world_size: int = 0) ->
 
     A rank that reports nothing, or itself alone because it holds no element, is in the group of its peers.
     """
-    found = {group or (rank,) for rank, group in holders.items()}
-    shared = {rank for group in found if len(group) > 1 for rank in group}
-    groups = sorted(group for group in found if len(group) > 1 or group[0] not in shared)
-    return tuple(groups) or ((tuple(range(world_size)),) if world_size else ())
+    reported = {group or (rank,) for rank, group in holders.items()}
+    ranks_with_peers: set[int] = set()
+    for group in reported:
+        if len(group) > 1:
+            ranks_with_peers.update(group)
+    groups = [group for group in reported if len(group) > 1 or group[0] not in ranks_with_peers]
+    if not groups and world_size:
+        groups = [tuple(range(world_size))]
+    return tuple(sorted(groups))
 
 
 def held_indices(shape: Iterable[int], cuts: Iterable[tuple[int, int, int, int]]) -> list[Sequence[int]]:
@@ -623,11 +656,18 @@ def held_indices(shape: Iterable[int], cuts: Iterable[tuple[int, int, int, int]]
         cuts: For each mesh dimension that cuts it, from the outermost: the tensor's dimension, into how many pieces that was cut
             before (``StridedShard``), the size of the mesh dimension, and the rank's coordinate.
     """
-    held: list[Sequence[int]] = [range(size) for size in shape]
-    for dim, pieces, size, at in cuts:
-        parts = [_chunk(_chunk(held[dim], pieces, nth), size, at) for nth in range(pieces)]
-        held[dim] = parts[0] if pieces == 1 else [index for part in parts for index in part]
-    return held
+    indices_by_dim: list[Sequence[int]] = [range(size) for size in shape]
+    for dim, pieces, size, coordinate in cuts:
+        if pieces == 1:
+            indices_by_dim[dim] = _chunk(indices_by_dim[dim], size, coordinate)
+            continue
+        # This rank has its chunk of each piece.
+        indices: list[int] = []
+        for nth in range(pieces):
+            piece = _chunk(indices_by_dim[dim], pieces, nth)
+            indices += _chunk(piece, size, coordinate)
+        indices_by_dim[dim] = indices
+    return indices_by_dim
 
 
 def _chunk(indices: Sequence[int], count: int, nth: int) -> Sequence[int]:
@@ -642,9 +682,14 @@ def together(parts: Iterable[tuple[tuple[int, ...], float]]) -> tuple[tuple[int,
 
     What fewer ranks hold together, several of the holders have: of each of them it is a part.
     """
-    listed = tuple(parts)
-    holders = tuple(sorted({rank for some, _ in listed for rank in some}))
-    return holders, sum(square * max(1, len(some)) / max(1, len(holders)) for some, square in listed)
+    parts = tuple(parts)
+    ranks: set[int] = set()
+    for holders_of_part, _square in parts:
+        ranks.update(holders_of_part)
+    share = 0.0
+    for holders_of_part, square in parts:
+        share += square * max(1, len(holders_of_part)) / max(1, len(ranks))
+    return tuple(sorted(ranks)), share
 
 
 @dataclass(frozen=True)
@@ -677,12 +722,17 @@ class Trace:
 
         Runs of several world sizes spread their ranks otherwise, and a finding may be about either: then a line says how.
         """
-        ended = [run for run in self if run.end is not None and run.end.message in text]
-        spread = {run.nodes: run for run in ended or self if run.nodes}
-        if len(spread) == 1:
-            return name_nodes(text, next(iter(spread)))
-        found = "; ".join(name_nodes(f"ranks {', '.join(map(str, range(len(one))))}", one) for one in spread)
-        return f"{text}\n\nwhere ranks are: {found}" if text and spread else text
+        failed_runs = [run for run in self if run.end is not None and run.end.message in text]
+        spreads = list(dict.fromkeys(run.nodes for run in failed_runs or self if run.nodes))
+        if not text or not spreads:
+            return text
+        if len(spreads) == 1:
+            return name_nodes(text, spreads[0])
+        places: list[str] = []
+        for nodes in spreads:
+            ranks = ", ".join(str(rank) for rank in range(len(nodes)))
+            places.append(name_nodes(f"ranks {ranks}", nodes))
+        return f"{text}\n\nwhere ranks are: {'; '.join(places)}"
 
     @classmethod
     def of(cls, driver: str, runs: Iterable[RunTrace]) -> Trace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 import sys
@@ -25,7 +24,7 @@ from pytest_distcompat.registry import installed_entry_points
 from pytest_distcompat.run_paths import RunPaths, SuitePayload
 from pytest_distcompat.scenario import ROWS, Run
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import RowsInfo, Snapshot
+from pytest_distcompat.trace import FileInfo, RowsInfo, Snapshot
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -57,20 +56,22 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """Perform one run on this rank; the payload is a ``SuitePayload`` as plain data."""
     from pytest_distcompat.probe.observe import Observer
 
-    asked = decode(SuitePayload, payload)
-    _capture_log(asked.log_level, log)
-    world = World.from_environment(asked.device)
+    suite_payload = decode(SuitePayload, payload)
+    _capture_log(suite_payload.log_level, log)
+    world = World.from_environment(suite_payload.device)
     world.divide_memory()
     if world.shared and world.backend == "gloo":
         _init_gloo(world)
-    cell = asked.driver_cell
+    cell = suite_payload.driver_cell
     os.environ.update(cell.settings("env"))
-    recorded_rank = RecordedRank(asked.driver, asked.asking_cell, log.path.parent, log.rank)
-    with recording(asked.recorders, recorded_rank) as recorders:
-        driver = find_driver(asked.driver)(cell, world)
+    recorded_rank = RecordedRank(suite_payload.driver, suite_payload.asking_cell, log.path.parent, log.rank)
+    with recording(suite_payload.recorders, recorded_rank) as recorders:
+        driver = find_driver(suite_payload.driver)(cell, world)
         if log.by_hand:
-            asked.paths.clear(asked.run, log.path.parent, first=world.first(per_node=asked.per_node))
-        rank = Rank(driver, asked.run, asked.paths, Observer(), log)
+            suite_payload.paths.clear(
+                suite_payload.run, log.path.parent, first=world.first(per_node=suite_payload.per_node)
+            )
+        rank = Rank(driver, suite_payload.run, suite_payload.paths, Observer(), log)
         rank.recorders = recorders
         rank.perform()
         _end_process_group(driver)
@@ -111,8 +112,15 @@ class Rank:
     recorders: Sequence[Recorder] = ()
 
     def __init__(self, driver: Driver, run: Run, run_paths: RunPaths, observer: Observer, log: RankLog) -> None:
-        self.driver, self.run, self.run_paths, self.observer, self.log = driver, run, run_paths, observer, log
-        self.index, self.end = -1, 0
+        self.driver = driver
+        self.run = run
+        self.run_paths = run_paths
+        self.observer = observer
+        self.log = log
+        #: Which action of the run is next, and before which one the trainer's plan ends.
+        self.index = -1
+        self.end = 0
+        #: How many steps this training has taken.
         self.number = run.first_step
         self.unwrapped: Module | None = None
         observer.trainer = self._trainer
@@ -120,7 +128,17 @@ class Rank:
     def _trainer(self) -> tuple[Module | None, Any, bool]:
         """Return the trained model, its optimizer, and whether the step is one that is recorded with all values."""
         model = self.driver.model if self.unwrapped is None else self.unwrapped
-        return model, self.driver.optimizer, self.number < self.run.first_step + WHOLE_STEPS
+        return model, self.driver.optimizer, self._among_first_steps
+
+    @property
+    def _among_first_steps(self) -> bool:
+        """Tell whether the next step is one of the first of this run, which are recorded with all values."""
+        return self.number < self.run.first_step + WHOLE_STEPS
+
+    @property
+    def _next_in_plan(self) -> str:
+        """The action that the trainer is to do next; empty if its plan is done."""
+        return self.run.actions[self.index] if self.index < self.end else ""
 
     def perform(self) -> None:
         """Perform all actions of the run."""
@@ -143,28 +161,39 @@ class Rank:
         self.began = clock.now()
 
     def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
+        """Log what was seen after the action, which took so many seconds, and begin the next one."""
         action = self.run.actions[self.index]
         snapshot = Snapshot(self.driver.world.rank, self.run.name, action, self.index, seconds=seconds, **infos)
         self.log.write(SnapshotTaken(action, self.index, encode(snapshot)))
         self._begin()
 
     def _perform_own(self) -> None:
+        """Perform an action of the worker's own, by the method of its name."""
         action = self.run.actions[self.index]
-        infos = self._reference_call() if action.startswith(REFERENCE_CALL) else getattr(self, f"_{action}")()
+        if action.startswith(REFERENCE_CALL):
+            infos = self._reference_call()
+        else:
+            infos = getattr(self, f"_{action}")()
         self._end(infos, clock.now() - self.began)
 
     def _train(self) -> None:
         """Hand the trainer its methods, up to the next action of the worker's own, as one plan; read files in between."""
-        rest = self.run.actions[self.index :]
-        length = next((n for n, action in enumerate(rest) if not is_training(action) and action != "files"), len(rest))
-        actions = tuple(filter(is_training, rest[:length]))
-        self.end = self.index + length
-        unwrapped, self.unwrapped = self.unwrapped, None
+        actions = []
+        self.end = self.index
+        for action in self.run.actions[self.index :]:
+            if is_training(action):
+                actions.append(action)
+            elif action != "files":
+                break
+            self.end += 1
+        unwrapped = self.unwrapped
+        self.unwrapped = None
         load_from = self.run_paths.save_to if self.run.damage else self.run_paths.load_from
-        plan = Plan(actions, self.number, self.run_paths.save_to, load_from)
+        plan = Plan(tuple(actions), self.number, self.run_paths.save_to, load_from)
         if self.driver.live_calls is not None:
+            rank = self.driver.world.rank
             self.driver.caller = self.driver.live_calls(
-                self.driver, self.run_paths.save_to / "called", (self.driver.world.rank,), self.number
+                self.driver, self.run_paths.save_to / "called", (rank,), self.number
             )
         with self.observer.watching():
             self.observer.record_operators(on=self._observes_operators)
@@ -175,8 +204,7 @@ class Rank:
     @property
     def _observes_operators(self) -> bool:
         """Tell whether single operators are recorded in the next action."""
-        following = self.run.actions[self.index] if self.index < self.end else ""
-        if following not in STEP_ACTIONS or self.run.first_step:
+        if self._next_in_plan not in STEP_ACTIONS or self.run.first_step:
             # A resumed training is compared by its values with one that never stopped.
             return False
         steps = sum(action in STEP_ACTIONS for action in self.run.actions)
@@ -187,38 +215,56 @@ class Rank:
         """Record an action that ``Driver.train`` reports as done, with the loss, or with what a call returned."""
         # Before the probe reads anything, which is not the trainer's time.
         seconds = clock.now() - self.began
-        expected = self.run.actions[self.index] if self.index < self.end else ""
-        if action != expected:
-            state = f"the next action of the plan is {expected!r}" if expected else "the plan is done"
+        if action != self._next_in_plan:
+            state = (
+                f"the next action of the plan is {self._next_in_plan!r}" if self._next_in_plan else "the plan is done"
+            )
             raise RuntimeError(f"the driver's train() reported {action!r}; {state}")
-        if action == "build" and self.driver.model is not None and not self.driver.cell.option("compile"):
-            self.observer.attach_to_built(self.driver.model)
         if action == "build":
-            self._fit_first_scale()
+            self._observe_built()
         with self.observer.aside():
-            first = self.number < self.run.first_step + WHOLE_STEPS
-            last = STEP_ACTIONS.isdisjoint(self.run.actions[self.index + 1 :])
-            infos = self._snapshot(whole=first or last or self.run.records_calls or action not in STEP_ACTIONS)
+            infos = self._snapshot(whole=self._needs_all_values(action))
             if self.run.records_calls:
                 infos |= self._called(loss)
         if action in STEP_ACTIONS:
-            driver = self.driver
-            infos |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
-            infos |= {"tokens": int(_number(driver.tokens, "tokens") or 0), **self.observer.infos()}
-            if driver.pp_group is not None:
-                from pytest_distcompat.probe.observe import digest_of_inputs
-
-                with self.observer.aside():
-                    infos["inputs"] = tuple(digest_of_inputs([batch]) for batch in driver.fed)
+            infos |= self._step(loss)
             self.number += 1
         elif action == "load":
             # A load that trains again reaches the same state: only its steps show it.
-            infos |= {"steps": tuple(self.observer.steps)}
+            infos["steps"] = tuple(self.observer.steps)
         self._end(infos, seconds)
         while self.index < len(self.run.actions) and self.run.actions[self.index] == "files":
             # All ranks have left ``save``: they took collective steps since.
             self._perform_own()
         self.observer.record_operators(on=self._observes_operators)
+
+    def _observe_built(self) -> None:
+        """Attach to the model that the trainer has built, before its first step."""
+        if self.driver.model is not None and not self.driver.cell.option("compile"):
+            self.observer.attach_to_built(self.driver.model)
+        self._fit_first_scale()
+
+    def _needs_all_values(self, action: str) -> bool:
+        """Tell whether the snapshot after an action holds all values: always, but for steps between the first and the last."""
+        if self.run.records_calls or action not in STEP_ACTIONS or self._among_first_steps:
+            return True
+        return STEP_ACTIONS.isdisjoint(self.run.actions[self.index + 1 :])
+
+    def _step(self, loss: Any) -> dict[str, Any]:
+        """Return what a step is recorded by besides the state after it."""
+        driver = self.driver
+        infos = {
+            "loss": _number(loss, "the loss"),
+            "grad_norm": _number(driver.grad_norm, "grad_norm"),
+            "tokens": int(_number(driver.tokens, "tokens") or 0),
+            **self.observer.infos(),
+        }
+        if driver.pp_group is not None:
+            from pytest_distcompat.probe.observe import digest_of_inputs
+
+            with self.observer.aside():
+                infos["inputs"] = tuple(digest_of_inputs([batch]) for batch in driver.fed)
+        return infos
 
     def _fit_first_scale(self) -> None:
         """Begin at a loss scale that fits, unless a load brings one: from the trainer's own it shows that the load did.
@@ -237,10 +283,15 @@ class Rank:
 
         from pytest_distcompat.probe.snapshot import read_call, sample
 
-        action, calls = self.run.actions[self.index], type(self.driver.caller)
-        observes = action.startswith(CALL) and kind_of(calls, Call.parse(action.removeprefix(CALL)).name) == "observer"
-        infos: dict[str, Any] = {"call": read_call(self.driver.model, result, observes=observes)}
-        infos["grad_norm"] = _number(self.driver.grad_norm, "grad_norm")
+        action = self.run.actions[self.index]
+        observes = False
+        if action.startswith(CALL):
+            call = Call.parse(action.removeprefix(CALL))
+            observes = kind_of(type(self.driver.caller), call.name) == "observer"
+        infos: dict[str, Any] = {
+            "call": read_call(self.driver.model, result, observes=observes),
+            "grad_norm": _number(self.driver.grad_norm, "grad_norm"),
+        }
         if isinstance(result, Tensor):
             infos["outputs"] = sample(result)
         elif isinstance(result, float):
@@ -266,9 +317,10 @@ class Rank:
         self.unwrapped = self._placed(self.driver.build_model())
         infos = self._attach(self.unwrapped)
         # An adapter is written by PEFT. Checks read what rank 0 says, and to find the names takes a save of the model.
-        asked = not self.driver.world.rank and not self.driver.cell.option("lora")
-        if asked and (written := tuple(self.driver.written_names(self.unwrapped))):
-            infos["unwrapped"] = dataclasses.replace(infos["unwrapped"], written_names=written)
+        if not self.driver.world.rank and not self.driver.cell.option("lora"):
+            written_names = tuple(self.driver.written_names(self.unwrapped))
+            if written_names:
+                infos["unwrapped"] = dataclasses.replace(infos["unwrapped"], written_names=written_names)
         return infos
 
     def _reload(self) -> dict[str, Any]:
@@ -286,6 +338,7 @@ class Rank:
         return model
 
     def _attach(self, model: Module) -> dict[str, Any]:
+        """Read a model that no trainer has yet, and observe it from here on."""
         from pytest_distcompat.probe.live import read_unwrapped
         from pytest_distcompat.probe.snapshot import read_products
 
@@ -312,10 +365,15 @@ class Rank:
         if not self.driver.world.first(per_node=self.driver.cell.per_node):
             return {}
         exported = read_files(self.run_paths.export, "export/")
-        found = {"files": read_files(self.run_paths.save_to, f"of rank {rank}: " if rank else "") + exported}
+        saved = read_files(self.run_paths.save_to, f"of rank {rank}: " if rank else "")
+        infos = {"files": self._with_own_names(saved + exported)}
         if self.driver.cell.option("save_only_model"):
-            found["saved"] = read_saved(self.run_paths.save_to)
-        return {field: tuple(info.renamed(self.driver.saved_name) for info in infos) for field, infos in found.items()}
+            infos["saved"] = self._with_own_names(read_saved(self.run_paths.save_to))
+        return infos
+
+    def _with_own_names(self, files: Iterable[FileInfo]) -> tuple[FileInfo, ...]:
+        """Return files with the names of their tensors as the driver says that the model has them."""
+        return tuple(file.renamed(self.driver.saved_name) for file in files)
 
     def _export(self) -> dict[str, Any]:
         if not self.driver.can("export"):
@@ -341,16 +399,20 @@ class Rank:
     def _reference(self) -> dict[str, Any]:
         from pytest_distcompat.probe.optimizer import read_optimizer
 
-        driver, model = self.driver, self.unwrapped
+        driver = self.driver
+        model = self.unwrapped
         assert model is not None
         model.float()
         with self.observer.watching():
             loss = driver.reference(model, self.number, self.run_paths.ranks)
         whole = self.number < WHOLE_STEPS
         self.number += 1
-        infos: dict[str, Any] = {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
-        infos["averages"] = dict(driver.averages)
-        infos |= self.observer.infos()
+        infos: dict[str, Any] = {
+            "loss": _number(loss, "the loss"),
+            "grad_norm": _number(driver.grad_norm, "grad_norm"),
+            "averages": dict(driver.averages),
+            **self.observer.infos(),
+        }
         if driver.optimizer is None:
             raise RuntimeError("reference() is to set self.optimizer to the optimizer that it steps, as train() does")
         return infos | {"optimizer": read_optimizer(model, driver.optimizer, whole=whole)}
@@ -383,17 +445,24 @@ class Rank:
     def _moved_rows(self) -> dict[str, Any]:
         moved = [name for name, loader in self.driver.loaders.items() if loader.moves]
         # Twice as many ranks are as far after half the batches.
-        return self._loaded(moved, [(epoch, done // 2) for epoch, done in RESUME_AT if done], self.run_paths.load_from)
+        starts = [(epoch, batch // 2) for epoch, batch in RESUME_AT if batch]
+        return self._loaded(moved, starts, self.run_paths.load_from)
 
-    def _loaded(self, names: Iterable[str], starts: Iterable[tuple[int, int]], directory: Path) -> dict[str, Any]:
+    def _loaded(self, names: Iterable[str], starts: Sequence[tuple[int, int]], directory: Path) -> dict[str, Any]:
         """Return the rows that loaders give from each of these epochs and batches on."""
-        found = []
-        for name, start in itertools.product(names, starts):
-            epochs: dict[int, list[tuple[int, ...]]] = {}
-            for epoch, batch in self.driver.rows(name, ROWS, start, directory):
-                epochs.setdefault(epoch, []).append(tuple(map(int, batch)))
-            found.append(RowsInfo(name, *start, self.driver.loaders[name], tuple(map(tuple, epochs.values()))))
-        return {"rows": tuple(found)}
+        rows = []
+        for name in names:
+            for epoch, batch in starts:
+                rows.append(self._rows_of_loader(name, epoch, batch, directory))
+        return {"rows": tuple(rows)}
+
+    def _rows_of_loader(self, name: str, epoch: int, batch: int, directory: Path) -> RowsInfo:
+        """Return the numbers of the rows that a loader gives from that epoch and batch on, by epoch and batch."""
+        batches_by_epoch: dict[int, list[tuple[int, ...]]] = {}
+        for number, rows in self.driver.rows(name, ROWS, (epoch, batch), directory):
+            batches_by_epoch.setdefault(number, []).append(tuple(map(int, rows)))
+        batches = tuple(map(tuple, batches_by_epoch.values()))
+        return RowsInfo(name, epoch, batch, self.driver.loaders[name], batches)
 
     def _metrics(self) -> dict[str, Any]:
         if not self.driver.can("metrics"):
@@ -432,27 +501,29 @@ def move_to_device(model: Any, device: str) -> None:
 
     if not isinstance(model, torch.nn.Module):
         return
-    wanted = torch.device(device)
+    target = torch.device(device)
     tensors = [*model.parameters(), *model.buffers()]
-    away = [tensor for tensor in tensors if tensor.device not in {wanted, torch.device("meta")}]
-    if not away:
+    elsewhere = [tensor for tensor in tensors if tensor.device not in {target, torch.device("meta")}]
+    if not elsewhere:
         # Models that place their tensors themselves may refuse a call of ``to``.
         return
     if not any(tensor.is_meta for tensor in tensors):
-        model.to(wanted)
+        model.to(target)
         return
     # ``Module.to`` refuses a model with a tensor on meta. Tied weights are one tensor, so that they stay tied.
-    for tensor in away:
-        tensor.data = tensor.data.to(wanted)
+    for tensor in elsewhere:
+        tensor.data = tensor.data.to(target)
 
 
 def _number(value: Any, name: str) -> float | None:
     """Return a number, or a tensor with one element, as a float. Raises TypeError for anything else."""
+    if value is None:
+        return None
     try:
-        return None if value is None else float(value)
+        return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        found = f"{name} is a {type(value).__name__}: {value!r:.200}"
-        raise TypeError(f"{found}; expected a number, or a tensor with one element") from error
+        actual = f"{name} is a {type(value).__name__}: {value!r:.200}"
+        raise TypeError(f"{actual}; expected a number, or a tensor with one element") from error
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[object]:

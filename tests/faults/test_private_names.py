@@ -17,7 +17,7 @@ import time
 import pytest
 import torch
 from torch import distributed
-from pytest_distcompat.launch.flight_recorder import dumps
+from pytest_distcompat.launch.forensics.flight_recorder import dumps
 
 @pytest.mark.distcompat(world_size=2)
 def test_recorded(process_group, record_property):
@@ -38,7 +38,7 @@ def test_the_flight_recorder(run_faults: RunFaults) -> None:
     run = run_faults(RECORDED)
     assert run.outcomes == {"test_recorded": "passed"}, (
         "torch._C._distributed_c10d._dump_fr_trace_json is gone or empty, so a hang's report has no groups and numbers: see "
-        f"launch/flight_recorder.py:dumps\n{run.out}"
+        f"launch/forensics/flight_recorder.py:dumps\n{run.out}"
     )
     for part in (
         '"profiling_name": "gloo:all_reduce"',
@@ -53,5 +53,5 @@ def test_the_flight_recorder(run_faults: RunFaults) -> None:
         '"p2p_seq_id": ',
     ):
         assert part in run.properties("test_recorded")["found"], (
-            "an entry of torch's flight recorder is not what it was: see launch/collectives.py:_collective"
+            "an entry of torch's flight recorder is not what it was: see launch/forensics/collectives.py:_collective"
         )

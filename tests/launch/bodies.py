@@ -235,6 +235,7 @@ def compiled(payload: Mapping[str, Any], log: RankLog) -> None:
     """Return torch's private attributes of a compiled module, of its graphs, and of a module that recomputes."""
     import torch
 
+    from pytest_distcompat.cell import Cell
     from pytest_distcompat.drivers._options import recompute
     from pytest_distcompat.probe.live import read_model
 
@@ -245,7 +246,7 @@ def compiled(payload: Mapping[str, Any], log: RankLog) -> None:
             return super().forward(x).relu()
 
     model = torch.nn.Sequential(Block(4, 4), torch.nn.Linear(4, 4))
-    recompute(model, [model[1]])
+    recompute(model, [model[1]], Cell.parse("ddp-fp32-w1"))
     model[0].compile(backend="eager")
     for step in ("before", "after"):
         info = read_model(model, None, None)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import pytest
 
 from pytest_distcompat.events import Note, pids_of
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.hosting import TorchrunLauncher
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import alive

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from tests.launch.conftest import notes
 
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Warmth
 from pytest_distcompat.launch.warm import WarmLauncher

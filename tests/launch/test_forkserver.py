@@ -14,7 +14,7 @@ import pytest
 from tests.launch.conftest import notes
 
 from pytest_distcompat.events import pids_of
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.forking import LOGS
 from pytest_distcompat.launch.process import kill, sweep_shared_memory
 from pytest_distcompat.launch.request import Warmth

@@ -15,8 +15,8 @@ import pytest
 from tests.launch.conftest import notes
 
 from pytest_distcompat.events import Note
-from pytest_distcompat.launch import watchdog
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics import watchdog
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.hosting import TorchrunLauncher
 from pytest_distcompat.launch.rank_log import read_events
 from pytest_distcompat.launch.warm import WarmLauncher

@@ -20,7 +20,7 @@ import pytest
 from tests.launch.conftest import notes
 
 from pytest_distcompat.launch import library_state
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.process_state import _at_exit
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.warm import WarmLauncher

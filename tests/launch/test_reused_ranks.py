@@ -13,7 +13,7 @@ import pytest
 from tests.launch.conftest import notes
 from tests.launch.state_changes import CHANGES
 
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.launch.warm import WarmLauncher

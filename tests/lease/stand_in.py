@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pytest_distcompat import devices
-from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.hosting import LAUNCHERS
 from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.reused_ranks import Reuse

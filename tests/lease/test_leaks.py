@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.launchers import WithoutProcesses
 
-from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Inventory, Leak, Pool
@@ -177,7 +177,7 @@ def test_memory_of_a_dead_rank_is_not_charged_to_the_next_lease(
 
 SCRIPTS = """
 import stand_in
-from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.hosting import Hosted
 
 def run(hosted):

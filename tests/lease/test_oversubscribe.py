@@ -18,7 +18,7 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch import nccl
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.reused_ranks import Reuse

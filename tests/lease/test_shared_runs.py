@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat import lease as lease_package
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.reused_ranks import Reuse

@@ -26,7 +26,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.hosting import LAUNCHERS
 from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.reused_ranks import Reuse

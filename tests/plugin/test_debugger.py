@@ -11,7 +11,7 @@ import pexpect
 import pytest
 from tests.plugin.conftest import FakeRanks, RunPytest
 
-from pytest_distcompat.launch.ending import RankEnd
+from pytest_distcompat.launch.forensics.ending import RankEnd
 from pytest_distcompat.plugin.marked.phase import Phase
 
 pytestmark = pytest.mark.spawn

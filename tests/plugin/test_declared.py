@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.checks import CHECKS, Check
-from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.plugin.marked.phase import XFAILED, Phase
 from pytest_distcompat.scenario import TRAIN

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_distcompat.ext.scripts.events import Saved
 from pytest_distcompat.ext.scripts.recorder import STRIDE
-from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.hosting import Hosted
 
 Pytester = pytest.Pytester

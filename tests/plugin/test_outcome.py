@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.launch.ending import RankEnd
+from pytest_distcompat.launch.forensics.ending import RankEnd
 from pytest_distcompat.plugin.marked.outcome import merge
 from pytest_distcompat.plugin.marked.phase import SKIPPED_ELSEWHERE, XFAILED, Phase, with_subtests
 

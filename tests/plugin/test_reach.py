@@ -22,7 +22,7 @@ from pytest_distcompat.ext.reach.store import read_map, write_map
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks, RunPytest
 
-    from pytest_distcompat.launch.ending import Ending
+    from pytest_distcompat.launch.forensics.ending import Ending
     from pytest_distcompat.launch.request import Request
 
 SUITE = """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.plugin.conftest import codes
 
-from pytest_distcompat.launch.ending import RankEnd
+from pytest_distcompat.launch.forensics.ending import RankEnd
 from pytest_distcompat.plugin.marked.outcome import merge
 from pytest_distcompat.plugin.marked.phase import XFAILED, Phase, Phases
 

@@ -11,7 +11,7 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.launch.ending import RankEnd
+from pytest_distcompat.launch.forensics.ending import RankEnd
 from pytest_distcompat.profiles import left_out
 from pytest_distcompat.strategies import STRATEGIES
 

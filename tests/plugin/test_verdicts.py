@@ -13,7 +13,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.events import Action, Done, Event, SnapshotTaken
 from pytest_distcompat.installed import versions
-from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.report.text import Line, matrix_text
 from pytest_distcompat.scenario import TRAIN

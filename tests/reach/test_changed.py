@@ -12,6 +12,7 @@ from pytest_distcompat.ext.reach.changed import (
     ChangedPlace,
     cells_by_specificity,
     changed_places,
+    files_outside,
     places_of_diff,
     reached_places,
     read_change,
@@ -172,6 +173,20 @@ def test_what_runs_on_import_is_counted_apart(copies: tuple[Path, Path], found: 
     lines = list(changed(reached_places(found, places)))
     assert "places that no cell executes: 0" in lines
     assert lines[-1] == "places outside functions, which run on import: 1"
+
+
+def test_changed_files_outside_the_map_are_counted(copies: tuple[Path, Path]) -> None:
+    """No cell that executes them is known, so they are no places."""
+    for number, copy in enumerate(copies):
+        directory = copy / "accelerate" / "commands"
+        directory.mkdir()
+        (directory / "launch.py").write_text(f"A = {number}\n", encoding="utf-8")
+        (directory / "same.py").write_text("A = 1\n", encoding="utf-8")
+    (copies[1] / "accelerate" / "commands" / "fresh.py").write_text("A = 1\n", encoding="utf-8")
+    text = f"accelerate@{copies[0]}..{copies[1]}"
+    assert files_outside(text) == ["commands/fresh.py", "commands/launch.py"]
+    assert {place.file for place in read_change(text)[1]} == {FILE}
+    assert files_outside("accelerate@x.diff") == []
 
 
 @pytest.mark.parametrize(

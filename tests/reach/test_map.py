@@ -14,6 +14,7 @@ from pytest_distcompat.ext.reach.compare import compare
 from pytest_distcompat.ext.reach.libraries import FileId
 from pytest_distcompat.ext.reach.map import Context, ReachMap
 from pytest_distcompat.ext.reach.page import page
+from pytest_distcompat.ext.reach.rank_files import reach_file
 from pytest_distcompat.ext.reach.store import read_map, write_map
 from pytest_distcompat.ext.reach.text import WIDTH, functions, headline, missing, overview, unreached
 from pytest_distcompat.failures import UsageProblem
@@ -187,7 +188,7 @@ def test_files_of_ranks_are_collected(tmp_path: Path, monkeypatch: pytest.Monkey
     for run, rank, arcs in (("a", 0, [-1, 2, 2, 3]), ("a", 1, [2, 4]), ("b", 0, [-1, 2])):
         (tmp_path / run).mkdir(exist_ok=True)
         data = {"driver": "torch", "cell": run, "files": files, "actions": {"step": {"0": arcs, "1": arcs}}}
-        (tmp_path / run / f"reach-{rank}.json").write_text(json.dumps(data), encoding="utf-8")
+        reach_file(tmp_path / run, rank).write_text(json.dumps(data), encoding="utf-8")
     found = collect([tmp_path / "a", tmp_path / "b", tmp_path / "none"])
     context = Context("torch", "a", "step")
     assert contexts(found) == {"2 -> 3": (context,), "2 -> 4": (context,)}

@@ -16,7 +16,7 @@ from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.events import SnapshotTaken
 from pytest_distcompat.evidence.cells import add_training
 from pytest_distcompat.evidence.store import add_evidence, read_store
-from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report.document import Report

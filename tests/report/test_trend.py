@@ -174,6 +174,19 @@ def strip(row: str) -> list[tuple[int, str, str]]:
     return [(int(count), style, title) for count, style, title in found]
 
 
+def test_other_values_are_shown_apart_with_the_versions_that_changed() -> None:
+    """Also over a night that does not know them; where every verdict holds they are news."""
+    reports = nights("111223", names="oooooo")
+    for report, digest in zip(reports, "aa-bb-", strict=True):
+        report.rows[0].values = {} if digest == "-" else {"digests": {"build parameter": digest}}
+    found = trend(reports)
+    text = "other values since 2026-11-04 01:30, torch 2.1 -> 2.2: ddp-fp32-w2 (d)"
+    assert [found.turn_text(turn) for turn in found.value_turns] == [text]
+    assert list(found.lines()) == ["6 nights: 1 never red", text]
+    assert text.replace(">", "&gt;") in trend_html(found)
+    assert "Other values" not in trend_html(trend(nights(names="oo")))
+
+
 def test_the_page_has_what_the_data_has() -> None:
     whole = trend(nights("11122", names="oooFF", units="oF.Fo", paths="ooooo", memory="ok-oo"))
     page = trend_html(whole)

@@ -14,7 +14,7 @@ import pytest
 from pytest_distcompat.ext.scripts import ScriptRun, launch
 from pytest_distcompat.ext.scripts.launching import Host
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.process import alive
 
 from .conftest import PROGRAMS, Launch, pids

@@ -76,8 +76,8 @@ class RecomputesChildren(Torch):
     def build(self, model: Module) -> None:
         whole = _options.recompute
 
-        def children(model: Module, blocks: Iterable[Module], mode: object) -> None:
-            whole(model, [child for block in blocks for child in block.children()])
+        def children(model: Module, blocks: Iterable[Module], cell: Cell) -> None:
+            whole(model, [child for block in blocks for child in block.children()], cell)
 
         with mock.patch.object(_options, "recompute", children):
             super().build(model)
@@ -93,7 +93,11 @@ class ForgetsTheSelection(Torch):
 
     def build(self, model: Module) -> None:
         whole = _options.recompute
-        with mock.patch.object(_options, "recompute", lambda model, blocks, mode: whole(model, blocks)):
+
+        def all_of(model: Module, blocks: Iterable[Module], cell: Cell) -> None:
+            whole(model, blocks, cell.without("activation_checkpointing"))
+
+        with mock.patch.object(_options, "recompute", all_of):
             super().build(model)
 
 

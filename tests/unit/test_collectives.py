@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.launch.collectives import WaitState, describe_wait_states, first_mismatch, read_wait_state
-from pytest_distcompat.launch.flight_recorder import END
-from pytest_distcompat.launch.stacks import Frame
-from pytest_distcompat.launch.stalled_ranks import in_torch
+from pytest_distcompat.launch.forensics.collectives import (
+    WaitState,
+    describe_wait_states,
+    first_mismatch,
+    read_wait_state,
+)
+from pytest_distcompat.launch.forensics.flight_recorder import END
+from pytest_distcompat.launch.forensics.stacks import Frame
+from pytest_distcompat.launch.forensics.stalled_ranks import in_torch
 
 PACKAGES = sysconfig.get_path("purelib")
 STANDARD = sysconfig.get_path("stdlib")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.events import Action, Error, Excused, Resumed, SnapshotTaken, Start
-from pytest_distcompat.launch import deaths
-from pytest_distcompat.launch.collectives import WaitState
-from pytest_distcompat.launch.ending import Ending, RankEnd, RankProcess
 from pytest_distcompat.launch.files import Files
-from pytest_distcompat.launch.stacks import Frame
+from pytest_distcompat.launch.forensics import deaths
+from pytest_distcompat.launch.forensics.collectives import WaitState
+from pytest_distcompat.launch.forensics.ending import Ending, RankEnd, RankProcess
+from pytest_distcompat.launch.forensics.stacks import Frame
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -16,13 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_distcompat.cell import Cell, setting_value
+from pytest_distcompat.cell import OPTIONS, Cell, setting_value
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.cli.main import main
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.expect import fails
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.judge import judge
+from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import left_out
 from pytest_distcompat.scenario import REFERENCE_RUN
 from pytest_distcompat.settings import rules
@@ -245,6 +247,62 @@ def test_the_reason_of_an_exclusion_is_that_of_the_field(name: str, reason: str)
     setting = rules.ruled(Field(name, "str", "null", (), ("zero2",), "fp32"))
     assert setting.state == "excluded"
     assert reason in setting.reason
+
+
+def asked_by(axis: str) -> bool:
+    """Tell whether a cell can have this: a strategy, a precision, an option's value, or a setting; or a session the device."""
+    name, _, value = axis.partition("=")
+    if name == "device":
+        return value in {"cpu", "cuda"}
+    registries: dict[str, Any] = {"strategy": STRATEGIES, "precision": PRECISIONS}
+    if name in registries:
+        return value in registries[name].names()
+    return any(str(known) == value for known in OPTIONS[name].values) or OPTIONS[name].accepts(value)
+
+
+def test_what_is_excluded_for_an_axis_names_its_value() -> None:
+    for rule in rules.rules():
+        if rule.get("excluded") and re.search("option of a cell|axes of the matrix|chooses the", rule["reason"]):
+            assert rule.get("axis"), rule
+        if "axis" in rule:
+            assert asked_by(rule["axis"]), rule
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        ("ds_config.zero_optimization.stage", "strategy=zero3"),
+        ("ds_config.fp16.enabled", "precision=fp16_mixed"),
+        ("TrainingArguments.bf16", "precision=bf16_upcast"),
+        ("FullyShardedDataParallelPlugin.activation_checkpointing", "activation_checkpointing=True"),
+        ("FullyShardedDataParallel.sharding_strategy", "reshard_after_forward=False"),
+        ("TrainingArguments.torch_compile_backend", "compile=aot_eager"),
+        ("ds_config.torch_autocast.dtype", "set=ds_config.torch_autocast.enabled=true"),
+    ],
+)
+def test_the_axis_of_an_exclusion_is_that_of_the_field(name: str, axis: str) -> None:
+    rule = rules.rule_of(name)
+    assert rule["excluded"]
+    assert rule["axis"] == axis
+
+
+def test_deepspeeds_autocast_is_swept_with_its_dtype() -> None:
+    setting = rules.ruled(Field("ds_config.torch_autocast.enabled", "bool", "false", ("true",), ("zero2",), "fp32"))
+    assert setting.state == "hinted"
+    assert setting.values == tuple(f"true+ds_config.torch_autocast.dtype={name}" for name in ("bfloat16", "float16"))
+    assert "resume" in setting.checks
+
+
+def test_a_number_in_a_third_place_is_said_twice() -> None:
+    names = ["ds_config.gradient_accumulation_steps", "DeepSpeedPlugin.gradient_accumulation_steps"]
+    setting = rules.ruled(
+        Field("GradientAccumulationPlugin.num_steps", "int", "null", ("1",), ("ddp", "zero2"), "fp32"), names
+    )
+    assert (setting.state, setting.strategies) == ("excluded", ("zero2",))
+    for place in names:
+        assert f"{place}=2+GradientAccumulationPlugin.num_steps=1" in setting.twice
+    two = ("ds_config.gradient_accumulation_steps=2", "GradientAccumulationPlugin.num_steps=1")
+    assert rules.contradiction(two) == two
 
 
 def test_schedules_and_torchs_optimizers_of_the_json_are_swept() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import pytest_distcompat
-from pytest_distcompat.launch.stacks import format_error, without_launcher, without_launcher_in_crash
+from pytest_distcompat.launch.forensics.stacks import format_error, without_launcher, without_launcher_in_crash
 
 PACKAGE = Path(pytest_distcompat.__file__).parent
 

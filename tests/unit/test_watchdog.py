@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat import clock
+from pytest_distcompat.launch.forensics.watchdog import Watchdog
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.watchdog import Watchdog
 
 
 def test_the_time_limit_waits_while_the_job_is_suspended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from pytest_distcompat.checks._base import REDUCTIONS, Check, Execution, and_others, check, message, named_ranks, pairs
 from pytest_distcompat.checks._values import Names
+from pytest_distcompat.checks._values import values as held_values
 from pytest_distcompat.registry import Registry
 
 CHECKS: Registry[Check] = Registry(__name__, Check, "check")
@@ -19,6 +20,7 @@ __all__ = [
     "and_others",
     "check",
     "find_check",
+    "held_values",
     "message",
     "named_ranks",
     "pairs",

@@ -119,7 +119,9 @@ class Check:
 
     def runs(self, cell: Cell, driver: type[Driver]) -> Scenario:
         """Return the runs that the claim reads in that cell."""
-        return self.scenario if isinstance(self.scenario, Scenario) else self.scenario(cell, driver)
+        if isinstance(self.scenario, Scenario):
+            return self.scenario
+        return self.scenario(cell, driver)
 
     @property
     def text(self) -> str:
@@ -131,19 +133,28 @@ class Check:
 
         Where two settings contradict each other it is to hold against the reference that follows the one or the other.
         """
-        found = list(dict.fromkeys(self.claim(cell, trace)))
-        if not found or (other := trace.runs.get(OTHER_REFERENCE)) is None:
-            return found
-        runs = {**trace.runs, "reference": other}
-        against = dict.fromkeys(self.claim(cell, dataclasses.replace(trace, runs=runs)))
-        second = [f"against the other of two settings that contradict each other: {one}" for one in against]
-        return [*found, *second] if second else []
+        findings = _without_repetitions(self.claim(cell, trace))
+        if not findings or OTHER_REFERENCE not in trace.runs:
+            return findings
+        other_findings = _without_repetitions(self._claim_against(OTHER_REFERENCE, cell, trace))
+        if not other_findings:
+            return []
+        for finding in other_findings:
+            findings.append(f"against the other of two settings that contradict each other: {finding}")
+        return findings
 
     def agrees_with(self, cell: Cell, trace: Trace) -> list[int]:
         """Return which of two settings that contradict each other, 0 or 1, have a reference that the claim holds against."""
-        references = (trace.runs[REFERENCE_RUN.name], trace.runs[OTHER_REFERENCE])
-        runs = ({**trace.runs, REFERENCE_RUN.name: reference} for reference in references)
-        return [nth for nth, one in enumerate(runs) if not any(self.claim(cell, dataclasses.replace(trace, runs=one)))]
+        settings: list[int] = []
+        for nth, reference in enumerate((REFERENCE_RUN.name, OTHER_REFERENCE)):
+            if not any(self._claim_against(reference, cell, trace)):
+                settings.append(nth)
+        return settings
+
+    def _claim_against(self, reference: str, cell: Cell, trace: Trace) -> Iterable[str]:
+        """Return the findings of the claim with the run of that name as the reference."""
+        runs = {**trace.runs, REFERENCE_RUN.name: trace.runs[reference]}
+        return self.claim(cell, dataclasses.replace(trace, runs=runs))
 
     def __call__(self, cell: Cell, trace: Trace) -> Iterator[str]:
         """Call the claim and return its findings as they come."""
@@ -162,18 +173,53 @@ def check(
     depends_on: frozenset[str] | None = None,
 ) -> Callable[[Claim], Check]:
     """Make a Check of a function: its name becomes the check's name, its docstring states the claim."""
-    others = (order, not_applicable, limit, raises, costly, depends_on)
-    return lambda claim: Check(claim.__name__.rstrip("_"), scenario, until, claim, *others)
+
+    def check_of(claim: Claim) -> Check:
+        return Check(
+            claim.__name__.rstrip("_"),
+            scenario,
+            until,
+            claim,
+            order=order,
+            not_applicable=not_applicable,
+            limit=limit,
+            raises=raises,
+            costly=costly,
+            depends_on=depends_on,
+        )
+
+    return check_of
+
+
+def _without_repetitions(findings: Iterable[str]) -> list[str]:
+    # A dict, because it keeps the order and has each only once.
+    return list(dict.fromkeys(findings))
+
+
+@dataclass(frozen=True)
+class _TextOfRanks:
+    """A finding without its rank: the text before that and the text after it, which is empty if it names none."""
+
+    before: str
+    after: str = ""
 
 
 def message(findings: list[str]) -> str:
     """Return the first findings, one a line, and how many more there are. What several ranks have in common is one line."""
-    ranks: dict[tuple[str, str], list[str]] = {}
+    ranks_by_text: dict[_TextOfRanks, list[str]] = {}
     for finding in findings:
         of_rank = _OF_RANK.fullmatch(finding)
-        key = (of_rank["before"], of_rank["after"]) if of_rank else (finding, "")
-        ranks.setdefault(key, []).extend([of_rank["rank"]] if of_rank else ())
-    lines = [f"{before}{_listed(of)}{after}" if of else before for (before, after), of in ranks.items()]
+        if of_rank is None:
+            ranks_by_text.setdefault(_TextOfRanks(finding), [])
+        else:
+            text = _TextOfRanks(of_rank["before"], of_rank["after"])
+            ranks_by_text.setdefault(text, []).append(of_rank["rank"])
+    lines: list[str] = []
+    for text, ranks in ranks_by_text.items():
+        if ranks:
+            lines.append(f"{text.before}{_listed(ranks)}{text.after}")
+        else:
+            lines.append(text.before)
     if len(lines) > FINDINGS_SHOWN:
         lines[FINDINGS_SHOWN:] = [f"... and {len(lines) - FINDINGS_SHOWN} more"]
     return "\n".join(lines)
@@ -181,49 +227,72 @@ def message(findings: list[str]) -> str:
 
 def pairs(before: tuple[Snapshot, ...], after: tuple[Snapshot, ...]) -> Iterator[tuple[Snapshot, Snapshot]]:
     """Yield the two snapshots of each rank that reported both."""
-    was = {snapshot.rank: snapshot for snapshot in before}
-    return ((was[snapshot.rank], snapshot) for snapshot in after if snapshot.rank in was)
+    before_by_rank = {snapshot.rank: snapshot for snapshot in before}
+    for snapshot in after:
+        if snapshot.rank in before_by_rank:
+            yield before_by_rank[snapshot.rank], snapshot
 
 
 def gradient_reductions(cell: Cell, snapshot: Snapshot) -> Iterator[CollectiveInfo]:
     """Yield the collectives that may sum gradients: of several floats, not between parts of a layer (activations) or stages."""
-    peers = [{*ranks} for ranks in (cell.tp_peers(snapshot.rank), cell.pp_peers(snapshot.rank)) if len(ranks) > 1]
     for info in snapshot.collectives:
-        activations = info.ranks and any(ranks.issuperset(info.ranks) for ranks in peers)
-        if info.op in REDUCTIONS and info.numel > 1 and "float" in info.dtype and not activations:
+        sums_floats = info.op in REDUCTIONS and info.numel > 1 and "float" in info.dtype
+        if sums_floats and not _moves_activations(cell, snapshot.rank, info):
             yield info
+
+
+def _moves_activations(cell: Cell, rank: int, info: CollectiveInfo) -> bool:
+    """Tell whether a collective is one of tensor parallelism or of a pipeline: all its ranks are peers there."""
+    if not info.ranks:
+        return False
+    for peers in (cell.tp_peers(rank), cell.pp_peers(rank)):
+        if len(peers) > 1 and set(info.ranks).issubset(peers):
+            return True
+    return False
 
 
 def requested(cell: Cell, unwrapped: UnwrappedInfo | None, option: str) -> bool:
     """Tell whether the trainer was given the cell's value of the option: the cell has it, or the driver supports it."""
-    return cell.option(option) != OPTIONS[option].default or (unwrapped is not None and option in unwrapped.obeyed)
+    if cell.option(option) != OPTIONS[option].default:
+        return True
+    return unwrapped is not None and option in unwrapped.obeyed
 
 
 def named_ranks(ranks: Sequence[int], world_size: int) -> str:
     """Return the words for some ranks in a finding: "all ranks", "rank 1" or "ranks 0, 2"."""
-    return "all ranks" if len(ranks) == world_size else _listed(ranks)
+    if len(ranks) == world_size:
+        return "all ranks"
+    return _listed(ranks)
 
 
 def _listed(ranks: Sequence[int | str]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    numbers = ", ".join(str(rank) for rank in ranks)
+    if len(ranks) > 1:
+        return f"ranks {numbers}"
+    return f"rank {numbers}"
 
 
 def and_others(names: Iterable[str]) -> str:
     """Return the words for some names in a finding: the first in their order, and how many there are besides."""
     first, *others = sorted(names)
-    return f"{first!r}{f' and {len(others)} others' if others else ''}"
+    if not others:
+        return repr(first)
+    return f"{first!r} and {len(others)} others"
 
 
 def first_three(names: Sequence[str]) -> str:
     """Return the first three names, for the end of a finding that says how many there are."""
-    return ", ".join(map(repr, names[:3]))
+    return ", ".join(repr(name) for name in names[:3])
 
 
 def every_rank(snapshots: tuple[Snapshot, ...], world_size: int, action: str) -> Iterator[str]:
     """Yield a finding if a rank did not report after that action: without a report nothing is proved."""
-    missing = sorted(set(range(world_size)).difference(*(snapshot.ranks for snapshot in snapshots)))
+    missing = set(range(world_size))
+    for snapshot in snapshots:
+        missing.difference_update(snapshot.ranks)
     if missing:
-        yield f"rank {', '.join(map(str, missing))}: no report after {action}"
+        numbers = ", ".join(str(rank) for rank in sorted(missing))
+        yield f"rank {numbers}: no report after {action}"
 
 
 def module_of(name: str) -> str:
@@ -246,20 +315,25 @@ def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
 
 def stale(optimizer: OptimizerInfo, when: str = "") -> str:
     """Return the finding that the optimizer holds tensors which are no parameters of the live model."""
-    found = f"{optimizer.foreign} of {optimizer.entries} tensors in the optimizer"
-    return f"{found} are no parameters of the live model{when} (stale)"
+    tensors = f"{optimizer.foreign} of {optimizer.entries} tensors in the optimizer"
+    return f"{tensors} are no parameters of the live model{when} (stale)"
 
 
-def other_mode(expected: Snapshot, found: Snapshot, step: str, where: str) -> Iterator[str]:
+def other_mode(expected: Snapshot, snapshot: Snapshot, step: str, where: str) -> Iterator[str]:
     """Yield a finding if modules train in a step of one snapshot and not in that of another: dropout and BatchNorm follow it."""
-    for mode, than, names in (
-        ("evaluation", "training", set(found.evaluating) - set(expected.evaluating)),
-        ("training", "evaluation", set(expected.evaluating) - set(found.evaluating)),
-    ):
-        if names:
-            modules = "the whole model is" if "" in names else f"{len(names)} modules are"
-            first = "" if "" in names else f", first {min(names)!r}"
-            yield f"rank {found.rank}: {modules} in {mode} mode in {step}{first}; in {than} mode {where}"
+    stopped = set(snapshot.evaluating) - set(expected.evaluating)
+    if stopped:
+        yield f"rank {snapshot.rank}: {_in_mode('evaluation', stopped, step)}; in training mode {where}"
+    training = set(expected.evaluating) - set(snapshot.evaluating)
+    if training:
+        yield f"rank {snapshot.rank}: {_in_mode('training', training, step)}; in evaluation mode {where}"
+
+
+def _in_mode(mode: str, modules: set[str], step: str) -> str:
+    """Return the words for modules that are in a mode; the name of the whole model is empty."""
+    if "" in modules:
+        return f"the whole model is in {mode} mode in {step}"
+    return f"{len(modules)} modules are in {mode} mode in {step}, first {min(modules)!r}"
 
 
 def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> Iterator[str]:
@@ -278,7 +352,10 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
 
 def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why another cell tests the claim: files are found alike in all precisions and with most options."""
-    others = [name for name, _ in cell.options if name not in {"model", "state_dict"}]
+    others = []
+    for name, _ in cell.options:
+        if name not in {"model", "state_dict"}:
+            others.append(name)
     if cell.precision != "fp32" or others:
         return "files are found as they are in fp32 without that option, and it is tested there"
     return None
@@ -287,8 +364,9 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
 def saved_as_elsewhere(cell: Cell) -> str | None:
     """Return why another cell tests the claim; None if this one does."""
     # Runs at other world sizes are the most expensive ones.
-    if other := next((name for name, _ in cell.options if name not in CHECKPOINT_OPTIONS), None):
-        return f"{other} changes how the model is trained, not what is saved, and what is saved is tested without it"
+    for name, _ in cell.options:
+        if name not in CHECKPOINT_OPTIONS:
+            return f"{name} changes how the model is trained, not what is saved, and what is saved is tested without it"
     if cell.precision not in {"fp32", "bf16_upcast"}:
         return f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_upcast, where it is tested"
     return None

@@ -12,10 +12,12 @@ from pytest_distcompat.trace import RunTrace
 def factors_of(cell: Cell, run: RunTrace) -> dict[str, int]:
     """Return what a number may be too large or too small by, by name."""
     # A pipeline splits a batch into more micro-batches than accumulation asks for, and a trainer may accumulate unasked.
-    fed = max((len(one.inputs) for one in run.at("step")), default=1)
-    micros = max(fed, int(cell.option("grad_accum")))
-    factors = {"the number of ranks": cell.world_size, "micro-batches a step": micros}
-    factors |= {f"the size of {name}": int(cell.option(name)) for name in ("tp", "cp", "ep", "pp")}
+    micro_batches = int(cell.option("grad_accum"))
+    for snapshot in run.at("step"):
+        micro_batches = max(micro_batches, len(snapshot.inputs))
+    factors = {"the number of ranks": cell.world_size, "micro-batches a step": micro_batches}
+    for axis in ("tp", "cp", "ep", "pp"):
+        factors[f"the size of {axis}"] = int(cell.option(axis))
     if cell.dp_size < cell.world_size:
         factors["the number of data-parallel ranks"] = cell.dp_size
     return {name: factor for name, factor in factors.items() if factor > 1}
@@ -23,6 +25,13 @@ def factors_of(cell: Cell, run: RunTrace) -> dict[str, int]:
 
 def named_factor(factors: Mapping[str, int], ratio: float, tolerance: float) -> str:
     """Return the names of the factors that the ratio is, or is the inverse of; an empty text if it is none of them."""
-    names = [name for name, factor in factors.items() if math.isclose(ratio, factor, rel_tol=tolerance)]
-    names += [f"1 / {name}" for name, factor in factors.items() if math.isclose(ratio * factor, 1, rel_tol=tolerance)]
-    return f"= {' or '.join(names)}" if names else ""
+    names: list[str] = []
+    inverse_names: list[str] = []
+    for name, factor in factors.items():
+        if math.isclose(ratio, factor, rel_tol=tolerance):
+            names.append(name)
+        if math.isclose(ratio * factor, 1, rel_tol=tolerance):
+            inverse_names.append(f"1 / {name}")
+    if not names and not inverse_names:
+        return ""
+    return f"= {' or '.join(names + inverse_names)}"

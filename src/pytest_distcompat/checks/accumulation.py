@@ -22,7 +22,9 @@ FULL_STEPS = 3
 def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
     if cell.cp > 1:
         return "context parallelism sums the gradients of keys and values in every micro-batch, beside which others do not show"
-    return None if cell.option("grad_accum") != 1 else "there is one micro-batch a step"
+    if cell.option("grad_accum") == 1:
+        return "there is one micro-batch a step"
+    return None
 
 
 @check(
@@ -40,38 +42,70 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: gradients are reduced too often if ``no_sync`` or ``set_requires_gradient_sync(False)`` is missing or
     wraps another backward pass, and never if the last micro-batch of a short step is not recognized.
     """
-    many = int(cell.option("grad_accum"))
-    trained, alone = trace.run("train"), trace.run("single").at("step", FULL_STEPS - 1)
-    every_micro_batch = STRATEGIES.get(cell.strategy).reduces_each_micro_batch
-    yield from every_rank(alone, cell.world_size, "three steps of one micro-batch")
+    micro_batches = int(cell.option("grad_accum"))
+    trained = trace.run("train")
+    single = trace.run("single").at("step", FULL_STEPS - 1)
+    yield from every_rank(single, cell.world_size, "three steps of one micro-batch")
     for nth in range(STEPS):
         snapshots = trained.at("step", nth)
         yield from every_rank(snapshots, cell.world_size, f"step {nth + 1}")
-        for once, snapshot in pairs(tuple(alone), snapshots):
-            found = [*_fed(snapshot, once, many, full=nth < FULL_STEPS)]
-            if len(snapshot.steps) != len(once.steps):
-                found.append(
-                    f"the optimizer stepped {len(snapshot.steps)} times; {len(once.steps)} with one micro-batch"
-                )
-            if snapshot.inputs or nth < FULL_STEPS:
-                # Inside a compiled graph no hook sees the inputs.
-                micros = (len(snapshot.inputs) // max(1, len(once.inputs))) if snapshot.inputs else many
-                found += _reduced(cell, snapshot, once, micros if every_micro_batch else 1)
-            yield from (f"step {nth + 1}: rank {snapshot.rank}: {text}" for text in found)
+        is_full = nth < FULL_STEPS
+        for once, snapshot in pairs(single, snapshots):
+            findings = [
+                *_other_inputs(snapshot, once, micro_batches, is_full=is_full),
+                *_other_optimizer_steps(snapshot, once),
+            ]
+            # Inside a compiled graph no hook sees the inputs: then only of full steps the micro-batches are known.
+            if snapshot.inputs or is_full:
+                findings += _other_reductions(cell, snapshot, once, micro_batches)
+            for finding in findings:
+                yield f"step {nth + 1}: rank {snapshot.rank}: {finding}"
 
 
-def _fed(snapshot: Snapshot, alone: Snapshot, many: int, *, full: bool) -> Iterator[str]:
-    if not alone.inputs:
+def _other_inputs(snapshot: Snapshot, once: Snapshot, micro_batches: int, *, is_full: bool) -> Iterator[str]:
+    """Yield findings if a step was not fed each of its micro-batches once.
+
+    Args:
+        snapshot: A rank after the step.
+        once: The rank after a step of one micro-batch; a pipeline splits that further.
+        micro_batches: How many a step has.
+        is_full: Whether the step has all of them; the last one of an epoch may have fewer.
+    """
+    if not once.inputs:
         return
-    most, fed, different = many * len(alone.inputs), len(snapshot.inputs), len(set(snapshot.inputs))
-    if fed > most or not fed or (full and fed < most):
-        yield f"fed {fed} micro-batches; expected {most}{'' if full else ' at most'}"
-    if different < fed:
-        yield f"{fed - different} of {fed} micro-batches are one that was fed before in the same step"
+    expected = micro_batches * len(once.inputs)
+    inputs = len(snapshot.inputs)
+    if is_full and inputs != expected:
+        yield f"fed {inputs} micro-batches; expected {expected}"
+    elif inputs > expected or not inputs:
+        yield f"fed {inputs} micro-batches; expected {expected} at most"
+    repeated = inputs - len(set(snapshot.inputs))
+    if repeated:
+        yield f"{repeated} of {inputs} micro-batches are one that was fed before in the same step"
 
 
-def _reduced(cell: Cell, snapshot: Snapshot, alone: Snapshot, times: int) -> Iterator[str]:
-    once, found = (sum(info.total for info in gradient_reductions(cell, one)) for one in (alone, snapshot))
-    if once and abs(found / once - times) > 1 / 4:
-        expected = f"{once} with one micro-batch" if times == 1 else f"{times} times {once}, once a micro-batch"
-        yield f"{found} elements of gradients were reduced; expected {expected}"
+def _other_optimizer_steps(snapshot: Snapshot, once: Snapshot) -> Iterator[str]:
+    """Yield a finding if the optimizer did not step as often as with one micro-batch."""
+    if len(snapshot.steps) != len(once.steps):
+        yield f"the optimizer stepped {len(snapshot.steps)} times; {len(once.steps)} with one micro-batch"
+
+
+def _other_reductions(cell: Cell, snapshot: Snapshot, once: Snapshot, micro_batches: int) -> Iterator[str]:
+    """Yield a finding if not as many elements of gradients were reduced as with one micro-batch, or so many for each."""
+    expected = _reduced_elements(cell, once)
+    reduced = _reduced_elements(cell, snapshot)
+    times = 1
+    if STRATEGIES.get(cell.strategy).reduces_each_micro_batch:
+        times = micro_batches
+        if snapshot.inputs:
+            times = len(snapshot.inputs) // max(1, len(once.inputs))
+    if not expected or abs(reduced / expected - times) <= 1 / 4:
+        return
+    expectation = f"{expected} with one micro-batch"
+    if times != 1:
+        expectation = f"{times} times {expected}, once a micro-batch"
+    yield f"{reduced} elements of gradients were reduced; expected {expectation}"
+
+
+def _reduced_elements(cell: Cell, snapshot: Snapshot) -> int:
+    return sum(info.total for info in gradient_reductions(cell, snapshot))

@@ -15,22 +15,34 @@ from pytest_distcompat.scenario import coverage as runs_of_loaders
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Trace
 
-#: Batches of rows.
+#: The batches that one rank is given, in order: the rows of each.
 Batches = Sequence[Sequence[int]]
+#: What each rank is given by one loader, by rank: one record for each stretch of epochs that it was read for.
+RowsByRank = Mapping[int, Sequence[RowsInfo]]
 
 
 def tested_once(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why another cell tests what depends on neither strategy nor precision; None if this one does."""
-    names = ((name, precision) for precision in PRECISIONS.names() for name in STRATEGIES.names())
-    cells = (Cell(*pair, cell.world_size, nodes=cell.nodes) for pair in names)
-    first = next((one for one in cells if not driver.unsupported_reason(one)), cell)
-    elsewhere = f"data are loaded alike in all cells, and that is tested in {first.strategy}-{first.precision}"
-    return elsewhere if cell != first else None
+    first = _first_cell(cell, driver)
+    if cell == first:
+        return None
+    return f"data are loaded alike in all cells, and that is tested in {first.strategy}-{first.precision}"
+
+
+def _first_cell(cell: Cell, driver: type[Driver]) -> Cell:
+    """Return the first cell of that world size, without options, that the driver supports; the cell itself if there is none."""
+    for precision in PRECISIONS.names():
+        for strategy in STRATEGIES.names():
+            plain = Cell(strategy, precision, cell.world_size, nodes=cell.nodes)
+            if not driver.unsupported_reason(plain):
+                return plain
+    return cell
 
 
 def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
-    missing = "the driver declares no loaders, whose rows() gives the rows"
-    return tested_once(cell, driver) if driver.loaders else missing
+    if not driver.loaders:
+        return "the driver declares no loaders, whose rows() gives the rows"
+    return tested_once(cell, driver)
 
 
 @check(
@@ -52,67 +64,146 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     the number of batches done.
     """
     yield from every_rank(trace.run("rows").at("rows"), cell.world_size, "rows")
-    whole, resumed, moved = (_by_loader(trace.runs.get(name)) for name in ("rows", "resumed_rows", "moved_rows"))
-    for name, ranks in whole.items():
-        loader = next(iter(ranks.values()))[0].expected
-        first, second = ([_epoch(info, number) for (info,) in ranks.values()] for number in (0, 1))
-        found = [f"epoch 1: {text}" for text in _each_once(first, loader)]
-        found += [f"epoch 2: {text}" for text in _each_once(second, loader)]
-        if loader.shuffled and first == second:
-            found.append("epoch 2 has the order of epoch 1; expected another one")
-        if not loader.shuffled and first != second:
-            found.append("epoch 2 has another order than epoch 1; expected the order of the data")
-        for rank, infos in resumed.get(name, {}).items():
-            found += [text for info in infos for text in _continued(rank, info, ranks[rank][0])]
-        if name in moved:
-            batches = [_epoch(info, 0) for (info,) in moved[name].values()]
-            before = [one[: 2 * info.done] for (info,), one in zip(moved[name].values(), second, strict=False)]
-            where = f"at {len(batches)} ranks from the middle of epoch 2 on"
-            found += [f"{where}: {text}" for text in _each_once(batches, loader, before)]
-        yield from (f"{name}: {text}" for text in dict.fromkeys(found))
+    full_run = _rows_by_loader(trace.runs.get("rows"))
+    resumed_run = _rows_by_loader(trace.runs.get("resumed_rows"))
+    resharded_run = _rows_by_loader(trace.runs.get("moved_rows"))
+    for name, full_rows in full_run.items():
+        findings = list(_other_epochs(full_rows))
+        findings += _not_continued(full_rows, resumed_run.get(name, {}))
+        if name in resharded_run:
+            findings += _not_continued_resharded(full_rows, resharded_run[name])
+        for finding in dict.fromkeys(findings):
+            yield f"{name}: {finding}"
 
 
-def _by_loader(run: RunTrace | None) -> Mapping[str, Mapping[int, Sequence[RowsInfo]]]:
-    """Return loader -> rank -> what it was given."""
-    found: dict[str, dict[int, list[RowsInfo]]] = {}
-    for snapshot in run.snapshots if run else ():
+def _rows_by_loader(run: RunTrace | None) -> Mapping[str, RowsByRank]:
+    """Return what each loader gave the ranks of a run; nothing if there is no such run."""
+    if run is None:
+        return {}
+    rows: dict[str, dict[int, list[RowsInfo]]] = {}
+    for snapshot in run.snapshots:
         for info in snapshot.rows:
-            found.setdefault(info.loader, {}).setdefault(snapshot.rank, []).append(info)
-    return found
+            rows_by_rank = rows.setdefault(info.loader, {})
+            rows_by_rank.setdefault(snapshot.rank, []).append(info)
+    return rows
+
+
+def _only_records(rows_by_rank: RowsByRank) -> list[RowsInfo]:
+    """Return the one record of each rank."""
+    return [info for (info,) in rows_by_rank.values()]
 
 
 def _epoch(info: RowsInfo, number: int) -> Batches:
-    return info.epochs[number] if number < len(info.epochs) else ()
+    """Return the batches of an epoch, counted from the first that was read; none of one that was not."""
+    if number < len(info.epochs):
+        return info.epochs[number]
+    return ()
 
 
-def _each_once(ranks: Sequence[Batches], loader: Loader, before: Sequence[Batches] = ()) -> Iterator[str]:
-    """Yield findings about rows that no rank was given, or several were, those given before included."""
-    given = Counter(row for batches in (*ranks, *before) for batch in batches for row in batch)
-    missing, again = sorted(set(range(ROWS)) - given.keys()), sorted(row for row, times in given.items() if times > 1)
+def _other_epochs(full_rows: RowsByRank) -> Iterator[str]:
+    """Yield findings about the two epochs of the run that never stopped: their rows, and their order."""
+    infos = _only_records(full_rows)
+    loader = infos[0].expected
+    first_epoch = [_epoch(info, 0) for info in infos]
+    second_epoch = [_epoch(info, 1) for info in infos]
+    for text in _not_each_once(first_epoch, loader):
+        yield f"epoch 1: {text}"
+    for text in _not_each_once(second_epoch, loader):
+        yield f"epoch 2: {text}"
+    if loader.shuffled and first_epoch == second_epoch:
+        yield "epoch 2 has the order of epoch 1; expected another one"
+    if not loader.shuffled and first_epoch != second_epoch:
+        yield "epoch 2 has another order than epoch 1; expected the order of the data"
+
+
+def _not_each_once(batches_by_rank: Sequence[Batches], loader: Loader, before: Sequence[Batches] = ()) -> Iterator[str]:
+    """Yield findings about rows that no rank was given, or several were.
+
+    Args:
+        batches_by_rank: What each rank was given in an epoch.
+        loader: What may be expected of the loader.
+        before: What ranks of another run were given earlier in the same epoch.
+    """
+    times_given = _times_given([*batches_by_rank, *before])
     # After the last batch, none is left to tell how many rows a step has but those before.
-    step = max(sum(len(batches[0]) for batches in some if batches) for some in (ranks, before))
-    if missing and not (loader.dropped and len(missing) < step):
+    rows_of_step = max(_rows_of_first_step(batches_by_rank), _rows_of_first_step(before))
+    missing = sorted(set(range(ROWS)) - times_given.keys())
+    if missing and not (loader.dropped and len(missing) < rows_of_step):
         yield f"{len(missing)} of {ROWS} rows are given to no rank, first {missing[0]}"
-    surplus = sum(given.values()) - len(given)
-    if surplus and not (loader.filled and surplus < step):
-        times = "twice" if max(given.values()) == 2 else f"up to {max(given.values())} times"
-        allowed = f"less than {step}, which fill the last batches" if loader.filled else "none"
-        yield f"{len(again)} rows are given {times}, first {again[0]}; expected {allowed}"
-    if len({len(batches) for batches in ranks}) > 1 and (loader.filled or loader.dropped):
-        yield f"ranks are given {', '.join(str(len(batches)) for batches in ranks)} batches; expected equally many"
+    surplus = sum(times_given.values()) - len(times_given)
+    if surplus and not (loader.filled and surplus < rows_of_step):
+        repeated: list[int] = []
+        for row in sorted(times_given):
+            if times_given[row] > 1:
+                repeated.append(row)
+        most = max(times_given.values())
+        times = "twice" if most == 2 else f"up to {most} times"
+        allowed = "none"
+        if loader.filled:
+            allowed = f"less than {rows_of_step}, which fill the last batches"
+        yield f"{len(repeated)} rows are given {times}, first {repeated[0]}; expected {allowed}"
+    lengths = [len(batches) for batches in batches_by_rank]
+    if len(set(lengths)) > 1 and (loader.filled or loader.dropped):
+        numbers = ", ".join(str(length) for length in lengths)
+        yield f"ranks are given {numbers} batches; expected equally many"
 
 
-def _continued(rank: int, info: RowsInfo, whole: RowsInfo) -> Iterator[str]:
-    expected, found = _epoch(whole, info.epoch)[info.done :], _epoch(info, 0)
-    if found != expected:
-        where = f"{'in the middle' if info.done else 'at the beginning'} of epoch {info.epoch + 1}"
-        follow = f"{_listed(found)}; {_listed(expected)} in the run that never stopped"
-        yield f"resumed {where} rank {rank} is given rows {follow}"
+def _times_given(batches_by_rank: Sequence[Batches]) -> Counter[int]:
+    """Return how often each row was given to a rank."""
+    times: Counter[int] = Counter()
+    for batches in batches_by_rank:
+        for batch in batches:
+            times.update(batch)
+    return times
+
+
+def _rows_of_first_step(batches_by_rank: Sequence[Batches]) -> int:
+    """Return how many rows the first batches of all ranks have together."""
+    rows = 0
+    for batches in batches_by_rank:
+        if batches:
+            rows += len(batches[0])
+    return rows
+
+
+def _not_continued(full_rows: RowsByRank, resumed_rows: RowsByRank) -> Iterator[str]:
+    """Yield a finding for each rank that goes on with other rows than those that the run that never stopped had next."""
+    for rank, infos in resumed_rows.items():
+        full = full_rows[rank][0]
+        for info in infos:
+            expected = _epoch(full, info.epoch)[info.done :]
+            resumed = _epoch(info, 0)
+            if resumed == expected:
+                continue
+            place = "in the middle" if info.done else "at the beginning"
+            rows = f"{_listed(resumed)}; {_listed(expected)} in the run that never stopped"
+            yield f"resumed {place} of epoch {info.epoch + 1} rank {rank} is given rows {rows}"
+
+
+def _not_continued_resharded(full_rows: RowsByRank, resharded_rows: RowsByRank) -> Iterator[str]:
+    """Yield findings if twice as many ranks are not given what is left of the second epoch."""
+    infos = _only_records(resharded_rows)
+    full_infos = _only_records(full_rows)
+    batches = [_epoch(info, 0) for info in infos]
+    batches_before: list[Batches] = []
+    for info, full in zip(infos, full_infos, strict=False):
+        # A step of twice as many ranks has the rows of two steps.
+        batches_before.append(_epoch(full, 1)[: 2 * info.done])
+    for text in _not_each_once(batches, full_infos[0].expected, batches_before):
+        yield f"at {len(batches)} ranks from the middle of epoch 2 on: {text}"
 
 
 def _listed(batches: Batches) -> str:
-    rows = [str(row) for batch in batches for row in batch]
-    return ", ".join(rows[:6]) + (" ..." if len(rows) > 6 else "") if rows else "none"
+    """Return the first six rows as text."""
+    rows: list[str] = []
+    for batch in batches:
+        rows += [str(row) for row in batch]
+    if not rows:
+        return "none"
+    text = ", ".join(rows[:6])
+    if len(rows) > 6:
+        return f"{text} ..."
+    return text
 
 
 #: Relative: means are summed in another order.
@@ -120,7 +211,9 @@ TOLERANCE = 1e-5
 
 
 def _has_metrics(cell: Cell, driver: type[Driver]) -> str | None:
-    return tested_once(cell, driver) if driver.can("metrics") else "the driver has no metrics()"
+    if not driver.can("metrics"):
+        return "the driver has no metrics()"
+    return tested_once(cell, driver)
 
 
 @check(
@@ -136,15 +229,22 @@ def evaluation(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: rows that fill the last batches are counted twice, or a mean of the ranks' means is taken. Gather with
     ``gather_for_metrics``, which leaves such rows out.
     """
-    here, there = trace.run("rows").at("metrics"), trace.run("alone").first("metrics")
-    yield from every_rank(here, cell.world_size, "metrics")
-    expected = there.metrics if there else {}
-    if not expected:
+    snapshots = trace.run("rows").at("metrics")
+    yield from every_rank(snapshots, cell.world_size, "metrics")
+    reference = trace.run("alone").first("metrics")
+    if reference is None or not reference.metrics:
         yield "metrics() returns no metric in one process, so there is nothing to compare with"
         return
-    for snapshot in here:
-        for name in sorted(expected.keys() | snapshot.metrics.keys()):
-            found, alone = (one.get(name, math.nan) for one in (snapshot.metrics, expected))
-            if not math.isclose(found, alone, rel_tol=TOLERANCE):
-                texts = (f"{one[name]:.6g}" if name in one else "missing" for one in (snapshot.metrics, expected))
-                yield f"rank {snapshot.rank}: {name} is {'; '.join(texts)} in one process"
+    for snapshot in snapshots:
+        for name in sorted(reference.metrics.keys() | snapshot.metrics.keys()):
+            metric = snapshot.metrics.get(name)
+            expected = reference.metrics.get(name)
+            if metric is None or expected is None or not math.isclose(metric, expected, rel_tol=TOLERANCE):
+                values = f"{_metric_text(metric)}; {_metric_text(expected)} in one process"
+                yield f"rank {snapshot.rank}: {name} is {values}"
+
+
+def _metric_text(metric: float | None) -> str:
+    if metric is None:
+        return "missing"
+    return f"{metric:.6g}"

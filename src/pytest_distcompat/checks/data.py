@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import RESUMED, UNTIL_RESUMED, check, every_rank, named_ranks, other_mode, pairs
@@ -17,7 +18,9 @@ from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
     if cell.option("compile"):
         return "a hook that sees what the model is fed would break the graph that compile is to see"
-    return "checkpoints hold no optimizer state, so training cannot resume" if cell.option("save_only_model") else None
+    if cell.option("save_only_model"):
+        return "checkpoints hold no optimizer state, so training cannot resume"
+    return None
 
 
 @check(scenario=RESUME, until=UNTIL_RESUMED, order=9, not_applicable=_inputs_not_observed, depends_on=RESUMED)
@@ -30,50 +33,68 @@ def data(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: for equal batches check which world size the trainer assumes. If a load leads to other batches, the
     sampler probably restarts the epoch.
     """
-    whole, resumed = trace.run("train"), trace.run("resume")
-    for nth in range(5):
-        yield from _apart(cell, whole, nth)
-    yield from every_rank(resumed.at("load"), cell.world_size, "load")
-    for before, after in pairs(whole.at("save"), resumed.at("load")):
+    train = trace.run("train")
+    resume = trace.run("resume")
+    for nth in range(SAVED + 2):
+        yield from _wrong_batches(cell, train, nth)
+    yield from every_rank(resume.at("load"), cell.world_size, "load")
+    for before, after in pairs(train.at("save"), resume.at("load")):
         if before.rng != after.rng:
             yield f"rank {after.rank}: torch's random state after the load is another than at the save"
     for nth in (0, 1):
-        yield from every_rank(whole.at("step", 3 + nth), cell.world_size, f"step {nth + 1} after the save")
-        yield from every_rank(resumed.at("step", nth), cell.world_size, f"step {nth + 1} after the load")
-        for expected, found in pairs(whole.at("step", 3 + nth), resumed.at("step", nth)):
-            if expected.inputs != found.inputs:
+        expected = train.at("step", SAVED + nth)
+        resumed = resume.at("step", nth)
+        yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
+        yield from every_rank(resumed, cell.world_size, f"step {nth + 1} after the load")
+        for before, after in pairs(expected, resumed):
+            if before.inputs != after.inputs:
                 finding = f"step {nth + 1} after the load is fed other data than in the run that never stopped"
-                yield f"rank {found.rank}: {finding}"
+                yield f"rank {after.rank}: {finding}"
 
 
-def _apart(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
-    # The place of a rank's rows among those of all ranks.
-    places = {rank: rank % (cell.world_size // cell.pp) // cell.tp for rank in range(cell.world_size)}
-    fed: dict[str, int] = {}
-    first: dict[int, Snapshot] = {}
+def _wrong_batches(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
+    """Yield findings about ranks that should be fed the same batches in a step and are not, or that should not be and are."""
+    step = f"step {nth + 1}"
+    first_at_place: dict[int, Snapshot] = {}
+    first_rank_of_batch: dict[str, int] = {}
     for snapshot in run.at("step", nth):
+        rank = snapshot.rank
         if not snapshot.inputs:
-            yield f"rank {snapshot.rank}: the model was fed nothing in step {nth + 1}"
+            yield f"rank {rank}: the model was fed nothing in {step}"
         elif "" in snapshot.inputs:
-            yield f"rank {snapshot.rank}: no tensor was found in the inputs of step {nth + 1}, so ranks cannot be compared"
-        peer = first.setdefault(places[snapshot.rank], snapshot)
+            yield f"rank {rank}: no tensor was found in the inputs of {step}, so ranks cannot be compared"
+        peer = first_at_place.setdefault(_place_of_rows(cell, rank), snapshot)
         if peer.inputs != snapshot.inputs:
-            layers, stages = f"parts of the same layers (tp {cell.tp})", f"stages of the same pipeline (pp {cell.pp})"
-            shared = layers if snapshot.rank in cell.tp_peers(peer.rank) else stages
-            finding = f"ranks {peer.rank} and {snapshot.rank} are fed different batches in step {nth + 1}"
-            yield f"{finding}; expected the same, as they hold {shared}"
+            finding = f"ranks {peer.rank} and {rank} are fed different batches in {step}"
+            yield f"{finding}; expected the same, as they hold {_shared_by(cell, peer.rank, rank)}"
         for batch in set(snapshot.inputs) - {""}:
-            other = fed.setdefault(batch, snapshot.rank)
-            if places[other] != places[snapshot.rank]:
-                alike = cell.dp_rank(other) == cell.dp_rank(snapshot.rank)
-                expected = f"; expected another part of the sequence on each (cp {cell.cp})" if alike else ""
-                yield f"ranks {other} and {snapshot.rank} are fed the same batch in step {nth + 1}{expected}"
+            other = first_rank_of_batch.setdefault(batch, rank)
+            if _place_of_rows(cell, other) != _place_of_rows(cell, rank):
+                finding = f"ranks {other} and {rank} are fed the same batch in {step}"
+                if cell.dp_rank(other) == cell.dp_rank(rank):
+                    finding += f"; expected another part of the sequence on each (cp {cell.cp})"
+                yield finding
+
+
+def _place_of_rows(cell: Cell, rank: int) -> int:
+    """Return the place of a rank's rows, or parts of rows, among those of all ranks; ranks with the same one share them."""
+    ranks_of_stage = cell.world_size // cell.pp
+    return rank % ranks_of_stage // cell.tp
+
+
+def _shared_by(cell: Cell, rank: int, other: int) -> str:
+    """Return the words for what two ranks hold parts of that are fed the same."""
+    if other in cell.tp_peers(rank):
+        return f"parts of the same layers (tp {cell.tp})"
+    return f"stages of the same pipeline (pp {cell.pp})"
 
 
 def _draws_nothing(cell: Cell, driver: type[Driver]) -> str | None:
     if "model" in driver.options and not model_of(cell).random:
         return f"the model {model_of(cell).name} draws no random numbers"
-    return "checkpoints hold no random state" if cell.option("save_only_model") else None
+    if cell.option("save_only_model"):
+        return "checkpoints hold no random state"
+    return None
 
 
 @check(scenario=RESUME, until=UNTIL_RESUMED, order=9, not_applicable=_draws_nothing, depends_on=RESUMED)
@@ -89,82 +110,129 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
     ``set_seed(seed, device_specific=True)``, and ranks of one tensor-parallel group alike, unless each has a part of the
     sequence. Save the random state of each rank, not that of rank 0 alone.
     """
-    whole, resumed = trace.run("train"), trace.run("resume")
-    steps = [whole.at("step", nth) for nth in range(SAVED + 2)]
-    for nth, here in enumerate(steps):
-        yield from every_rank(here, cell.world_size, f"step {nth + 1}")
-    # A loader draws a seed as each epoch begins, and all ranks draw the same one: only who draws in every step drops activations.
-    draws = set(range(cell.world_size))
-    for before, after in itertools.pairwise(steps):
-        draws &= {now.rank for was, now in pairs(before, after) if was.rng != now.rng}
-    if model_of(cell).random and len(draws) < cell.world_size:
-        idle = named_ranks(sorted(set(range(cell.world_size)) - draws), cell.world_size)
-        yield f"{idle}: a step draws no random numbers; the model {model_of(cell).name} draws some in each forward"
-    yield from _modes(whole, steps)
+    train = trace.run("train")
+    resume = trace.run("resume")
+    steps = [train.at("step", nth) for nth in range(SAVED + 2)]
+    for nth, snapshots in enumerate(steps):
+        yield from every_rank(snapshots, cell.world_size, f"step {nth + 1}")
+    drawing_ranks = _ranks_that_draw(cell, steps)
+    idle_ranks = set(range(cell.world_size)) - drawing_ranks
+    if model_of(cell).random and idle_ranks:
+        ranks = named_ranks(sorted(idle_ranks), cell.world_size)
+        yield f"{ranks}: a step draws no random numbers; the model {model_of(cell).name} draws some in each forward"
+    yield from _unlike_modes(train, steps)
     for nth in range(1, SAVED):
-        drawn = [one for one in steps[nth] if one.rank in draws]
-        yield from _alike(cell, drawn, nth)
-        yield from _dropped(cell, drawn, nth)
-    for nth, before in enumerate((whole.at("save"), *steps[SAVED:])):
-        after = resumed.at("load") if not nth else resumed.at("step", nth - 1)
-        when = f"step {nth} after the load" if nth else "the load"
-        yield from every_rank(after, cell.world_size, when)
-        wrong = [one.rank for was, one in pairs(before, after) if was.rng != one.rng and one.rank in draws]
-        yield from (
-            f"rank {rank}: other random numbers follow {when} than in the run that never stopped" for rank in wrong
-        )
-        if wrong:
-            return  # later ones follow from these
+        drawing = []
+        for snapshot in steps[nth]:
+            if snapshot.rank in drawing_ranks:
+                drawing.append(snapshot)
+        yield from _same_random_states(cell, drawing, nth)
+        yield from _wrong_dropouts(cell, drawing, nth)
+    yield from _other_random_states(cell, train, resume, drawing_ranks)
 
 
-def _modes(run: RunTrace, steps: Sequence[tuple[Snapshot, ...]]) -> Iterator[str]:
+def _ranks_that_draw(cell: Cell, steps: Sequence[tuple[Snapshot, ...]]) -> set[int]:
+    """Return the ranks whose random state changes in every step but the first."""
+    # A loader draws a seed as each epoch begins, and all ranks draw the same one: only who draws in every step drops activations.
+    ranks = set(range(cell.world_size))
+    for snapshots_before, snapshots in itertools.pairwise(steps):
+        drawing: set[int] = set()
+        for before, after in pairs(snapshots_before, snapshots):
+            if before.rng != after.rng:
+                drawing.add(after.rank)
+        ranks &= drawing
+    return ranks
+
+
+def _unlike_modes(run: RunTrace, steps: Sequence[tuple[Snapshot, ...]]) -> Iterator[str]:
     """Yield findings of the first step in which ranks with the same modules do not train the same ones."""
     for nth in range(1, SAVED):
-        found = [
-            text
-            for (first, *others), _ in by_stage(run, steps[nth])
-            for one in others
-            for text in other_mode(first, one, f"step {nth + 1}", f"on rank {first.rank}")
-        ]
-        yield from found
-        if found:
+        findings: list[str] = []
+        for (first, *others), _ in by_stage(run, steps[nth]):
+            for snapshot in others:
+                findings += other_mode(first, snapshot, f"step {nth + 1}", f"on rank {first.rank}")
+        yield from findings
+        if findings:
             return
 
 
-def _alike(cell: Cell, drawn: list[Snapshot], nth: int) -> Iterator[str]:
-    first: dict[str, int] = {}
-    for snapshot in drawn:
-        other = first.setdefault(snapshot.rng, snapshot.rank)
-        if snapshot.rank not in cell.tp_peers(other):
-            finding = f"ranks {other} and {snapshot.rank} draw the same random numbers in step {nth + 1}"
-            yield f"{finding}{_apart_on(cell, other, snapshot.rank)}"
+def _same_random_states(cell: Cell, snapshots: Sequence[Snapshot], nth: int) -> Iterator[str]:
+    """Yield a finding for ranks that draw the same random numbers and are no peers of tensor parallelism."""
+    first_rank: dict[str, int] = {}
+    for snapshot in snapshots:
+        rank = snapshot.rank
+        other = first_rank.setdefault(snapshot.rng, rank)
+        if rank not in cell.tp_peers(other):
+            finding = f"ranks {other} and {rank} draw the same random numbers in step {nth + 1}"
+            yield f"{finding}{_same_rows_apart(cell, other, rank)}"
 
 
-def _apart_on(cell: Cell, one: int, other: int) -> str:
+def _same_rows_apart(cell: Cell, rank: int, other: int) -> str:
     """Return what two ranks hold that are fed the same rows; empty for data parallel ranks."""
-    if cell.dp_rank(one) != cell.dp_rank(other):
+    if cell.dp_rank(rank) != cell.dp_rank(other):
         return ""
-    parts = f"parts of the same sequences (cp {cell.cp})"
-    held = parts if other in cell.cp_peers(one) else f"stages of the same pipeline (pp {cell.pp})"
-    return f"; expected others, as they hold {held}"
+    parts = f"stages of the same pipeline (pp {cell.pp})"
+    if other in cell.cp_peers(rank):
+        parts = f"parts of the same sequences (cp {cell.cp})"
+    return f"; expected others, as they hold {parts}"
 
 
-def _dropped(cell: Cell, drawn: list[Snapshot], nth: int) -> Iterator[str]:
+def _wrong_dropouts(cell: Cell, snapshots: Sequence[Snapshot], nth: int) -> Iterator[str]:
     """Yield a finding for what peers of tensor parallelism must not drop, and for micro-batches of which the same is dropped."""
-    peers: dict[int, Snapshot] = {}
-    for snapshot in drawn:
-        first = peers.setdefault(cell.tp_peers(snapshot.rank)[0], snapshot)
-        ranks = f"ranks {first.rank} and {snapshot.rank}"
-        for one, other in zip(first.dropouts, snapshot.dropouts, strict=False):
-            # What follows the first difference was made of other activations.
-            given = "the same" if one.input == other.input else "different"
-            drop, expected = ("the same", "others") if one.zeros == other.zeros else ("others", "the same")
-            if (one.input == other.input) != (one.zeros == other.zeros):
-                where = f"in step {nth + 1} ({one.name}); expected {expected} (tp {cell.tp})"
-                yield f"{ranks} drop {drop} of {given} activations {where}"
-                break
-        inputs: dict[str, str] = {}
-        for one in snapshot.dropouts:
-            if inputs.setdefault(one.zeros, one.input) != one.input:
-                yield f"rank {snapshot.rank} drops the same of different activations in step {nth + 1} ({one.name})"
-                break
+    first_of_peers: dict[int, Snapshot] = {}
+    for snapshot in snapshots:
+        first = first_of_peers.setdefault(cell.tp_peers(snapshot.rank)[0], snapshot)
+        yield from _unlike_peer_dropouts(cell, first, snapshot, nth)
+        yield from _repeated_dropouts(snapshot, nth)
+
+
+def _unlike_peer_dropouts(cell: Cell, first: Snapshot, snapshot: Snapshot, nth: int) -> Iterator[str]:
+    """Yield a finding for the first module in which two peers drop unlike parts of equal activations, or equal ones of others."""
+    for dropout, peer_dropout in zip(snapshot.dropouts, first.dropouts, strict=False):
+        is_same_input = dropout.input == peer_dropout.input
+        drops_same = dropout.zeros == peer_dropout.zeros
+        if is_same_input == drops_same:
+            continue
+        finding = f"drop the same of different activations in step {nth + 1} ({peer_dropout.name}); expected others"
+        if is_same_input:
+            finding = f"drop others of the same activations in step {nth + 1} ({peer_dropout.name}); expected the same"
+        yield f"ranks {first.rank} and {snapshot.rank} {finding} (tp {cell.tp})"
+        return  # what follows was made of other activations
+
+
+def _repeated_dropouts(snapshot: Snapshot, nth: int) -> Iterator[str]:
+    """Yield a finding for the first module that drops the same of other activations than an earlier one."""
+    input_of_zeros: dict[str, str] = {}
+    for dropout in snapshot.dropouts:
+        if input_of_zeros.setdefault(dropout.zeros, dropout.input) != dropout.input:
+            where = f"in step {nth + 1} ({dropout.name})"
+            yield f"rank {snapshot.rank} drops the same of different activations {where}"
+            return
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """A moment of the resumed run, with the snapshots of the same moment in the run that never stopped."""
+
+    name: str
+    expected: tuple[Snapshot, ...]
+    resumed: tuple[Snapshot, ...]
+
+
+def _other_random_states(cell: Cell, train: RunTrace, resume: RunTrace, drawing_ranks: set[int]) -> Iterator[str]:
+    """Yield findings for ranks that draw and have another random state than in the run that never stopped."""
+    moments = [
+        _Moment("the load", train.at("save"), resume.at("load")),
+        _Moment("step 1 after the load", train.at("step", SAVED), resume.at("step", 0)),
+        _Moment("step 2 after the load", train.at("step", SAVED + 1), resume.at("step", 1)),
+    ]
+    for moment in moments:
+        yield from every_rank(moment.resumed, cell.world_size, moment.name)
+        is_wrong = False
+        for before, after in pairs(moment.expected, moment.resumed):
+            if before.rng != after.rng and after.rank in drawing_ranks:
+                is_wrong = True
+                finding = f"other random numbers follow {moment.name} than in the run that never stopped"
+                yield f"rank {after.rank}: {finding}"
+        if is_wrong:
+            return  # later ones follow from these

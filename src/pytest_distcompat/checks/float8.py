@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import Check, check, every_rank
 from pytest_distcompat.checks.active import active
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import STAGES, TRAIN
+from pytest_distcompat.scenario import STAGES, TRAIN, Run
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import Trace
+from pytest_distcompat.trace import Snapshot, Trace
 
 #: How many layers a recipe may leave in more bits, the first and the last: accelerate's leaves both by default.
 UNCONVERTED_LAYERS = 2
 
 
 def _no_float8(cell: Cell, driver: type[Driver]) -> str | None:
-    return None if PRECISIONS.get(cell.precision).float8 else f"{cell.precision} has no 8-bit layers"
+    if not PRECISIONS.get(cell.precision).float8:
+        return f"{cell.precision} has no 8-bit layers"
+    return None
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=18, not_applicable=_no_float8)
@@ -33,34 +35,58 @@ def float8(cell: Cell, trace: Trace) -> Iterator[str]:
     (https://github.com/huggingface/accelerate/issues/3360). Try 8 bits alone, DeepSpeed alone, then both.
     """
     run = trace.run()
-    linears = run.unwrapped.linears if run.unwrapped else 0
-    if not linears:
+    if run.unwrapped is None or not run.unwrapped.linears:
         yield "the unwrapped model has no linear layer whose sizes 16 divides: there is nothing to convert"
         return
-    for action, snapshots in (("build", run.at("build")), ("three steps", run.at("step", 2))):
-        yield from every_rank(snapshots, cell.world_size, action)
-        for snapshot in snapshots:
-            found = snapshot.model.float8 if snapshot.model else 0
-            if found < max(1, linears - UNCONVERTED_LAYERS):
-                finding = f"{found} of {linears} linear layers are in 8 bits after {action}"
-                yield f"rank {snapshot.rank}: {finding}; expected all but the first and the last"
+    built = run.at("build")
+    trained = run.at("step", 2)
+    yield from every_rank(built, cell.world_size, "build")
+    for snapshot in built:
+        yield from _not_converted(snapshot, run.unwrapped.linears, "build")
+    yield from every_rank(trained, cell.world_size, "three steps")
+    for snapshot in trained:
+        yield from _not_converted(snapshot, run.unwrapped.linears, "three steps")
     # Transformer Engine casts in its own kernels, and no hook sees inside a compiled graph.
-    observed = cell.option("fp8_backend") == "torchao" and not cell.option("compile")
-    for snapshot in run.at("step", 2):
+    casts_are_seen = cell.option("fp8_backend") == "torchao" and not cell.option("compile")
+    for snapshot in trained:
         if snapshot.loss is None or not math.isfinite(snapshot.loss):
             yield f"rank {snapshot.rank}: the loss is {snapshot.loss}; expected a number"
-        layers = snapshot.model.float8 if snapshot.model else 0
-        # An activation and a weight for each layer, at least; the backward pass casts more.
-        if observed and snapshot.float8 < 2 * layers:
-            finding = f"{snapshot.float8} tensors were made in 8 bits in a step of {layers} such layers"
-            yield f"rank {snapshot.rank}: {finding}; expected two factors of each product at least"
+        if casts_are_seen:
+            yield from _not_computed(snapshot)
+
+
+def _converted_layers(snapshot: Snapshot) -> int:
+    """Return how many layers of the live model compute in 8 bits."""
+    if snapshot.model is None:
+        return 0
+    return snapshot.model.float8
+
+
+def _not_converted(snapshot: Snapshot, linears: int, action: str) -> Iterator[str]:
+    """Yield a finding if more linear layers than the first and the last are not in 8 bits."""
+    layers = _converted_layers(snapshot)
+    if layers < max(1, linears - UNCONVERTED_LAYERS):
+        finding = f"{layers} of {linears} linear layers are in 8 bits after {action}"
+        yield f"rank {snapshot.rank}: {finding}; expected all but the first and the last"
+
+
+def _not_computed(snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding if the layers that are in 8 bits do not multiply in them."""
+    layers = _converted_layers(snapshot)
+    # An activation and a weight for each layer, at least; the backward pass casts more.
+    if snapshot.float8 < 2 * layers:
+        finding = f"{snapshot.float8} tensors were made in 8 bits in a step of {layers} such layers"
+        yield f"rank {snapshot.rank}: {finding}; expected two factors of each product at least"
 
 
 def _one_stage(cell: Cell, driver: type[Driver]) -> str | None:
     if not PRECISIONS.get(cell.precision).float8 or STRATEGIES.get(cell.strategy).zero_stage is None:
         return "8 bits and DeepSpeed are not used together"
-    reasons = (driver.unsupported_reason(run.cell(cell)) for run in STAGES.runs)
-    return next((f"a stage alone cannot run: {reason}" for reason in reasons if reason), None)
+    for run in STAGES.runs:
+        reason = driver.unsupported_reason(run.cell(cell))
+        if reason:
+            return f"a stage alone cannot run: {reason}"
+    return None
 
 
 @check(
@@ -78,11 +104,25 @@ def stages(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: see ``float8`` for the first stage, ``active`` for the second. Where only both together break, the trainer
     decides about 8 bits by a precision that DeepSpeed has changed (https://github.com/huggingface/accelerate/issues/3360).
     """
-    checks: tuple[tuple[Check, ...], ...] = ((float8,), (active,), (float8, active))
-    for run, claims in zip(STAGES.runs, checks, strict=True):
-        found, stage = trace.run(run.name), "both" if run.name == "train" else run.name.replace("_", " ")
-        alone = Trace(trace.driver, {"train": found})
-        texts = [found.end.message] if found.end else [text for one in claims for text in one(run.cell(cell), alone)]
-        yield from (f"{stage}: {text}" for text in texts)
-        if texts:
+    checks_by_run: tuple[tuple[Check, ...], ...] = ((float8,), (active,), (float8, active))
+    for stage, checks in zip(STAGES.runs, checks_by_run, strict=True):
+        findings = _findings_of_stage(cell, trace, stage, checks)
+        name = "both"
+        if stage.name != "train":
+            name = stage.name.replace("_", " ")
+        for finding in findings:
+            yield f"{name}: {finding}"
+        if findings:
             return  # later stages follow from it
+
+
+def _findings_of_stage(cell: Cell, trace: Trace, stage: Run, checks: Sequence[Check]) -> list[str]:
+    """Return why the run of a stage broke off, or else what these checks find in it."""
+    run = trace.run(stage.name)
+    if run.end:
+        return [run.end.message]
+    stage_trace = Trace(trace.driver, {"train": run})
+    findings: list[str] = []
+    for check_of_stage in checks:
+        findings += check_of_stage(stage.cell(cell), stage_trace)
+    return findings

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._factors import factors_of, named_factor
-from pytest_distcompat.checks._values import Names, named_stage, rounding_of, stages_of
+from pytest_distcompat.checks._tied import tied_apart
+from pytest_distcompat.checks._values import Names, Ranks, named_stage, pipelines_of, rounding_of, stages_of
 from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
@@ -23,7 +25,7 @@ SMALLEST = 0.01
 #: Parameters whose ratios differ by less have one cause.
 SAME_RATIO = 0.05
 
-#: Unwrapped name -> norm of the gradient of all parts together; None where they are no whole.
+#: Unwrapped name -> norm of the gradient of all parts together; None where the parts are not the whole tensor.
 Norms = Mapping[str, float | None]
 
 
@@ -48,117 +50,262 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     if their module is outside the wrapped model, or its hooks do not see the call; zero or missing if a branch is
     detached.
     """
-    train, reference = trace.run("train"), trace.run("reference")
-    known = {info.name for info in train.unwrapped.parameters} if train.unwrapped else set()
-    expected = [_norms_of_one(reference, reference.at("reference", step)) for step in range(COMPARED)]
-    rounding = _deviations_of_rounding(trace.runs.get("rounded"), expected)
-    tolerance = ROUNDING_FACTOR * max((rounding_of(cell, train).norm_tolerance, *rounding))
-    factors, holders = factors_of(cell, train), _holders(train)
-    for step in range(COMPARED):
-        here = train.at("step", step)
-        yield from every_rank(here, cell.world_size, f"step {step + 1}")
-        if not expected[step]:
+    train = trace.run("train")
+    reference = trace.run("reference")
+    known = set()
+    if train.unwrapped:
+        known = {info.name for info in train.unwrapped.parameters}
+    expected_by_step = [_norms_of_one_process(reference, reference.at("reference", step)) for step in range(COMPARED)]
+    rounding = _deviations_of_rounding(trace.runs.get("rounded"), expected_by_step)
+    tolerance = ROUNDING_FACTOR * max([rounding_of(cell, train).norm_tolerance, *rounding])
+    factors = factors_of(cell, train)
+    for step, expected in enumerate(expected_by_step):
+        snapshots = train.at("step", step)
+        yield from every_rank(snapshots, cell.world_size, f"step {step + 1}")
+        if not expected:
             yield f"step {step + 1}: no gradients to compare with"
             return
-        found = [
-            f"step {step + 1}: {named_stage(train, holders(ranks, names))}: {text}"
-            for ranks, norms in _norms(train, here)
+        findings: list[str] = []
+        for view in _views(train, snapshots):
             # A live name that is none of the unwrapped model's is a finding of the check ``names``.
-            if norms.keys() <= known
-            for names, text in _differences(factors, norms, expected[step], tolerance)
-        ]
-        yield from found
-        if found:
+            if view.norms.keys() <= known:
+                findings += _wrong_gradients(train, view, expected, tolerance, factors)
+        for finding in findings:
+            yield f"step {step + 1}: {finding}{tied_apart(cell, train)}"
+        if findings:
             return  # later differences follow from these
 
 
-def _norms(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[tuple[tuple[int, ...], Norms]]:
-    """Yield ranks that see the same gradients, put together from their shard groups, with the norms of these."""
-    parts: dict[str, dict[int, GradientInfo]] = defaultdict(dict)
-    norms: dict[int, dict[str, float | None]] = {snapshot.rank: {} for snapshot in snapshots}
-    if (unwrapped := run.unwrapped) is not None:
-        names = Names(run, unwrapped)
-        for snapshot in snapshots:
-            for info in (info for step in snapshot.steps for info in step.gradients):
-                parts[names(info.name)][snapshot.rank] = info
-    views: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for name, held in parts.items():
-        for group in shard_groups({rank: info.layout.holders for rank, info in held.items()}):
-            own = [held[rank] for rank in group if rank in held]
-            whole = sum(info.numel for info in own) == names.sizes.get(name)
-            norm = math.sqrt(sum(info.square for info in own)) if whole else None
-            for rank in set(group) & norms.keys():
-                norms[rank][name] = norm
-                views[rank].append(group)
+@dataclass(frozen=True)
+class _View:
+    """Ranks that see the same gradients, and the norms of these; a rank of a pipeline sees those of all its stages."""
+
+    ranks: Ranks
+    norms: Norms
+
+
+def _views(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[_View]:
+    """Yield what the ranks see of the gradients, which are put together from the parts of shard groups."""
+    norms_by_rank: dict[int, dict[str, float | None]] = {snapshot.rank: {} for snapshot in snapshots}
+    groups_by_rank: dict[int, list[Ranks]] = defaultdict(list)
+    for gradient in _whole_gradients(run, snapshots):
+        for rank in gradient.ranks:
+            if rank in norms_by_rank:
+                norms_by_rank[rank][gradient.name] = gradient.norm
+                groups_by_rank[rank].append(gradient.ranks)
     # The stages of a pipeline see one training together.
-    peers = {one.rank: one.model.pp_ranks for one in run.at("build") if one.model}
-    ranks: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
-    for rank in sorted(norms):
-        all_views = {view for peer in peers.get(rank) or (rank,) for view in views[peer]}
-        ranks[tuple(sorted(all_views)) or ((rank,),)].append(rank)
-    for alike in ranks.values():
-        yield tuple(alike), {name: norm for rank in reversed(alike) for name, norm in norms[rank].items()}
+    pipelines = pipelines_of(run)
+    ranks_by_groups: dict[tuple[Ranks, ...], list[int]] = defaultdict(list)
+    for rank in sorted(norms_by_rank):
+        groups: set[Ranks] = set()
+        for peer in pipelines.get(rank) or (rank,):
+            groups.update(groups_by_rank[peer])
+        if not groups:
+            groups.add((rank,))
+        ranks_by_groups[tuple(sorted(groups))].append(rank)
+    for ranks in ranks_by_groups.values():
+        norms: dict[str, float | None] = {}
+        # Where ranks disagree, the norm of the lowest one stays.
+        for rank in reversed(ranks):
+            norms.update(norms_by_rank[rank])
+        yield _View(tuple(ranks), norms)
 
 
-def _holders(run: RunTrace) -> Callable[[Sequence[int], Sequence[str]], list[int]]:
-    """Return a function that chooses those of some ranks whose stage has any of some parameters; all of no pipeline."""
-    names = Names(run, run.unwrapped) if run.unwrapped and stages_of(run) else None
-    held = {one.rank: {names(info.name) for info in one.parameters} for one in run.at("build") if names}
-    return lambda ranks, wanted: [rank for rank in ranks if not held.get(rank) or held[rank] & {*wanted}] or [*ranks]
+@dataclass(frozen=True)
+class _WholeGradient:
+    """The gradient of a parameter on the ranks of one shard group; the norm is None if their parts are not the whole tensor."""
+
+    name: str
+    ranks: Ranks
+    norm: float | None
 
 
-def _norms_of_one(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Norms:
-    """Return the norms of a run of one process."""
-    return next((norms for _, norms in _norms(run, snapshots)), {})
-
-
-def _deviations_of_rounding(rounded: RunTrace | None, expected: list[Norms]) -> Iterator[float]:
-    """Yield how far rounding alone moves each gradient of a model of the driver's own, see ``parity``."""
-    for step, norms in enumerate(expected if rounded else ()):
-        assert rounded is not None
-        found, unit = _norms_of_one(rounded, rounded.at("rounded", step)), _unit(norms)
-        for name in norms.keys() & found.keys():
-            here, there = found[name] or 0.0, norms[name] or 0.0
-            off = abs(here - there) / max(there, unit) if unit else 0.0
-            yield off if math.isfinite(off) else 0.0
-
-
-def _unit(norms: Norms) -> float:
-    """Return the least that rounding is measured against."""
-    return SMALLEST * math.hypot(*(norm or 0.0 for norm in norms.values()))
-
-
-def _differences(
-    factors: Mapping[str, int], norms: Norms, expected: Norms, tolerance: float
-) -> Iterator[tuple[list[str], str]]:
-    """Yield a finding, with their names, for the parameters that are off by the same ratio."""
-    if broken := sorted(name for name, found in norms.items() if found is None):
-        yield broken, f"the gradient of {listed(broken)} cannot be put together from the ranks' parts"
+def _whole_gradients(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[_WholeGradient]:
+    """Yield the gradient of each parameter, by its unwrapped name, as each shard group has it."""
+    if run.unwrapped is None:
         return
-    unit, ratios, sound = _unit(expected), {}, 0
+    names = Names(run, run.unwrapped)
+    parts_by_name: dict[str, dict[int, GradientInfo]] = defaultdict(dict)
+    for snapshot in snapshots:
+        for step in snapshot.steps:
+            for info in step.gradients:
+                parts_by_name[names(info.name)][snapshot.rank] = info
+    for name, part_of_rank in parts_by_name.items():
+        holders_by_rank = {rank: info.layout.holders for rank, info in part_of_rank.items()}
+        for group in shard_groups(holders_by_rank):
+            parts = []
+            for rank in group:
+                if rank in part_of_rank:
+                    parts.append(part_of_rank[rank])
+            norm = None
+            if sum(info.numel for info in parts) == names.sizes.get(name):
+                norm = math.sqrt(sum(info.square for info in parts))
+            yield _WholeGradient(name, group, norm)
+
+
+def _norms_of_one_process(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Norms:
+    """Return the norms of a run of one process; none if it recorded no snapshot."""
+    for view in _views(run, snapshots):
+        return view.norms
+    return {}
+
+
+def _deviations_of_rounding(rounded: RunTrace | None, expected_by_step: list[Norms]) -> Iterator[float]:
+    """Yield how far rounding alone moves each gradient of a model of the driver's own, see ``parity``."""
+    if rounded is None:
+        return
+    for step, expected in enumerate(expected_by_step):
+        norms = _norms_of_one_process(rounded, rounded.at("rounded", step))
+        smallest = _smallest_norm(expected)
+        if not smallest:
+            continue
+        for name in expected.keys() & norms.keys():
+            norm = norms[name] or 0.0
+            reference_norm = expected[name] or 0.0
+            deviation = abs(norm - reference_norm) / max(reference_norm, smallest)
+            if math.isfinite(deviation):
+                yield deviation
+
+
+def _smallest_norm(norms: Norms) -> float:
+    """Return the least norm that rounding is measured against."""
+    known_norms = [norm or 0.0 for norm in norms.values()]
+    return SMALLEST * math.hypot(*known_norms)
+
+
+def _wrong_gradients(
+    train: RunTrace, view: _View, expected: Norms, tolerance: float, factors: Mapping[str, int]
+) -> Iterator[str]:
+    """Yield a finding for the parameters whose gradients are off by the same ratio, with the ranks that hold them.
+
+    Args:
+        train: The training.
+        view: The gradients that some of its ranks see.
+        expected: Those of the reference.
+        tolerance: How far norms may be from the reference's, relative to them.
+        factors: By name the numbers that a gradient may be too large or too small by.
+    """
+    incomplete = sorted(name for name, norm in view.norms.items() if norm is None)
+    if incomplete:
+        ranks = named_stage(train, _ranks_that_hold(train, view.ranks, incomplete))
+        yield f"{ranks}: the gradient of {listed(incomplete)} cannot be put together from the ranks' parts"
+        return
+    comparison = _compare(view.norms, expected, tolerance)
+    for deviation in comparison.deviations:
+        ranks = named_stage(train, _ranks_that_hold(train, view.ranks, deviation.names))
+        finding = _worded(deviation, comparison.common_ratio, len(expected), factors)
+        yield f"{ranks}: {finding} ({tolerance:.0e} allowed)"
+
+
+def _ranks_that_hold(run: RunTrace, ranks: Sequence[int], names: Sequence[str]) -> list[int]:
+    """Return those of some ranks whose stage of a pipeline has any of the parameters; all of them if none has, or without one."""
+    if run.unwrapped is None or not stages_of(run):
+        return list(ranks)
+    unwrapped_name = Names(run, run.unwrapped)
+    names_of_rank: dict[int, set[str]] = {}
+    for snapshot in run.at("build"):
+        names_of_rank[snapshot.rank] = {unwrapped_name(info.name) for info in snapshot.parameters}
+    holders: list[int] = []
+    for rank in ranks:
+        held_names = names_of_rank.get(rank)
+        if not held_names or held_names.intersection(names):
+            holders.append(rank)
+    return holders or list(ranks)
+
+
+@dataclass(frozen=True)
+class _Deviation:
+    """Parameters whose gradients have about the same wrong ratio to the reference's.
+
+    Attributes:
+        names: Their unwrapped names, by ascending ratio.
+        norm: The norm of the first one's gradient.
+        reference_norm: That in the reference.
+        ratio: The ratio of the two; infinite if the reference has none, NaN if the norm is.
+    """
+
+    names: tuple[str, ...]
+    norm: float
+    reference_norm: float
+    ratio: float
+
+    @property
+    def is_scale(self) -> bool:
+        """Tell whether the ratio is a factor that another may be multiplied by."""
+        return self.ratio != 0 and math.isfinite(self.ratio)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What deviates, apart from a ratio that most gradients have in common: 1.0 if they have the reference's norm."""
+
+    deviations: tuple[_Deviation, ...]
+    common_ratio: float
+
+
+def _compare(norms: Norms, expected: Norms, tolerance: float) -> _Comparison:
+    """Return in what the norms deviate from the reference's."""
+    smallest = _smallest_norm(expected)
+    ratios: dict[str, float] = {}
+    sound = 0
     for name in expected.keys() | norms.keys():
-        here, there = norms.get(name) or 0.0, expected.get(name) or 0.0
-        if not abs(here - there) <= tolerance * max(there, unit):
-            ratios[name] = here / there if there else math.inf
+        norm = norms.get(name) or 0.0
+        reference_norm = expected.get(name) or 0.0
+        # False for NaN.
+        is_close = abs(norm - reference_norm) <= tolerance * max(reference_norm, smallest)
+        if not is_close:
+            ratios[name] = norm / reference_norm if reference_norm else math.inf
+        elif reference_norm > smallest:
+            sound += 1
+    deviations: list[_Deviation] = []
+    for names in _names_by_ratio(ratios):
+        norm = norms.get(names[0]) or 0.0
+        reference_norm = expected.get(names[0]) or 0.0
+        deviations.append(_Deviation(tuple(names), norm, reference_norm, ratios[names[0]]))
+    return _without_common_ratio(deviations, max(sound, len(expected) / 2))
+
+
+def _without_common_ratio(deviations: list[_Deviation], most: float) -> _Comparison:
+    """Take out the ratio that more than so many gradients have in common, if there is such a one beside others.
+
+    What clipping does to all gradients because some are wrong shows in most of them: it is no finding of its own.
+    """
+    common: list[_Deviation] = []
+    others: list[_Deviation] = []
+    for deviation in deviations:
+        if deviation.is_scale and len(deviation.names) > most:
+            common.append(deviation)
         else:
-            sound += there > unit
-    alike: list[list[str]] = []
-    for name in sorted(ratios, key=lambda name: (not math.isnan(ratios[name]), ratios[name], name)):
-        if alike and math.isclose(ratios[name], ratios[alike[-1][0]], rel_tol=SAME_RATIO):
-            alike[-1].append(name)
+            others.append(deviation)
+    if not common or len(deviations) == 1:
+        return _Comparison(tuple(deviations), 1.0)
+    return _Comparison(tuple(others), common[0].ratio)
+
+
+def _names_by_ratio(ratios: Mapping[str, float]) -> list[list[str]]:
+    """Return the names of parameters in groups of about the same ratio; first those whose ratio is NaN, then ascending."""
+
+    def by_ratio(name: str) -> tuple[bool, float, str]:
+        ratio = ratios[name]
+        return (not math.isnan(ratio), ratio, name)
+
+    groups: list[list[str]] = []
+    for name in sorted(ratios, key=by_ratio):
+        if groups and math.isclose(ratios[name], ratios[groups[-1][0]], rel_tol=SAME_RATIO):
+            groups[-1].append(name)
         else:
-            alike.append([name])
-    # What clipping does to all gradients because some are wrong shows in most of them: it is no finding of its own.
-    scales = [names for names in alike if ratios[names[0]] and math.isfinite(ratios[names[0]])]
-    most = max(sound, len(expected) / 2)
-    scaled = [names for names in scales if len(names) > most] if len(alike) > 1 else []
-    common = ratios[scaled[0][0]] if scaled else 1.0
-    for names in (one for one in alike if one not in scaled):
-        here, there = (one.get(names[0]) or 0.0 for one in (norms, expected))
-        values = f"{names[0]!r} has norm {here:.6g}; {there:.6g} in the reference"
-        everything = f"all {len(names)} parameters" if len(names) == len(expected) else listed(names)
-        ratio = _ratio(factors, ratios[names[0]], common)
-        yield names, f"the gradient of {everything} {ratio}: {values} ({tolerance:.0e} allowed)"
+            groups.append([name])
+    return groups
+
+
+def _worded(deviation: _Deviation, common_ratio: float, parameters: int, factors: Mapping[str, int]) -> str:
+    """Return the finding about a deviation, of a model with so many parameters."""
+    names = listed(deviation.names)
+    if len(deviation.names) == parameters:
+        names = f"all {parameters} parameters"
+    ratio = _ratio(factors, deviation.ratio, common_ratio)
+    norms = f"has norm {deviation.norm:.6g}; {deviation.reference_norm:.6g} in the reference"
+    return f"the gradient of {names} {ratio}: {deviation.names[0]!r} {norms}"
 
 
 def _ratio(factors: Mapping[str, int], ratio: float, common: float) -> str:
@@ -171,5 +318,7 @@ def _ratio(factors: Mapping[str, int], ratio: float, common: float) -> str:
     if common != 1.0:
         ratio /= common
         text += f", {ratio:.4g} times as much as the others"
-    known = named_factor(factors, ratio, SAME_RATIO)
-    return f"{text} ({known})" if known else text
+    factor = named_factor(factors, ratio, SAME_RATIO)
+    if factor:
+        text += f" ({factor})"
+    return text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, named_ranks, requested
@@ -34,57 +35,171 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     run = trace.run()
     trained = run.trained
     yield from every_rank(trained, cell.world_size, "three steps")
-    for snapshots, part in by_stage(run, trained):
-        yield from _kept(cell, run, snapshots, part)
+    for stage_snapshots, stage_model in by_stage(run, trained):
+        for size in _wrong_sizes(cell, run, stage_snapshots, stage_model):
+            yield str(size)
     if cell.option("optimizer") == "adam8bit":
         for snapshot in trained:
-            large = [*filter(is_quantized, snapshot.states)]
-            numel, size = (sum(getattr(state, name) for state in large) for name in ("numel", "nbytes"))
-            if size >= 2 * numel:
-                yield f"rank {snapshot.rank}: {numel} elements of quantized state take {size} bytes; expected less than 2 each"
-    if not any(map(state_elements, trained)):
+            yield from _too_large_quantized(snapshot)
+    if not any(state_elements(snapshot) for snapshot in trained):
         yield "no rank's optimizer keeps anything after three steps"
 
 
-def _kept(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None) -> Iterator[str]:
-    """Yield findings about the state that the ranks of a stage keep, for what they hold of the unwrapped model."""
-    strategy, ranks = STRATEGIES.get(cell.strategy), [snapshot.rank for snapshot in snapshots]
-    sharded = strategy.shards or strategy.flat_masters
-    built, size = tuple(one for one in run.at("build") if one.rank in ranks), cell.world_size // cell.pp
-    where = "all ranks" if cell.pp == 1 else named_ranks(ranks, cell.world_size)
+def _too_large_quantized(snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding if quantized state takes two bytes an element or more, with its scales."""
+    quantized = []
+    for state in snapshot.states:
+        if is_quantized(state):
+            quantized.append(state)
+    numel = sum(state.numel for state in quantized)
+    size = sum(state.nbytes for state in quantized)
+    if size >= 2 * numel:
+        yield f"rank {snapshot.rank}: {numel} elements of quantized state take {size} bytes; expected less than 2 each"
+
+
+@dataclass(frozen=True)
+class _StateSize:
+    """Ranks together keep another number of elements of a kind of state than they should; as text the finding about it.
+
+    Attributes:
+        where: The words for the ranks.
+        key: The kind of state: a key such as ``exp_avg``.
+        kept: How many elements of it the ranks keep.
+        trained: How many elements of the model they train that have such state.
+        copies: In how many copies they should keep it.
+        ranks_of_stage: How many ranks they are.
+    """
+
+    where: str
+    key: str
+    kept: int
+    trained: int
+    copies: int
+    ranks_of_stage: int
+
+    def __str__(self) -> str:
+        context = f"{self.trained} elements are trained{self._spread}, expected {self.trained * self.copies}"
+        return f"{self.where} together keep {self.kept} elements of {self.key!r}; {context}"
+
+    @property
+    def _spread(self) -> str:
+        if self.copies <= 1:
+            return ""
+        if self.copies == self.ranks_of_stage:
+            return f", on each of {self.copies} ranks"
+        return f", in {self.copies} copies"
+
+
+def _wrong_sizes(
+    cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None
+) -> Iterator[_StateSize]:
+    """Yield the kinds of state of which the ranks of a stage keep a wrong number of elements.
+
+    Args:
+        cell: The cell.
+        run: The training.
+        snapshots: Those of the stage's ranks after three steps.
+        unwrapped: What these ranks hold of the unwrapped model.
+    """
+    strategy = STRATEGIES.get(cell.strategy)
+    is_sharded = strategy.shards or strategy.flat_masters
+    ranks = [snapshot.rank for snapshot in snapshots]
+    ranks_of_stage = cell.world_size // cell.pp
+    built = _built_on(run, ranks)
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, built)
-    if not sharded:
+    padding = 0
+    if not is_sharded:
         # Of the experts each rank has its part.
-        infos = (info for info in (built[0].parameters if built else ()) if info.trainable)
-        trained -= sum(info.local_numel * (expert_parts(info) - 1) for info in infos)
-    others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
-    copies, padding = size // cell.tp, 0
-    if sharded:
-        declared = requested(cell, unwrapped, "dp_replicate")
-        copies, padding = int(cell.option("dp_replicate")) if declared else _copies(built, size), MAX_PADDING
-    state_sharded = any(ZERO_OPTIMIZER in snapshot.optimizer.chain for snapshot in snapshots if snapshot.optimizer)
-    found, tensors = Counter[str](), Counter[str]()
+        trained -= _elements_of_other_experts(built)
+        parameter_copies = ranks_of_stage // cell.tp
+    elif requested(cell, unwrapped, "dp_replicate"):
+        padding = MAX_PADDING
+        parameter_copies = int(cell.option("dp_replicate"))
+    else:
+        padding = MAX_PADDING
+        parameter_copies = _copies(built, ranks_of_stage)
+    shards_state = _shards_state(snapshots)
+    kept = _kept_elements(snapshots)
+    tensors = _state_tensors(snapshots)
+    for key in _keys_by_element(run, snapshots, kept):
+        trained_with_state = trained
+        if key != "master":
+            trained_with_state -= _without_state(snapshots, key, unused(run)) // parameter_copies
+        copies = parameter_copies
+        if shards_state and key != "master":
+            copies = 1
+        expected = trained_with_state * copies
+        room = padding * (tensors[key] or ranks_of_stage)
+        if expected <= kept[key] <= expected + room:
+            continue
+        where = "all ranks" if cell.pp == 1 else named_ranks(ranks, cell.world_size)
+        yield _StateSize(where, key, kept[key], trained_with_state, copies, ranks_of_stage)
+
+
+def _built_on(run: RunTrace, ranks: Collection[int]) -> list[Snapshot]:
+    """Return the snapshots of some ranks after build."""
+    snapshots: list[Snapshot] = []
+    for snapshot in run.at("build"):
+        if snapshot.rank in ranks:
+            snapshots.append(snapshot)
+    return snapshots
+
+
+def _elements_of_other_experts(built: Sequence[Snapshot]) -> int:
+    """Return how many trained elements of experts the first rank does not hold, because they are spread over ranks."""
+    if not built:
+        return 0
+    elements = 0
+    for info in built[0].parameters:
+        if info.trainable:
+            elements += info.local_numel * (expert_parts(info) - 1)
+    return elements
+
+
+def _shards_state(snapshots: Sequence[Snapshot]) -> bool:
+    """Tell whether the optimizer itself shards its state, not the parameters, over the ranks."""
+    for snapshot in snapshots:
+        if snapshot.optimizer and ZERO_OPTIMIZER in snapshot.optimizer.chain:
+            return True
+    return False
+
+
+def _kept_elements(snapshots: Sequence[Snapshot]) -> Counter[str]:
+    """Return how many elements of each kind of state the ranks keep together."""
+    kept: Counter[str] = Counter()
     for snapshot in snapshots:
         for (key, _), numel in state_elements(snapshot).items():
-            found[key] += numel * len(snapshot.ranks)
+            kept[key] += numel * len(snapshot.ranks)
+    return kept
+
+
+def _state_tensors(snapshots: Sequence[Snapshot]) -> Counter[str]:
+    """Return how many tensors of each kind of state the ranks keep together."""
+    tensors: Counter[str] = Counter()
+    for snapshot in snapshots:
         for state in snapshot.states:
             tensors[state.key] += len(snapshot.ranks)
-    # What this stage lacks altogether, though others keep it for each element.
-    lacking = {key for one in run.trained for key, _ in state_elements(one)}.difference(
-        found, *map(_of_another_size, run.trained)
-    )
-    for key in sorted((set(found) - others) | lacking):
-        # It shards the state, not the parameters.
-        times = 1 if state_sharded and key != "master" else copies
-        kept = trained - (0 if key == "master" else _without_state(snapshots, key, unused(run)) // copies)
-        expected, room = kept * times, padding * (tensors[key] or size)
-        if not expected <= found[key] <= expected + room:
-            spread = f"on each of {times} ranks" if times == size else f"in {times} copies"
-            context = f"{kept} elements are trained{f', {spread}' if times > 1 else ''}"
-            yield f"{where} together keep {found[key]} elements of {key!r}; {context}, expected {expected}"
+    return tensors
 
 
-def _replicated_by_tp(cell: Cell, built: tuple[Snapshot, ...]) -> int:
+def _keys_by_element(run: RunTrace, snapshots: Sequence[Snapshot], kept: Counter[str]) -> list[str]:
+    """Return the kinds of state that have an element for each element of a parameter: on these ranks, or on any.
+
+    What these ranks lack altogether, though others keep it for each element, is one of them.
+    """
+    keys = set(kept)
+    for snapshot in snapshots:
+        keys -= _of_another_size(snapshot)
+    lacking: set[str] = set()
+    for snapshot in run.trained:
+        lacking.update(key for key, _ in state_elements(snapshot))
+    lacking -= set(kept)
+    for snapshot in run.trained:
+        lacking -= _of_another_size(snapshot)
+    return sorted(keys | lacking)
+
+
+def _replicated_by_tp(cell: Cell, built: Sequence[Snapshot]) -> int:
     """Return the trained elements that tensor parallelism leaves whole on each of its ranks, once for each further rank."""
     if not built:
         return 0
@@ -97,7 +212,7 @@ def _replicated_by_tp(cell: Cell, built: tuple[Snapshot, ...]) -> int:
     return elements
 
 
-def _copies(built: tuple[Snapshot, ...], size: int) -> int:
+def _copies(built: Sequence[Snapshot], size: int) -> int:
     """Return in how many copies the shards are, on `size` ranks: two where two groups of ranks shard the same model."""
     most_holders = 0
     for snapshot in built:
@@ -111,7 +226,7 @@ def _copies(built: tuple[Snapshot, ...], size: int) -> int:
     return size // most_holders
 
 
-def _without_state(snapshots: tuple[Snapshot, ...], key: str, unused: frozenset[str]) -> int:
+def _without_state(snapshots: Sequence[Snapshot], key: str, unused: frozenset[str]) -> int:
     """Return the elements on all ranks of the unused parameters for which no rank keeps state under that key."""
     without = set(unused)
     for snapshot in snapshots:

@@ -6,10 +6,12 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
 from pytest_distcompat.checks._factors import factors_of, named_factor
+from pytest_distcompat.checks._tied import tied_apart
 from pytest_distcompat.checks._values import Names, across_stages, in_tf32, rounding_of, stages_of
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
@@ -39,8 +41,12 @@ def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
         return "one process does not draw the random numbers of several ranks"
     if driver.can("reference"):
         return None
-    missing = " and ".join(f"{name}()" for name in ("loss", "make_optimizer") if not driver.can(name))
-    return f"the driver has no reference() to compare with; write {missing}, from which it is derived, or reference() itself"
+    missing = []
+    for name in ("loss", "make_optimizer"):
+        if not driver.can(name):
+            missing.append(f"{name}()")
+    methods = " and ".join(missing)
+    return f"the driver has no reference() to compare with; write {methods}, from which it is derived, or reference() itself"
 
 
 def reference_runs(cell: Cell, driver: type[Driver]) -> Scenario:
@@ -48,8 +54,11 @@ def reference_runs(cell: Cell, driver: type[Driver]) -> Scenario:
 
     Of two settings that contradict each other either may win, so that there is a reference for each.
     """
-    own = "model" not in driver.options and PRECISIONS.get(cell.precision).compute != "float32"
-    return (ROUNDED_PARITY if own else PARITY).following(*contradiction(cell.set))
+    has_own_model = "model" not in driver.options
+    scenario = PARITY
+    if has_own_model and PRECISIONS.get(cell.precision).compute != "float32":
+        scenario = ROUNDED_PARITY
+    return scenario.following(*contradiction(cell.set))
 
 
 @check(scenario=reference_runs, until=_WHOLE, order=5, not_applicable=has_reference)
@@ -65,68 +74,93 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     micro-batches' means; the finding then says what counts alike. One that is off later comes from the optimizer:
     bfloat16 masters, gradients summed instead of averaged, another schedule.
     """
-    losses, norms = tolerances(cell, trace)
-    trained, reference = trace.run("train"), trace.run("reference")
-    numbers = _NumbersOfParameters(trained), _NumbersOfParameters(reference)
+    loss_tolerances, norm_tolerances = tolerances(cell, trace)
+    trained = trace.run("train")
+    reference_run = trace.run("reference")
+    trained_numbers = _NumbersOfParameters(trained)
+    reference_numbers = _NumbersOfParameters(reference_run)
     factors = factors_of(cell, trained)
-    parts = _parts_of_a_sum(cell, trace, losses[0], norms)
-    largest_loss = largest_norm = 0.0
+    losses_add_up = _parts_of_a_sum(cell, trace, loss_tolerances[0], norm_tolerances)
+    largest_loss = 0.0
+    largest_norm = 0.0
     for step in range(STEPS):
-        here, there = trained.at("step", step), reference.at("reference", step)
-        yield from every_rank(here, cell.world_size, f"step {step + 1}")
-        if not here or not there:
+        snapshots = trained.at("step", step)
+        references = reference_run.at("reference", step)
+        yield from every_rank(snapshots, cell.world_size, f"step {step + 1}")
+        if not snapshots or not references:
             yield f"step {step + 1}: no reference to compare with"
             return
-        here = tuple(_times_ranks(one, cell) for one in here) if parts else here
-        largest_loss = max(largest_loss, abs(there[0].loss or 0.0))
-        largest_norm = max(largest_norm, there[0].grad_norm or 0.0)
-        found = [
-            one + _same_rows(cell) for one in _loss(here, there[0], losses[step], largest_loss, cell, factors=factors)
-        ]
-        found += _norm(here, there[0], norms[step], largest_norm, factors)
-        found = [one + in_tf32(trained) for one in found]
-        groups = [of(snapshots) for of, snapshots in zip(numbers, (here, there), strict=True)]
-        found += [*_rates(here, there[0])] or _hyperparameters(cell, here, *groups)
-        yield from (f"step {step + 1}: {text}" for text in found)
-        if found:
+        reference = references[0]
+        if losses_add_up:
+            snapshots = tuple(_times_ranks(snapshot, cell) for snapshot in snapshots)
+        largest_loss = max(largest_loss, abs(reference.loss or 0.0))
+        largest_norm = max(largest_norm, reference.grad_norm or 0.0)
+        loss_allowance = _Allowance(loss_tolerances[step], largest_loss)
+        norm_allowance = _Allowance(norm_tolerances[step], largest_norm)
+        findings: list[str] = []
+        for finding in _other_loss(cell, snapshots, reference, loss_allowance, factors):
+            findings.append(finding + _same_rows(cell) + in_tf32(trained) + tied_apart(cell, trained))
+        for finding in _other_norms(snapshots, reference, norm_allowance, factors):
+            findings.append(finding + in_tf32(trained) + tied_apart(cell, trained))
+        numbers_by_rank = trained_numbers.after_step(snapshots)
+        expected_numbers = reference_numbers.after_step(references)
+        other_rates = list(_other_rates(snapshots, reference))
+        findings += other_rates
+        if not other_rates:
+            findings += _other_hyperparameters(cell, snapshots, numbers_by_rank, expected_numbers)
+        for finding in findings:
+            yield f"step {step + 1}: {finding}"
+        if findings:
             return  # later deviations follow from this one
 
 
-def _parts_of_a_sum(cell: Cell, trace: Trace, tolerance: float, norms: Sequence[float]) -> bool:
+def _parts_of_a_sum(cell: Cell, trace: Trace, tolerance: float, norm_tolerances: Sequence[float]) -> bool:
     """Tell whether the losses of data-parallel ranks add up to the reference's, and training is the reference's all the same.
 
     Such a trainer divides by the tokens of all ranks and sums gradients over ranks. One that divides so and averages
     gradients has the same losses, and gradients that are too small.
     """
-    trained, reference = trace.run("train"), trace.run("reference")
-    here, there = trained.at("step", 0), reference.at("reference", 0)
-    losses = [one.loss for one in here if one.loss is not None]
-    if cell.dp_size == 1 or not losses or len(losses) != len(here) or not there or there[0].loss is None:
+    snapshots = trace.run("train").at("step", 0)
+    references = trace.run("reference").at("reference", 0)
+    losses = []
+    for snapshot in snapshots:
+        if snapshot.loss is not None:
+            losses.append(snapshot.loss)
+    if cell.dp_size == 1 or not losses or len(losses) != len(snapshots):
+        return False
+    if not references or references[0].loss is None:
         return False
     total = cell.dp_size * sum(losses) / len(losses)
-    adds_up = math.isclose(total, there[0].loss, rel_tol=tolerance)
-    return adds_up and _shows_gradients(trace, norms) and not any(clipping(cell, trace))
+    if not math.isclose(total, references[0].loss, rel_tol=tolerance):
+        return False
+    return _shows_gradients(trace, norm_tolerances) and not any(clipping(cell, trace))
 
 
 def _shows_gradients(trace: Trace, tolerances: Sequence[float]) -> bool:
     """Tell whether gradients are known to be the reference's before clipping: after it, wrong ones may have the same norm."""
     for step, tolerance in enumerate(tolerances):
-        here, there = trace.run("train").at("step", step), trace.run("reference").at("reference", step)
-        expected = there[0].grad_norm if there else None
-        if expected is None:
+        snapshots = trace.run("train").at("step", step)
+        references = trace.run("reference").at("reference", step)
+        if not references or references[0].grad_norm is None:
             return False
-        reported = [one.grad_norm for one in here if one.grad_norm is not None]
+        expected = references[0].grad_norm
+        reported = []
+        for snapshot in snapshots:
+            if snapshot.grad_norm is not None:
+                reported.append(snapshot.grad_norm)
         if any(not math.isclose(norm, expected, rel_tol=tolerance) for norm in reported):
             return False
-        unclipped = math.isclose(math.sqrt(_square(there[0])), expected, rel_tol=UNCLIPPED)
-        if len(reported) < len(here) and not unclipped:
+        is_unclipped = math.isclose(_optimizer_norm(references[0]), expected, rel_tol=UNCLIPPED)
+        if len(reported) < len(snapshots) and not is_unclipped:
             return False
     return True
 
 
 def _times_ranks(snapshot: Snapshot, cell: Cell) -> Snapshot:
     """Return the snapshot with the loss that the rank would report if losses were means over ranks."""
-    return dataclasses.replace(snapshot, loss=None if snapshot.loss is None else snapshot.loss * cell.dp_size)
+    if snapshot.loss is None:
+        return snapshot
+    return dataclasses.replace(snapshot, loss=snapshot.loss * cell.dp_size)
 
 
 def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
@@ -142,161 +176,262 @@ def _spread(model: TinyModel, precision: Precision, run: RunTrace) -> float:
     """Return the model's factor on the tolerance of losses, which is larger where a GPU adds up products of bfloat16."""
     if precision.compute == "float32":
         return 1.0
-    larger = run.on_gpu and precision.compute == "bfloat16"
-    return max(model.spread, model.gpu_spread) if larger else model.spread
+    if run.on_gpu and precision.compute == "bfloat16":
+        return max(model.spread, model.gpu_spread)
+    return model.spread
 
 
 def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | None]) -> list[float]:
     """Return for each step how far the number may be from the reference, relative to it: by the table, or as measured."""
-    # Measured up to that step and a little beyond, for the trainer's rounding may show earlier; later steps do not count.
-    rounded, reference = trace.runs.get("rounded"), trace.run("reference")
-    if rounded is None:
+    rounded_run = trace.runs.get("rounded")
+    reference_run = trace.run("reference")
+    if rounded_run is None:
         return [table] * STEPS
-    off = []
+    deviations: list[float] = []
     for step in range(STEPS):
-        snapshots = (*reference.at("reference", step), *rounded.at("rounded", step))
-        there, here = (number(snapshot) for snapshot in snapshots) if len(snapshots) == 2 else (None, None)
-        found = abs(there - here) / abs(there) if there and here is not None else 0.0
-        off.append(found if math.isfinite(found) else 0.0)
-    return [ROUNDING_FACTOR * max(table, *off[: 2 * step + 3]) for step in range(STEPS)]
+        deviation = 0.0
+        references = reference_run.at("reference", step)
+        rounded = rounded_run.at("rounded", step)
+        if len(references) == 1 and len(rounded) == 1:
+            deviation = _relative_deviation(number(rounded[0]), number(references[0]))
+        deviations.append(deviation)
+    # Measured up to that step and a little beyond, for the trainer's rounding may show earlier; later steps do not count.
+    return [ROUNDING_FACTOR * max(table, *deviations[: 2 * step + 3]) for step in range(STEPS)]
 
 
-def _loss(
-    here: tuple[Snapshot, ...],
-    there: Snapshot,
-    tolerance: float,
-    largest: float,
+def _relative_deviation(number: float | None, reference: float | None) -> float:
+    """Return how far a number is from the reference's, relative to it; 0 where that says nothing."""
+    if not reference or number is None:
+        return 0.0
+    deviation = abs(reference - number) / abs(reference)
+    if not math.isfinite(deviation):
+        return 0.0
+    return deviation
+
+
+@dataclass(frozen=True)
+class _Allowance:
+    """How far a number may be from the reference's.
+
+    Attributes:
+        tolerance: Relative to the reference's number.
+        largest: The reference's largest number in the steps so far: where its number is 0 the tolerance is relative to it.
+    """
+
+    tolerance: float
+    largest: float
+
+    def covers(self, number: float, reference: float) -> bool:
+        """Tell whether both are finite and close."""
+        if not math.isfinite(number) or not math.isfinite(reference):
+            return False
+        absolute = 0.0
+        if not reference:
+            absolute = self.tolerance * self.largest
+        return math.isclose(number, reference, rel_tol=self.tolerance, abs_tol=absolute)
+
+    def deviation(self, number: float, reference: float) -> str:
+        """Return the words for a number's deviation, for a finding that begins with the number."""
+        size = abs(reference) or self.largest
+        deviation = math.inf
+        if size:
+            deviation = abs(number - reference) / size
+        return f"{reference:.6g} in the reference ({deviation:.1e} off, {self.tolerance:.1e} allowed)"
+
+
+def _other_loss(
     cell: Cell,
-    *,
+    snapshots: tuple[Snapshot, ...],
+    reference: Snapshot,
+    allowance: _Allowance,
     factors: Mapping[str, int],
 ) -> Iterator[str]:
-    losses = [snapshot.loss for snapshot in here if snapshot.loss is not None]
-    if len(losses) != len(here) or there.loss is None:
+    """Yield a finding if the average of the ranks' losses is not the reference's loss, with the cause if it is a known one."""
+    losses = []
+    for snapshot in snapshots:
+        if snapshot.loss is not None:
+            losses.append(snapshot.loss)
+    if len(losses) != len(snapshots) or reference.loss is None:
         yield "no loss to compare; expected step() to return it on every rank, and reference()"
         return
-    if infinite := [*finite_losses(here, "this step")]:
+    infinite = list(finite_losses(snapshots, "this step"))
+    if infinite:
         yield from infinite
         return
     loss = sum(losses) / len(losses)
-    if not _close(loss, there.loss, tolerance, largest):
-        expected = _expected(loss, there.loss, tolerance, largest)
-        cause = _average(loss, there, tolerance, cell) or _times(loss, there.loss, factors, tolerance)
-        yield f"the loss is {loss:.6g}; {expected}{cause}"
+    if allowance.covers(loss, reference.loss):
+        return
+    cause = _other_average(cell, loss, reference, allowance.tolerance)
+    if not cause:
+        cause = _times_a_factor(loss, reference.loss, factors, allowance.tolerance)
+    yield f"the loss is {loss:.6g}; {allowance.deviation(loss, reference.loss)}{cause}"
 
 
-def _average(loss: float, there: Snapshot, tolerance: float, cell: Cell) -> str:
+def _other_average(cell: Cell, loss: float, reference: Snapshot, tolerance: float) -> str:
     """Return what counts alike in the loss and in the reference's, if the loss is a mean with other weights; else nothing.
 
     The mean may be multiplied by the number of data parallel ranks, as a loss is that is meant to be a sum of their shares, or by
     that of micro-batches.
     """
-
-    def alike(one: float) -> list[str]:
-        return [name for name, mean in there.averages.items() if math.isclose(one, mean, rel_tol=tolerance)]
-
-    numbers = {cell.dp_size: ["ranks"]}
-    numbers.setdefault(int(cell.option("grad_accum")), []).append("micro-batches a step")
-    once, expected = alike(loss), alike(there.loss or 0.0)
-    times = [
-        f"{found[0]} counts alike, times {number}, the number of {' or of '.join(names)}"
-        for number, names in numbers.items()
-        if (found := alike(loss / number))
-    ]
-    if not expected or not (once or times) or set(once) & set(expected):
+    weights = _equal_weights(loss, reference, tolerance)
+    reference_weights = _equal_weights(reference.loss or 0.0, reference, tolerance)
+    if not reference_weights or set(weights) & set(reference_weights):
         return ""
-    return f": here {f'{once[0]} counts alike' if once else times[0]}, there {expected[0]}"
+    if weights:
+        return f": here {weights[0]} counts alike, there {reference_weights[0]}"
+    factors: dict[int, list[str]] = {cell.dp_size: ["ranks"]}
+    factors.setdefault(int(cell.option("grad_accum")), []).append("micro-batches a step")
+    for factor, names in factors.items():
+        weights = _equal_weights(loss / factor, reference, tolerance)
+        if weights:
+            product = f"{weights[0]} counts alike, times {factor}, the number of {' or of '.join(names)}"
+            return f": here {product}, there {reference_weights[0]}"
+    return ""
 
 
-def _times(here: float, there: float, factors: Mapping[str, int], tolerance: float) -> str:
+def _equal_weights(loss: float, reference: Snapshot, tolerance: float) -> list[str]:
+    """Return the names of what counts alike in a loss, such as each token: each whose average is this loss."""
+    names = []
+    for name, average in reference.averages.items():
+        if math.isclose(loss, average, rel_tol=tolerance):
+            names.append(name)
+    return names
+
+
+def _times_a_factor(number: float, reference: float, factors: Mapping[str, int], tolerance: float) -> str:
     """Return which plain factor a number is off by, as ``gradients`` says it; an empty text if it is off by none."""
-    ratio = here / there if there else math.inf
+    ratio = math.inf
+    if reference:
+        ratio = number / reference
     factor = named_factor(factors, ratio, tolerance)
-    return f": {ratio:.4g} times the reference's ({factor})" if factor else ""
+    if not factor:
+        return ""
+    return f": {ratio:.4g} times the reference's ({factor})"
 
 
 def _same_rows(cell: Cell) -> str:
     """Return what no check can compare under context parallelism, whose ranks see only parts of rows; else nothing."""
-    ranks = ", ".join(map(str, cell.cp_peers(0)))
-    return f"; with cp {cell.cp} ranks {ranks} must be fed parts of the same rows" if cell.cp > 1 else ""
+    if cell.cp == 1:
+        return ""
+    ranks = ", ".join(str(rank) for rank in cell.cp_peers(0))
+    return f"; with cp {cell.cp} ranks {ranks} must be fed parts of the same rows"
 
 
-def _norm(
-    here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float, factors: Mapping[str, int]
+def _other_norms(
+    snapshots: tuple[Snapshot, ...], reference: Snapshot, allowance: _Allowance, factors: Mapping[str, int]
 ) -> Iterator[str]:
-    for snapshot in here:
+    """Yield a finding for each rank that reports another gradient norm than the reference; a trainer may report none."""
+    expected = reference.grad_norm
+    if expected is None:
+        return
+    for snapshot in snapshots:
         norm = snapshot.grad_norm
-        if norm is not None and there.grad_norm is not None and not _close(norm, there.grad_norm, tolerance, largest):
-            expected = _expected(norm, there.grad_norm, tolerance, largest)
-            cause = _times(norm, there.grad_norm, factors, tolerance)
-            yield f"rank {snapshot.rank}: the gradient norm is {norm:.6g}; {expected}{cause}"
+        if norm is None or allowance.covers(norm, expected):
+            continue
+        cause = _times_a_factor(norm, expected, factors, allowance.tolerance)
+        deviation = allowance.deviation(norm, expected)
+        yield f"rank {snapshot.rank}: the gradient norm is {norm:.6g}; {deviation}{cause}"
 
 
-def _close(here: float, there: float, tolerance: float, largest: float) -> bool:
-    """Tell whether both are finite and close, relative to themselves or, if the reference is 0, to the largest yet."""
-    finite = math.isfinite(here) and math.isfinite(there)
-    return finite and math.isclose(here, there, rel_tol=tolerance, abs_tol=0.0 if there else tolerance * largest)
+def _other_rates(snapshots: tuple[Snapshot, ...], reference: Snapshot) -> Iterator[str]:
+    """Yield a finding for each rank with other learning rates than the reference."""
+    expected = [group.get("lr") for group in reference.param_groups]
+    for snapshot in snapshots:
+        rates = [group.get("lr") for group in snapshot.param_groups]
+        if not _same_rates(rates, expected):
+            yield f"rank {snapshot.rank}: the learning rate is {_listed(rates)}; {_listed(expected)} in the reference"
 
 
-def _expected(here: float, there: float, tolerance: float, largest: float) -> str:
-    size = abs(there) or largest
-    off = abs(here - there) / size if size else math.inf
-    return f"{there:.6g} in the reference ({off:.1e} off, {tolerance:.1e} allowed)"
+def _same_rates(rates: list[float | None], expected: list[float | None]) -> bool:
+    """Tell whether the learning rates of groups are equal, None and 0 too."""
+    # A trainer may keep parameters in more groups than it was given.
+    if len(set(expected)) == 1 and len(set(rates)) == 1:
+        return _same_rate(rates[0], expected[0])
+    return all(_same_rate(rate, other) for rate, other in zip(rates, expected, strict=False))
 
 
-def _rates(here: tuple[Snapshot, ...], there: Snapshot) -> Iterator[str]:
-    expected = [group.get("lr") for group in there.param_groups]
-    for snapshot in here:
-        found = [group.get("lr") for group in snapshot.param_groups]
-        # A trainer may keep parameters in more groups than it was given.
-        alike = len(set(expected)) == 1 and len(set(found)) == 1
-        pairs = [(found[0], expected[0])] if alike else list(zip(found, expected, strict=False))
-        if any(not math.isclose(one or 0, other or 0, rel_tol=RATE_TOLERANCE) for one, other in pairs):
-            yield f"rank {snapshot.rank}: the learning rate is {_list(found)}; {_list(expected)} in the reference"
+def _same_rate(rate: float | None, expected: float | None) -> bool:
+    return math.isclose(rate or 0, expected or 0, rel_tol=RATE_TOLERANCE)
 
 
-def _hyperparameters(
-    cell: Cell, here: tuple[Snapshot, ...], found: list[_Numbers], reference: list[_Numbers]
+def _listed(rates: list[float | None]) -> str:
+    """Return learning rates as text, equal ones once."""
+    texts = []
+    for rate in dict.fromkeys(rates):
+        text = "none" if rate is None else f"{rate:.6g}"
+        texts.append(text)
+    return ", ".join(texts) or "none"
+
+
+@dataclass(frozen=True)
+class _OtherNumber:
+    """A hyperparameter that is not the reference's."""
+
+    key: str
+    number: float
+    reference: float
+
+
+def _other_hyperparameters(
+    cell: Cell, snapshots: tuple[Snapshot, ...], numbers_by_rank: list[_Numbers], expected: list[_Numbers]
 ) -> Iterator[str]:
-    """Yield what parameters are updated with, unlike in the reference."""
-    (expected,) = reference or [{}]
-    wrong: dict[tuple[str, float, float], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for snapshot, numbers in zip(here, found, strict=True):
-        for name in numbers.keys() & expected.keys():
-            pairs = ((key, numbers[name].get(key), expected[name].get(key)) for key in HYPERPARAMETERS)
-            for key, one, other in pairs:
-                if one is not None and other is not None and not math.isclose(one, other, rel_tol=RATE_TOLERANCE):
-                    wrong[key, one, other][name].append(snapshot.rank)
-    for (key, one, other), names in wrong.items():
-        ranks = named_ranks(sorted({rank for some in names.values() for rank in some}), cell.world_size)
-        yield f"{ranks}: {key} of {listed(sorted(names))} is {one:.6g}; {other:.6g} in the reference"
+    """Yield a finding for parameters that are updated with another hyperparameter than in the reference.
+
+    Args:
+        cell: The cell.
+        snapshots: Those of each rank after a step.
+        numbers_by_rank: The numbers of parameters on each of these ranks.
+        expected: Those in the reference: of its only rank, or of none.
+    """
+    expected_by_name = expected[0] if expected else {}
+    ranks_by_number: dict[_OtherNumber, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for snapshot, numbers in zip(snapshots, numbers_by_rank, strict=True):
+        for name in numbers.keys() & expected_by_name.keys():
+            for other in _unequal(numbers[name], expected_by_name[name]):
+                ranks_by_number[other][name].append(snapshot.rank)
+    for other, ranks_by_name in ranks_by_number.items():
+        ranks = set[int]().union(*ranks_by_name.values())
+        where = named_ranks(sorted(ranks), cell.world_size)
+        names = listed(sorted(ranks_by_name))
+        yield f"{where}: {other.key} of {names} is {other.number:.6g}; {other.reference:.6g} in the reference"
+
+
+def _unequal(numbers: Mapping[str, float], expected: Mapping[str, float]) -> Iterator[_OtherNumber]:
+    """Yield the hyperparameters that both groups have, with other numbers."""
+    for key in HYPERPARAMETERS:
+        number = numbers.get(key)
+        reference = expected.get(key)
+        if number is None or reference is None:
+            continue
+        if not math.isclose(number, reference, rel_tol=RATE_TOLERANCE):
+            yield _OtherNumber(key, number, reference)
 
 
 class _NumbersOfParameters:
-    """Numbers of each parameter's group, as the steps of a run had them; call it with the snapshots of each step in order.
+    """Numbers of each parameter's group, as the steps of a run had them; they are read step by step, in order.
 
     Which group a parameter is in is known from the last step whose single gradients were recorded.
     """
 
     def __init__(self, run: RunTrace) -> None:
         self._names = Names(run, run.unwrapped) if run.unwrapped else str
+        #: The place of each parameter's group, by rank and by the place of an optimizer's step in the trainer's step.
         self._group_of: dict[tuple[int, int], dict[str, int]] = {}
 
-    def __call__(self, snapshots: tuple[Snapshot, ...]) -> list[_Numbers]:
+    def after_step(self, snapshots: tuple[Snapshot, ...]) -> list[_Numbers]:
         """Return for each rank the numbers by the unwrapped name of the parameter."""
-        return [dict(self._of_rank(snapshot)) for snapshot in snapshots]
+        return [self._of_rank(snapshot) for snapshot in snapshots]
 
-    def _of_rank(self, snapshot: Snapshot) -> Iterator[tuple[str, Mapping[str, float]]]:
+    def _of_rank(self, snapshot: Snapshot) -> dict[str, Mapping[str, float]]:
+        numbers: dict[str, Mapping[str, float]] = {}
         for nth, step in enumerate(snapshot.steps):
             place = snapshot.rank, nth
             if step.gradients:
                 self._group_of[place] = {self._names(info.name): info.group for info in step.gradients}
             for name, group in self._group_of.get(place, {}).items():
                 if group < len(step.param_groups):
-                    yield name, step.param_groups[group]
-
-
-def _list(rates: list[float | None]) -> str:
-    return ", ".join(f"{rate:.6g}" if rate is not None else "none" for rate in dict.fromkeys(rates)) or "none"
+                    numbers[name] = step.param_groups[group]
+        return numbers
 
 
 @check(scenario=reference_runs, until=_WHOLE, order=6, not_applicable=has_reference)
@@ -306,45 +441,84 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: a larger norm is not clipped, or by the norm of a shard; a smaller one is clipped twice, or scaled by
     the number of ranks. AdamW hides both for a while.
     """
-    table = rounding_of(cell, trace.run()).norm_tolerance
-    tolerances = _allowed(table, trace, lambda snapshot: math.sqrt(_square(snapshot)))
+    trained = trace.run("train")
+    reference_run = trace.run("reference")
+    tolerances = _allowed(rounding_of(cell, trained).norm_tolerance, trace, _optimizer_norm)
     largest = 0.0
-    for step in range(STEPS):
-        here, there = trace.run("train").at("step", step), trace.run("reference").at("reference", step)
-        if not here or not there:
+    for step, tolerance in enumerate(tolerances):
+        snapshots = trained.at("step", step)
+        references = reference_run.at("reference", step)
+        if not snapshots or not references:
             yield f"step {step + 1}: no reference to compare with"
             return
-        expected = math.sqrt(_square(there[0]))
-        shares = {one.rank: together((step.holders, step.square) for step in one.steps) for one in here if one.steps}
-        shards = shard_groups({rank: holders for rank, (holders, _) in shares.items()}, cell.world_size)
-        largest, wrong = max(largest, expected), False
-        for ranks in across_stages(trace.run("train"), shards):
-            later = _of_later_stages(trace.run("train"), [one for one in here if one.rank in ranks])
-            norm = math.sqrt(sum(shares[rank][1] for rank in ranks if rank in shares) - later)
-            if not _close(norm, expected, tolerances[step], largest):
-                wrong = True
-                holders = f"{named_ranks(ranks, cell.world_size)}{' together' if len(ranks) > 1 else ''}"
-                finding = f"the gradients that the optimizer gets have norm {norm:.6g}; {expected:.6g} in the reference"
-                yield f"step {step + 1}: {holders}: {finding} ({tolerances[step]:.0e} allowed)"
-        if wrong:
+        expected = _optimizer_norm(references[0])
+        largest = max(largest, expected)
+        allowance = _Allowance(tolerance, largest)
+        is_wrong = False
+        for copy in _norms_of_copies(cell, trained, snapshots):
+            if allowance.covers(copy.norm, expected):
+                continue
+            is_wrong = True
+            ranks = named_ranks(copy.ranks, cell.world_size)
+            if len(copy.ranks) > 1:
+                ranks = f"{ranks} together"
+            norms = f"norm {copy.norm:.6g}; {expected:.6g} in the reference ({tolerance:.0e} allowed)"
+            finding = f"the gradients that the optimizer gets have {norms}{tied_apart(cell, trained)}"
+            yield f"step {step + 1}: {ranks}: {finding}"
+        if is_wrong:
             return
+
+
+@dataclass(frozen=True)
+class _NormOfCopy:
+    """The norm of all gradients that the optimizer gets, on ranks that hold one copy of the model together."""
+
+    ranks: tuple[int, ...]
+    norm: float
+
+
+def _norms_of_copies(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[_NormOfCopy]:
+    """Yield the norm of the gradients of each copy of the model."""
+    holders_by_rank: dict[int, tuple[int, ...]] = {}
+    square_by_rank: dict[int, float] = {}
+    for snapshot in snapshots:
+        if snapshot.steps:
+            holders, square = together((step.holders, step.square) for step in snapshot.steps)
+            holders_by_rank[snapshot.rank] = holders
+            square_by_rank[snapshot.rank] = square
+    for ranks in across_stages(run, shard_groups(holders_by_rank, cell.world_size)):
+        holders_of_copy: list[Snapshot] = []
+        for snapshot in snapshots:
+            if snapshot.rank in ranks:
+                holders_of_copy.append(snapshot)
+        square = sum(square_by_rank.get(rank, 0.0) for rank in ranks)
+        square_of_tied = _of_later_stages(run, holders_of_copy)
+        yield _NormOfCopy(ranks, math.sqrt(square - square_of_tied))
 
 
 def _of_later_stages(run: RunTrace, pipeline: list[Snapshot]) -> float:
     """Return the squares of the gradients that an earlier stage has too: those of tied parameters, trained together."""
-    stages = stages_of(run)
-    if not stages or run.unwrapped is None:
+    stage_of_rank = stages_of(run)
+    if not stage_of_rank or run.unwrapped is None:
         return 0.0
-    names, squares = Names(run, run.unwrapped), defaultdict[str, dict[int, float]](dict)
-    for one in pipeline:
-        holders, _ = together((step.holders, step.square) for step in one.steps)
-        for info in (info for step in one.steps for info in step.gradients):
-            of_stage, stage = squares[names(info.name)], stages.get(one.rank, 0)
-            # What several of the holders have is a part of the share of each, see ``together``.
-            part = info.square * max(1, len(info.layout.holders)) / max(1, len(holders))
-            of_stage[stage] = of_stage.get(stage, 0.0) + part
-    return sum(sum(of_stage.values()) - of_stage[min(of_stage)] for of_stage in squares.values())
+    names = Names(run, run.unwrapped)
+    # By unwrapped name and by stage.
+    squares: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for snapshot in pipeline:
+        holders, _ = together((step.holders, step.square) for step in snapshot.steps)
+        stage = stage_of_rank.get(snapshot.rank, 0)
+        for step in snapshot.steps:
+            for info in step.gradients:
+                # What several of the holders have is a part of the share of each, see ``together``.
+                part = info.square * max(1, len(info.layout.holders)) / max(1, len(holders))
+                squares[names(info.name)][stage] += part
+    squares_of_later: list[float] = []
+    for square_by_stage in squares.values():
+        earliest = min(square_by_stage)
+        squares_of_later.append(sum(square_by_stage.values()) - square_by_stage[earliest])
+    return sum(squares_of_later)
 
 
-def _square(snapshot: Snapshot) -> float:
-    return sum(step.square for step in snapshot.steps)
+def _optimizer_norm(snapshot: Snapshot) -> float:
+    """Return the norm of the gradients that the optimizer got on this rank, in all its steps together."""
+    return math.sqrt(sum(step.square for step in snapshot.steps))

@@ -15,12 +15,12 @@ from pytest_distcompat.checks._base import (
     check,
     every_rank,
     finite_losses,
-    module_of,
     other_mode,
     pairs,
     stale,
     trained_again,
 )
+from pytest_distcompat.checks._tied import tied_apart
 from pytest_distcompat.checks._values import held_states, same_dtype, unlike
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME, SAVED, TRAIN
@@ -84,7 +84,10 @@ def _first_infinite_losses(train: RunTrace) -> list[str]:
     """Return a finding for each rank with a loss that is not finite in the first step with such losses."""
     for nth in range(SAVED + 2):
         # ``_other_losses`` reports those without a loss.
-        with_loss = [snapshot for snapshot in train.at("step", nth) if snapshot.loss is not None]
+        with_loss = []
+        for snapshot in train.at("step", nth):
+            if snapshot.loss is not None:
+                with_loss.append(snapshot)
         infinite = list(finite_losses(with_loss, f"step {nth + 1}"))
         if infinite:
             return infinite  # later ones follow from the first
@@ -129,26 +132,6 @@ def _later_steps(cell: Cell, train: RunTrace, resumed: RunTrace, *, compares_gro
             others = list(_other_numbers(nth, expected, steps))
             yield from others
             compares_groups = not others
-
-
-def tied_apart(cell: Cell, run: RunTrace) -> str:
-    """Return, for the end of a finding, which tied names FSDP2 has in units of their own; an empty text if there are none."""
-    # Each unit gathers and frees its own copy of what is one parameter: https://github.com/pytorch/pytorch/issues/176076.
-    models = [snapshot.model for snapshot in run.at("build") if snapshot.model]
-    if not models or run.unwrapped is None or "FSDP2" not in models[0].wrappers:
-        return ""
-    strategy = STRATEGIES.get(cell.strategy)
-    modules: set[str] = set()
-    for group in run.unwrapped.tied:
-        modules.update(module_of(name) for name in group)
-    units = {strategy.canonical(unit, cell, modules) for unit in models[0].units}
-    for group in run.unwrapped.tied:
-        owners = {module_of(name) for name in group}
-        if len(owners) > 1 and owners <= units:
-            names = " and ".join(map(repr, group))
-            cure = "shard them as one, fully_shard([...]), or leave both to the root"
-            return f"; {names} are one tensor in units of their own: {cure}"
-    return ""
 
 
 #: (digest, dtype) of a tensor.
@@ -257,8 +240,9 @@ def _other_groups(before: Snapshot, after: Snapshot, action: str) -> Iterator[st
     groups_after = after.param_groups
     if len(groups) != len(groups_after):
         yield f"{where}: the optimizer has {len(groups_after)} param groups after the {action}; {len(groups)} before"
-    for number, key, old, new in unlike(groups, groups_after):
-        yield f"{where}: {key} of the optimizer's group {number} is {new} after the {action}; {old} before"
+    for number in unlike(groups, groups_after):
+        setting = f"{number.key} of the optimizer's group {number.group}"
+        yield f"{where}: {setting} is {number.after} after the {action}; {number.before} before"
 
 
 def _other_tensors(kind: str, before: _Tensors, after: _Tensors, action: str) -> Iterator[str]:
@@ -298,11 +282,12 @@ def _other_numbers(nth: int, expected: tuple[Snapshot, ...], resumed: tuple[Snap
     """Yield findings for numbers of param groups after a step; those of the last step affect no loss."""
     when = f"after step {nth + 1} of the resumed run"
     for before, after in pairs(expected, resumed):
-        for group, key, old, new in unlike(before.param_groups, after.param_groups, RATE_TOLERANCE):
-            if old is None or new is None:
+        for number in unlike(before.param_groups, after.param_groups, RATE_TOLERANCE):
+            if number.before is None or number.after is None:
                 continue
-            number = f"{key} of the optimizer's group {group} is {new:.6g} {when}"
-            yield f"rank {after.rank}: {number}; {old:.6g} in the run that never stopped"
+            setting = f"{number.key} of the optimizer's group {number.group}"
+            finding = f"{setting} is {number.after:.6g} {when}; {number.before:.6g} in the run that never stopped"
+            yield f"rank {after.rank}: {finding}"
 
 
 @check(scenario=TRAIN, until=(("train", "save", 0), ("train", "exported", 0)), order=9)

@@ -90,7 +90,7 @@ def _other_step(expected: Snapshot, found: Snapshot, step: str) -> Iterator[str]
         yield f"{where}: no loss to compare in step {step}; expected step() to return it"
     elif not math.isclose(expected.loss, found.loss, rel_tol=LOSS_TOLERANCE):
         yield f"{where}: loss {step} is {found.loss:.6g}; {expected.loss:.6g} in the run that never stopped"
-    for group, key, was, now in unlike(expected.param_groups, found.param_groups, RATE_TOLERANCE):
-        if was is not None and now is not None:
-            number = f"{key} of the optimizer's group {group} is {now:.6g} in step {step}"
-            yield f"{where}: {number}; {was:.6g} in the run that never stopped"
+    for number in unlike(expected.param_groups, found.param_groups, RATE_TOLERANCE):
+        if number.before is not None and number.after is not None:
+            resumed = f"{number.key} of the optimizer's group {number.group} is {number.after:.6g} in step {step}"
+            yield f"{where}: {resumed}; {number.before:.6g} in the run that never stopped"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, pairs
@@ -18,7 +18,9 @@ def _not_scaled(cell: Cell, driver: type[Driver]) -> str | None:
         return f"{cell.precision} needs no scaled loss"
     if cell.option("compile"):
         return "a hook that makes gradients overflow would break the graph that compile is to see"
-    return None if driver.can("overflow") else "the driver has no overflow(): no gradients can be made to"
+    if not driver.can("overflow"):
+        return "the driver has no overflow(): no gradients can be made to"
+    return None
 
 
 @check(
@@ -38,43 +40,79 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
     some ranks step (https://github.com/deepspeedai/DeepSpeed/pull/7580): use ShardedGradScaler for FSDP1.
     """
     run = trace.run("overflow")
-    before, corrupted, after = run.at("step", 0), run.at("overflow"), run.at("step", 1)
+    before = run.at("step", 0)
+    corrupted = run.at("overflow")
+    after = run.at("step", 1)
     yield from every_rank(before, cell.world_size, "the first step")
     yield from every_rank(corrupted, cell.world_size, "the step that overflows")
     yield from every_rank(after, cell.world_size, "the step after the overflow")
     for snapshot in before:
-        scale = snapshot.scaler.get("scale")
-        if scale is None:
-            yield f"rank {snapshot.rank}: nothing scales the loss; small gradients vanish in float16"
-        elif scale <= 1 or not math.isfinite(scale):
-            expected = "more than 1" if scale <= 1 else "a finite number"
-            yield f"rank {snapshot.rank}: the loss is scaled by {scale:g}; expected {expected}"
-    for moment, snapshots in (("the first step", before), ("the overflow", corrupted), ("the step after it", after)):
-        scales = {snapshot.scaler["scale"] for snapshot in snapshots if "scale" in snapshot.scaler}
-        if len(scales) > 1:
-            listed = ", ".join(f"{scale:g}" for scale in sorted(scales))
-            yield f"ranks scale the loss differently after {moment}: by {listed}"
-    for old, new in pairs(before, corrupted):
-        yield from _skipped(old, new)
-    for old, new in pairs(corrupted, after):
-        if new.states and _values(old) == _values(new):
-            yield f"rank {new.rank}: nothing changed in the step after the overflow; expected training to go on"
+        yield from _wrong_scale(snapshot)
+    yield from _unlike_scales(before, "the first step")
+    yield from _unlike_scales(corrupted, "the overflow")
+    yield from _unlike_scales(after, "the step after it")
+    for snapshot_before, snapshot in pairs(before, corrupted):
+        yield from _not_skipped(snapshot_before, snapshot)
+        yield from _not_shrunk(snapshot_before, snapshot)
+    for snapshot_before, snapshot in pairs(corrupted, after):
+        if snapshot.states and _trained_digests(snapshot_before) == _trained_digests(snapshot):
+            yield f"rank {snapshot.rank}: nothing changed in the step after the overflow; expected training to go on"
 
 
-def _skipped(old: Snapshot, new: Snapshot) -> Iterator[str]:
-    was, now = _values(old), _values(new)
-    changed = sorted(name for name in was | now if was.get(name) != now.get(name))
-    if changed:
-        others = f" and {len(changed) - 1} others" if len(changed) > 1 else ""
-        yield f"rank {new.rank}: {changed[0]}{others} changed in a step whose gradients overflow; expected it to be skipped"
-    scale, scale_after = old.scaler.get("scale"), new.scaler.get("scale")
+def _wrong_scale(snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding if nothing scales the loss up."""
+    rank = f"rank {snapshot.rank}"
+    scale = snapshot.scaler.get("scale")
+    if scale is None:
+        yield f"{rank}: nothing scales the loss; small gradients vanish in float16"
+    elif scale <= 1:
+        yield f"{rank}: the loss is scaled by {scale:g}; expected more than 1"
+    elif not math.isfinite(scale):
+        yield f"{rank}: the loss is scaled by {scale:g}; expected a finite number"
+
+
+def _unlike_scales(snapshots: Sequence[Snapshot], moment: str) -> Iterator[str]:
+    """Yield a finding if ranks scale the loss by different numbers."""
+    scales = set()
+    for snapshot in snapshots:
+        if "scale" in snapshot.scaler:
+            scales.add(snapshot.scaler["scale"])
+    if len(scales) > 1:
+        listed = ", ".join(f"{scale:g}" for scale in sorted(scales))
+        yield f"ranks scale the loss differently after {moment}: by {listed}"
+
+
+def _not_skipped(before: Snapshot, after: Snapshot) -> Iterator[str]:
+    """Yield a finding if a rank changed values in a step that is to be skipped."""
+    digests = _trained_digests(before)
+    digests_after = _trained_digests(after)
+    changed: list[str] = []
+    for name in sorted(digests | digests_after):
+        if digests.get(name) != digests_after.get(name):
+            changed.append(name)
+    if not changed:
+        return
+    names = changed[0]
+    if len(changed) > 1:
+        names = f"{names} and {len(changed) - 1} others"
+    yield f"rank {after.rank}: {names} changed in a step whose gradients overflow; expected it to be skipped"
+
+
+def _not_shrunk(before: Snapshot, after: Snapshot) -> Iterator[str]:
+    """Yield a finding if a rank's scale did not become smaller in a step whose gradients overflow."""
+    scale = before.scaler.get("scale")
+    scale_after = after.scaler.get("scale")
+    if scale is None or scale_after is None:
+        return
     # Hysteresis may tolerate an overflow: https://www.deepspeed.ai/docs/config-json/#fp16-training-options.
-    tolerated = new.scaler.get("hysteresis", 1.0) < old.scaler.get("hysteresis", 1.0)
-    if scale is not None and scale_after is not None and scale_after >= scale and not tolerated:
-        yield f"rank {new.rank}: the scale is {scale_after:g} after an overflow at {scale:g}; expected a smaller one"
+    is_tolerated = after.scaler.get("hysteresis", 1.0) < before.scaler.get("hysteresis", 1.0)
+    if scale_after >= scale and not is_tolerated:
+        yield f"rank {after.rank}: the scale is {scale_after:g} after an overflow at {scale:g}; expected a smaller one"
 
 
-def _values(snapshot: Snapshot) -> dict[str, str]:
-    """Return the digests of all that a step changes on this rank."""
-    found = {repr(info.name): info.digest for info in snapshot.parameters}
-    return found | {f"{state.key} of {state.owner!r}": state.digest for state in snapshot.states}
+def _trained_digests(snapshot: Snapshot) -> dict[str, str]:
+    """Return the digests of all that a step changes on this rank, by the words for it in a finding."""
+    digests = {repr(info.name): info.digest for info in snapshot.parameters}
+    for state in snapshot.states:
+        digests[f"{state.key} of {state.owner!r}"] = state.digest
+    return digests

@@ -134,7 +134,8 @@ def capability(
     cells = profiles.cells("full", Matrix(), driver=driver, names=names, world_size=world_size, device=device)
     reasons = {cell: unsupported_reason(driver, cell, device) for cell in cells}
     able = [cell for cell in cells if not reasons[cell]]
-    whole_cell_issues = list(filter(_concerns_whole_cells, applying(issues, concerned(driver), device)))
+    applicable = applying(issues, concerned(driver), device)
+    whole_cell_issues = [issue for issue in applicable if _concerns_whole_cells(issue)]
     known = set()
     for cell in able:
         if any(issue.covers(cell, "active") for issue in whole_cell_issues):

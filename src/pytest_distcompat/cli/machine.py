@@ -121,9 +121,9 @@ def torch_infos() -> dict[str, Any]:
         return {"error": f"torch was not imported within {IMPORT_TIMEOUT_S:g} s"}
     if done.returncode:
         errors = done.stderr.strip().splitlines()
-        return {
-            "error": errors[-1] if errors else f"the process that imports torch ended with exit code {done.returncode}"
-        }
+        if errors:
+            return {"error": errors[-1]}
+        return {"error": f"the process that imports torch ended with exit code {done.returncode}"}
     infos: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return infos
 
@@ -132,8 +132,12 @@ def names_loopback(hosts: str) -> bool:
     """Tell whether the text of ``/etc/hosts`` names ::1."""
     # torch looks for an IPv6 address of localhost first. Without one it takes ``::ffff:127.0.0.1``, which no such file has, and
     # looks up the name of every address that connects.
-    lines = (line.partition("#")[0].split() for line in hosts.splitlines())
-    return any(line and line[0] == "::1" and "localhost" in line[1:] for line in lines)
+    for line in hosts.splitlines():
+        text, _, _comment = line.partition("#")
+        words = text.split()
+        if words and words[0] == "::1" and "localhost" in words[1:]:
+            return True
+    return False
 
 
 def _free(directory: Path) -> int | None:
@@ -144,18 +148,18 @@ def _free(directory: Path) -> int | None:
 
 def _resolves(name: str) -> bool:
     """Tell whether the name resolves within the time limit."""
-    found = threading.Event()
+    resolved = threading.Event()
 
     def resolve() -> None:
         with contextlib.suppress(OSError):
             socket.getaddrinfo(name, None)
-            found.set()
+            resolved.set()
 
     # Nothing ends a query that a name server drops, so the process does not wait for this thread.
     query = threading.Thread(target=resolve, daemon=True)
     query.start()
     query.join(RESOLVE_TIMEOUT_S)
-    return found.is_set()
+    return resolved.is_set()
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
@@ -173,7 +177,8 @@ def findings(machine: Machine) -> Iterator[Finding]:
 
 
 def _gpu_findings(machine: Machine) -> Iterator[Finding]:
-    torch, selection = machine.torch, machine.environ.get("CUDA_VISIBLE_DEVICES")
+    torch = machine.torch
+    selection = machine.environ.get("CUDA_VISIBLE_DEVICES")
     count = len(machine.gpus)
     if count and not (torch["cuda"] or torch["hip"]):
         yield Finding(
@@ -251,7 +256,6 @@ def extensions() -> dict[str, list[str]]:
     """Return what other packages add by entry points, by kind: ``{"strategy": ["hsdp of my-trainer"]}``."""
     from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import DRIVERS
-    from pytest_distcompat.executors import EXECUTORS
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.registry import Registry
     from pytest_distcompat.strategies import STRATEGIES
@@ -261,49 +265,69 @@ def extensions() -> dict[str, list[str]]:
         "strategy": STRATEGIES,
         "precision": PRECISIONS,
         "check": CHECKS,
-        "executor": EXECUTORS,
+        "executor": Registry("pytest_distcompat.executors", object, "executor", has_modules=False),
     }
     return {kind: list(registry.extensions) for kind, registry in registries.items() if registry.extensions}
 
 
 def package_findings() -> Iterator[Finding]:
     """Yield packages that are missing, that are too old, or whose requirements are not met."""
-    from pytest_distcompat.drivers.accelerate import check_version
-
-    found = installed()
-    if "torch" not in found:
+    installed_versions = installed()
+    if "torch" not in installed_versions:
         yield Finding("problem", f"torch is not installed: {GET_TORCH}")
     for requirement in _requirements(OURS, STACK):
         # The driver of accelerate gives its reason, below.
-        if requirement.name != "accelerate" and not _fits(requirement, found):
-            problem = f"{requirement.name} {found[requirement.name]} is older than what {OURS} was tried with"
+        if requirement.name != "accelerate" and not _fits(requirement, installed_versions):
+            problem = (
+                f"{requirement.name} {installed_versions[requirement.name]} is older than what {OURS} was tried with"
+            )
             yield Finding("problem", f"{problem}: {requirement}")
-    if "accelerate" in found:
-        try:
-            with warnings.catch_warnings(record=True) as warned:
-                warnings.simplefilter("always")
-                check_version(found["accelerate"])
-        except RuntimeError as error:
-            yield Finding("problem", str(error))
-        yield from (Finding("warning", str(one.message)) for one in warned)
+    if "accelerate" in installed_versions:
+        yield from _accelerate_findings(installed_versions["accelerate"])
     for package in STACK:
-        for requirement in _requirements(package, found) if package in found else ():
-            if not _fits(requirement, found):
-                problem = f"{package} {found[package]} requires {requirement}"
-                yield Finding("problem", f"{problem}, and {requirement.name} {found[requirement.name]} is installed")
+        if package not in installed_versions:
+            continue
+        for requirement in _requirements(package, installed_versions):
+            if not _fits(requirement, installed_versions):
+                problem = f"{package} {installed_versions[package]} requires {requirement}"
+                other = f"{requirement.name} {installed_versions[requirement.name]}"
+                yield Finding("problem", f"{problem}, and {other} is installed")
+
+
+def _accelerate_findings(version: str) -> Iterator[Finding]:
+    """Yield what the driver of accelerate says about its version."""
+    from pytest_distcompat.drivers.accelerate import check_version
+
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            check_version(version)
+    except RuntimeError as error:
+        yield Finding("problem", str(error))
+    for warning in warned:
+        yield Finding("warning", str(warning.message))
 
 
 def _requirements(package: str, among: Collection[str]) -> Iterator[Requirement]:
     """Yield what the package requires of these packages, each once, with the extras for the stack."""
-    requirements: dict[str, None] = {}
-    for requirement in map(Requirement, importlib.metadata.requires(package) or ()):
-        marker = requirement.marker
-        applies = marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
-        if applies and requirement.name in {*STACK} & {*among} - {package}:
-            requirements[f"{requirement.name}{requirement.specifier}"] = None
-    yield from map(Requirement, requirements)
+    relevant = set(STACK) & set(among) - {package}
+    yielded: set[str] = set()
+    for text in importlib.metadata.requires(package) or ():
+        requirement = Requirement(text)
+        # Without its marker: a package may be required by several extras.
+        plain_text = f"{requirement.name}{requirement.specifier}"
+        if requirement.name in relevant and plain_text not in yielded and _applies(requirement):
+            yielded.add(plain_text)
+            yield Requirement(plain_text)
 
 
-def _fits(requirement: Requirement, found: dict[str, str]) -> bool:
-    version = found.get(requirement.name)
+def _applies(requirement: Requirement) -> bool:
+    """Tell whether the requirement is one of the package itself, or of one of its ``EXTRAS``."""
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
+
+
+def _fits(requirement: Requirement, installed_versions: Mapping[str, str]) -> bool:
+    """Tell whether the installed version fits, or none is installed."""
+    version = installed_versions.get(requirement.name)
     return version is None or fits(requirement, version)

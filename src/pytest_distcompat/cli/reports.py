@@ -61,17 +61,23 @@ def add(commands: Any) -> None:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    found = compare(Report.read(options.before), Report.read(options.after))
+    differences = compare(Report.read(options.before), Report.read(options.after))
     if options.json:
-        print(json.dumps(found.to_json(str(options.before)), indent=1))
+        print(json.dumps(differences.to_json(str(options.before)), indent=1))
     else:
-        print("\n".join(found.lines()))
-    return int(bool(found.broken or (found.missing and not options.allow_missing)))
+        print("\n".join(differences.lines()))
+    if differences.broken:
+        return 1
+    return int(bool(differences.missing) and not options.allow_missing)
 
 
 def _merge(options: argparse.Namespace) -> int:
-    read = [Report.read(path) for path in options.reports]
-    report = merge(read) if len(read) > 1 or (options.whole and "shard" in read[0].session) else read[0]
+    reports = [Report.read(path) for path in options.reports]
+    report = reports[0]
+    # A shard is merged even alone: that shows which ones are missing.
+    is_shard = options.whole and "shard" in report.session
+    if len(reports) > 1 or is_shard:
+        report = merge(reports)
     write_reports(options.output, report)
     print(visible(counts_text(report)))
     return int(options.whole and bool(report.session.get("missing")))
@@ -79,11 +85,15 @@ def _merge(options: argparse.Namespace) -> int:
 
 def _trend(options: argparse.Namespace) -> int:
     problems: list[str] = []
-    found = trend(_nights(options.directory, problems))
-    if problems or not found.nights:
-        raise UsageProblem("\n".join(problems) or f"{options.directory}: no *.json is there")
-    write(options.output, trend_html(found))
-    print("\n".join((*found.lines(), f"written: {options.output}")))
+    shown = trend(_nights(options.directory, problems))
+    if problems:
+        raise UsageProblem("\n".join(problems))
+    if not shown.nights:
+        raise UsageProblem(f"{options.directory}: no *.json is there")
+    write(options.output, trend_html(shown))
+    for line in shown.lines():
+        print(line)
+    print(f"written: {options.output}")
     return 0
 
 

@@ -8,6 +8,8 @@ import fnmatch
 import functools
 import shlex
 import textwrap
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +19,21 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.expect import Expectation
+    from pytest_distcompat.runner import Runner
     from pytest_distcompat.settings.rules import Setting
     from pytest_distcompat.status import Verdict
 
 #: The states of a setting: swept by its type, by rules, left out, or neither values nor a rule.
 STATES = ("swept", "hinted", "excluded", "unknown")
 #: Lines below the name of a setting. Values are long words, to be copied.
-_INDENTED: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "    "}
-_INDENTED |= dict.fromkeys(("break_on_hyphens", "break_long_words"), False)
+_INDENTED: dict[str, Any] = {
+    "initial_indent": "    ",
+    "subsequent_indent": "    ",
+    "break_on_hyphens": False,
+    "break_long_words": False,
+}
 
 
 def add(commands: Any) -> None:
@@ -71,12 +80,14 @@ def _settings(options: argparse.Namespace) -> int:
             raise UsageProblem(f"no setting of {', '.join(names)} is named {' or '.join(options.names)}")
         return max(_list(name, settings, options) for name, settings in chosen.items())
     began = clock.wall()
-    found = [verdict for name in names for verdict in _pairs(name, options)]
-    write_reports(options.output, _report(found, began))
-    return int(any(verdict.red for verdict in found))
+    verdicts: list[Verdict] = []
+    for name in names:
+        verdicts += _pairs(name, options)
+    write_reports(options.output, _report(verdicts, began))
+    return int(any(verdict.red for verdict in verdicts))
 
 
-def _report(found: list[Verdict], began: float) -> Report:
+def _report(verdicts: list[Verdict], began: float) -> Report:
     """Return the report of the smallest sets of settings that fail."""
     from pytest_distcompat.installed import versions
 
@@ -91,7 +102,7 @@ def _report(found: list[Verdict], began: float) -> Report:
         "settings": {},
         "timeline": [],
     }
-    return Report(session, found)
+    return Report(session, verdicts)
 
 
 def _chosen(driver: str, options: argparse.Namespace) -> list[Setting]:
@@ -107,7 +118,7 @@ def _chosen(driver: str, options: argparse.Namespace) -> list[Setting]:
         name = setting.name.lower()
         return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-    return list(filter(is_chosen, settings_of(find_driver(driver).sources)))
+    return [setting for setting in settings_of(find_driver(driver).sources) if is_chosen(setting)]
 
 
 def _pattern(name: str) -> str:
@@ -117,81 +128,114 @@ def _pattern(name: str) -> str:
     return f"*{name.lower()}*"
 
 
-def _values(setting: Setting) -> str:
-    return " ".join([*setting.values, *setting.twice])
+def _texts(setting: Setting) -> list[str]:
+    """Return the values of a setting and its reason, without those that are empty."""
+    values = " ".join([*setting.values, *setting.twice])
+    return [text for text in (values, setting.reason) if text]
 
 
-def _list(driver: str, found: list[Setting], options: argparse.Namespace) -> int:
+def _list(driver: str, settings: list[Setting], options: argparse.Namespace) -> int:
+    """Print the settings of a driver, in full if some are named; return 1 if one has neither values nor a rule."""
     width = columns()
     if options.names:
-        for one in found:
-            print(f"{one.name}: {one.state}")
-            for text in filter(None, (_values(one), one.reason)):
+        for setting in settings:
+            print(f"{setting.name}: {setting.state}")
+            for text in _texts(setting):
                 print(*textwrap.wrap(text, width or len(text) + 4, **_INDENTED), sep="\n")
     else:
         # Some values are long, so that what follows them is no column of its own.
-        rows = [(one.name, one.state, "; ".join(filter(None, (_values(one), one.reason)))) for one in found]
-        print("\n".join(fitted(line, width) for line in table(("setting", "state", "values; reason"), rows)))
-    counts = {state: sum(one.state == state for one in found) for state in STATES}
-    cells = sum(len(one.cells) * len(one.strategies) for one in found)
-    counted = ", ".join(f"{number} {state}" for state, number in counts.items())
-    print(f"{driver}: {len(found)} settings, {counted}; {cells} cells")
-    return int(counts["unknown"] > 0)
+        rows = [(setting.name, setting.state, "; ".join(_texts(setting))) for setting in settings]
+        for line in table(("setting", "state", "values; reason"), rows):
+            print(fitted(line, width))
+    count_by_state = Counter(setting.state for setting in settings)
+    counted = ", ".join(f"{count_by_state[state]} {state}" for state in STATES)
+    cell_count = sum(len(setting.cells) * len(setting.strategies) for setting in settings)
+    print(f"{driver}: {len(settings)} settings, {counted}; {cell_count} cells")
+    return int(count_by_state["unknown"] > 0)
 
 
-def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:  # noqa: C901 - one loop over rows, with two helpers inside
+def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
     """Run a covering array of the settings, reduce each row that fails, print what is left of it, and return the verdicts."""
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import find_driver
-    from pytest_distcompat.engine import local_runner, not_applicable, run_check
+    from pytest_distcompat.engine import local_runner
     from pytest_distcompat.known import applying, concerned, shipped
-    from pytest_distcompat.profiles import SWEEP_CHECKS, with_set
+    from pytest_distcompat.profiles import with_set
     from pytest_distcompat.settings.pairs import covering_rows, reduced_failures
 
-    strategy, report = options.pairs, options.report
+    strategy = options.pairs
     kind = find_driver(driver)
-    passed: dict[str, bool] = {}
-    for one in Report.read(report).results if report else ():
-        passed[one.cell] = passed.get(one.cell, True) and one.status == "passed"
 
     def cell_of(row: tuple[str, ...]) -> Cell:
         return with_set(kind, Cell(strategy, "fp32", 2), "+".join(row))
 
-    values: dict[str, list[str]] = {}
-    for setting in _chosen(driver, options):
-        # Settings that need another precision or option, or change the training on purpose, are tried alone.
-        if strategy in setting.strategies and setting.precision == "fp32" and not (setting.options or setting.without):
-            sound = [one for one in setting.values if not report or passed.get(cell_of((f"{setting.name}={one}",)).id)]
-            values |= {setting.name: sound} if sound else {}
+    values = _values_to_pair(driver, options, cell_of)
     rows = covering_rows(values)
     print(f"{driver}: {len(rows)} rows of {len(values)} settings under {strategy}")
-    red: set[tuple[str, ...]] = set()
-    verdicts: dict[tuple[str, ...], Verdict] = {}
-    found: list[Verdict] = []
+    failing_parts: list[tuple[str, ...]] = []
+    verdict_by_row: dict[tuple[str, ...], Verdict] = {}
+    verdicts: list[Verdict] = []
     known = applying(shipped(), concerned(kind), "cpu")
-    with local_runner(kind, map(cell_of, rows), device="cpu") as runner:
+    with local_runner(kind, [cell_of(row) for row in rows], device="cpu") as runner:
 
         @functools.cache
         def outcome(row: tuple[str, ...]) -> str:
-            cell = cell_of(row)
-            for name in SWEEP_CHECKS:
-                if not not_applicable(CHECKS.get(name), cell, kind, {}):
-                    verdict = run_check(runner, driver, cell, CHECKS.get(name), known)[0]
-                    if verdict.status.red or verdict.status == "refused":
-                        verdicts[row] = verdict
-                        return f"{name}: {verdict.status}: {(verdict.message or verdict.reason).splitlines()[0][:200]}"
-            return ""
+            verdict = _first_failure(runner, driver, cell_of(row), known)
+            if verdict is None:
+                return ""
+            verdict_by_row[row] = verdict
+            first_line = (verdict.message or verdict.reason).splitlines()[0]
+            return f"{verdict.check}: {verdict.status}: {first_line[:200]}"
 
         for row in rows:
-            for part, how in reduced_failures(row, outcome, tuple(red)):
-                red.add(part)
+            for part, how in reduced_failures(row, outcome, tuple(failing_parts)):
+                failing_parts.append(part)
                 print(f"{' + '.join(part)}\n    {how}")
-                verdict = verdicts[part]
+                verdict = verdict_by_row[part]
                 command = f"distcompat trace {driver} {shlex.quote(verdict.cell)} --check {verdict.check}"
                 print(f"    {command}", flush=True)
-                found.append(_of_pairs(verdict, driver, strategy, len(row), command))
-    return found
+                verdicts.append(_of_pairs(verdict, driver, strategy, len(row), command))
+    return verdicts
+
+
+def _values_to_pair(
+    driver: str, options: argparse.Namespace, cell_of: Callable[[tuple[str, ...]], Cell]
+) -> dict[str, list[str]]:
+    """Return the values of each setting that are tried in pairs; with a report only those that passed alone in it."""
+    passed: dict[str, bool] = {}
+    if options.report:
+        for result in Report.read(options.report).results:
+            passed[result.cell] = passed.get(result.cell, True) and result.status == "passed"
+    values_by_name: dict[str, list[str]] = {}
+    for setting in _chosen(driver, options):
+        if options.pairs not in setting.strategies:
+            continue
+        if setting.precision != "fp32" or setting.options or setting.without:
+            # Settings that need another precision or option, or change the training on purpose, are tried alone.
+            continue
+        values = list(setting.values)
+        if options.report:
+            values = [value for value in values if passed.get(cell_of((f"{setting.name}={value}",)).id)]
+        if values:
+            values_by_name[setting.name] = values
+    return values_by_name
+
+
+def _first_failure(runner: Runner, driver: str, cell: Cell, known: Sequence[Expectation]) -> Verdict | None:
+    """Return the verdict of the first check of a sweep that fails or is refused in the cell; None if all pass."""
+    from pytest_distcompat.checks import CHECKS
+    from pytest_distcompat.drivers import find_driver
+    from pytest_distcompat.engine import not_applicable, run_check
+    from pytest_distcompat.profiles import SWEEP_CHECKS
+
+    for name in SWEEP_CHECKS:
+        check = CHECKS.get(name)
+        if not_applicable(check, cell, find_driver(driver), {}):
+            continue
+        verdict = run_check(runner, driver, cell, check, known)[0]
+        if verdict.status.red or verdict.status == "refused":
+            return verdict
+    return None
 
 
 def _of_pairs(verdict: Verdict, driver: str, strategy: str, size: int, command: str) -> Verdict:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.cli.output import named_in_errors, table
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.grouping import grouped
 
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.driver import Driver
+    from pytest_distcompat.report.result import Row
+    from pytest_distcompat.scenario import Scenario
+    from pytest_distcompat.status import Verdict
     from pytest_distcompat.trace import RunTrace, Trace
 
 
@@ -43,7 +45,8 @@ def _trace(options: argparse.Namespace) -> int:
     from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.launch.temporary import temporary_directory
 
-    driver, cell = find_driver(options.driver), Cell.parse(options.cell)
+    driver = find_driver(options.driver)
+    cell = Cell.parse(options.cell)
     checks = [CHECKS.get(name) for name in options.check]
     if options.timeout is not None and not 0 < options.timeout < float("inf"):
         raise UsageProblem(f"--timeout {options.timeout:g} is not right: expected a number of seconds above 0")
@@ -67,10 +70,11 @@ def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
     PRECISIONS.get(cell.precision)
     # As in the suite, which has no item for a check that is not applicable.
     reasons = {check.name: not_applicable(check, cell, driver, {}) for check in checks}
-    scenarios = [TRAIN, *(check.runs(cell, driver) for check in checks if not reasons[check.name])]
-    device = choose_device(
-        options.device, max(run.cell(cell).world_size for scenario in scenarios for run in scenario.runs)
-    )
+    scenarios = [TRAIN]
+    for check in checks:
+        if not reasons[check.name]:
+            scenarios.append(check.runs(cell, driver))
+    device = choose_device(options.device, _largest_world_size(cell, scenarios))
     reason = unsupported_reason(driver, cell, device)
     if reason:
         raise UsageProblem(f"{cell.id}: {reason}")
@@ -80,19 +84,37 @@ def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
         for scenario in scenarios:
             runner.forget(options.driver, cell, scenario)
         trace = runner.trace(options.driver, cell, TRAIN)
-        print("\n".join(map(visible, lines(cell, trace))))
+        for line in lines(cell, trace):
+            print(visible(line))
         known = applying(shipped(), concerned(driver), device)
-        passed = []
+        # Whether a session would stay green with each check.
+        green: list[bool] = []
         for check in checks:
             if reasons[check.name]:
                 print(f"\ncheck {check.name}: not applicable\n  {reasons[check.name]}")
                 continue
             verdict = run_check(runner, options.driver, cell, check, known)[0]
-            head = [f"\ncheck {verdict.check}: {verdict.status}", *([verdict.reason] if verdict.reason else [])]
-            print("\n  ".join([*head, *map(visible, verdict.message.splitlines())]))
-            # Whether a session would stay green with it.
-            passed.append(not verdict.status.red)
-    return int(trace.run().end is not None or not all(passed))
+            _print_verdict(verdict)
+            green.append(not verdict.status.red)
+    return int(trace.run().end is not None or not all(green))
+
+
+def _largest_world_size(cell: Cell, scenarios: Iterable[Scenario]) -> int:
+    """Return how many ranks the largest run of these scenarios has in the cell."""
+    largest = 0
+    for scenario in scenarios:
+        for run in scenario.runs:
+            largest = max(largest, run.cell(cell).world_size)
+    return largest
+
+
+def _print_verdict(verdict: Verdict) -> None:
+    """Print what a check says, its reason and its message below its status."""
+    print(f"\ncheck {verdict.check}: {verdict.status}")
+    if verdict.reason:
+        print(f"  {verdict.reason}")
+    for line in verdict.message.splitlines():
+        print(f"  {visible(line)}")
 
 
 def lines(cell: Cell, trace: Trace) -> Iterator[str]:
@@ -100,48 +122,77 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
     from pytest_distcompat.evidence.cells import add_training
     from pytest_distcompat.report.result import Row
 
-    run, evidence = trace.run(), Row("", trace.driver, cell.id)
+    run = trace.run()
+    evidence = Row("", trace.driver, cell.id)
     add_training(evidence, run)
     yield f"{cell.id} (driver {trace.driver})"
     yield from _model(run)
     if evidence.names:
-        local = _local(run)
-        columns: dict[str, Callable[[dict[str, Any]], object]] = {
-            "unwrapped name": lambda row: row["unwrapped"] or "none",
-            "shape": lambda row: " x ".join(map(str, row["shape"])),
-            "live name": lambda row: "=" if row["live"] == row["unwrapped"] else row["live"] or row.get("key", "none"),
-            "loaded": lambda row: row["loaded"],
-            "local dtype": lambda row: row["dtype"],
-            "kind": lambda row: row["kind"],
-            "placement": lambda row: row.get("placement", ""),
-            "of each rank": lambda row: local.get(row["live"], ""),
-            "held": lambda row: "flat" if row["held"] is None else row["held"],
-            "files": lambda row: len(row["files"]),
-        }
-        yield from (
-            "",
-            "names and placements (= the unwrapped name; held: how often by the optimizer; files: how many have the name)",
-        )
-        yield from table([*columns], [[entry(row) for entry in columns.values()] for row in evidence.names])
+        yield ""
+        yield from _names(run, evidence)
     if evidence.dtypes:
-        yield from ("", "dtypes after three steps")
-        kinds = []
-        for row in evidence.dtypes:
-            differs = row["expected"] and row["seen"] != [row["expected"]]
-            actual = ", ".join(row["seen"]) or "nothing"
-            kinds.append((row["kind"], row["expected"] or "any", actual, "differs" if differs else ""))
-        yield from table(("kind", "expected", "actual", ""), kinds)
+        yield ""
+        yield from _dtypes(evidence)
     if evidence.steps.get("loss"):
         yield ""
-        names = [name for name in ("loss", "grad_norm", "seconds") if name in evidence.steps]
-        steps = zip(*(evidence.steps[name] for name in names), strict=True)
-        yield from table(
-            ("step", *names), [(n, *("" if v is None else v for v in step)) for n, step in enumerate(steps, 1)]
-        )
+        yield from _steps(evidence)
     if run.end is not None:
-        action = f" in {run.end.action}" if run.end.action else ""
+        place = f" in {run.end.action}" if run.end.action else ""
         yield ""
-        yield from f"{run.end.kind}{action}: {run.end.text}".split("\n")
+        yield from f"{run.end.kind}{place}: {run.end.text}".split("\n")
+
+
+def _names(run: RunTrace, evidence: Row) -> Iterator[str]:
+    """Yield a table of the parameters and buffers: their names, dtypes and placements."""
+    stored_by_name = _stored_elements(run)
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+        "unwrapped name": lambda row: row["unwrapped"] or "none",
+        "shape": lambda row: " x ".join(map(str, row["shape"])),
+        "live name": _live_name,
+        "loaded": lambda row: row["loaded"],
+        "local dtype": lambda row: row["dtype"],
+        "kind": lambda row: row["kind"],
+        "placement": lambda row: row.get("placement", ""),
+        "of each rank": lambda row: stored_by_name.get(row["live"], ""),
+        "held": lambda row: "flat" if row["held"] is None else row["held"],
+        "files": lambda row: len(row["files"]),
+    }
+    rows: list[list[object]] = []
+    for row in evidence.names:
+        rows.append([column(row) for column in columns.values()])
+    yield "names and placements (= the unwrapped name; held: how often by the optimizer; files: how many have the name)"
+    yield from table([*columns], rows)
+
+
+def _live_name(row: Mapping[str, Any]) -> object:
+    """Return the live name of a row, ``=`` for the unwrapped one; of what is in files alone, its key there."""
+    if row["live"] == row["unwrapped"]:
+        return "="
+    return row["live"] or row.get("key", "none")
+
+
+def _dtypes(evidence: Row) -> Iterator[str]:
+    """Yield a table of the expected and the actual dtypes."""
+    rows: list[tuple[object, ...]] = []
+    for row in evidence.dtypes:
+        differs = row["expected"] and row["seen"] != [row["expected"]]
+        actual = ", ".join(row["seen"]) or "nothing"
+        rows.append((row["kind"], row["expected"] or "any", actual, "differs" if differs else ""))
+    yield "dtypes after three steps"
+    yield from table(("kind", "expected", "actual", ""), rows)
+
+
+def _steps(evidence: Row) -> Iterator[str]:
+    """Yield a table of the steps, with the numbers that were recorded."""
+    names = [name for name in ("loss", "grad_norm", "seconds") if name in evidence.steps]
+    rows: list[list[object]] = []
+    for nth in range(len(evidence.steps["loss"])):
+        row: list[object] = [nth + 1]
+        for name in names:
+            value = evidence.steps[name][nth]
+            row.append("" if value is None else value)
+        rows.append(row)
+    yield from table(("step", *names), rows)
 
 
 def _model(run: RunTrace) -> Iterator[str]:
@@ -162,7 +213,16 @@ def _model(run: RunTrace) -> Iterator[str]:
         yield f"  optimizer {' > '.join(optimizer.chain)}; {entries}{kept_state}"
 
 
-def _local(run: RunTrace) -> dict[str, str]:
+def _stored_elements(run: RunTrace) -> dict[str, str]:
     """Return the elements that each rank stores of each live name: one number if all ranks store as many."""
-    sizes = grouped((info.name, info.local_numel) for snapshot in run.at("build") for info in snapshot.parameters)
-    return {name: str(found[0]) if len(set(found)) == 1 else "|".join(map(str, found)) for name, found in sizes.items()}
+    numels_by_name: dict[str, list[int]] = {}
+    for snapshot in run.at("build"):
+        for info in snapshot.parameters:
+            numels_by_name.setdefault(info.name, []).append(info.local_numel)
+    texts: dict[str, str] = {}
+    for name, numels in numels_by_name.items():
+        if len(set(numels)) == 1:
+            texts[name] = str(numels[0])
+        else:
+            texts[name] = "|".join(str(numel) for numel in numels)
+    return texts

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pytest_distcompat.calls import Call, observer, training
 from pytest_distcompat.strategies import MAX_NORM
 
-#: The value to which calls clip gradients, and what learning rates are multiplied by.
-CLIP_VALUE, SLOWER = 0.01, 0.5
+#: The value to which calls clip gradients.
+CLIP_VALUE = 0.01
+#: What ``slower`` multiplies learning rates by.
+SLOWER = 0.5
 #: Why walks under FSDP1 on the CPU have no call of accelerate that takes the whole state dict.
 OFFLOADS = "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989"
 #: What walks under ZeRO-3 lack.
@@ -35,13 +38,19 @@ class Calls:
     """
 
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    #: Call -> public method (``module:Class.method``) whose further arguments it passes on. The reference has none of them:
+    #: with such an argument a call does what it does without.
+    passes_on: ClassVar[Mapping[str, str]] = {}
     #: The calls that the trainer does itself, as actions of its plan.
     own: ClassVar[tuple[str, ...]] = ()
     #: Strategy -> code that makes the trainer of ``model``, for the script that shows a walk without this plugin.
     script: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, trainer: Any, directory: Path, ranks: Sequence[int], position: int = 0) -> None:
-        self.trainer, self.directory, self.ranks, self.position = trainer, directory, ranks, position
+        self.trainer = trainer
+        self.directory = directory
+        self.ranks = ranks
+        self.position = position
         self.saved: Any = None
 
     @property
@@ -53,7 +62,9 @@ class Calls:
         """Do a call and return its result; one that this class lacks does nothing: the reference has no observers."""
         call = Call.parse(text)
         method = getattr(self, call.name, None)
-        return method(**dict(call.arguments)) if method else None
+        if method is None:
+            return None
+        return method(**_accepted(method, dict(call.arguments)))
 
     def sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002 - for those who override it
         """Return the context of a forward and backward pass, in which gradients are reduced if it is the last one."""
@@ -95,8 +106,10 @@ class Calls:
         """Do all of a step that follows the backward pass."""
         if clip == "norm":
             norm = self.clip_norm()
-            whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            self.trainer.grad_norm = None if whole is None else float(whole)
+            if hasattr(norm, "full_tensor"):
+                # The norm of DTensors is a DTensor too, of which each rank has a part.
+                norm = norm.full_tensor()
+            self.trainer.grad_norm = None if norm is None else float(norm)
         elif clip == "value":
             self.clip_value()
         self.trainer.optimizer.step()
@@ -170,15 +183,17 @@ class Calls:
     @observer
     def save(self) -> None:
         """Save a checkpoint."""
-        self.saved = copy.deepcopy([one.state_dict() for one in (self.model, *self._stateful())])
+        states = [stateful.state_dict() for stateful in (self.model, *self._stateful())]
+        self.saved = copy.deepcopy(states)
 
     @training
     def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
         """Load the last checkpoint in the same process group, with or without the state of optimizer and scheduler."""
-        wanted = (True, optimizer, scheduler)
-        for one, state, loads in zip((self.model, *self._stateful()), copy.deepcopy(self.saved), wanted, strict=True):
-            if loads:
-                one.load_state_dict(state)
+        states = copy.deepcopy(self.saved)
+        loaded = (True, optimizer, scheduler)
+        for stateful, state, is_loaded in zip((self.model, *self._stateful()), states, loaded, strict=True):
+            if is_loaded:
+                stateful.load_state_dict(state)
 
     @training
     def load_weights(self) -> None:
@@ -196,17 +211,21 @@ class Calls:
     def accessors(self, of: Any = "fp32_param") -> Any:
         """Return what reads of parameters, gradients and Adam's first moments are compared with, of those that there are."""
         state = self.trainer.optimizer.state
-        read: Any = {
-            "fp32_param": lambda one: one,
-            "grad": lambda one: one.grad,
-            "optimizer_state": lambda one: state[one].get("exp_avg") if one in state else None,
-        }[of]
-        found = {name: read(one) for name, one in self.model.named_parameters()}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        tensors: dict[str, Any] = {}
+        for name, parameter in self.model.named_parameters():
+            if of == "fp32_param":
+                tensors[name] = parameter
+            elif of == "grad" and parameter.grad is not None:
+                tensors[name] = parameter.grad
+            elif of == "optimizer_state" and parameter in state and state[parameter].get("exp_avg") is not None:
+                tensors[name] = state[parameter]["exp_avg"]
+        return tensors
 
     def optimizer_state(self, how: Any = "own") -> Any:
         """Return what the optimizer's state is compared with, as ``accessors`` does."""
-        return None if how == "own" else self.accessors("optimizer_state")
+        if how == "own":
+            return None
+        return self.accessors("optimizer_state")
 
     @property
     def exports(self) -> Path:
@@ -214,27 +233,48 @@ class Calls:
         return self.directory / "exported"
 
     def written(self, name: str) -> Any:
-        """Return the weights in a file that rank 0 has exported, on rank 0, and remove it before the next one is written."""
+        """Return the weights in a file that rank 0 has exported, or in its parts, and remove these files.
+
+        Returns:
+            The weights by name on rank 0, None on others.
+        """
         import torch
         from safetensors.torch import load_file
 
         if self.ranks[0]:
             return None
         path = self.exports / name
-        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-        path.unlink()
-        return found
+        paths = sorted(self.exports.glob(f"{path.stem}-*-of-*{path.suffix}"))
+        if not paths:
+            # It is in one file.
+            paths = [path]
+        weights: dict[str, Any] = {}
+        for part in paths:
+            if part.suffix == ".safetensors":
+                weights |= load_file(part)
+            else:
+                weights |= torch.load(part, weights_only=True)
+            part.unlink()
+        return weights
 
     def outputs(self, context: str = "no_grad") -> Any:
         """Return what the model computes in evaluation mode, and leave it in the mode that it was in."""
         import torch
 
-        was = self.model.training
+        was_training = self.model.training
         self.model.eval()
         with getattr(torch, context)():
-            found = self.trainer.outputs(self.model)
+            outputs = self.trainer.outputs(self.model)
         if hasattr(self.model, "reshard"):
             # FSDP2 expects a backward pass, for which it keeps the root's parameters whole.
             self.model.reshard()
-        self.model.train(was)
-        return found
+        self.model.train(was_training)
+        return outputs
+
+
+def _accepted(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a method has, all of them if it passes further ones on."""
+    parameters = inspect.signature(method).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}

@@ -84,13 +84,14 @@ def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
     )
 
 
-def recompute_by_model(model: Any, blocks: Iterable[Module]) -> None:
+def recompute_by_model(model: Any, blocks: Iterable[Module], cell: Cell) -> None:
     """Turn on activation checkpointing by the model's own method, as transformers' have one, or wrap each block."""
     if hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        settings = cell.with_settings("checkpoint", {"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
         model.train()
     else:
-        recompute(model, blocks)
+        recompute(model, blocks, cell)
 
 
 def merge_shards(accelerator: Any, model: Any, directory: Path, *, lora: bool) -> None:
@@ -151,18 +152,24 @@ def clip_on_meshes(parameters: Iterable[torch.Tensor], max_norm: float, stages: 
     return norm
 
 
-def recompute(model: Module, blocks: Iterable[Module], mode: object = True) -> None:
-    """Wrap each block in activation checkpointing, in place; in mode ``selective`` matrix products are not computed again."""
+def recompute(model: Module, blocks: Iterable[Module], cell: Cell) -> None:
+    """Wrap each block in activation checkpointing, in place; in mode ``selective`` matrix products are not computed again.
+
+    The cell's settings of ``checkpoint`` are arguments of ``torch.utils.checkpoint.checkpoint``.
+    """
     # torch has the wrapper under a private path only, which its own FSDP tutorial uses;
     # ``tests/launch/test_private_names.py`` fails when it goes away.
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
         apply_activation_checkpointing,
         checkpoint_wrapper,
     )
 
     recomputed = set(blocks)
-    settings: dict[str, Any] = {}
-    if mode == "selective":
+    settings = cell.settings("checkpoint")
+    if settings.pop("use_reentrant", False):
+        settings["checkpoint_impl"] = CheckpointImpl.REENTRANT
+    if cell.option("activation_checkpointing") == "selective":
         from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
         settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _products())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,10 @@ from pytest_distcompat.driver import RESUME_AT
 from pytest_distcompat.installed import version_of
 from pytest_distcompat.trace import Loader
 
-#: How many rows a batch has; one that ranks split, in all together.
-BATCH, SPLIT = 2, 4
+#: How many rows a batch of one rank has.
+BATCH = 2
+#: How many rows a batch has that ranks split, in all together.
+SPLIT = 4
 #: The epochs that loaders are read for.
 EPOCHS = 2
 
@@ -31,18 +34,22 @@ _ACCELERATE: dict[str, dict[str, Any]] = {
     "iterable": {"iterable": True},
     "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
     "iterable, split_batches": {"iterable": True, "split_batches": True, "batch_size": SPLIT},
-    **(_STATEFUL if version_of("torchdata") else {}),
 }
+if version_of("torchdata"):
+    _ACCELERATE |= _STATEFUL
 
 
 def _expected(settings: Mapping[str, Any]) -> Loader:
+    """Return what a loader of accelerate with these settings must do."""
     shuffled = settings.get("shuffle", True) and "iterable" not in settings
-    seeded = not shuffled or "use_seedable_sampler" in settings
+    # In the order of one seed, or in none: the rows before a batch are the same on any number of ranks.
+    repeatable = not shuffled or "use_seedable_sampler" in settings
+    counts_own_batches = "split_batches" in settings or "use_stateful_dataloader" in settings
     return Loader(
         shuffled,
         filled=settings.get("even_batches", True),
         dropped="drop_last" in settings,
-        moves=seeded and not {"split_batches", "use_stateful_dataloader"} & set(settings),
+        moves=repeatable and not counts_own_batches,
     )
 
 
@@ -68,11 +75,16 @@ def accelerate_loader(name: str, count: int, device: str = "cpu") -> tuple[Any, 
 
     settings = dict(_ACCELERATE[name])
     iterable = settings.pop("iterable", False)
-    own = {key: settings.pop(key) for key in ("batch_size", "drop_last", "num_workers", "shuffle") if key in settings}
-    own = {"batch_size": BATCH, "shuffle": not iterable, **own}
+    arguments: dict[str, Any] = {"batch_size": BATCH, "shuffle": not iterable}
+    for key in ("batch_size", "drop_last", "num_workers", "shuffle"):
+        if key in settings:
+            arguments[key] = settings.pop(key)
     accelerator = Accelerator(cpu=device == "cpu", dataloader_config=DataLoaderConfiguration(**settings))
     set_seed(0)
-    return accelerator, accelerator.prepare(DataLoader(_iterable(range(count)) if iterable else range(count), **own))  # type: ignore[arg-type]
+    data: Any = range(count)
+    if iterable:
+        data = _iterable(data)
+    return accelerator, accelerator.prepare(DataLoader(data, **arguments))
 
 
 def accelerate_rows(
@@ -80,16 +92,22 @@ def accelerate_rows(
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Read a loader as accelerate's documentation resumes one: ``load_state``, then ``skip_first_batches``."""
     accelerator, loader = accelerate_loader(name, count, device)
-    (first, done), stateful = start, "stateful" in name
-    saved = directory / f"{name}-{first}-{done}"
+    first_epoch, done = start
+    stateful = "stateful" in name
+    saved = directory / f"{name}-{first_epoch}-{done}"
     if saved.exists():
         accelerator.load_state(str(saved))
-    for epoch in range(first, EPOCHS):
+    for epoch in range(first_epoch, EPOCHS):
+        skipped = 0
         if not stateful:
             loader.set_epoch(epoch)
-        skipped = done if epoch == first and not stateful else 0
+            if epoch == first_epoch:
+                skipped = done
+        batches = loader
+        if skipped:
+            batches = accelerator.skip_first_batches(loader, skipped)
         number = skipped
-        for batch in accelerator.skip_first_batches(loader, skipped) if skipped else loader:
+        for batch in batches:
             yield epoch, batch.tolist()
             number += 1
             if start == (0, 0) and (epoch, number) in RESUME_AT:
@@ -102,14 +120,16 @@ def accelerate_metrics(count: int, device: str = "cpu") -> dict[str, float]:
     """Return how many rows ``gather_for_metrics`` gives, and the mean of their squares, for each loader."""
     import torch
 
-    found = {}
+    metrics: dict[str, float] = {}
     for name, expected in ACCELERATE.items():
         if expected.dropped or not expected.filled or "num_workers" in _ACCELERATE[name]:
             continue  # ranks gather as many rows each, and all of them; who reads the rows changes nothing of that
         accelerator, loader = accelerate_loader(name, count, device)
-        squares = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader]).double() ** 2
-        found[f"{name}: rows"], found[f"{name}: mean"] = float(len(squares)), float(squares.mean())
-    return found
+        gathered = [accelerator.gather_for_metrics(batch) for batch in loader]
+        squares = torch.cat(gathered).double() ** 2
+        metrics[f"{name}: rows"] = float(len(squares))
+        metrics[f"{name}: mean"] = float(squares.mean())
+    return metrics
 
 
 #: Loader of Trainer -> what is set in its ``accelerator_config`` and, of the rest, in TrainingArguments.
@@ -150,20 +170,28 @@ def _trainer(count: int, directory: Path, settings: Mapping[str, Any], device: s
             model.fed.append([])
 
         def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
-            an_epoch = state.max_steps // EPOCHS
-            control.should_save = state.global_step in {epoch * an_epoch + done for epoch, done in RESUME_AT}
+            steps_per_epoch = state.max_steps // EPOCHS
+            save_steps = [epoch * steps_per_epoch + done for epoch, done in RESUME_AT]
+            control.should_save = state.global_step in save_steps
 
     settings = dict(settings)
     iterable = settings.pop("iterable", False)
-    accelerator = {key: settings.pop(key) for key in ("dispatch_batches", "split_batches") if key in settings}
-    settings = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, **settings}
+    accelerator_config: dict[str, Any] = {}
+    for key in ("dispatch_batches", "split_batches"):
+        if key in settings:
+            accelerator_config[key] = settings.pop(key)
+    settings.setdefault("per_device_train_batch_size", BATCH)
+    settings.setdefault("per_device_eval_batch_size", BATCH)
     if iterable:
-        total = settings["per_device_train_batch_size"] * (1 if accelerator.get("split_batches") else world)
-        settings["max_steps"] = EPOCHS * -(-count // total)
+        # Without a length Trainer cannot tell how many steps an epoch has.
+        rows_a_step = settings["per_device_train_batch_size"]
+        if not accelerator_config.get("split_batches"):
+            rows_a_step *= world
+        settings["max_steps"] = EPOCHS * math.ceil(count / rows_a_step)
     arguments = TrainingArguments(
         output_dir=str(directory),
         num_train_epochs=EPOCHS,
-        accelerator_config=accelerator,
+        accelerator_config=accelerator_config,
         use_cpu=device == "cpu",
         save_strategy="no",
         logging_strategy="no",
@@ -188,15 +216,18 @@ def trainer_rows(
     """Train two epochs, or what is left of them after a checkpoint."""
     trainer = _trainer(count, directory / name, _TRAINER[name], device, world)
     saved = sorted((directory / name).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
-    checkpoint = saved[RESUME_AT.index(start)] if start in RESUME_AT else None
-    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    checkpoint: str | None = None
+    if start in RESUME_AT:
+        checkpoint = str(saved[RESUME_AT.index(start)])
+    trainer.train(resume_from_checkpoint=checkpoint)
     for epoch, batches in enumerate(trainer.model.fed, start[0]):
-        yield from ((epoch, list(map(int, batch))) for batch in batches)
+        for batch in batches:
+            yield epoch, [int(row) for row in batch]
 
 
 def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
     """Return what ``Trainer.evaluate`` finds: the loss, how many rows ``compute_metrics`` gets, and the mean of their squares."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
 
     def compute(predictions: Any) -> dict[str, float]:
         return {
@@ -208,9 +239,10 @@ def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         for name in ("shuffle", "dispatch_batches", "iterable", "iterable, dispatch_batches=False"):
             trainer = _trainer(count, Path(directory), _TRAINER[name], device, compute_metrics=compute)
-            metrics = trainer.evaluate()
-            found |= {f"{name}: {key}": float(metrics[f"eval_{key}"]) for key in ("loss", "rows", "mean")}
-    return found
+            evaluated = trainer.evaluate()
+            for key in ("loss", "rows", "mean"):
+                metrics[f"{name}: {key}"] = float(evaluated[f"eval_{key}"])
+    return metrics
 
 
 #: DeepSpeed makes the loader of ``training_data`` itself; it is resumed nowhere.

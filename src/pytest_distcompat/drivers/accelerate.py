@@ -106,6 +106,16 @@ class AccelerateCalls(Calls):
         **dict.fromkeys(("zero0", "zero1", "zero2"), _ENGINE),
         "zero3": _ENGINE | NO_SECOND_LOAD,
     }
+    passes_on: ClassVar[Mapping[str, str]] = {
+        name: f"accelerate.accelerator:Accelerator.{method}"
+        for name, method in {
+            "export": "save_model",
+            "gather_for_metrics": "gather_for_metrics",
+            "get_state_dict": "get_state_dict",
+            "save": "save_state",
+            "unwrap_model": "unwrap_model",
+        }.items()
+    }
 
     @property
     def accelerator(self) -> Any:
@@ -139,35 +149,43 @@ class AccelerateCalls(Calls):
         self.trainer.forget_stream()
 
     @observer
-    def save(self) -> None:
+    def save(self, **more: Any) -> None:
         """Save by ``save_state``."""
-        self.accelerator.save_state(str(self.directory))
+        self.accelerator.save_state(str(self.directory), **more)
 
     def load(self, optimizer: bool = True, scheduler: bool = True) -> None:  # noqa: ARG002 - see ``refused``
         """Load by ``load_state``, which passes arguments on to DeepSpeed's ``load_checkpoint``."""
-        self.accelerator.load_state(str(self.directory), **{} if optimizer else {"load_optimizer_states": False})
+        settings: dict[str, Any] = {}
+        if not optimizer:
+            settings["load_optimizer_states"] = False
+        self.accelerator.load_state(str(self.directory), **settings)
 
     @observer
-    def gather_for_metrics(self) -> Any:
+    def gather_for_metrics(self, **more: Any) -> Any:
         """Evaluate and gather what all ranks found."""
-        found = self.outputs()
-        gathered = self.accelerator.gather_for_metrics(found)
-        return gathered[: len(found)]
+        outputs = self.outputs()
+        gathered = self.accelerator.gather_for_metrics(outputs, **more)
+        if isinstance(gathered, list):
+            # Of objects, which rows of a tensor are, it gives a list.
+            import torch
+
+            gathered = torch.stack(gathered)
+        return gathered[: len(outputs)]
 
     @observer
-    def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+    def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, **more: Any) -> Any:
         """Take all wrappers off."""
-        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper, keep_torch_compile)
+        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper, keep_torch_compile, **more)
 
     @observer
-    def get_state_dict(self, unwrap: bool = True) -> Any:
+    def get_state_dict(self, unwrap: bool = True, **more: Any) -> Any:
         """Take the model's whole state dict, which FSDP gives to rank 0 alone."""
-        return self.accelerator.get_state_dict(self.model, unwrap=unwrap)
+        return self.accelerator.get_state_dict(self.model, unwrap=unwrap, **more)
 
     @observer
-    def export(self, safe_serialization: bool = True) -> Any:
+    def export(self, safe_serialization: bool = True, **more: Any) -> Any:
         """Write the weights by ``save_model``."""
-        self.accelerator.save_model(self.model, str(self.exports), safe_serialization=safe_serialization)
+        self.accelerator.save_model(self.model, str(self.exports), safe_serialization=safe_serialization, **more)
         return self.written("model.safetensors" if safe_serialization else "pytorch_model.bin")
 
 
@@ -205,6 +223,10 @@ class AccelerateDriver(TinyDriver):
         Source("TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("ddp", "fsdp2")),
         Source("", "accelerate.utils.dataclasses.KwargsHandler", ("ddp", "fsdp2"), "subclasses"),
         Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero2",), "keys"),
+        Source("prepare", "accelerate.Accelerator.prepare", ("ddp", "fsdp2", "zero2")),
+        Source("save_state", "accelerate.Accelerator.save_state", ("ddp", "fsdp2", "zero2")),
+        Source("save_model", "accelerate.Accelerator.save_model", ("ddp", "fsdp2", "zero3")),
+        Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "zero2", "zero3")),
         Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp2", "zero2")),
         Source("SGD", "torch.optim.SGD", ("ddp", "fsdp2", "zero2")),
         Source("Adafactor", "torch.optim.Adafactor", ("ddp", "fsdp2")),
@@ -285,10 +307,14 @@ class AccelerateDriver(TinyDriver):
         data = self.dataset(self.cell.dp_size)
         rows = len(data) // (self.epoch * self.cell.dp_size)
         loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]  # a list is a dataset
-        self.loader, self.model, *prepared = self.accelerator.prepare(loader, model, *optimizers, *schedulers)
+        objects = (loader, model, *optimizers, *schedulers)
+        self.loader, self.model, *prepared = self.accelerator.prepare(*objects, **self.cell.settings("prepare"))
         count = len(optimizers)
-        self.optimizer = prepared[:count] if count > 1 else prepared[0]
-        self.scheduler = prepared[count:] if count > 1 else prepared[1]
+        if count > 1:
+            self.optimizer = prepared[:count]
+            self.scheduler = prepared[count:]
+        else:
+            self.optimizer, self.scheduler = prepared
         self.scaler = self.accelerator.scaler
         set_seed(1, device_specific=True)
 
@@ -340,7 +366,7 @@ class AccelerateDriver(TinyDriver):
         """Turn on activation checkpointing in the model; for FSDP accelerate does it."""
         if not self.cell.option("activation_checkpointing") or "fsdp" in self.cell.strategy:
             return
-        _options.recompute_by_model(model, self.wrap_spec.block_modules(model))
+        _options.recompute_by_model(model, self.wrap_spec.block_modules(model), self.cell)
 
     def _recipe(self) -> list[Any]:
         """Return the recipe for 8 bits; without all-gather in 8 bits, which DeepSpeed cannot do."""
@@ -410,7 +436,7 @@ class AccelerateDriver(TinyDriver):
 
     def save(self, directory: Path) -> None:
         """Save a checkpoint by ``save_state``."""
-        self.accelerator.save_state(str(directory))
+        self.accelerator.save_state(str(directory), **self.cell.settings("save_state"))
 
     def load(self, directory: Path) -> None:
         """Load a checkpoint by ``load_state``."""
@@ -431,6 +457,7 @@ class AccelerateDriver(TinyDriver):
         configured = hasattr(unwrapped, "config")
         # In several files, as large models are, where ``from_pretrained`` reads them.
         arguments = {"max_shard_size": "20KB"} if configured else {}
+        arguments = self.cell.with_settings("save_model", arguments)
         self.accelerator.save_model(self.model, str(directory), **arguments)
         if main and configured:
             unwrapped.config.save_pretrained(directory)

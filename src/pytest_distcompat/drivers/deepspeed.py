@@ -58,10 +58,24 @@ class DeepSpeedCalls(Calls):
                 ("step(clip*", "step(zero*"), "the engine clips as its JSON says, and zeroes gradients in step()"
             ),
             **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "the engine partitions what it was built with"),
+            "load(*load_module_only=*": "load_weights does that",
+            **dict.fromkeys(
+                ("save(*save_latest=False*", "save(*exclude_frozen_parameters=True*"), "leaves out what load needs"
+            ),
         },
         "zero0": _WITHOUT_ZERO,
         **{f"zero{stage}": _WHOLE_PARAMETERS for stage in (1, 2)},
         "zero3": NO_SECOND_LOAD,
+    }
+    passes_on: ClassVar[Mapping[str, str]] = {
+        name: f"deepspeed.runtime.engine:DeepSpeedEngine.{method}"
+        for name, method in {
+            "export": "save_16bit_model",
+            "load": "load_checkpoint",
+            "load_weights": "load_checkpoint",
+            "module_state_dict": "module_state_dict",
+            "save": "save_checkpoint",
+        }.items()
     }
 
     def backward(self, last: bool) -> float:
@@ -91,18 +105,19 @@ class DeepSpeedCalls(Calls):
             self.model.zero_grad()
 
     @observer
-    def save(self) -> None:
+    def save(self, **more: Any) -> None:
         """Save by ``save_checkpoint``."""
-        self.model.save_checkpoint(str(self.directory))
+        self.model.save_checkpoint(str(self.directory), **more)
 
-    def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
+    def load(self, optimizer: bool = True, scheduler: bool = True, **more: Any) -> None:
         """Load by ``load_checkpoint``."""
-        wanted = {"load_optimizer_states": optimizer, "load_lr_scheduler_states": scheduler}
-        self.model.load_checkpoint(str(self.directory), **wanted)
+        self.model.load_checkpoint(
+            str(self.directory), load_optimizer_states=optimizer, load_lr_scheduler_states=scheduler, **more
+        )
 
-    def load_weights(self) -> None:
+    def load_weights(self, **more: Any) -> None:
         """Load the weights alone, by an argument of ``load_checkpoint``."""
-        self.model.load_checkpoint(str(self.directory), load_module_only=True)
+        self.model.load_checkpoint(str(self.directory), load_module_only=True, **more)
 
     @observer
     def gather(self) -> Any:
@@ -119,20 +134,25 @@ class DeepSpeedCalls(Calls):
         from deepspeed import utils
 
         read = getattr(utils, f"safe_get_full_{of}")
-        more = ["exp_avg"] if of == "optimizer_state" else []
-        trained = [(name, one) for name, one in self.model.module.named_parameters() if one.requires_grad]
-        return {name: read(one, *more) for name, one in trained}
+        arguments = ["exp_avg"] if of == "optimizer_state" else []
+        values: dict[str, Any] = {}
+        for name, parameter in self.model.module.named_parameters():
+            if parameter.requires_grad:
+                values[name] = read(parameter, *arguments)
+        return values
 
     @observer
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+    def module_state_dict(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
         """Take the module's state dict, which ZeRO-3 has shards of."""
-        state = self.model.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        return None if self.trainer.strategy.shards else state
+        state = self.model.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters, **more)
+        if self.trainer.strategy.shards:
+            return None
+        return state
 
     @observer
-    def export(self, exclude_frozen_parameters: bool = False) -> Any:
+    def export(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
         """Write the weights by ``save_16bit_model``."""
-        self.model.save_16bit_model(str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters)
+        self.model.save_16bit_model(str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters, **more)
         return self.written("pytorch_model.bin")
 
     @observer
@@ -161,6 +181,7 @@ class DeepSpeedDriver(TinyDriver):
         Source("initialize", "deepspeed.initialize", ("zero2", "zero3")),
         Source("save_checkpoint", "deepspeed.DeepSpeedEngine.save_checkpoint", ("zero2", "zero3")),
         Source("load_checkpoint", "deepspeed.DeepSpeedEngine.load_checkpoint", ("zero2", "zero3")),
+        Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("zero2", "zero3")),
         Source("AdamW", "torch.optim.AdamW", ("zero2", "zero3")),
     )
     libraries: ClassVar[tuple[str, ...]] = ("deepspeed", "torch")
@@ -213,22 +234,35 @@ class DeepSpeedDriver(TinyDriver):
             config["optimizer"] = self._named("optimizer")
             # Each rank orthogonalizes whole matrices: with reduce_scatter the engine refuses.
             config["zero_optimization"] = {**config["zero_optimization"], "reduce_scatter": False}
-        self.raw = _options.in_8_bits(model, self.world.device) if self.precision.float8 else model
+        self.raw = model
+        if self.precision.float8:
+            self.raw = _options.in_8_bits(model, self.world.device)
         if self.cell.option("activation_checkpointing"):
-            _options.recompute_by_model(self.raw, self.wrap_spec.block_modules(self.raw))
+            _options.recompute_by_model(self.raw, self.wrap_spec.block_modules(self.raw), self.cell)
         if self.cell.option("meta_init"):
             # Parameters are partitioned one by one; the whole model need not fit into one rank's memory.
             deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)
         if self.cell.ep > 1:
             _expert.spread_by_deepspeed(self.raw, self.cell.ep, self.world.rank)
+        initialized = deepspeed.initialize(**self.cell.with_settings("initialize", self._arguments(config)))
+        self.model, self.optimizer, _, self.scheduler = initialized
+        mode = self.cell.option("compile")
+        if mode:
+            self.model.compile(backend="inductor" if mode is True else str(mode))
+        self.seed_rank()
+
+    def _arguments(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of ``deepspeed.initialize``: the model, the JSON, and what the JSON does not name."""
         arguments: dict[str, Any] = {"model": self.raw, "config": config}
         if "optimizer" in config:
             arguments["model_parameters"] = self.groups(self.raw)
         else:
             arguments["optimizer"] = self.make_optimizer(self.raw)
         if "scheduler" not in config:
-            optimizer = arguments.get("optimizer")
-            arguments["lr_scheduler"] = self.make_scheduler(optimizer) if optimizer else self.make_scheduler
+            # The engine makes an optimizer of the JSON itself, and calls this function with it.
+            arguments["lr_scheduler"] = self.make_scheduler
+            if "optimizer" in arguments:
+                arguments["lr_scheduler"] = self.make_scheduler(arguments["optimizer"])
         if self.cell.cp > 1:
             from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -236,12 +270,7 @@ class DeepSpeedDriver(TinyDriver):
             arguments["mpu"] = UlyssesSPAttentionHF.register_with_transformers(
                 self.raw, "sdpa", self.cell.cp, rows, disable_in_eval=True
             )
-        initialized = deepspeed.initialize(**self.cell.with_settings("initialize", arguments))
-        self.model, self.optimizer, _, self.scheduler = initialized
-        mode = self.cell.option("compile")
-        if mode:
-            self.model.compile(backend="inductor" if mode is True else str(mode))
-        self.seed_rank()
+        return arguments
 
     def make_optimizer(self, model: Module) -> Any:
         """Return the optimizer; for the reference, that of torch which the JSON names."""

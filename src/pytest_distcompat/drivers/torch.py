@@ -88,7 +88,9 @@ class TorchCalls(Calls):
     def clip_norm(self) -> Any:
         """Clip by FSDP1's own method, else by torch's function."""
         own = getattr(self.model, "clip_grad_norm_", None)
-        return own(MAX_NORM) if own else super().clip_norm()
+        if own is not None:
+            return own(MAX_NORM)
+        return super().clip_norm()
 
     def _state(self, optimizer: bool = True, scheduler: bool = True) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -132,9 +134,11 @@ class TorchCalls(Calls):
 
         if how == "own":
             return self.model.state_dict()
-        chosen: dict[str, Any] = {"full_state_dict": True, how: True}
-        whole = get_model_state_dict(self.model, options=StateDictOptions(**chosen))
-        return {name: tensor for name, tensor in whole.items() if how != "ignore_frozen_params" or "frozen" not in name}
+        settings: dict[str, Any] = {"full_state_dict": True, how: True}
+        state = get_model_state_dict(self.model, options=StateDictOptions(**settings))
+        if how != "ignore_frozen_params":
+            return state
+        return {name: tensor for name, tensor in state.items() if "frozen" not in name}
 
     @observer
     def optimizer_state(self, how: Literal["full_state_dict", "flatten_optimizer_state_dict", "own"] = "own") -> Any:
@@ -144,14 +148,20 @@ class TorchCalls(Calls):
         if how == "own":
             self.trainer.optimizer.state_dict()
             return None
-        chosen: dict[str, Any] = {how: True}
-        found: Any = get_optimizer_state_dict(self.model, self.trainer.optimizer, options=StateDictOptions(**chosen))
+        settings: dict[str, Any] = {how: True}
+        options = StateDictOptions(**settings)
+        state_dict: Any = get_optimizer_state_dict(self.model, self.trainer.optimizer, options=options)
+        moments: dict[str, Any] = {}
         if how == "full_state_dict":
-            return {name: state["exp_avg"] for name, state in found.get("state", {}).items() if "exp_avg" in state}
-        start, end = "state.", ".exp_avg"
-        moments = {name.removeprefix(start).removesuffix(end): one for name, one in found.items() if name.endswith(end)}
-        # FSDP1's are ShardedTensors, which cannot be added up.
-        return {name: one for name, one in moments.items() if not hasattr(one, "local_shards")}
+            for name, state in state_dict.get("state", {}).items():
+                if "exp_avg" in state:
+                    moments[name] = state["exp_avg"]
+            return moments
+        for key, value in state_dict.items():
+            # FSDP1's are ShardedTensors, which cannot be added up.
+            if key.endswith(".exp_avg") and not hasattr(value, "local_shards"):
+                moments[key.removeprefix("state.").removesuffix(".exp_avg")] = value
+        return moments
 
     @observer
     def gather(self, how: Literal["summon_full_params", "full_tensor", "unshard"] = "summon_full_params") -> Any:
@@ -166,15 +176,15 @@ class TorchCalls(Calls):
             units = [module for module in self.model.modules() if hasattr(module, "unshard")]
             for unit in units:
                 unit.unshard()
-            found = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+            parameters = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
             for unit in units:
                 unit.reshard()
-            return found
+            return parameters
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
-            return {
-                name.replace("_fsdp_wrapped_module.", ""): parameter.detach().clone()
-                for name, parameter in self.model.named_parameters()
-            }
+            parameters = {}
+            for name, parameter in self.model.named_parameters():
+                parameters[name.replace("_fsdp_wrapped_module.", "")] = parameter.detach().clone()
+            return parameters
 
 
 class TorchDriver(TinyDriver):
@@ -209,6 +219,7 @@ class TorchDriver(TinyDriver):
             "StateDictOptions", "torch.distributed.checkpoint.state_dict.StateDictOptions", ("ddp", "fsdp1", "fsdp2")
         ),
         Source("compile", "torch.compile", ("ddp", "fsdp2")),
+        Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "fsdp1", "fsdp2")),
         Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp1", "fsdp2")),
         Source("SGD", "torch.optim.SGD", ("ddp", "fsdp1", "fsdp2")),
         Source("Adafactor", "torch.optim.Adafactor", ("ddp", "fsdp2")),
@@ -304,10 +315,15 @@ class TorchDriver(TinyDriver):
         self.pipeline = _pipeline.Pipeline(self.tiny.stages, self.cell, device)
         self.pp_group = self.pipeline.group
         modules = {number: self._wrap(stage, device) for number, stage in self.pipeline.keep(model).items()}
-        # Wrapped in place: with several stages the model has the parameters of all.
-        self.model = model if len(modules) > 1 else next(iter(modules.values()))
+        if len(modules) == 1:
+            (self.model,) = modules.values()
+        else:
+            # Wrapped in place: the model has the parameters of all stages.
+            self.model = model
         # DDP does not survive that torch finds out shapes by a backward pass (docs/upstream.md).
-        row = _rows_of([self.batch_of(0, 0)])[0] if self.strategy.wrapper == "DDP" else None
+        row = None
+        if self.strategy.wrapper == "DDP":
+            row = _rows_of([self.batch_of(0, 0)])[0]
         self.pipeline.connect(modules, row)
 
     def _wrap(self, model: Module, device: torch.device) -> Module:
@@ -320,9 +336,8 @@ class TorchDriver(TinyDriver):
 
         def prepare(model: Module) -> None:
             blocks = self.wrap_spec.block_modules(model)
-            recompute = self.cell.option("activation_checkpointing")
-            if recompute:
-                _options.recompute(model, blocks, recompute)
+            if self.cell.option("activation_checkpointing"):
+                _options.recompute(model, blocks, self.cell)
             if by_block:
                 _options.compile_blocks(mode, blocks)
 
@@ -350,7 +365,9 @@ class TorchDriver(TinyDriver):
         for batch, last in self.batches(number):
             with self._synchronised(last), self._autocast(), _context.attending(self.model, self.context):
                 loss = self.micro_loss(batch) / self.accumulate
-                scaled = self.scaler.scale(loss) if self.scaler else loss
+                scaled: Any = loss
+                if self.scaler:
+                    scaled = self.scaler.scale(loss)
                 scaled.backward()
             total += float(loss.detach())
         self.update()
@@ -362,7 +379,9 @@ class TorchDriver(TinyDriver):
 
         batches = [batch for batch, _ in self.batches(number)]
         self.fed = _rows_of(batches)
-        rows = {name: torch.cat([row[name] for row in self.fed]) for name in self.fed[0]}
+        rows: Batch = {}
+        for name in self.fed[0]:
+            rows[name] = torch.cat([row[name] for row in self.fed])
         with self._autocast():
             total: float = self.pipeline.step(rows, self.accumulate * len(self.fed) // len(batches))
         self.update()
@@ -399,7 +418,10 @@ class TorchDriver(TinyDriver):
         if self.cell.tp * self.cell.ep * self.cell.pp > 1:
             return _options.clip_on_meshes(self.model.parameters(), MAX_NORM, self.pp_group)
         norm: Any = clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if hasattr(norm, "full_tensor"):
+            # The norm of DTensors is a DTensor too, of which each rank has a part.
+            norm = norm.full_tensor()
+        return float(norm)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which gradients are reduced in the last micro-batch only."""

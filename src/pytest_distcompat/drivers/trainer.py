@@ -127,6 +127,7 @@ class TrainerDriver(TinyDriver):
         ),
         Source("fsdp_config", "pytest_distcompat.drivers.trainer.read_fsdp_config", ("fsdp1", "fsdp2"), "keys"),
         Source("fsdp_config", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"),
+        Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "zero2", "zero3")),
     )
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         **TinyDriver.needs_options,
@@ -257,7 +258,8 @@ class TrainerDriver(TinyDriver):
         settings |= self._mixed_precision()
         recomputed_by_fsdp = "fsdp" in self.cell.strategy and not self.in_parts
         if self.cell.option("activation_checkpointing") and not recomputed_by_fsdp:
-            settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+            recomputation = self.cell.with_settings("checkpoint", {"use_reentrant": False})
+            settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": recomputation}
         mode = self.cell.option("compile")
         if mode not in {False, "partial"}:
             settings["torch_compile"] = True

@@ -11,6 +11,7 @@ from pytest_distcompat.checks import REDUCTIONS
 from pytest_distcompat.checks.parity import tolerances
 from pytest_distcompat.cost import sent_bytes, tensor_bytes
 from pytest_distcompat.evidence.meshes import mesh
+from pytest_distcompat.evidence.values import values_of
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report.result import Row
 from pytest_distcompat.scenario import SAVED
@@ -44,6 +45,7 @@ def add_training(row: Row, *runs: RunTrace) -> None:
     row.sent = sent_bytes(run)
     row.memory = _peak_memory(run)
     row.tensor_bytes = tensor_bytes(run)
+    row.values = values_of(cell, run)
 
 
 def _all_curves(cell: Cell, trace: Trace) -> dict[str, _Curve]:

@@ -119,11 +119,18 @@ def _first_of_each(parameters_by_rank: Sequence[_Parameters]) -> _Parameters:
 
 def _part_on_rank(info: ParameterInfo | None) -> str:
     """Return the part of a parameter that a rank holds; ``none`` for a parameter of another pipeline stage."""
-    return "none" if info is None else _part(info.shape, info.layout.dims)
+    if info is None:
+        return "none"
+    return _part(info.shape, info.layout.dims)
 
 
 def _dims(info: ParameterInfo) -> tuple[MeshDim, ...]:
-    return tuple(dim for dim in info.layout.dims if dim.size > 1)
+    """Return the dimensions of the parameter's mesh that have several ranks."""
+    dims: list[MeshDim] = []
+    for dim in info.layout.dims:
+        if dim.size > 1:
+            dims.append(dim)
+    return tuple(dims)
 
 
 def _coordinate(parameters: Iterable[ParameterInfo], dims: Iterable[MeshDim]) -> list[int]:
@@ -133,7 +140,11 @@ def _coordinate(parameters: Iterable[ParameterInfo], dims: Iterable[MeshDim]) ->
     for info in parameters:
         for dim in _dims(info):
             coordinates[dim.name, dim.size] = dim.coordinate
-    return [coordinates[dim.name, dim.size] for dim in dims if (dim.name, dim.size) in coordinates]
+    place: list[int] = []
+    for dim in dims:
+        if (dim.name, dim.size) in coordinates:
+            place.append(coordinates[dim.name, dim.size])
+    return place
 
 
 @functools.lru_cache(maxsize=1024)

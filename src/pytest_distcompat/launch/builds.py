@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch.stacks import Frame
+from pytest_distcompat.launch.forensics.stacks import Frame
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.events import Event, Exit, of_kind, pids_of
 from pytest_distcompat.launch import loopback
-from pytest_distcompat.launch.ending import Ending, exit_name
 from pytest_distcompat.launch.files import CRASH, read_end
+from pytest_distcompat.launch.forensics.ending import Ending, exit_name
+from pytest_distcompat.launch.forensics.watchdog import Watchdog
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import (
     alive,
@@ -39,7 +40,6 @@ from pytest_distcompat.launch.process import (
 from pytest_distcompat.launch.request import Request, Warmth, unbuffered
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.launch.warm import WarmLauncher
-from pytest_distcompat.launch.watchdog import Watchdog
 
 #: How long a launcher may take to exit after its ranks are gone, and the supervisor after its launcher, in seconds.
 EXIT_TIMEOUT_S = 5.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.reused_ranks import Reuse
 

@@ -19,8 +19,8 @@ from pytest_distcompat import clock, devices
 from pytest_distcompat.installed import GET_TORCH
 from pytest_distcompat.launch import environment, nccl
 from pytest_distcompat.launch.at_import import Findings
-from pytest_distcompat.launch.ending import exit_name
 from pytest_distcompat.launch.environment import OF_THE_AGENT
+from pytest_distcompat.launch.forensics.ending import exit_name
 from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION
 from pytest_distcompat.launch.process import alive, await_exit, descendants, kill, kill_and_wait, let_tidy_up, tidies_up
 from pytest_distcompat.launch.request import ANY_MODULE, Request, Warmth, in_new_process

@@ -26,12 +26,13 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.events import Done, Error, Event, Start, has_ended, of_kind, pids_of
 from pytest_distcompat.excerpt import explained
-from pytest_distcompat.launch import deaths, flight_recorder, pristine_builtins, randomness, unimported
+from pytest_distcompat.launch import pristine_builtins, randomness, unimported
+from pytest_distcompat.launch.forensics import deaths, flight_recorder
+from pytest_distcompat.launch.forensics.stacks import STACK_SIGNAL, format_error, request_stack, stack_file
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.launch.process import die_with_parent, flush, run_exit_functions
 from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
 from pytest_distcompat.launch.request import Request, set_import_path
-from pytest_distcompat.launch.stacks import STACK_SIGNAL, format_error, request_stack, stack_file
 
 #: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
 GRACE = 0.3

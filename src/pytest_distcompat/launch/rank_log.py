@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pytest_distcompat import clock
 from pytest_distcompat.events import Done, Error, Event, Note, decode_event
-from pytest_distcompat.launch import deaths, pristine_builtins
+from pytest_distcompat.launch import pristine_builtins
+from pytest_distcompat.launch.forensics import deaths
 
 
 class RankLog:

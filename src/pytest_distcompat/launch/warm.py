@@ -8,12 +8,12 @@ from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import environment, loopback
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
+from pytest_distcompat.launch.forensics.watchdog import Watchdog
 from pytest_distcompat.launch.launcher_process import LauncherProcess
 from pytest_distcompat.launch.process import kill
 from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.reused_ranks import Reuse, ReusedRanks
-from pytest_distcompat.launch.watchdog import Watchdog
 
 #: How long the agent may take to notice that its ranks are gone, in seconds.
 AGENT_TIMEOUT_S = 5.0

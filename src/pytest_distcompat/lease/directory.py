@@ -73,7 +73,7 @@ class LeaseDirectory:
                     (self.path / QUEUE).mkdir(mode=0o700)
                 return
 
-    def _there(self, call: Callable[[], int]) -> int:
+    def _in_directory(self, call: Callable[[], int]) -> int:
         """Return what a call returns, once the directory is there."""
         while True:
             with contextlib.suppress(FileNotFoundError):
@@ -83,7 +83,7 @@ class LeaseDirectory:
     def write(self, name: str, text: str) -> None:
         """Write a record, which only those read who wait: on a full disk there is none, and the lock holds all the same."""
         try:
-            self._there(lambda: (self.path / name).write_text(text, encoding="utf-8"))
+            self._in_directory(lambda: (self.path / name).write_text(text, encoding="utf-8"))
         except OSError as error:
             if not is_full(error):
                 raise
@@ -99,9 +99,10 @@ class LeaseDirectory:
     def lock(self, name: str, *, shared: bool = False) -> FileLock:
         """Lock a file without waiting; a shared lock excludes only the others. Raises TakenError."""
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        path, flags = self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        path = self.path / name
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         while True:
-            file = self._there(lambda: os.open(path, flags, 0o600))
+            file = self._in_directory(lambda: os.open(path, flags, 0o600))
             try:
                 fcntl.flock(file, kind | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -144,7 +145,9 @@ class LeaseDirectory:
         address = self._claimed(name).replace("\0", "@")
         # Only those of this user's processes are seen.
         with contextlib.suppress(psutil.Error, OSError):
-            return next((one.pid or 0 for one in psutil.net_connections("unix") if str(one.laddr) == address), 0)
+            for connection in psutil.net_connections("unix"):
+                if str(connection.laddr) == address:
+                    return connection.pid or 0
         return 0
 
     def _claimed(self, name: str) -> str:
@@ -160,16 +163,21 @@ def own_directory(path: Path) -> Path:
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
-    status, command = os.lstat(path), f"rm -r {shlex.quote(str(path))}"
+    status = os.lstat(path)
+    mode = stat.S_IMODE(status.st_mode)
+    command = f"rm -r {shlex.quote(str(path))}"
     if not stat.S_ISDIR(status.st_mode):
         problem = "is not a directory"
     elif status.st_uid != os.getuid():
-        problem = f"belongs to user {status.st_uid}, not {os.getuid()} (mode {stat.S_IMODE(status.st_mode):o})"
+        problem = f"belongs to user {status.st_uid}, not {os.getuid()} (mode {mode:o})"
         command = f"sudo {command}"
-    elif (mode := stat.S_IMODE(status.st_mode) & 0o777) == 0o700 or (strange := _close_to_others(path)) is None:
+    elif mode & 0o777 == 0o700:
         return path
     else:
-        problem = f"was open to others (mode {mode:o}, expected 700), and {strange} in it is not yours alone"
+        not_own = _close_to_others(path)
+        if not_own is None:
+            return path
+        problem = f"was open to others (mode {mode & 0o777:o}, expected 700), and {not_own} in it is not yours alone"
     raise UsageProblem(f"leases cannot be kept in {path}: it {problem}. To make a new one: {command}")
 
 

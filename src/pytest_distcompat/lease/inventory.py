@@ -84,7 +84,8 @@ def gpus(
 
     ``wanted`` are entries of CUDA_VISIBLE_DEVICES to go by instead of its own. Raises UsageProblem if there are none.
     """
-    return Inventory("gpu", tuple(visible_ids(",".join(wanted) or None)[:most]), ranks_each, runs_share)
+    visible = visible_ids(",".join(wanted) or None)
+    return Inventory("gpu", tuple(visible[:most]), ranks_each, runs_share)
 
 
 #: Slots for each core. Ranks spend much of their time waiting for each other, so two groups keep the cores busy: in the
@@ -94,8 +95,10 @@ SLOTS = 2
 
 def cpu_slots() -> Inventory:
     """Return the slots of the cores that this process may run on; sessions that are pinned to different cores share none."""
-    cores = sorted(os.sched_getaffinity(0))
-    return Inventory("cpu", tuple(f"cpu-{core}.{slot}" for core in cores for slot in range(SLOTS)))
+    ids = []
+    for core in sorted(os.sched_getaffinity(0)):
+        ids += [f"cpu-{core}.{slot}" for slot in range(SLOTS)]
+    return Inventory("cpu", tuple(ids))
 
 
 def here() -> Inventory:

@@ -1,9 +1,9 @@
 """Pool of devices and places, leased to one process group at a time, among all processes of one user on a machine.
 
-A device is leased while a process holds the lock on the device's file and the claim on its name, so the operating system ends
-the lease of a process that dies, however it dies. The claim holds even if a cleaner removes the file. Beside each lock is a
-record of the holder, for messages, and of the memory in use before the lease. A record without a lock belongs to a holder
-that died.
+A device is a GPU, a MIG instance, or a CPU slot: the right to run some ranks on the CPU. One is leased while a process holds
+the lock on the device's file and the claim on its name, so the operating system ends the lease of a process that dies, however
+it dies. The claim holds even if a cleaner removes the file. Beside each lock is a record of the holder, for messages, and of the
+memory in use before the lease. A record without a lock belongs to a holder that died.
 
 Where runs share a GPU, a run of one rank leases one of its places (``places``): it shares the lock on the GPU's file, and
 has a lock and a claim of its own on the place. So it excludes a lease of the whole GPU, and of a GPU divided otherwise.
@@ -75,13 +75,50 @@ class Lease:
     own_leak: tuple[Leak, ...] = ()
 
 
-#: For each device that this thread holds, of all pools: the path of its lock, and how many ranks at once the lease has it for.
+@dataclass(frozen=True)
+class _Grant:
+    """What a request was granted, and what is to be noted about it when the lease ends.
+
+    Attributes:
+        names: The devices and places that it holds.
+        who: Names the request.
+        requested_at: When it was made, by ``clock.now``.
+        granted_at: When it had all its devices.
+        waited_for: Who held the devices, or was served before.
+        before: The memory in use on each device, in bytes, when the lease began.
+        measure: Measures that memory.
+    """
+
+    names: tuple[str, ...]
+    who: str
+    requested_at: float
+    granted_at: float
+    waited_for: tuple[str, ...]
+    before: Mapping[str, int]
+    measure: Memory
+
+
+#: What this thread holds, in its attribute ``ranks_by_lock``.
 _this_thread = threading.local()
 
 
-def _held() -> Mapping[Path, int]:
-    held: Mapping[Path, int] = getattr(_this_thread, "held", {})
-    return held
+def _ranks_by_lock() -> Mapping[Path, int]:
+    """Return for each device that this thread holds, of all pools, the path of its lock, and how many ranks may use it."""
+    ranks_by_lock: Mapping[Path, int] = getattr(_this_thread, "ranks_by_lock", {})
+    return ranks_by_lock
+
+
+@contextlib.contextmanager
+def _held_by_this_thread(ranks_by_lock: Mapping[Path, int]) -> Iterator[None]:
+    """Note inside the block that this thread holds these devices too; see ``_ranks_by_lock``."""
+    _this_thread.ranks_by_lock = {**_ranks_by_lock(), **ranks_by_lock}
+    try:
+        yield
+    finally:
+        others = dict(_ranks_by_lock())
+        for path in ranks_by_lock:
+            others.pop(path, None)
+        _this_thread.ranks_by_lock = others
 
 
 @dataclass(eq=False)
@@ -144,57 +181,87 @@ class Pool:
         count = self.inventory.needed(ranks)
         shares = self.inventory.places > 1 and not whole
         #: The number of places on each device; 0 for whole devices.
-        places = -(-ranks // count) if shares else 0
-        mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _held())
+        places = 0
+        if shares:
+            # Rounded up.
+            places = -(-ranks // count)
+        mine = tuple(device for device in self.inventory.ids if self._path(device, "lock") in _ranks_by_lock())
         if mine:
             yield self._lend_again(mine, count, places, who)
             return
-        requested = clock.now()
-        with contextlib.ExitStack() as held:
-            taken, waited_for = self._take(count, places, who, requested + timeout, held)
-            ids = tuple(taken)
-            names = tuple(itertools.chain(*taken.values()))
-            # A record without a lock is of a dead holder.
-            dead = {name: record for name in names if (record := self._read_record(name)) is not None}
-            memory = {name: holder.before for name, holder in dead.items() if holder.before is not None}
-            left = self._await_free(memory, {name: holder.who for name, holder in dead.items()}, self._used_memory)
-            granted, since = clock.now(), clock.wall()
-            # The memory of a place cannot be told from its neighbours', only from other processes'.
+        requested_at = clock.now()
+        with contextlib.ExitStack() as locks:
+            names_by_device, waited_for = self._take(count, places, who, requested_at + timeout, locks)
+            ids = tuple(names_by_device)
+            names = tuple(itertools.chain(*names_by_device.values()))
+            leaks_of_dead = self._await_dead_holders(names)
+            granted_at = clock.now()
+            since = clock.wall()
+            # On a device that runs share, all memory in use is also that of neighbours: only this process's own can be told.
             measure = self._own_memory if shares else self._used_memory
             before = measure(ids) if self.inventory.kind == "gpu" else {}
-            for name in names:
-                known = None if shares else before.get(name)
-                holder = Holder(name, who, os.getpid(), since, known, self._run)
-                self._directory.write(self._path(name, "json").name, json.dumps(asdict(holder)))
-            lease = Lease(ids, self.inventory.environment(ids), self.inventory.places, left)
+            self._write_records(names, who, since, {} if shares else before)
+            grant = _Grant(names, who, requested_at, granted_at, waited_for, before, measure)
+            lease = Lease(ids, self.inventory.environment(ids), self.inventory.places, leaks_of_dead)
             owner = os.getpid()
-            own = {self._path(name, "lock"): places or self.inventory.ranks_each for name in ids}
-            _this_thread.held = {**_held(), **own}
+            ranks_by_lock = {self._path(device, "lock"): places or self.inventory.ranks_each for device in ids}
             try:
-                yield lease
+                with _held_by_this_thread(ranks_by_lock):
+                    yield lease
             finally:
-                _this_thread.held = {path: ranks for path, ranks in _held().items() if path not in own}
                 # A forked child that leaves the block must not end the lease of its parent.
                 if os.getpid() == owner:
-                    lease.own_leak = self._await_free(before, dict.fromkeys(ids, who), measure)
-                    lease.leak += lease.own_leak
-                    for name in names:
-                        self._path(name, "json").unlink(missing_ok=True)
-                    if self.timeline is not None:
-                        # The record is for reports only.
-                        with contextlib.suppress(OSError):
-                            times = (requested, granted, clock.now())
-                            append(self.timeline, Span(names, who, owner, *times, lease.leak, self.worker, waited_for))
+                    self._end(lease, grant)
+
+    def _await_dead_holders(self, names: Sequence[str]) -> tuple[Leak, ...]:
+        """Wait until memory is free that the last holders of these devices used, if they died; return what they leak."""
+        before = {}
+        who = {}
+        for name in names:
+            # A record without a lock is of a dead holder.
+            dead_holder = self._read_record(name)
+            if dead_holder is not None and dead_holder.before is not None:
+                before[name] = dead_holder.before
+                who[name] = dead_holder.who
+        return self._await_free(before, who, self._used_memory)
+
+    def _write_records(self, names: Sequence[str], who: str, since: float, before: Mapping[str, int]) -> None:
+        """Write for others who holds these devices, and how much of their memory was in use before."""
+        for name in names:
+            holder = Holder(name, who, os.getpid(), since, before.get(name), self._run)
+            self._directory.write(self._path(name, "json").name, json.dumps(asdict(holder)))
+
+    def _end(self, lease: Lease, grant: _Grant) -> None:
+        """Wait until the lease's memory is free, note what stays in use, and remove its records."""
+        lease.own_leak = self._await_free(grant.before, dict.fromkeys(lease.ids, grant.who), grant.measure)
+        lease.leak += lease.own_leak
+        for name in grant.names:
+            self._path(name, "json").unlink(missing_ok=True)
+        if self.timeline is None:
+            return
+        # The record is for reports only.
+        with contextlib.suppress(OSError):
+            span = Span(
+                grant.names,
+                grant.who,
+                os.getpid(),
+                grant.requested_at,
+                grant.granted_at,
+                clock.now(),
+                lease.leak,
+                self.worker,
+                grant.waited_for,
+            )
+            append(self.timeline, span)
 
     def _lend_again(self, mine: tuple[str, ...], count: int, places: int, who: str) -> Lease:
         """Return a lease of devices that this thread holds. Raises UsageProblem if it holds too few."""
         if self.inventory.kind == "gpu" and count > len(mine):
             raise UsageProblem(f"{who}: {count} GPUs are needed, and the test that starts it was lent {len(mine)}")
         ids = mine[:count]
-        ranks = min(_held()[self._path(name, "lock")] for name in ids)
+        ranks = min(_ranks_by_lock()[self._path(device, "lock")] for device in ids)
         if places > ranks:
-            problem = f"{places} ranks need a GPU, and what starts them has it for {ranks}"
-            raise UsageProblem(f"{who}: {problem}")
+            raise UsageProblem(f"{who}: {places} ranks need a GPU, and what starts them has it for {ranks}")
         return Lease(ids, self.inventory.environment(ids), self.inventory.places)
 
     @property
@@ -204,15 +271,21 @@ class Pool:
 
     def holders(self) -> list[Holder]:
         """Return the current holders of the devices of the inventory."""
-        return [holder for device in self.inventory.ids for holder in self._holders(device)]
+        holders = []
+        for device in self.inventory.ids:
+            holders += self._holders(device)
+        return holders
 
     def _holders(self, device: str) -> list[Holder]:
         """Return the holder of a device, or those of its places; none if it is free."""
         with contextlib.ExitStack() as locks:
             if self._lock_whole(device, locks):
                 return []
-        held_places = [name for name in self._names(device) if name != device and self._is_held(name)]
-        return [self._holder(name) for name in held_places or [device]]
+        holders = []
+        for name in self._names(device):
+            if name != device and self._is_held(name):
+                holders.append(self._holder(name))
+        return holders or [self._holder(device)]
 
     def _holder(self, name: str) -> Holder:
         """Return the holder of a device or place that is held."""
@@ -224,11 +297,25 @@ class Pool:
         return Holder(name, unknown, self._directory.claimant(name), clock.wall())
 
     def _take(
-        self, count: int, places: int, who: str, deadline: float, held: contextlib.ExitStack
+        self, count: int, places: int, who: str, deadline: float, locks: contextlib.ExitStack
     ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-        """Lock ``count`` devices, or so many places on each; return the names that are held by device, and whom it waited for.
+        """Wait until the request has its devices or places, and lock them.
 
-        Devices stay locked while the request waits for more, so that a later request cannot take them.
+        Devices stay locked while the request waits for more, so that a later request cannot take them. They are given back
+        if another request is to be served first.
+
+        Args:
+            count: The number of devices.
+            places: The number of places on each of them; 0 for whole devices.
+            who: Names the request.
+            deadline: When to give up, by ``clock.now``.
+            locks: Releases the locks when it is closed.
+
+        Returns:
+            For each device the names that are locked, its own or those of its places; and whom the request waited for.
+
+        Raises:
+            LeaseTimeout: At the deadline.
         """
         taken: dict[str, tuple[str, ...]] = {}
 
@@ -238,19 +325,29 @@ class Pool:
                     yield from self._holders(device)
             yield from ahead(ticket, self._queue.waiting())
 
-        given_up, notified = self._given_up, self._notified
-        watch = Watch(self.inventory, count, who, blockers, given_up, notified, run=self._run, notify=self.notify)
+        watch = Watch(
+            self.inventory,
+            count,
+            who,
+            blockers,
+            self._given_up,
+            self._notified,
+            run=self._run,
+            notify=self.notify,
+        )
         self._watch = watch
         try:
             with self._queue.ticket(self.inventory.ids, count, who) as ticket:
                 while True:
                     if self._queue.overtaken(ticket):
-                        held.close()
+                        # Another request is served first: it may need what this one has.
+                        locks.close()
                         taken.clear()
                     else:
-                        self._lock_free(count, places, taken, held)
+                        self._lock_free(count, places, taken, locks)
                     if len(taken) == count or clock.now() >= deadline:
                         break
+                    # Tells the user whom the request waits for. Raises GivenUpError where that never ends.
                     watch()
                     clock.sleep(_POLL)
         except GivenUpError:
@@ -259,35 +356,42 @@ class Pool:
             self._watch = None
         if len(taken) < count:
             raise LeaseTimeout(self._timeout_message(count, who, taken))
-        in_order = {device: taken[device] for device in self.inventory.ids if device in taken}
-        return in_order, tuple(watch.waited_for)
+        in_order = sorted(taken, key=self.inventory.ids.index)
+        return {device: taken[device] for device in in_order}, tuple(watch.waited_for)
 
     def _lock_free(
-        self, count: int, places: int, taken: dict[str, tuple[str, ...]], held: contextlib.ExitStack
+        self, count: int, places: int, taken: dict[str, tuple[str, ...]], locks: contextlib.ExitStack
     ) -> None:
-        """Lock devices that are free, or places on them, until ``count`` are taken. Devices with the fewest runs are first."""
+        """Lock what is free now, until ``count`` devices are taken; of places those on the devices with the fewest runs first.
+
+        The arguments are those of ``_take``; ``taken`` has what is locked already, and grows.
+        """
         order: Sequence[str] = self.inventory.ids
         if places:
             order = sorted(order, key=lambda device: len(self._directory.claimed(device)))
         for device in order:
-            if len(taken) < count and device not in taken:
-                names = self._lock_places(device, places, held) if places else self._lock_whole(device, held)
-                if names:
-                    taken[device] = names
+            if len(taken) >= count or device in taken:
+                continue
+            if places:
+                names = self._lock_places(device, places, locks)
+            else:
+                names = self._lock_whole(device, locks)
+            if names:
+                taken[device] = names
 
-    def _lock_whole(self, device: str, held: contextlib.ExitStack) -> tuple[str, ...]:
-        """Lock a device until ``held`` is closed; return its name, or nothing if it was not free."""
+    def _lock_whole(self, device: str, locks: contextlib.ExitStack) -> tuple[str, ...]:
+        """Lock a device until ``locks`` is closed; return its name, or nothing if it was not free."""
         with contextlib.ExitStack() as own:
             if not self._lock(device, own):
                 return ()
             # Their holders have locked the device's file, but a cleaner may have removed it. CPU slots have no places.
             if self.inventory.kind == "gpu" and self._directory.claimed(device) not in ([], [device]):
                 return ()
-            held.push(own.pop_all())
+            locks.push(own.pop_all())
         return (device,)
 
-    def _lock_places(self, device: str, count: int, held: contextlib.ExitStack) -> tuple[str, ...]:
-        """Lock so many places of a device until ``held`` is closed; return their names, or nothing if fewer were free."""
+    def _lock_places(self, device: str, count: int, locks: contextlib.ExitStack) -> tuple[str, ...]:
+        """Lock so many places of a device until ``locks`` is closed; return their names, or nothing if fewer were free."""
         names: list[str] = []
         with contextlib.ExitStack() as own:
             try:
@@ -300,21 +404,29 @@ class Pool:
             if len(names) < count:
                 return ()
             # After its own locks, so that of two requests that exclude each other one sees the other.
-            excluded = [name for name in self._names(device) if not may_be_held_beside(name, names[0])]
-            if any(name not in names and self._is_held(name) for name in excluded):
+            if self._is_excluded(device, names):
                 return ()
-            held.push(own.pop_all())
+            locks.push(own.pop_all())
         return tuple(names)
 
-    def _lock(self, name: str, held: contextlib.ExitStack) -> bool:
-        """Lock a device or place until ``held`` is closed; return whether it was free."""
+    def _is_excluded(self, device: str, places: Sequence[str]) -> bool:
+        """Tell whether the device is held as a whole, or divided into another number of places than these."""
+        for name in self._names(device):
+            if name in places or may_be_held_beside(name, places[0]):
+                continue
+            if self._is_held(name):
+                return True
+        return False
+
+    def _lock(self, name: str, locks: contextlib.ExitStack) -> bool:
+        """Lock a device or place until ``locks`` is closed; return whether it was free."""
         with contextlib.ExitStack() as both:
             try:
                 both.callback(self._directory.lock(self._path(name, "lock").name).close)
                 both.callback(self._directory.claim(name).close)
             except TakenError:
                 return False
-            held.push(both.pop_all())
+            locks.push(both.pop_all())
         return True
 
     def _names(self, device: str) -> list[str]:
@@ -322,10 +434,13 @@ class Pool:
         if self.inventory.kind == "cpu":
             return [device]
         files = self._directory.path.glob(self._path(device, "place-*.lock").name)
-        names = {*self._directory.claimed(device), *(unquote(path.stem) for path in files)}
+        names = set(self._directory.claimed(device))
+        for path in files:
+            names.add(unquote(path.stem))
         return sorted(names, key=lambda name: (len(name), name))
 
     def _is_held(self, name: str) -> bool:
+        """Tell whether a process holds a device or place."""
         with contextlib.ExitStack() as lock:
             return not self._lock(name, lock)
 
@@ -334,22 +449,31 @@ class Pool:
         deadline = clock.now() + self.free_timeout
         while True:
             used = measure(list(before)) if before else {}
-            leaks = [Leak(name, used[name] - before[name], who[name]) for name in used]
-            leaks = [leak for leak in leaks if leak.bytes > TOLERANCE]
+            leaks = []
+            for name, used_bytes in used.items():
+                leak = Leak(name, used_bytes - before[name], who[name])
+                if leak.bytes > TOLERANCE:
+                    leaks.append(leak)
             if not leaks or clock.now() >= deadline:
                 return tuple(leaks)
             clock.sleep(_POLL_MEMORY)
 
     def _timeout_message(self, count: int, who: str, taken: Container[str]) -> str:
+        """Return who holds the devices that were not to be had, and who waits for them."""
         lines = [f"{who}: no {count} of {len(self.inventory.ids)} {self.inventory.words} to be had in time"]
-        for holder in itertools.chain(*(self._holders(device) for device in self.inventory.ids if device not in taken)):
-            since = time.strftime("%H:%M:%S", time.localtime(holder.since))
-            lines.append(f"  {holder.id} is held by {holder.who} (pid {holder.pid or 'unknown'}) since {since}")
-        before = [ticket for ticket in self._queue.waiting() if set(ticket.ids) & set(self.inventory.ids)]
-        lines.extend(f"  {ticket.who} (pid {ticket.pid}) waits for {ticket.count}" for ticket in before)
+        for device in self.inventory.ids:
+            if device in taken:
+                continue
+            for holder in self._holders(device):
+                since = time.strftime("%H:%M:%S", time.localtime(holder.since))
+                lines.append(f"  {holder.id} is held by {holder.who} (pid {holder.pid or 'unknown'}) since {since}")
+        for ticket in self._queue.waiting():
+            if set(ticket.ids) & set(self.inventory.ids):
+                lines.append(f"  {ticket.who} (pid {ticket.pid}) waits for {ticket.count}")
         return "\n".join(lines)
 
     def _read_record(self, name: str) -> Holder | None:
+        """Return the record of the holder of a device or place, who may be dead; None without one."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return decode(Holder, json.loads(self._path(name, "json").read_text(encoding="utf-8")))
         return None

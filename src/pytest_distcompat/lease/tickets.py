@@ -34,7 +34,10 @@ class Ticket:
 
 def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
     """Return the tickets to be served before ``mine``, of those that may take one of its devices; the next one first."""
-    before = [other for other in others if other.number < mine.number and set(other.ids) & set(mine.ids)]
+    before = []
+    for other in others:
+        if other.number < mine.number and set(other.ids) & set(mine.ids):
+            before.append(other)
     return sorted(before, key=lambda ticket: ticket.number, reverse=True)
 
 
@@ -54,7 +57,8 @@ class Queue:
         with contextlib.ExitStack() as own:
             # All processes of a machine share this clock, so numbers grow. The process number keeps two apart that come in the
             # same nanosecond.
-            mine = Ticket(clock.now_ns() << 22 | os.getpid(), ids, count, who, os.getpid())
+            number = clock.now_ns() << 22 | os.getpid()
+            mine = Ticket(number, ids, count, who, os.getpid())
             self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
             own.callback(lambda: self._own.pop(mine.number).close())
             own.callback(self._ahead.pop, mine.number, None)
@@ -70,13 +74,20 @@ class Queue:
         last = self._ahead.get(mine.number)
         # While that one waits nobody reads the whole queue: all who wait ask many times a second.
         if last is None or self._ended(last):
-            last = next((other for other in ahead(mine, self._tickets()) if not self._ended(other)), None)
+            last = self._next_ahead(mine)
             self._ahead[mine.number] = last
         return last is not None
 
+    def _next_ahead(self, mine: Ticket) -> Ticket | None:
+        """Return the ticket just before this one whose owner still waits; None if there is none."""
+        for other in ahead(mine, self._tickets()):
+            if not self._ended(other):
+                return other
+        return None
+
     def waiting(self) -> list[Ticket]:
         """Return the tickets whose owners wait, in order; those of the dead are removed."""
-        tickets = (ticket for ticket in self._tickets() if not self._ended(ticket))
+        tickets = [ticket for ticket in self._tickets() if not self._ended(ticket)]
         return sorted(tickets, key=lambda ticket: ticket.number)
 
     def _tickets(self) -> list[Ticket]:
@@ -96,7 +107,8 @@ class Queue:
             with contextlib.suppress(TakenError):
                 self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
                 lock.close()
-        if self._own[mine.number].in_place() and not (self._directory.path / self._name(mine, "json")).exists():
+        record = self._directory.path / self._name(mine, "json")
+        if self._own[mine.number].in_place() and not record.exists():
             self._directory.write(self._name(mine, "json"), json.dumps(asdict(mine)))
 
     def _ended(self, other: Ticket) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
+import math
 import os
 import sys
 import tempfile
 import warnings
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +21,21 @@ from pytest_distcompat import clock, devices
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
 from pytest_distcompat.plugin.on_ranks import rank_session
 from pytest_distcompat.plugin.on_ranks.launched import ON_RANK
 from pytest_distcompat.plugin.options import Setting, setting
 from pytest_distcompat.plugin.reporting import reproduce
+from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
-    from pytest_distcompat.executors import Executor
     from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.launch.launcher import Launcher
     from pytest_distcompat.launch.request import Warmth
     from pytest_distcompat.lease import Inventory, Pool
-    from pytest_distcompat.nodes.launcher import NodesLauncher
     from pytest_distcompat.runner import Runner
+    from pytest_distcompat.substitute import Substitute
 
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
 
@@ -63,15 +63,17 @@ class DistcompatSession:
         #: Modules that the fork server imports. Optimizers and DistributedDataParallel import the last when they are made:
         #: more than a second on every rank that has to do it itself.
         self.modules: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo")
+        #: Whether the fork server makes pytest's session too, since there are marked tests.
         self.collects = False
         #: The most nodes that a test of this session spans.
         self.nodes = 1
+        #: Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node.
+        self.worker_nodes = 0
         #: Whether such a test needs a directory that all its nodes share.
         self.shares = False
         #: A line for each suite of the user's some of whose cells the profile leaves out.
         self.left_out: dict[tuple[str, str], str] = {}
         self._launcher: Launcher | None = None
-        self._nodes_launcher: NodesLauncher | None = None
         self._started: set[tuple[str, Cell]] = set()
         self._process = os.getpid()
 
@@ -79,67 +81,45 @@ class DistcompatSession:
         """Return the effective value of ``distcompat_<name>``."""
         return setting(self.config, f"distcompat_{name}")
 
+    @property
+    def worker(self) -> str:
+        """The name of this process among the workers of xdist; empty in any other process."""
+        return str(getattr(self.config, "workerinput", {}).get("workerid", ""))
+
+    @property
+    def has_terminal(self) -> bool:
+        """Whether this process reports the session: it is neither a rank nor a worker of xdist."""
+        return ON_RANK not in self.config.stash and not self.worker
+
+    @functools.cached_property
+    def substitute(self) -> Substitute | None:
+        """What takes the place of ranks, as a simulation; None for ranks."""
+        chosen: Substitute | None = self.config.hook.pytest_distcompat_substitute(session=self)
+        return chosen
+
+    @property
+    def timeout(self) -> float:
+        """The time limit of a run in seconds."""
+        return float(self.setting("timeout").value)
+
+    # Devices and ranks.
+
     @functools.cached_property
     def gpus(self) -> int:
         """The number of GPUs to use. Raises pytest.UsageError for more than are visible."""
         requested = self.setting("gpus")
-        if requested.value == 0 or self.simulated:
+        if requested.value == 0 or self.substitute is not None:
             return 0
-        visible = devices.visible_gpus()
+        available = devices.visible_gpus()
         if requested.value == "auto":
-            return visible
-        if requested.value > visible:
+            return available
+        if requested.value > available:
+            variable = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
             raise pytest.UsageError(
-                f"--distcompat-gpus {requested.value} ({requested.origin}): {visible} visible "
-                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); "
-                "use auto for what there is, 0 for the CPU"
+                f"--distcompat-gpus {requested.value} ({requested.origin}): {available} visible "
+                f"(CUDA_VISIBLE_DEVICES={variable}); use auto for what there is, 0 for the CPU"
             )
         return int(requested.value)
-
-    @property
-    def simulated(self) -> int:
-        """The number of ranks that a simulation has; 0 for real ranks."""
-        return int(self.setting("simulate").value)
-
-    @functools.cached_property
-    def last_report(self) -> Report | None:
-        """The baseline, else the last report that this session will replace; None if there is none."""
-        baseline: Report | None = self.setting("baseline").value
-        # A pipe would be waited for, and a device has no end.
-        last = (path for path in self.setting("report").value if path.suffix == ".json" and path.is_file())
-        for path in last if baseline is None else ():
-            with contextlib.suppress(UsageProblem):
-                return Report.read(path)
-        return baseline
-
-    @functools.cached_property
-    def _selected(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The strategies and precisions that options select; none for all."""
-        return self.setting("strategies").value, self.setting("precisions").value
-
-    def selects(self, cell: Cell, *, any_precision: bool = False) -> bool:
-        """Tell whether the options select the cell's strategy and its precision."""
-        strategies, precisions = self._selected
-        in_precision = any_precision or not precisions or cell.precision in precisions
-        return in_precision and (not strategies or cell.strategy in strategies)
-
-    def over_budget(self, driver: str, cell: Cell) -> str | None:
-        """Return why that cell does not start any more; None if it does, or has started."""
-        budget = self.setting("budget")
-        if budget.value and (driver, cell) not in self._started and clock.now() - self.began > budget.value.seconds:
-            return f"the budget of {budget.text} is used up"
-        self._started.add((driver, cell))
-        return None
-
-    @property
-    def worker_nodes(self) -> int:
-        """Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node."""
-        return int(self.setting("worker_nodes").value)
-
-    @property
-    def over_nodes(self) -> bool:
-        """Tell whether runs of this session span several nodes, or are on other nodes than this one."""
-        return self.nodes > 1 or self.worker_nodes > 0 or int(self.setting("nodes").value) > 1
 
     @property
     def device(self) -> str:
@@ -152,10 +132,18 @@ class DistcompatSession:
         return devices.gpu_name() if self.gpus else ""
 
     @functools.cached_property
+    def uses_mig(self) -> bool:
+        """Whether a MIG instance, a part of a GPU, is among the devices to use."""
+        if self.gpus == 0:
+            return False
+        names = devices.visible_ids()[: self.gpus]
+        return any(name.startswith("MIG-") for name in names)
+
+    @functools.cached_property
     def world_size(self) -> int:
         """The number of ranks of tests that do not set one. Raises pytest.UsageError if there are not enough GPUs for it."""
-        if self.simulated:
-            return self.simulated
+        if self.substitute is not None:
+            return self.substitute.world_size
         requested = self.setting("world_size")
         if requested.value == "auto":
             if self.gpus == 1 and self.ranks_each > 1 and self.nccl_takes_shared_ranks:
@@ -172,7 +160,9 @@ class DistcompatSession:
         each = self.setting("ranks_per_gpu").value
         if each != "auto":
             return int(each)
-        return devices.CPU_WORLD_SIZE if self.gpus == 1 and self.nccl_takes_shared_ranks else 1
+        if self.gpus == 1 and self.nccl_takes_shared_ranks:
+            return devices.CPU_WORLD_SIZE
+        return 1
 
     @property
     def runs_share(self) -> bool:
@@ -181,11 +171,6 @@ class DistcompatSession:
         Only where the user says how many: some tests need a whole GPU. Not where time is measured.
         """
         return self.setting("ranks_per_gpu").value != "auto" and not self.limits
-
-    @functools.cached_property
-    def uses_mig(self) -> bool:
-        """Whether a MIG instance, a part of a GPU, is among the devices to use."""
-        return self.gpus > 0 and any(name.startswith("MIG-") for name in devices.visible_ids()[: self.gpus])
 
     @functools.cached_property
     def nccl_takes_shared_ranks(self) -> bool:
@@ -202,175 +187,61 @@ class DistcompatSession:
     def too_large(self, world_size: int) -> str:
         """Return why there are not enough GPUs for a group of that size; empty if there are."""
         each = self.ranks_each
-        if self.gpus and world_size > self.gpus * each:
-            allowed = f", {each} ranks on each at most" if each > 1 else ""
-            return f"{world_size} ranks need {-(-world_size // each)} GPUs, {self.gpus} to use{allowed}"
-        return ""
+        if not self.gpus or world_size <= self.gpus * each:
+            return ""
+        reason = f"{world_size} ranks need {math.ceil(world_size / each)} GPUs, {self.gpus} to use"
+        if each > 1:
+            reason += f", {each} ranks on each at most"
+        return reason
 
     @property
-    def timeout(self) -> float:
-        """The time limit of a run in seconds."""
-        return float(self.setting("timeout").value)
+    def over_nodes(self) -> bool:
+        """Tell whether runs of this session span several nodes, or are on other nodes than this one."""
+        return self.nodes > 1 or self.worker_nodes > 0 or int(self.setting("nodes").value) > 1
 
-    @property
-    def store(self) -> Path:
-        """The directory of this session's runs, which all xdist workers share; made on first use, or if it is gone."""
-        self.store_path.mkdir(parents=True, exist_ok=True)
-        return self.store_path
+    # Which cells run.
 
     @functools.cached_property
-    def store_path(self) -> Path:
-        """The path of ``store``, which need not exist yet."""
-        base = session_basetemp(self.config)
-        return (base.parent if self.worker else base) / "distcompat"
-
-    def share(self, name: str, data: Any) -> None:
-        """Write plain data into the store, for the process that has the terminal. All xdist workers write the same."""
-        # On a full disk there is no such file; the tests themselves report what they cannot write.
-        with contextlib.suppress(OSError):
-            temporary = self.store / f"{name}.{os.getpid()}"
-            temporary.write_text(json.dumps(data), encoding="utf-8")
-            temporary.rename(self.store / name)
-
-    def shared(self, name: str) -> Any:
-        """Return what ``share`` wrote; None if nothing did."""
-        path = self.store_path / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-    @property
-    def worker(self) -> str:
-        """The name of this process among the workers of xdist; empty in any other process."""
-        return str(getattr(self.config, "workerinput", {}).get("workerid", ""))
-
-    @property
-    def has_terminal(self) -> bool:
-        """Whether this process reports the session: it is neither a rank nor a worker of xdist."""
-        return ON_RANK not in self.config.stash and not self.worker
-
-    @property
-    def runs(self) -> Path:
-        """The part of the store that holds the runs of suites."""
-        return self.store / "runs"
-
-    @property
-    def launcher(self) -> Launcher:
-        """The launcher of this process. Raises UsageProblem in a fork of the process that made the session."""
-        from pytest_distcompat.launch.hosting import LAUNCHERS
-        from pytest_distcompat.launch.request import Warmth, import_path
-        from pytest_distcompat.launch.simulated import SimulatingLauncher
-        from pytest_distcompat.leased import LeasedLauncher
-
-        if os.getpid() != self._process:
-            raise UsageProblem(FORKED)
-        if self._launcher is None:
-            call, payload, own = "", dict[str, Any](), tuple[str, ...]()
-            if self.collects:
-                call = rank_session.COLLECT
-                payload = rank_session.describe(self.config)
-                own = rank_session.own_files(self.config)
-            modules, limit = self._preloaded(), float(self.setting("warm_timeout").value)
-            warmth = Warmth(modules, call, payload, path=import_path(), own=own, timeout=limit)
-            if self.simulated:
-                self._launcher = SimulatingLauncher()
-                return self._launcher
-            kind: Any = LAUNCHERS[self.setting("launcher").value]
-            self._launcher = LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
-            if self.nodes > 1 or self.worker_nodes:
-                self._launcher = self._nodes_launcher = self._over_nodes(self._launcher, warmth)
-        assert self._launcher is not None
-        return self._launcher
-
-    def _preloaded(self) -> tuple[str, ...]:
-        """Return the modules that the fork server imports, those of extensions too."""
-        by_extension: list[Sequence[str]] = self.config.hook.pytest_distcompat_preload(session=self)
-        return tuple(dict.fromkeys(itertools.chain(self.modules, *by_extension)))
-
-    def nodes_problem(self) -> str:
-        """Wait until all nodes have joined; return what is wrong with them, empty if nothing is."""
-        return self._nodes_launcher.ready() if self._nodes_launcher is not None else ""
-
-    @property
-    def nodes_taken(self) -> str:
-        """Why a scheduler takes the session's nodes away, so that no later test can run; empty while it does not."""
-        return self._nodes_launcher.taken if self._nodes_launcher is not None else ""
-
-    def _over_nodes(self, one: Launcher, warmth: Warmth) -> NodesLauncher:
-        """Return a launcher for runs of several nodes too. Raises pytest.UsageError if an option does not fit."""
-        from pytest_distcompat.executors import EXECUTORS
-        from pytest_distcompat.nodes.launcher import NodesLauncher, Settings
-
-        name = self.setting("executor").value
-        token = self.setting("token_file").value
-        executor = EXECUTORS.get(name)()
-        reason = self._why_no_executor(executor, token)
-        names: list[str] | None = None
-        if not reason and (self.worker_nodes or executor.lists_at_once):
-            try:
-                names = executor.names(self.worker_nodes or self.nodes)
-            except UsageProblem as problem:
-                reason = str(problem)
-        reason = reason or self._why_no_nodes(names)
-        if reason:
-            raise pytest.UsageError(f"--distcompat-executor {name}: {reason}")
-        limit, listen = float(self.setting("warm_timeout").value), self.setting("listen").value or executor.listen
-        shared = str(self.store) if self.shares else ""
-        settings = Settings(self.nodes, str(self.config.rootpath), self.device, listen, token, limit, shared)
-        settings = dataclasses.replace(
-            settings,
-            gpus=self.gpus,
-            ranks_each=self.ranks_each,
-            runs_share=self.runs_share,
-            say=self.say,
-            timeline=str(self.store),
-            worker=self.worker,
-        )
-        if names and self.worker_nodes:
-            number = int(self.worker.removeprefix("gw") or 0)
-            node, *others = names[number % len(names) :] + names[: number % len(names)]
-            # The node itself is the last: its agent alone may be gone.
-            settings = dataclasses.replace(settings, node=node, spare=(*others, node))
-        return NodesLauncher(one, executor, settings, warmth, self.description_file.read_text(encoding="utf-8"))
-
-    def _why_no_executor(self, executor: Executor, token: object) -> str:
-        """Return why the options do not fit the executor, empty if they do; ``token``: whether nodes have one to join with."""
-        from pytest_distcompat.strategies import first_reason
-
-        cold = self.setting("launcher").value != "warm"
-        shares_gpus = executor.name == "local" and self.gpus > 0 and not self.worker_nodes
-        has_no_token = bool(executor.hint) and not token
-        has_workers = bool(executor.hint) and bool(self.worker)
-        reason = executor.unsupported_reason() or first_reason(
-            (cold, "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes"),
-            (
-                shares_gpus,
-                "its nodes would share GPUs, which NCCL refuses; expected --distcompat-gpus 0, or another executor",
-            ),
-            (has_no_token, "expected --distcompat-token-file FILE, with the token that nodes join with"),
-            (has_workers, "each worker of xdist would need nodes of its own; expected no -n"),
-        )
-        return reason or ""
-
-    def _why_no_nodes(self, names: list[str] | None) -> str:
-        """Return why runs cannot be on these nodes, empty if they can; None: nodes join one by one."""
-        wanted = self.worker_nodes or self.nodes
-        if self.worker_nodes and self.nodes > 1:
-            return "runs of one node and of several do not mix; expected no --distcompat-worker-nodes"
-        if self.worker_nodes and names is None:
-            return f"it cannot start agents on {self.worker_nodes} nodes one by one"
-        if names is not None and len(names) < wanted:
-            return f"there are {len(names)} of {wanted} nodes: {', '.join(names) or 'none'}"
-        return ""
+    def _strategies(self) -> tuple[str, ...]:
+        """The strategies that options select; none for all."""
+        strategies: tuple[str, ...] = self.setting("strategies").value
+        return strategies
 
     @functools.cached_property
-    def cold_launcher(self) -> Launcher:
-        """The cold torchrun command, for tests that are run a second time (``--distcompat-verify``)."""
-        from pytest_distcompat.launch.hosting import TorchrunLauncher
-        from pytest_distcompat.launch.request import Warmth
-        from pytest_distcompat.leased import LeasedLauncher
+    def _precisions(self) -> tuple[str, ...]:
+        """The precisions that options select; none for all."""
+        precisions: tuple[str, ...] = self.setting("precisions").value
+        return precisions
 
-        return LeasedLauncher(
-            TorchrunLauncher(Warmth(), device=self.device, plain=True), lambda: self.pool, self.notice
-        )
+    def selects(self, cell: Cell, *, any_precision: bool = False) -> bool:
+        """Tell whether the options select the cell's strategy and its precision."""
+        if self._strategies and cell.strategy not in self._strategies:
+            return False
+        if any_precision or not self._precisions:
+            return True
+        return cell.precision in self._precisions
+
+    def over_budget(self, driver: str, cell: Cell) -> str | None:
+        """Return why that cell does not start any more; None if it does, or has started."""
+        budget = self.setting("budget")
+        has_started = (driver, cell) in self._started
+        if budget.value and not has_started and clock.now() - self.began > budget.value.seconds:
+            return f"the budget of {budget.text} is used up"
+        self._started.add((driver, cell))
+        return None
+
+    @functools.cached_property
+    def last_report(self) -> Report | None:
+        """The baseline, else the last report that this session will replace; None if there is none."""
+        baseline: Report | None = self.setting("baseline").value
+        if baseline is not None:
+            return baseline
+        for path in self.setting("report").value:
+            # A pipe would be waited for, and a device has no end.
+            if path.suffix == ".json" and path.is_file():
+                with contextlib.suppress(UsageProblem):
+                    return Report.read(path)
+        return None
 
     @functools.cached_property
     def verified(self) -> float:
@@ -389,22 +260,167 @@ class DistcompatSession:
         return zlib.crc32(f"{today} {nodeid}".encode()) % 10000 < 100 * self.verified
 
     @property
+    def limits(self) -> dict[str, float]:
+        """Limits that the user sets for measured numbers, by name; a number without a limit is left out."""
+        throughput = self.setting("throughput").value
+        return {"throughput": throughput} if throughput else {}
+
+    # The store: a directory of this session, which all xdist workers share.
+
+    @property
+    def store(self) -> Path:
+        """The directory of this session's runs, which all xdist workers share; made on first use, or if it is gone."""
+        self.store_path.mkdir(parents=True, exist_ok=True)
+        return self.store_path
+
+    @functools.cached_property
+    def store_path(self) -> Path:
+        """The path of ``store``, which need not exist yet."""
+        base = session_basetemp(self.config)
+        return (base.parent if self.worker else base) / "distcompat"
+
+    @property
+    def runs(self) -> Path:
+        """The part of the store that holds the runs of suites."""
+        return self.store / "runs"
+
+    def new_directory(self, name: str) -> Path:
+        """Make a new directory for one run of a marked test, and return it."""
+        items = self.store / "items"
+        items.mkdir(exist_ok=True)
+        # The name of a file is limited to 255 bytes, that of a function is not.
+        short = name.encode()[:60].decode(errors="ignore")
+        return Path(tempfile.mkdtemp(prefix=f"{short}-", dir=items))
+
+    @property
+    def description_file(self) -> Path:
+        """A file from which a rank that is started without a fork server makes the same pytest session."""
+        path = self.store / f"session-{self.worker or 'main'}.json"
+        if not path.exists():
+            path.write_text(json.dumps(rank_session.describe(self.config)), encoding="utf-8")
+        return path
+
+    def share(self, name: str, data: Any) -> None:
+        """Write plain data into the store, for the process that has the terminal. All xdist workers write the same."""
+        # On a full disk there is no such file; the tests themselves report what they cannot write.
+        with contextlib.suppress(OSError):
+            temporary = self.store / f"{name}.{os.getpid()}"
+            temporary.write_text(json.dumps(data), encoding="utf-8")
+            temporary.rename(self.store / name)
+
+    def shared(self, name: str) -> Any:
+        """Return what ``share`` wrote; None if nothing did."""
+        path = self.store_path / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    # Launchers, which start ranks.
+
+    @property
+    def launcher(self) -> Launcher:
+        """The launcher of this process. Raises UsageProblem in a fork of the process that made the session."""
+        if os.getpid() != self._process:
+            raise UsageProblem(FORKED)
+        if self._launcher is None:
+            warmth = self._warmth()
+            self._launcher = self._launcher_of_this_node(warmth)
+            if self.substitute is None and (self.nodes > 1 or self.worker_nodes):
+                self._launcher = self._over_nodes(self._launcher, warmth)
+        return self._launcher
+
+    def _launcher_of_this_node(self, warmth: Warmth) -> Launcher:
+        from pytest_distcompat.launch.hosting import LAUNCHERS
+        from pytest_distcompat.leased import LeasedLauncher
+
+        if self.substitute is not None:
+            return self.substitute.launcher()
+        kind: Any = LAUNCHERS[self.setting("launcher").value]
+        return LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
+
+    def _over_nodes(self, launcher: Launcher, warmth: Warmth) -> Launcher:
+        """Return a launcher for runs of several nodes too. Raises pytest.UsageError if no extension has one."""
+        over_nodes: Launcher | None = self.config.hook.pytest_distcompat_over_nodes(
+            session=self, launcher=launcher, warmth=warmth
+        )
+        if over_nodes is None:
+            raise pytest.UsageError("tests over several nodes need the plugin distcompat-cluster")
+        return over_nodes
+
+    def _warmth(self) -> Warmth:
+        """Return what the fork servers import and do before ranks start."""
+        from pytest_distcompat.launch.request import Warmth, import_path
+
+        warmth = Warmth(
+            modules=self._preloaded(),
+            path=import_path(),
+            timeout=float(self.setting("warm_timeout").value),
+        )
+        if not self.collects:
+            return warmth
+        return dataclasses.replace(
+            warmth,
+            call=rank_session.COLLECT,
+            payload=rank_session.describe(self.config),
+            own=rank_session.own_files(self.config),
+        )
+
+    def _preloaded(self) -> tuple[str, ...]:
+        """Return the modules that the fork server imports, those of extensions too."""
+        modules = list(self.modules)
+        for by_extension in self.config.hook.pytest_distcompat_preload(session=self):
+            modules += by_extension
+        return tuple(dict.fromkeys(modules))
+
+    @functools.cached_property
+    def cold_launcher(self) -> Launcher:
+        """The cold torchrun command, for tests that are run a second time (``--distcompat-verify``)."""
+        from pytest_distcompat.launch.hosting import TorchrunLauncher
+        from pytest_distcompat.launch.request import Warmth
+        from pytest_distcompat.leased import LeasedLauncher
+
+        return LeasedLauncher(
+            TorchrunLauncher(Warmth(), device=self.device, plain=True), lambda: self.pool, self.notice
+        )
+
+    @property
     def reuse_scope(self) -> str:
         """Return the scope (``Reuse.scope``) for whose next test ranks are kept; empty if there are none."""
-        return self._launcher.reuse_scope if self._launcher is not None else ""
+        if self._launcher is None:
+            return ""
+        return self._launcher.reuse_scope
+
+    def close(self) -> None:
+        """Close the launchers and end their processes."""
+        if self._launcher is not None:
+            self._launcher.close()
+            self._launcher = None
+        if "cold_launcher" in vars(self):
+            self.cold_launcher.close()
+
+    # Leases of devices.
 
     @functools.cached_property
     def pool(self) -> Pool:
         """The pool that leases devices to the runs of all sessions of this user."""
         from pytest_distcompat.lease import Pool
 
-        options: dict[str, Any] = {"timeline": self.store, "worker": self.worker, "notify": self.say}
-        nodes = self._nodes_launcher
-        if nodes is not None and nodes.accounts and self.gpus:
-            from pytest_distcompat.nodes.pool import ScheduledPool
+        scheduled: Pool | None = self.config.hook.pytest_distcompat_pool(session=self, inventory=self.inventory)
+        if scheduled is not None:
+            return scheduled
+        return Pool(None, self.inventory, **self.pool_options)
 
-            return ScheduledPool(None, self.inventory, ask=lambda ranks, who: nodes.devices([], ranks, who), **options)
-        return Pool(None, self.inventory, **options)
+    @property
+    def pool_options(self) -> dict[str, Any]:
+        """What a pool writes to and says, as arguments of ``Pool``."""
+        return {"timeline": self.store, "worker": self.worker, "notify": self.say}
+
+    @functools.cached_property
+    def inventory(self) -> Inventory:
+        """The devices that can be leased."""
+        from pytest_distcompat.lease import cpu_slots, gpus
+
+        if self.gpus == 0:
+            return cpu_slots()
+        return gpus(self.gpus, self.ranks_each, runs_share=self.runs_share)
 
     def waits(self) -> str:
         """Return what a run of this process waits for, if it has to wait for devices; empty otherwise."""
@@ -412,17 +428,44 @@ class DistcompatSession:
         pool: Pool | None = vars(self).get("pool")
         return pool.waits if pool is not None else ""
 
+    # Runners of suites.
+
     @functools.cached_property
-    def inventory(self) -> Inventory:
-        """The devices that can be leased."""
-        from pytest_distcompat.lease import cpu_slots, gpus
+    def runner(self) -> Runner:
+        """The runner of suites: each distinct run once, for all checks and xdist workers."""
+        return self._runner(self.runs, self.launcher)
 
-        return gpus(self.gpus, self.ranks_each, runs_share=self.runs_share) if self.gpus else cpu_slots()
+    @functools.cached_property
+    def cold_runner(self) -> Runner:
+        """The runner of suites under cold torchrun, for checks that are run a second time."""
+        return self._runner(self.store / "verified", self.cold_launcher)
 
-    @property
-    def limits(self) -> dict[str, float]:
-        """Limits that the user sets for measured numbers, by name; a number without a limit is left out."""
-        return {name: value for name in ("throughput",) if (value := self.setting(name).value)}
+    def _runner(self, store: Path, launcher: Launcher) -> Runner:
+        from pytest_distcompat.runner import Runner
+
+        recorders: list[Any] = []
+        for by_extension in self.config.hook.pytest_distcompat_recorders(session=self):
+            recorders += by_extension
+        return Runner(
+            store,
+            launcher,
+            device=self.device,
+            timeout=self.timeout,
+            worker=self.worker,
+            notice=self.notice,
+            limits=self.limits,
+            log_level=self._log_level(),
+            recorders=tuple(recorders),
+        )
+
+    def _log_level(self) -> str:
+        """Return the level that pytest's plugin logging sets; empty if it sets none, or the user has blocked the plugin."""
+        level = self.config.getoption("log_level", None)
+        if not level and self.config.pluginmanager.hasplugin("logging"):
+            level = self.config.getini("log_level")
+        return str(level or "")
+
+    # Known issues.
 
     @functools.cached_property
     def own(self) -> tuple[KnownIssue, ...]:
@@ -450,43 +493,23 @@ class DistcompatSession:
 
         ``libraries`` are from ``known.concerned``; ``nodeid`` has no group of xdist.
         """
-        return tuple(issue for issue in self._known_of(libraries) if issue.speaks_of(nodeid))
+        issues = []
+        for issue in self._known_of(libraries):
+            if issue.speaks_of(nodeid):
+                issues.append(issue)
+        return tuple(issues)
 
-    @functools.cached_property
-    def runner(self) -> Runner:
-        """The runner of suites: each distinct run once, for all checks and xdist workers."""
-        return self._runner(self.runs, self.launcher)
+    # Items.
 
-    @functools.cached_property
-    def cold_runner(self) -> Runner:
-        """The runner of suites under cold torchrun, for checks that are run a second time."""
-        return self._runner(self.store / "verified", self.cold_launcher)
+    def nodeid_of(self, item: pytest.Item) -> str:
+        """Return the node id of an item as ranks, reports and the user's next command line have it, without xdist's group."""
+        return strip_group(self.config, item.nodeid)
 
-    def _runner(self, store: Path, launcher: Launcher) -> Runner:
-        from pytest_distcompat.runner import Runner
+    def note_failed_run(self, item: pytest.Item, command: str, rank: int | None) -> None:
+        """Note for ``--pdb`` the command that repeats the run in which an item failed, and the rank that raised, if one did."""
+        item.stash[FAILED_RUN] = FailedRun(command, rank)
 
-        # The settings of pytest's plugin logging, which the user may have blocked.
-        ini = self.config.getini("log_level") if self.config.pluginmanager.hasplugin("logging") else None
-        level = str(self.config.getoption("log_level", None) or ini or "")
-        settings: dict[str, Any] = {"notice": self.notice, "limits": self.limits, "log_level": level}
-        by_extension: list[Sequence[str]] = self.config.hook.pytest_distcompat_recorders(session=self)
-        settings["recorders"] = tuple(itertools.chain.from_iterable(by_extension))
-        return Runner(store, launcher, device=self.device, timeout=self.timeout, worker=self.worker, **settings)
-
-    def new_directory(self, name: str) -> Path:
-        """Make a new directory for one run of a marked test, and return it."""
-        items = self.store / "items"
-        items.mkdir(exist_ok=True)
-        # The name of a file is limited to 255 bytes, that of a function is not.
-        return Path(tempfile.mkdtemp(prefix=f"{name.encode()[:60].decode(errors='ignore')}-", dir=items))
-
-    @property
-    def description_file(self) -> Path:
-        """A file from which a rank that is started without a fork server makes the same pytest session."""
-        path = self.store / f"session-{self.worker or 'main'}.json"
-        if not path.exists():
-            path.write_text(json.dumps(rank_session.describe(self.config)), encoding="utf-8")
-        return path
+    # Messages.
 
     def notice(self, text: str) -> None:
         """Emit a warning for pytest's summary; never raises, even where warnings are errors."""
@@ -501,21 +524,14 @@ class DistcompatSession:
     def say(self, text: str) -> None:
         """Print a message to stderr now, past pytest's capture. An xdist worker shares the stderr of its controller."""
         capture: Any = self.config.pluginmanager.getplugin("capturemanager")
-        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+        uncaptured = capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext()
+        with uncaptured:
             # The leading newline ends a line of dots that pytest may be writing.
             print(f"\ndistcompat: {visible(text)}", file=sys.stderr, flush=True)  # noqa: T201 - a warning is shown only at the end of the session
 
     def reproduce(self, item: pytest.Function) -> str:
         """Return the command that runs that item alone again with the same options, from the same directory."""
         return reproduce.command(self.config, item)
-
-    def close(self) -> None:
-        """Close the launchers and end their processes."""
-        if self._launcher is not None:
-            self._launcher.close()
-            self._launcher = None
-        if "cold_launcher" in vars(self):
-            self.cold_launcher.close()
 
 
 def session_basetemp(config: pytest.Config) -> Path:

@@ -49,8 +49,11 @@ def divide(sizes: Mapping[str, float], last: Report | None, count: int) -> list[
         count: The number of shards.
     """
     seconds = _seconds_of_runs(sizes, last)
-    total = {unit: sum(of_unit.values()) for unit, of_unit in seconds.items()}
-    order = sorted(sizes, key=lambda unit: (-total[unit], unit))
+
+    def longest_first(unit: str) -> tuple[float, str]:
+        return -sum(seconds[unit].values()), unit
+
+    order = sorted(sizes, key=longest_first)
     where_earliest = _place(order, seconds, count, weight=0)
     where_least_added = _place(order, seconds, count, weight=1)
     if where_least_added.longest < where_earliest.longest:
@@ -60,23 +63,29 @@ def divide(sizes: Mapping[str, float], last: Report | None, count: int) -> list[
 
 def _seconds_of_runs(sizes: Mapping[str, float], last: Report | None) -> dict[str, dict[str, float]]:
     """Return the runs that each unit needs, by their ids, each with its seconds."""
-    runs: dict[str, dict[str, float]] = {}
-    if last is not None:
-        seconds = {run["id"]: float(run.get("seconds") or 0.0) for run in last.runs}
-        for row in last.rows:
-            unit = f"{row.place}[{row.cell}]"
-            if unit in sizes:
-                runs[unit] = {run: seconds.get(run, 0.0) for run in row.runs}
+    runs = _recorded_runs(last) if last is not None else {}
     known = []
-    for unit, of_unit in runs.items():
-        seconds_of_test = sum(of_unit.values()) / sizes[unit]
-        if seconds_of_test:
-            known.append(seconds_of_test)
-    usual = statistics.median(known or [1.0])
     for unit, size in sizes.items():
-        if unit not in runs:
-            # A unit without known runs is one run of its own.
-            runs[unit] = {f"of {unit}": usual * size}
+        total = sum(runs.get(unit, {}).values())
+        if total:
+            known.append(total / size)
+    usual = statistics.median(known or [1.0])
+    seconds = {}
+    for unit, size in sizes.items():
+        # A unit without known runs is one run of its own.
+        seconds[unit] = runs.get(unit, {f"of {unit}": usual * size})
+    return seconds
+
+
+def _recorded_runs(report: Report) -> dict[str, dict[str, float]]:
+    """Return the runs of each unit in a report, by their ids, each with its seconds."""
+    seconds_of_run: dict[str, float] = {}
+    for run in report.runs:
+        seconds_of_run[run["id"]] = float(run.get("seconds") or 0.0)
+    runs = {}
+    for row in report.rows:
+        unit = f"{row.place}[{row.cell}]"
+        runs[unit] = {run: seconds_of_run.get(run, 0.0) for run in row.runs}
     return runs
 
 
@@ -86,6 +95,23 @@ class _Division:
 
     longest: float
     shards: list[list[str]]
+
+
+@dataclass(frozen=True, order=True)
+class _Option:
+    """A shard in which a unit can be placed; the least is the best.
+
+    Attributes:
+        weighted_end: When the shard would end, in seconds, with what the unit adds counted more than once.
+        units: How many units the shard has: among shards that are alike the one with the fewest.
+        number: The number of the shard, from 0.
+        added: The seconds that the unit adds.
+    """
+
+    weighted_end: float
+    units: int
+    number: int
+    added: float
 
 
 def _place(order: Sequence[str], seconds: Mapping[str, Mapping[str, float]], count: int, weight: int) -> _Division:
@@ -101,21 +127,16 @@ def _place(order: Sequence[str], seconds: Mapping[str, Mapping[str, float]], cou
     runs_of_shard: list[set[str]] = [set() for _ in range(count)]
     ends = [0.0] * count
     for unit in order:
-        best = 0
-        best_added = 0.0
-        best_rank: tuple[float, int] | None = None
+        options = []
         for number in range(count):
             added = 0.0
             for run, duration in seconds[unit].items():
                 if run not in runs_of_shard[number]:
                     added += duration
-            # Among shards that are alike the one with the fewest units, else the first.
-            rank = (ends[number] + (1 + weight) * added, len(shards[number]))
-            if best_rank is None or rank < best_rank:
-                best = number
-                best_added = added
-                best_rank = rank
-        shards[best].append(unit)
-        runs_of_shard[best].update(seconds[unit])
-        ends[best] += best_added
+            weighted_end = ends[number] + (1 + weight) * added
+            options.append(_Option(weighted_end, len(shards[number]), number, added))
+        best = min(options)
+        shards[best.number].append(unit)
+        runs_of_shard[best.number].update(seconds[unit])
+        ends[best.number] += best.added
     return _Division(max(ends), [sorted(units) for units in shards])

@@ -38,12 +38,19 @@ def declared_blocks(model: Module) -> tuple[str, ...]:
     # (https://huggingface.co/docs/accelerate/usage_guides/fsdp). ``tests/scripts/test_private_names.py`` fails when it
     # changes.
     declared = set(getattr(model, "_no_split_modules", None) or ())
-    return tuple(sorted(declared or {name for child in model.children() for name in declared_blocks(child)}))
+    if not declared:
+        for child in model.children():
+            declared.update(declared_blocks(child))
+    return tuple(sorted(declared))
 
 
 def named_blocks(model: Module, classes: Collection[str]) -> tuple[str, ...]:
     """Return the names of the modules of these classes, without the segments that wrappers insert."""
-    return tuple(name for name, module in _named_modules(model, "", set()) if is_a(module, *classes))
+    names: list[str] = []
+    for name, module in _named_modules(model, "", set()):
+        if is_a(module, *classes):
+            names.append(name)
+    return tuple(names)
 
 
 def _named_modules(module: Module, name: str, visited: set[Module]) -> Iterator[tuple[str, Module]]:

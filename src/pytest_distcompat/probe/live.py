@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 def require_module(model: object, name: str, hint: str) -> None:
     """Raise TypeError if ``model`` is not a module, with ``name`` and a ``hint`` that the author of a driver understands."""
-    if not isinstance(model, torch.nn.Module):
-        description = f"{model!r:.100}" if model is None else f"a {type(model).__name__}: {model!r:.100}"
-        raise TypeError(f"{name} is {description}; expected a torch.nn.Module, {hint}")
+    if isinstance(model, torch.nn.Module):
+        return
+    description = f"a {type(model).__name__}: {model!r:.100}"
+    if model is None:
+        description = "None"
+    raise TypeError(f"{name} is {description}; expected a torch.nn.Module, {hint}")
 
 
 def read_unwrapped(
@@ -41,33 +44,47 @@ def read_unwrapped(
     """
     require_module(model, "the unwrapped model", "which build_model() and reload() return")
     classes = blocks or declared_blocks(model)
-    parameters = tuple(
-        replace(parameter_info(name, parameter), rounded=digest_rounded(parameter, compute))
-        for name, parameter in model.named_parameters()
-    )
+    parameters: list[ParameterInfo] = []
+    for name, parameter in model.named_parameters():
+        info = parameter_info(name, parameter)
+        parameters.append(replace(info, rounded=digest_rounded(parameter, compute)))
     state_dict = tuple(model.state_dict())
-    buffers = tuple(
-        replace(parameter_info(name, buffer, persistent=name in state_dict), rounded=digest_rounded(buffer, compute))
-        for name, buffer in model.named_buffers()
-    )
+    buffers: list[ParameterInfo] = []
+    for name, buffer in model.named_buffers():
+        info = parameter_info(name, buffer, persistent=name in state_dict)
+        buffers.append(replace(info, rounded=digest_rounded(buffer, compute)))
     return UnwrappedInfo(
-        parameters,
-        buffers,
+        tuple(parameters),
+        tuple(buffers),
         state_dict,
         tuple(tied_names(model)),
         blocks=named_blocks(model, classes),
         block_classes=classes,
         ignored_modules=ignored_modules,
         obeyed=obeyed,
-        # Products in 8 bits need sizes that are divisible by 16.
-        linears=sum(
-            isinstance(module, torch.nn.Linear) and not (module.in_features % 16 or module.out_features % 16)
-            for module in model.modules()
-        ),
+        linears=_linear_count(model),
         products=sum(multiplies(module) for module in model.modules()),
         evaluating=tuple(name for name, module in model.named_modules() if not module.training),
-        noncontiguous=tuple(name for name, one in model.named_parameters() if not local_of(one).is_contiguous()),
+        noncontiguous=_noncontiguous_names(model),
     )
+
+
+def _noncontiguous_names(model: Module) -> tuple[str, ...]:
+    """Return the names of the parameters whose elements do not follow one another in memory, as those of a transposed one."""
+    names: list[str] = []
+    for name, parameter in model.named_parameters():
+        if not local_of(parameter).is_contiguous():
+            names.append(name)
+    return tuple(names)
+
+
+def _linear_count(model: Module) -> int:
+    """Return how many layers can be converted to 8 bits: products in 8 bits need sizes that are divisible by 16."""
+    count = 0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0:
+            count += 1
+    return count
 
 
 def tied_names(model: Module) -> list[tuple[str, ...]]:
@@ -97,40 +114,63 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None, pp
     from torch import distributed
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    zero_stage, layouts, masters = _zero_stage(model), wrapper_layouts(model), master_copies(optimizer)
-    held = Counter(id(masters.get(id(p), p)) for p in entries(optimizer))
-    parameters = tuple(
-        live_parameter_info(name, parameter, layouts, held=None if zero_stage else held[id(parameter)])
-        for name, parameter in named_parameters(model)
-    )
-    pp_ranks = tuple(distributed.get_process_group_ranks(pp_group)) if pp_group is not None else ()
-    if pp_ranks:
+    zero_stage = _zero_stage(model)
+    parameters = _live_parameters(model, optimizer, zero_stage)
+    pp_ranks: tuple[int, ...] = ()
+    if pp_group is not None:
+        pp_ranks = tuple(distributed.get_process_group_ranks(pp_group))
         stage = MeshDim("pp", len(pp_ranks), pp_ranks.index(distributed.get_rank()), STAGE)
-        parameters = tuple(
-            replace(info, layout=replace(info.layout, dims=(stage, *info.layout.dims))) for info in parameters
-        )
-    ready = distributed.is_available() and distributed.is_initialized()
+        parameters = [_with_outermost_dim(info, stage) for info in parameters]
+    has_group = distributed.is_available() and distributed.is_initialized()
     return ModelInfo(
         type=type(model).__name__,
         wrappers=_wrappers(model),
-        parameters=parameters,
+        parameters=tuple(parameters),
         buffers=tuple(parameter_info(name, buffer) for name, buffer in model.named_buffers()),
-        world_size=distributed.get_world_size() if ready else 1,
+        world_size=distributed.get_world_size() if has_group else 1,
         # A trainer may have it as a string, from the environment.
         trainer_world_size=None if trainer_world_size is None else int(trainer_world_size),
-        backend=str(distributed.get_backend()) if ready else "",
+        backend=str(distributed.get_backend()) if has_group else "",
         zero_stage=zero_stage,
         units=_named(model, lambda module: isinstance(module, (FSDPModule, FullyShardedDataParallel))),
         checkpointed=_named(model, _is_checkpointed),
         compiled=compiled_modules(model),
-        float8=sum("Float8" in type(module).__name__ or _is_te_linear(module) for module in model.modules()),
+        float8=sum(_computes_in_8_bits(module) for module in model.modules()),
         graphs=_graph_count(),
         pp_ranks=pp_ranks,
     )
 
 
+def _live_parameters(model: Module, optimizer: Any, zero_stage: int | None) -> list[ParameterInfo]:
+    """Return each live parameter, with how many of the optimizer's entries it is; ZeRO's optimizer holds flat copies instead."""
+    layouts = wrapper_layouts(model)
+    masters = master_copies(optimizer)
+    entries_by_id = Counter(id(masters.get(id(entry), entry)) for entry in entries(optimizer))
+    infos: list[ParameterInfo] = []
+    for name, parameter in named_parameters(model):
+        held = None if zero_stage else entries_by_id[id(parameter)]
+        infos.append(live_parameter_info(name, parameter, layouts, held=held))
+    return infos
+
+
+def _with_outermost_dim(info: ParameterInfo, dim: MeshDim) -> ParameterInfo:
+    """Return the parameter on a mesh that has this dimension outside all others."""
+    layout = replace(info.layout, dims=(dim, *info.layout.dims))
+    return replace(info, layout=layout)
+
+
 def _named(model: Module, fits: Callable[[Module], bool]) -> tuple[str, ...]:
-    return tuple(name for name, module in model.named_modules() if fits(module))
+    """Return the live names of the modules that fit."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if fits(module):
+            names.append(name)
+    return tuple(names)
+
+
+def _computes_in_8_bits(module: Module) -> bool:
+    """Tell whether it is a layer of torchao or Transformer Engine that multiplies in 8 bits."""
+    return "Float8" in type(module).__name__ or _is_te_linear(module)
 
 
 def _is_checkpointed(module: Module) -> bool:
@@ -143,9 +183,11 @@ def compiled_modules(model: Module) -> tuple[str, ...]:
     """Return the names of the modules that torch.compile wraps, or that were compiled in place."""
     # Compilation in place leaves only a private mark, ``_compiled_call_impl``; ``tests/launch/test_private_names.py`` fails
     # when it changes.
-    return _named(
-        model, lambda one: is_a(one, "OptimizedModule") or getattr(one, "_compiled_call_impl", None) is not None
-    )
+
+    def is_compiled(module: Module) -> bool:
+        return is_a(module, "OptimizedModule") or getattr(module, "_compiled_call_impl", None) is not None
+
+    return _named(model, is_compiled)
 
 
 def _is_te_linear(module: Module) -> bool:
@@ -173,15 +215,22 @@ def _wrappers(model: Module) -> dict[str, int]:
     kinds = {"DDP": DistributedDataParallel, "FSDP1": FullyShardedDataParallel, "FSDP2": FSDPModule}
     counts: Counter[str] = Counter()
     for module in model.modules():
-        counts.update(name for name, kind in kinds.items() if isinstance(module, kind))
-        counts.update(name for name in ("DeepSpeedEngine", "OptimizedModule") if is_a(module, name))
+        for name, kind in kinds.items():
+            if isinstance(module, kind):
+                counts[name] += 1
+        for name in ("DeepSpeedEngine", "OptimizedModule"):
+            if is_a(module, name):
+                counts[name] += 1
     return dict(counts)
 
 
 def _zero_stage(model: Module) -> int | None:
     """Return the ZeRO stage of the DeepSpeed engine, which may be inside a wrapper; None without an engine."""
-    stages = (getattr(module, "zero_optimization_stage", None) for module in model.modules())
-    return next((int(stage()) for stage in stages if callable(stage)), None)
+    for module in model.modules():
+        stage = getattr(module, "zero_optimization_stage", None)
+        if callable(stage):
+            return int(stage())
+    return None
 
 
 def live_parameter_info(
@@ -197,18 +246,24 @@ def live_parameter_info(
     """
     from torch.distributed.fsdp import FlatParameter
 
-    shape, kind, local = tuple(parameter.shape), "Tensor", parameter
+    shape = tuple(parameter.shape)
+    kind = "Tensor"
+    local = parameter
     layout = layouts.get(id(parameter)) or layout_of(parameter)
     if hasattr(parameter, "ds_shape"):  # ZeRO-3: the parameter itself is empty between uses, its shard is beside it
-        shape, kind, local = tuple(parameter.ds_shape), "ZeRO-3", zero3_shard(parameter)
+        shape = tuple(parameter.ds_shape)
+        kind = "ZeRO-3"
+        local = zero3_shard(parameter)
     elif hasattr(parameter, "placements"):
-        kind, local = "DTensor", local_of(parameter)
+        kind = "DTensor"
+        local = local_of(parameter)
     elif isinstance(parameter, FlatParameter):  # which checks an attribute: its class is nn.Parameter
         kind = "FlatParameter"
     elif layout.flat:
         # With use_orig_params each parameter is a one-dimensional view of this rank's part of the flat one (maybe empty).
         kind = "FSDP1 shard"
-    if cut := autotp_cut(parameter):
+    cut = autotp_cut(parameter)
+    if cut:
         shape = cut.shape
     return ParameterInfo(
         name=name,
@@ -226,47 +281,75 @@ def live_parameter_info(
 def read_parts(model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[str, ...] = ()) -> UnwrappedInfo:
     """Return the unwrapped model, taking parts that were wrapped since from ``known``, by the ``id`` of the module."""
     # ``fully_shard`` is called for blocks before it is called for the root, and FSDP1 may be too.
-    if not any(id(part) in known for part in model.modules()):
+    if not _holds_known(model, known):
         return _partitioned(model, read_unwrapped(model, blocks))
-    read: list[tuple[str, UnwrappedInfo]] = []
+    parameters: list[ParameterInfo] = []
+    buffers: list[ParameterInfo] = []
+    state_dict: list[str] = []
+    tied_inside: list[tuple[str, ...]] = []
+    linears = 0
+    products = 0
     for name, part in _parts(model, "", known):
-        above = any(id(module) in known for module in part.modules())
-        read.append((name, known.get(id(part)) or (_read_without_children(part) if above else read_unwrapped(part))))
-    tied, classes = tied_names(model), blocks or declared_blocks(model)
-    duplicates = {name for group in tied for name in group[1:]}
-    parameters = (_under(name, one) for name, info in read for one in info.parameters)
-    inside = [tuple(join(name, one) for one in group) for name, info in read for group in info.tied]
+        info = _read_part(part, known)
+        parameters += [_under(name, parameter) for parameter in info.parameters]
+        buffers += [_under(name, buffer) for buffer in info.buffers]
+        state_dict += [join(name, key) for key in info.state_dict]
+        for group in info.tied:
+            tied_inside.append(tuple(join(name, alias) for alias in group))
+        linears += info.linears
+        products += info.products or 0
+    tied_across = tied_names(model)
+    duplicates: set[str] = set()
+    for group in tied_across:
+        duplicates.update(group[1:])
+    classes = blocks or declared_blocks(model)
     return UnwrappedInfo(
         tuple(info for info in parameters if info.name not in duplicates),
-        tuple(_under(name, one) for name, info in read for one in info.buffers),
-        tuple(join(name, key) for name, info in read for key in info.state_dict),
-        (*inside, *(group for group in tied if group not in inside)),
+        tuple(buffers),
+        tuple(state_dict),
+        (*tied_inside, *(group for group in tied_across if group not in tied_inside)),
         blocks=named_blocks(model, classes),
         block_classes=classes,
-        linears=sum(info.linears for _, info in read),
-        products=sum(info.products or 0 for _, info in read),
+        linears=linears,
+        products=products,
     )
+
+
+def _holds_known(module: Module, known: Mapping[int, UnwrappedInfo]) -> bool:
+    """Tell whether the module, or one inside it, was read before it was wrapped."""
+    return any(id(part) in known for part in module.modules())
+
+
+def _read_part(part: Module, known: Mapping[int, UnwrappedInfo]) -> UnwrappedInfo:
+    """Return what is known of a part of the model; of one that is above known parts, only what it holds itself."""
+    if id(part) in known:
+        return known[id(part)]
+    if _holds_known(part, known):
+        return _read_without_children(part)
+    return read_unwrapped(part)
 
 
 def _parts(module: Module, name: str, known: Mapping[int, UnwrappedInfo]) -> Iterator[tuple[str, Module]]:
     """Yield the largest modules that are known or hold no known module, and the modules above those."""
     module = unwrapped(module)
     yield name, module
-    if id(module) not in known and any(id(part) in known for part in module.modules()):
+    if id(module) not in known and _holds_known(module, known):
         for child, part in module.named_children():
             yield from _parts(part, join(name, child), known)
 
 
 def _read_without_children(module: Module) -> UnwrappedInfo:
     """Return the parameters and buffers of the module itself, without those of its children."""
-    parameters = tuple(parameter_info(name, one) for name, one in module.named_parameters(recurse=False))
+    parameters = [parameter_info(name, parameter) for name, parameter in module.named_parameters(recurse=False)]
     not_saved = _not_saved(module)
-    buffers = tuple(
-        parameter_info(name, one, persistent=name not in not_saved) for name, one in module.named_buffers(recurse=False)
-    )
-    return UnwrappedInfo(
-        parameters, buffers, tuple(info.name for info in (*parameters, *buffers) if info.name not in not_saved)
-    )
+    buffers: list[ParameterInfo] = []
+    for name, buffer in module.named_buffers(recurse=False):
+        buffers.append(parameter_info(name, buffer, persistent=name not in not_saved))
+    state_dict: list[str] = []
+    for info in (*parameters, *buffers):
+        if info.name not in not_saved:
+            state_dict.append(info.name)
+    return UnwrappedInfo(tuple(parameters), tuple(buffers), tuple(state_dict))
 
 
 def _not_saved(module: Module) -> Collection[str]:
@@ -282,12 +365,13 @@ def _under(prefix: str, info: ParameterInfo) -> ParameterInfo:
 
 def _partitioned(model: Module, unwrapped: UnwrappedInfo) -> UnwrappedInfo:
     """Return ``unwrapped`` with the full shapes of parameters that ``deepspeed.zero.Init`` partitioned when it made them."""
-    partitioned: dict[str, Any] = {name: p for name, p in model.named_parameters() if hasattr(p, "ds_shape")}
-
-    def whole(info: ParameterInfo) -> ParameterInfo:
-        if (p := partitioned.get(info.name)) is None:
-            return info
-        shape, dtype = tuple(p.ds_shape), dtype_name(p.dtype)
-        return replace(info, shape=shape, local_numel=int(p.ds_numel), dtype=dtype, digest="")
-
-    return replace(unwrapped, parameters=tuple(map(whole, unwrapped.parameters)))
+    live_parameters: dict[str, Any] = dict(model.named_parameters())
+    parameters: list[ParameterInfo] = []
+    for info in unwrapped.parameters:
+        live = live_parameters.get(info.name)
+        if live is not None and hasattr(live, "ds_shape"):
+            shape = tuple(live.ds_shape)
+            dtype = dtype_name(live.dtype)
+            info = replace(info, shape=shape, local_numel=int(live.ds_numel), dtype=dtype, digest="")  # noqa: PLW2901
+        parameters.append(info)
+    return replace(unwrapped, parameters=tuple(parameters))

@@ -79,7 +79,9 @@ class Observer:
         self.token_weights: list[TokenWeights] = []
         self.float8 = 0
         self.recomputed: Counter[str] = Counter()
-        self._forward, self._depth = False, 0
+        #: Whether the model's own forward is going on, and how many forwards of blocks and what is in them.
+        self._forward = False
+        self._depth = 0
         #: Returns the trainer's model and optimizer, and whether gradients are recorded one by one too; None for no model.
         self.trainer: Callable[[], tuple[Module | None, Any, bool]] = lambda: (None, None, False)
         #: Whether hooks record. Operators are recorded in ``watching`` and ``recording_operators`` only.
@@ -121,14 +123,17 @@ class Observer:
     def attach_to_layers(self, model: Module) -> list[RemovableHandle]:
         """Register hooks on trainable parameters and on leaf modules that multiply by a matrix; return handles of the hooks."""
         reach = Hook(self._guarded("the gradient of a parameter", self._record_reached))
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._reached.update(dict.fromkeys(trainable, False))
-        dropping = ((name, module) for name, module in model.named_modules() if isinstance(module, DROPOUTS))
-        return [
-            *(parameter.register_post_accumulate_grad_hook(reach) for parameter in trainable),  # type: ignore[no-untyped-call]  # torch
-            *(module.register_forward_hook(self._forward_hook()) for module in filter(multiplies, model.modules())),
-            *(module.register_forward_hook(self._dropout_hook(name)) for name, module in dropping),
-        ]
+        handles: list[RemovableHandle] = []
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                self._reached[parameter] = False
+                handles.append(parameter.register_post_accumulate_grad_hook(reach))  # type: ignore[no-untyped-call]  # torch
+        for name, module in model.named_modules():
+            if multiplies(module):
+                handles.append(module.register_forward_hook(self._forward_hook()))
+            if isinstance(module, DROPOUTS):
+                handles.append(module.register_forward_hook(self._dropout_hook(name)))
+        return handles
 
     def attach_to_blocks(self, model: Module, names: Iterable[str]) -> None:
         """Register hooks that tell what blocks compute in the model's forward from what they compute again after it."""
@@ -164,14 +169,16 @@ class Observer:
             with self.aside():
                 # A wrapper may pass by keyword what it got by position.
                 self.inputs.append(digest_of_inputs((*args, *kwargs.values())))
-            self.evaluating.update(name for name, part in module.named_modules() if not part.training)
+            for name, part in module.named_modules():
+                if not part.training:
+                    self.evaluating.add(name)
 
     def _await_gradient(self, _module: Module, _inputs: Any, output: Any) -> None:
         """Have the weights of tokens recorded once the gradient of the model's logits is there, in the first steps."""
         if torch.compiler.is_compiling() or not (self.active and torch.is_grad_enabled() and self.trainer()[2]):
             return
         logits = logits_of(output)
-        if logits is None:
+        if logits is None or valueless(logits):
             return
         values = logits.detach()
 
@@ -186,13 +193,17 @@ class Observer:
     @contextlib.contextmanager
     def recording_operators(self) -> Iterator[None]:
         """Record the operators inside, if the hooks are active. For a single call of a user's script."""
-        with _OperatorMode(self) if self.active else contextlib.nullcontext():
+        if not self.active:
+            yield
+            return
+        with _OperatorMode(self):
             yield
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Record the training inside; its operators only while ``record_operators`` has turned that on."""
-        self.active, self._outer_modes = True, len(_get_current_dispatch_mode_stack())
+        self.active = True
+        self._outer_modes = len(_get_current_dispatch_mode_stack())
         self._stepping = 0
         try:
             with self._recording_lost_gradients():
@@ -250,29 +261,41 @@ class Observer:
 
     def restart(self) -> None:
         """Forget everything recorded, for the next action."""
-        recorded = (self.steps, self._stepped, self.compute, self.collectives)
-        for one in (*recorded, self.inputs, self.evaluating, self.dropouts, self.token_weights):
-            one.clear()
+        self.steps.clear()
+        self._stepped.clear()
+        self.compute.clear()
+        self.collectives.clear()
+        self.inputs.clear()
+        self.evaluating.clear()
+        self.dropouts.clear()
+        self.token_weights.clear()
         self._reached.update(dict.fromkeys(self._reached, False))
         self.float8 = 0
         self.recomputed.clear()
 
     def without_gradient(self) -> frozenset[int]:
         """Return the ``id`` of each tensor that optimizers stepped on, and always without a gradient."""
+        if not self._stepped:
+            return frozenset()
+        without: set[int] = set()
+        for tensor, had_gradient in self._stepped.items():
+            if not had_gradient:
+                without.add(id(tensor))
         # DeepSpeed's step on flat partitions, which always have one: there the parameters count that autograd did not reach.
-        partitioned = {tensor: had for tensor, had in self._reached.items() if tensor not in self._stepped}
-        found = {**self._stepped, **(partitioned if self._stepped else {})}
-        return frozenset(id(tensor) for tensor, had_gradient in found.items() if not had_gradient)
+        for parameter, reached in self._reached.items():
+            if not reached and parameter not in self._stepped:
+                without.add(id(parameter))
+        return frozenset(without)
 
     def infos(self) -> dict[str, Any]:
         """Return the fields of a Snapshot that were recorded here."""
+        collectives: list[CollectiveInfo] = []
+        for (op, dtype, ranks), sizes in sorted(self.collectives.items()):
+            collectives.append(CollectiveInfo(op, dtype, len(sizes), max(sizes), sum(sizes), ranks))
         return {
             "steps": tuple(self.steps),
             "compute": tuple(sorted(self.compute)),
-            "collectives": tuple(
-                CollectiveInfo(op, dtype, len(sizes), max(sizes), sum(sizes), ranks)
-                for (op, dtype, ranks), sizes in sorted(self.collectives.items())
-            ),
+            "collectives": tuple(collectives),
             "inputs": tuple(self.inputs),
             "evaluating": tuple(sorted(self.evaluating)),
             "dropouts": tuple(self.dropouts),
@@ -293,7 +316,8 @@ class Observer:
             if torch.compiler.is_compiling() or not (self.active and module.training and torch.is_grad_enabled()):
                 return
             with self.aside():
-                if info := read_dropout(name, module.p, inputs[0], output):
+                info = read_dropout(name, module.p, inputs[0], output)
+                if info is not None:
                     self.dropouts.append(info)
 
         return Hook(self._guarded("a forward hook of a dropout", hook))
@@ -304,37 +328,51 @@ class Observer:
         # rank's part.
         if not self.active or self._stepping not in {0, id(optimizer)}:
             return None
-        self._stepping, self._state = id(optimizer), set()
+        self._stepping = id(optimizer)
+        self._state = set()
         self._record_gradients(optimizer)
         record = self._guarded("the closure of an optimizer's step", self._record_gradients)
         return with_closure(args, kwargs, functools.partial(record, optimizer))
 
     def _record_gradients(self, optimizer: Any) -> None:
-        # The optimizer may hold frozen parameters too, which it does not update.
-        groups = enumerate(optimizer.param_groups)
-        tensors = {p: n for n, group in groups for p in group["params"] if p.numel() and p.requires_grad}
-        for p in tensors:
-            self._stepped[p] = self._stepped.get(p, False) or p.grad is not None
-        gradients = [local_of(p.grad) for p in tensors if p.grad is not None]
+        """Record the gradients that the optimizer is about to step on, and what it updates."""
+        group_by_tensor: dict[torch.Tensor, int] = {}
+        gradients: list[torch.Tensor] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for tensor in group["params"]:
+                # The optimizer may hold frozen parameters too, which it does not update.
+                if not tensor.numel() or not tensor.requires_grad:
+                    continue
+                group_by_tensor[tensor] = number
+                self._stepped[tensor] = self._stepped.get(tensor, False) or tensor.grad is not None
+        for tensor in group_by_tensor:
+            if tensor.grad is not None:
+                gradients.append(local_of(tensor.grad))
         with self.aside():
-            model, inner, single = self.trainer()
-            square, holders, singles = read_gradients(model, inner, tensors, single=single)
-            master, gradient = (tuple(sorted({dtype_name(one.dtype) for one in some})) for some in (tensors, gradients))
-            name, secondary = type(optimizer).__name__, secondary_ranks(model)
-            numbers = tuple(map(numbers_of, optimizer.param_groups))
-            self._step = StepInfo(name, master, gradient, (), square, singles, holders, secondary, numbers)
+            model, trainers_optimizer, single = self.trainer()
+            square, holders, singles = read_gradients(model, trainers_optimizer, group_by_tensor, single=single)
+            self._step = StepInfo(
+                optimizer=type(optimizer).__name__,
+                master=_dtypes_of(group_by_tensor),
+                gradient=_dtypes_of(gradients),
+                state=(),
+                square=square,
+                gradients=singles,
+                holders=holders,
+                secondary=secondary_ranks(model),
+                param_groups=tuple(numbers_of(group) for group in optimizer.param_groups),
+            )
 
     def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._stepping:
             return
-        self._state |= {
-            stored_dtype(value)
-            for values in optimizer.state.values()
-            if isinstance(values, Mapping)
-            for key, value in values.items()
-            # A scalar beside them (NAdam's ``mu_product``) is no state of the elements.
-            if key != "step" and isinstance(value, torch.Tensor) and value.numel() and value.dim()
-        }
+        for values in optimizer.state.values():
+            if not isinstance(values, Mapping):
+                continue
+            for key, value in values.items():
+                # A scalar beside them (NAdam's ``mu_product``) is no state of the elements.
+                if key != "step" and isinstance(value, torch.Tensor) and value.numel() and value.dim():
+                    self._state.add(stored_dtype(value))
         if self._stepping == id(optimizer) and self._step is not None:
             self.steps.append(dataclasses.replace(self._step, state=tuple(sorted(self._state))))
             self._stepping = 0
@@ -349,7 +387,14 @@ class Observer:
         self.float8 += _in_8_bits(result) and not any(map(_in_8_bits, args))
         if self._depth:
             kind = "products" if _MULTIPLIES.search(func._schema.name) else "others"  # noqa: SLF001 - see above
-            self.recomputed[kind if self._forward else f"{kind} again"] += 1
+            if not self._forward:
+                kind = f"{kind} again"
+            self.recomputed[kind] += 1
+
+
+def _dtypes_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    """Return the names of the tensors' dtypes, sorted."""
+    return tuple(sorted({dtype_name(tensor.dtype) for tensor in tensors}))
 
 
 #: Modules that drop single activations, with the probability ``p``.
@@ -362,11 +407,15 @@ def read_dropout(name: str, p: float, given: Any, output: Any) -> DropoutInfo | 
     """Return what a module dropped; None if others that draw by themselves might drop the same by chance."""
     if not 0 < p < 1 or valueless(given):
         return None
-    given, output = local_of(given).detach(), local_of(output).detach()
-    kept = given != 0
-    if int(kept.sum()) * -math.log2(p * p + (1 - p) ** 2) < CHANCE:
+    given = local_of(given).detach()
+    output = local_of(output).detach()
+    # Where the input is zero, nothing tells whether the module has dropped it.
+    visible = given != 0
+    # The probability that two draws agree on one element.
+    agreement = p * p + (1 - p) ** 2
+    if int(visible.sum()) * -math.log2(agreement) < CHANCE:
         return None
-    return DropoutInfo(name, digest(given), digest((output == 0) & kept))
+    return DropoutInfo(name, digest(given), digest((output == 0) & visible))
 
 
 def digest_of_inputs(values: Any) -> str:
@@ -413,27 +462,37 @@ def group_ranks(func: Any, args: Any) -> tuple[int, ...]:
     # private too. ``tests/launch/test_private_names.py`` fails when they change.
     from torch.distributed import ProcessGroup, distributed_c10d, get_process_group_ranks
 
-    names = (argument.name for argument in func._schema.arguments)  # noqa: SLF001 - see above
-    group = next((one for name, one in zip(names, args, strict=False) if name in {"process_group", "group_name"}), None)
+    group: Any = None
+    for argument, value in zip(func._schema.arguments, args, strict=False):  # noqa: SLF001 - see above
+        if argument.name in {"process_group", "group_name"}:
+            group = value
+            break
     if isinstance(group, str):
         group = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]  # noqa: SLF001 - see above
     elif group is not None and not isinstance(group, ProcessGroup):
         group = ProcessGroup.unbox(group)
-    return tuple(get_process_group_ranks(group)) if group is not None else ()
+    if group is None:
+        return ()
+    return tuple(get_process_group_ranks(group))
 
 
 def _tensors(args: Any) -> list[torch.Tensor]:
     """Return the input tensors of a c10d operator: the last of its tensor arguments (outputs come first)."""
-    lists = (argument if isinstance(argument, (list, tuple)) else [argument] for argument in reversed(args))
-    tensors = ([one for one in some if isinstance(one, torch.Tensor)] for some in lists)
-    return next(filter(None, tensors), [])
+    for argument in reversed(args):
+        values = argument if isinstance(argument, (list, tuple)) else [argument]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if tensors:
+            return tensors
+    return []
 
 
 def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any, Any] | None:
     """Return the arguments of ``step(closure)`` with ``then`` called after the closure; None for a step without one."""
     # https://docs.pytorch.org/docs/stable/optim.html (optimizer.step(closure)). Lightning's Trainer takes every step like
     # this.
-    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    closure = kwargs.get("closure")
+    if not closure and len(args) > 1:
+        closure = args[1]
     if not callable(closure):
         return None
 
@@ -443,7 +502,9 @@ def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any,
         then()
         return result
 
-    return (args, {**kwargs, "closure": wrapped}) if "closure" in kwargs else ((args[0], wrapped, *args[2:]), kwargs)
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": wrapped}
+    return (args[0], wrapped, *args[2:]), kwargs
 
 
 #: How many levels below an argument are searched.

@@ -31,13 +31,17 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     local = local_of(tensor)
     if not hasattr(local, "__tensor_flatten__"):
         return [local]
-    return [part for name in local.__tensor_flatten__()[0] for part in stored_parts(getattr(local, name))]
+    parts: list[torch.Tensor] = []
+    for name in local.__tensor_flatten__()[0]:
+        parts += stored_parts(getattr(local, name))
+    return parts
 
 
 def stored_dtype(tensor: torch.Tensor) -> str:
     """Return the dtype of most bytes that are stored: of a quantized tensor its codes', not the one that it shows."""
     # Not ``nbytes``, which Dynamo cannot trace: of a compiled ``optimizer.step`` it traces the hooks too.
-    return dtype_name(max(stored_parts(tensor), key=lambda part: part.numel() * part.element_size()).dtype)
+    largest = max(stored_parts(tensor), key=lambda part: part.numel() * part.element_size())
+    return dtype_name(largest.dtype)
 
 
 def valueless(tensor: torch.Tensor) -> bool:
@@ -62,10 +66,12 @@ _CHUNK = 1 << 15
 @functools.cache
 def _powers(level: int = 0) -> torch.Tensor:
     """Return int64 of shape (2, chunk): of each base, to the power of chunk**level, the powers 0, 1, ... modulo its prime."""
-    rows = []
+    rows: list[torch.Tensor] = []
     for prime, base in zip(digests.PRIMES, digests.BASES, strict=True):
-        step, powers = pow(base, _CHUNK**level, prime), torch.ones(1, dtype=torch.int64)
+        step = pow(base, _CHUNK**level, prime)
+        powers = torch.ones(1, dtype=torch.int64)
         while powers.numel() < _CHUNK:
+            # Each round doubles them: the next n powers are the first n, times the n-th power.
             powers = torch.cat((powers, powers * pow(step, powers.numel(), prime) % prime))
         rows.append(powers)
     return torch.stack(rows)
@@ -74,7 +80,10 @@ def _powers(level: int = 0) -> torch.Tensor:
 @functools.cache
 def _halves() -> torch.Tensor:
     """Return the powers of level 0 as float64 of shape (chunk, 4): upper and lower 16 bits modulo each prime."""
-    return torch.stack([half for row in _powers() for half in (row >> 16, row & 0xFFFF)], dim=1).double()
+    halves: list[torch.Tensor] = []
+    for powers in _powers():
+        halves += [powers >> 16, powers & 0xFFFF]
+    return torch.stack(halves, dim=1).double()
 
 
 def digest(value: Any, starts: torch.Tensor | None = None) -> str:
@@ -125,47 +134,69 @@ def digest_rounded(tensor: torch.Tensor, dtype: str) -> str:
 
 
 def _of_values(flat: torch.Tensor, starts: torch.Tensor | None) -> str:
+    """Return the digest of plain values, whose runs of consecutive elements start at ``starts`` in the whole; None: at 0."""
     with torch.no_grad():
         if flat.numel() == 0:
             return digests.EMPTY
         flat = flat.cpu().contiguous().reshape(-1)
         if flat.is_floating_point():
+            if flat.element_size() < torch.float32.itemsize:
+                flat = flat.float()
             # -0.0 equals 0.0, so it must hash like it.
-            flat = (flat.float() if flat.element_size() < torch.float32.itemsize else flat) + 0.0
+            flat = flat + 0.0
         elif flat.element_size() % 4:
             flat = flat.to(torch.int32)
-        width = flat.element_size() // 4
+        words_per_element = flat.element_size() // 4
         words = flat.view(torch.uint16).double().view(-1, 2)
-        runs = 1 if starts is None else len(starts)
-        return digests.form(
-            len(words), _hash(words.view(runs, -1, 2), starts if starts is None or width == 1 else starts * width)
-        )
+        if starts is None:
+            hashes = _hash(words.view(1, -1, 2), None)
+        else:
+            if words_per_element > 1:
+                starts = starts * words_per_element
+            hashes = _hash(words.view(len(starts), -1, 2), starts)
+        return digests.form(len(words), hashes)
 
 
 def _hash(words: torch.Tensor, starts: torch.Tensor | None) -> tuple[int, int]:
     """Return the hashes modulo both primes of words, float64 of shape (runs, n, 2): lower and upper 16-bit halves."""
-    # Both come from one matrix product, because a probe hashes hundreds of small tensors a step.
     length = words.shape[1]
     if length > _CHUNK:
         # Zeros at the end do not change the sum, so the last chunk may be filled up.
         words = torch.nn.functional.pad(words, (0, 0, 0, -length % _CHUNK)).view(-1, _CHUNK, 2)
         chunks = torch.arange(0, length, _CHUNK)
-        starts = (starts[:, None] + chunks).flatten() if starts is not None else chunks
-        length = _CHUNK
+        starts = chunks if starts is None else (starts[:, None] + chunks).flatten()
+    # Both hashes come from one matrix product, because a probe hashes hundreds of small tensors a step.
     if len(words) == 1:
-        low, high = ([int(one) for one in sums] for sums in torch.mm(words[0].t(), _halves()[:length]).tolist())
-        start, hashes = 0 if starts is None else int(starts[0]), []
-        for n, prime, base in zip((0, 2), digests.PRIMES, digests.BASES, strict=True):
-            value = (high[n] << 32) + (low[n] + high[n + 1] << 16) + low[n + 1]
-            hashes.append(value * pow(base, start, prime) % prime)
-        return hashes[0], hashes[1]
+        return _hash_of_run(words[0], 0 if starts is None else int(starts[0]))
+    return _hash_of_runs(words, starts)
+
+
+def _hash_of_run(words: torch.Tensor, start: int) -> tuple[int, int]:
+    """Return both hashes of one run of words, of shape (n, 2); in Python's integers, which is faster for one run."""
+    sums = torch.mm(words.t(), _halves()[: len(words)]).tolist()
+    low = [int(number) for number in sums[0]]
+    high = [int(number) for number in sums[1]]
+    hashes: list[int] = []
+    # Of each prime there are two columns: products with the upper halves of the powers, and with the lower ones.
+    for column, prime, base in zip((0, 2), digests.PRIMES, digests.BASES, strict=True):
+        value = (high[column] << 32) + (low[column] + high[column + 1] << 16) + low[column + 1]
+        hashes.append(value * pow(base, start, prime) % prime)
+    return hashes[0], hashes[1]
+
+
+def _hash_of_runs(words: torch.Tensor, starts: torch.Tensor | None) -> tuple[int, int]:
+    """Return the sums of both hashes of several runs of words, of shape (runs, n, 2)."""
     primes = torch.tensor(digests.PRIMES)
-    sums = (words.transpose(1, 2) @ _halves()[:length]).long().view(-1, 2, 2, 2)
-    lower, upper = sums[:, 0], sums[:, 1]
+    # Of shape (runs, halves of the words, primes, halves of the powers).
+    sums = (words.transpose(1, 2) @ _halves()[: words.shape[1]]).long().view(-1, 2, 2, 2)
+    lower = sums[:, 0]
+    upper = sums[:, 1]
     # Each factor is below 2**31, so no product leaves 64 bits.
     total = upper[..., 0] % primes * ((1 << 32) % primes)
     total += ((lower[..., 0] + upper[..., 1]) % primes << 16) + lower[..., 1]
-    total = total % primes if starts is None else total % primes * _factors(starts) % primes
+    total = total % primes
+    if starts is not None:
+        total = total * _factors(starts) % primes
     first, second = (total.sum(0) % primes).tolist()
     return first, second
 
@@ -176,12 +207,21 @@ _known_factors: Any = WeakIdKeyDictionary()
 
 def _factors(starts: torch.Tensor) -> torch.Tensor:
     """Return each base to the power of each start, modulo its prime: int64 of shape (starts, 2)."""
-    found: torch.Tensor | None = _known_factors.get(starts)
-    if found is None:
-        primes, rest, level = torch.tensor(digests.PRIMES), starts, 0
-        found = torch.ones(len(starts), 2, dtype=torch.int64)
-        while rest.any():
-            found = found * _powers(level)[:, rest % _CHUNK].t() % primes
-            rest, level = rest // _CHUNK, level + 1
-        _known_factors[starts] = found
-    return found
+    factors: torch.Tensor | None = _known_factors.get(starts)
+    if factors is None:
+        factors = _powers_of_bases(starts)
+        _known_factors[starts] = factors
+    return factors
+
+
+def _powers_of_bases(exponents: torch.Tensor) -> torch.Tensor:
+    """Return each base to the power of each exponent, modulo its prime: int64 of shape (exponents, 2)."""
+    primes = torch.tensor(digests.PRIMES)
+    powers = torch.ones(len(exponents), 2, dtype=torch.int64)
+    # Digit by digit: an exponent is a number with digits from 0 to chunk - 1.
+    level = 0
+    while exponents.any():
+        powers = powers * _powers(level)[:, exponents % _CHUNK].t() % primes
+        exponents = exponents // _CHUNK
+        level += 1
+    return powers

@@ -106,7 +106,9 @@ def _only_earlier_cause(group: Iterable[Verdict], first_cause_of_cell: Mapping[t
         number = first_cause_of_cell.get((result.place, result.cell))
         if number is not None:
             numbers.add(number)
-    return numbers.pop() if len(numbers) == 1 else None
+    if len(numbers) != 1:
+        return None
+    return numbers.pop()
 
 
 def _ended_early(group: Iterable[Verdict]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.causes import cells_of, constant_part, wording
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import Change
+from pytest_distcompat.report.values import ValueChange, value_changes, value_lines
 from pytest_distcompat.status import Verdict
 
 #: The statuses that are less than a verdict of real ranks.
@@ -42,6 +43,7 @@ class Comparison:
         versions: The packages whose versions differ.
         settings: The settings that differ, of those that select cells.
         counts: How many verdicts there were, and are now, as ``COUNTED`` names them.
+        values: The cells whose trainings compute or save something else, whatever their verdicts.
     """
 
     broken: list[Change] = field(default_factory=list)
@@ -53,6 +55,7 @@ class Comparison:
     versions: dict[str, BeforeAndNow] = field(default_factory=dict)
     settings: dict[str, BeforeAndNow] = field(default_factory=dict)
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    values: list[ValueChange] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
         """Yield the lines for a terminal, the newly broken first; control characters are escaped."""
@@ -60,24 +63,24 @@ class Comparison:
             yield visible(line)
 
     def _lines(self) -> Iterator[str]:
-        yield ", ".join(
-            (
-                f"{len(self.broken)} newly broken",
-                f"{len(self.missing)} newly missing",
-                f"{len(self.fixed)} newly fixed",
-                f"{len(self.still)} still broken",
-                f"{len(self.new)} new",
-            )
-        )
+        numbers = [
+            f"{len(self.broken)} newly broken",
+            f"{len(self.missing)} newly missing",
+            f"{len(self.fixed)} newly fixed",
+            f"{len(self.still)} still broken",
+            f"{len(self.new)} new",
+        ]
+        yield ", ".join(numbers)
         if self.versions:
-            yield f"versions: {_changed_values(self.versions)}"
+            yield f"versions: {changed_values(self.versions)}"
         if self.settings:
-            yield f"settings: {_changed_values(self.settings)}"
+            yield f"settings: {changed_values(self.settings)}"
         yield _counts_text(self.counts)
         yield from _by_cause("newly broken", self.broken)
         yield from _missing_lines(self.missing)
         yield from _by_cause("newly fixed", self.fixed)
         yield from _by_cause("still broken, otherwise", self.otherwise)
+        yield from value_lines(self.values)
 
     def to_json(self, name: str) -> dict[str, Any]:
         """Return the differences for the later report; ``name`` is the earlier report's file."""
@@ -87,10 +90,12 @@ class Comparison:
             "broken": [vars(change) for change in self.broken],
             "fixed": [vars(change) for change in self.fixed],
             "missing": [vars(change) for change in self.missing],
+            "values": [change.to_json() for change in self.values],
         }
 
 
-def _changed_values(changed: Mapping[str, BeforeAndNow]) -> str:
+def changed_values(changed: Mapping[str, BeforeAndNow]) -> str:
+    """Return the values before and now as one text."""
     texts = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
     return ", ".join(texts)
 
@@ -150,35 +155,37 @@ def compare(before: Report, after: Report) -> Comparison:
     for index, result in enumerate(after.results):
         _add_verdict(comparison, earlier.get(index), result)
     _add_vanished(comparison, before, after, earlier.values())
+    comparison.values = value_changes(before, after)
     return comparison
 
 
-def _add_verdict(comparison: Comparison, was: Verdict | None, result: Verdict) -> None:
-    """Add what became of a verdict, if anything did; ``was`` is the earlier one, None if there was none."""
-    change = _change(result, was.status if was else "", result.status, result.why)
+def _add_verdict(comparison: Comparison, earlier: Verdict | None, result: Verdict) -> None:
+    """Add what became of a verdict, if anything did; ``earlier`` is None if there was none."""
+    status_before = earlier.status if earlier else ""
+    change = _change(result, status_before, result.status, result.why)
     if result.red:
-        _add_red(comparison, was, result, change)
-    elif was is None:
+        _add_red(comparison, earlier, result, change)
+    elif earlier is None:
         comparison.new.append(change)
     elif result.status in WEAKER:
-        if was.status not in WEAKER:
+        if earlier.status not in WEAKER:
             comparison.missing.append(change)
-    elif was.red or (was.status == "known" and result.status == "passed"):
+    elif earlier.red or (earlier.status == "known" and result.status == "passed"):
         comparison.fixed.append(change)
 
 
-def _add_red(comparison: Comparison, was: Verdict | None, result: Verdict, change: Change) -> None:
+def _add_red(comparison: Comparison, earlier: Verdict | None, result: Verdict, change: Change) -> None:
     """Add a verdict that is red now: newly broken, or broken as it was, perhaps with another message."""
-    had_teardown_error = was is not None and bool(was.teardown)
+    had_teardown_error = earlier is not None and bool(earlier.teardown)
     if result.teardown and not had_teardown_error:
         why = f"{result.why}; and in its teardown: {result.teardown}"
         comparison.broken.append(dataclasses.replace(change, why=why))
-    elif was is None or was.status != result.status:
+    elif earlier is None or earlier.status != result.status:
         comparison.broken.append(change)
     else:
         comparison.still.append(change)
-        if _wording_without_paths(was) != _wording_without_paths(result):
-            why = f"{result.why}; it was: {was.why}"
+        if _wording_without_paths(earlier) != _wording_without_paths(result):
+            why = f"{result.why}; it was: {earlier.why}"
             comparison.otherwise.append(dataclasses.replace(change, why=why))
 
 
@@ -190,12 +197,12 @@ def _wording_without_paths(result: Verdict) -> str:
 def _add_vanished(comparison: Comparison, before: Report, after: Report, paired: Iterable[Verdict]) -> None:
     """Add the earlier verdicts for which there is no later one, those of skipped cells aside."""
     unreached = set(after.unreached)
-    paired_ids = {id(was) for was in paired}
-    for was in before.results:
-        if id(was) in paired_ids or was.status == "skipped":
+    paired_ids = {id(verdict) for verdict in paired}
+    for verdict in before.results:
+        if id(verdict) in paired_ids or verdict.status == "skipped":
             continue
-        why = "not reached" if was.nodeid in unreached else "not selected"
-        comparison.missing.append(_change(was, was.status, "", why))
+        why = "not reached" if verdict.nodeid in unreached else "not selected"
+        comparison.missing.append(_change(verdict, verdict.status, "", why))
 
 
 def _change(result: Verdict, before: str, after: str, why: str) -> Change:
@@ -209,12 +216,37 @@ def _earlier_verdicts(before: Report, after: Report) -> dict[int, Verdict]:
     the first.
     """
     pairing = _Pairing(before, after)
-    # Not by the driver: an item without a verdict may have none.
-    pairing.pair(lambda result: (result.nodeid, result.suite, result.cell, result.check))
-    pairing.pair(lambda result: (result.place, result.suite, result.cell, result.check))
+    pairing.pair(_by_item)
+    pairing.pair(_by_place)
     pairing.keep_moved_suites()
-    pairing.pair(lambda result: (result.suite, result.cell, result.check))
+    pairing.pair(_by_suite)
     return pairing.earlier
+
+
+def _by_item(result: Verdict) -> Hashable:
+    # Not by the driver: an item without a verdict may have none.
+    return (result.nodeid, result.suite, result.cell, result.check)
+
+
+def _by_place(result: Verdict) -> Hashable:
+    return (result.place, result.suite, result.cell, result.check)
+
+
+def _by_suite(result: Verdict) -> Hashable:
+    return (result.suite, result.cell, result.check)
+
+
+@dataclass(frozen=True)
+class _LaterVerdict:
+    """A verdict of the later report, and its index there."""
+
+    index: int
+    verdict: Verdict
+
+
+def _position(verdict: Verdict) -> tuple[str, str]:
+    """Return what verdicts are sorted by, so that pairs do not depend on the order of the run."""
+    return verdict.place, verdict.nodeid
 
 
 class _Pairing:
@@ -227,35 +259,39 @@ class _Pairing:
     def __init__(self, before: Report, after: Report) -> None:
         self._suites_before = _suites(before)
         self._suites_after = _suites(after)
-        # Sorted, so that the pairs do not depend on the order of the run.
-        self._before = sorted(before.results, key=lambda result: (result.place, result.nodeid))
-        indexed = list(enumerate(after.results))
-        self._after = sorted(indexed, key=lambda item: (item[1].place, item[1].nodeid))
+        self._before = sorted(before.results, key=_position)
+        self._after = [_LaterVerdict(index, verdict) for index, verdict in enumerate(after.results)]
+        self._after.sort(key=lambda later: _position(later.verdict))
         self.earlier: dict[int, Verdict] = {}
 
     def keep_moved_suites(self) -> None:
         """Leave out, from here on, the suites that both reports have."""
-        self._before = [was for was in self._before if was.place not in self._suites_after]
-        self._after = [(index, result) for index, result in self._after if result.place not in self._suites_before]
+        self._before = [verdict for verdict in self._before if verdict.place not in self._suites_after]
+        self._after = [later for later in self._after if later.verdict.place not in self._suites_before]
 
-    def pair(self, key: Callable[[Verdict], object]) -> None:
+    def pair(self, key: Callable[[Verdict], Hashable]) -> None:
         """Pair the verdicts that have no partner yet and are equal in this key, the first with the first."""
-        paired_ids = {id(was) for was in self.earlier.values()}
-        unpaired: defaultdict[object, deque[Verdict]] = defaultdict(deque)
-        for was in self._before:
-            if id(was) not in paired_ids:
-                unpaired[key(was)].append(was)
-        for index, result in self._after:
-            candidates = unpaired[key(result)]
-            if index not in self.earlier and candidates:
-                self.earlier[index] = candidates.popleft()
+        paired_ids = {id(verdict) for verdict in self.earlier.values()}
+        unpaired: defaultdict[Hashable, deque[Verdict]] = defaultdict(deque)
+        for verdict in self._before:
+            if id(verdict) not in paired_ids:
+                unpaired[key(verdict)].append(verdict)
+        for later in self._after:
+            candidates = unpaired[key(later.verdict)]
+            if later.index not in self.earlier and candidates:
+                self.earlier[later.index] = candidates.popleft()
 
 
 def _suites(report: Report) -> set[str]:
     """Return the node ids of the suites of all items, also of those that were not reached."""
-    nodeids = [*report.unreached]
-    nodeids += [result.nodeid for result in report.results]
-    return {nodeid.rpartition("::test")[0] for nodeid in nodeids}
+    suites: set[str] = set()
+    nodeids = list(report.unreached)
+    for result in report.results:
+        nodeids.append(result.nodeid)
+    for nodeid in nodeids:
+        suite, _, _ = nodeid.rpartition("::test")
+        suites.add(suite)
+    return suites
 
 
 def _settings(report: Report) -> dict[str, str]:

@@ -224,7 +224,10 @@ def _problems(schema: Mapping[str, Any], data: Any, where: str = "") -> Iterator
     types = _schema_types(schema)
     if types and not _has_type(data, types):
         # What may be null may be left out: that is not said.
-        labels = [schema_type.label for schema_type in types if schema_type.label != "null"]
+        labels = []
+        for schema_type in types:
+            if schema_type.label != "null":
+                labels.append(schema_type.label)
         yield f"{where or 'it'} is {_short(data)}; expected {' or '.join(labels)}"
     elif "closed" in schema and data not in schema["enum"]:
         yield f"{where} is {_short(data)}; expected one of {', '.join(schema['enum'])}"

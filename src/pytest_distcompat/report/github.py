@@ -71,7 +71,7 @@ def _of_report(report: Report) -> Iterator[Annotation]:
             lines.append(f"and {len(cells) - CELLS} more cells")
         if cause.reproduce:
             lines.append(f"reproduce: {cause.reproduce}")
-        first_cell = next(iter(cause.cells))
+        first_cell, *_ = cause.cells
         title = visible(f"{cause.words}: {first_cell}")
         message = "\n".join(visible(line) for line in lines)
         file, _, _ = cause.results[0].nodeid.partition("::")

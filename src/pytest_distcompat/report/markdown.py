@@ -143,7 +143,10 @@ def _not_applicable(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _cost(rows: Iterable[Row]) -> Iterator[str]:
-    rows_with_cost = [row for row in rows if row.cost]
+    rows_with_cost = []
+    for row in rows:
+        if row.cost:
+            rows_with_cost.append(row)
     if not rows_with_cost:
         return
     yield from ("", "## Cost", "")

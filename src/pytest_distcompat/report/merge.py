@@ -96,7 +96,7 @@ def _session(sessions: Sequence[_Session]) -> _Session:
     missing = _missing_shards(sessions)
     merged: _Session = {
         "versions": _versions(sessions),
-        "device": _joined(map(str, _values(sessions, "device", "?"))),
+        "device": _joined(str(device) for device in _values(sessions, "device", "?")),
         "gpu": _joined(_values(sessions, "gpu", "")),
         "world_size": _world_size(sessions),
         "began": _first_begin(sessions),
@@ -154,11 +154,14 @@ def _world_size(sessions: Iterable[_Session]) -> Any:
     sizes = list(dict.fromkeys(_values(sessions, "world_size", "?")))
     if len(sizes) == 1:
         return sizes[0]
-    return _joined(map(str, sizes))
+    return _joined(str(size) for size in sizes)
 
 
 def _first_begin(sessions: Iterable[_Session]) -> str:
-    begins = [session["began"] for session in sessions if session.get("began")]
+    begins = []
+    for session in sessions:
+        if session.get("began"):
+            begins.append(session["began"])
     return min(begins, default="")
 
 
@@ -213,5 +216,9 @@ def _without_device_times(session: _Session) -> _Session:
 
 def _joined(values: Iterable[str]) -> str:
     """Return the values that are not empty as one text, each once."""
-    different = dict.fromkeys(value for value in values if value)
+    # A dict, because it keeps the order and has each only once.
+    different: dict[str, None] = {}
+    for value in values:
+        if value:
+            different[value] = None
     return " | ".join(different)

@@ -31,6 +31,7 @@ class Row:
         memory: The peak memory of each rank, in bytes.
         tensor_bytes: The bytes of each kind of tensor, by rank.
         sent: What rank 0 sends in a simulated step, by kind of collective and mesh dimension.
+        values: What a training in float32 computes and saves, to the last bit: ``digests``, ``numbers`` and ``files``.
     """
 
     suite: str
@@ -47,6 +48,7 @@ class Row:
     memory: list[int] = field(default_factory=list)
     tensor_bytes: dict[str, list[int]] = field(default_factory=dict)
     sent: list[dict[str, Any]] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, verdict: Verdict, **more: Any) -> Row:
@@ -91,7 +93,10 @@ class Table:
         cells = dict.fromkeys(cell for cell, _ in worst)
         checks_with_verdict = {check for _, check in worst}
         all_checks = order or check_order(all_results)
-        checks = [check for check in all_checks if check in checks_with_verdict]
+        checks = []
+        for check in all_checks:
+            if check in checks_with_verdict:
+                checks.append(check)
         return cls(all_results, tuple(checks), tuple(cells), worst)
 
     @property
@@ -103,7 +108,9 @@ class Table:
     def word(self, cell: str, check: str) -> str:
         """Return the word of the verdict, empty where there is none."""
         verdict = self.verdicts.get((cell, check))
-        return verdict.status.word if verdict else ""
+        if verdict is None:
+            return ""
+        return verdict.status.word
 
 
 def tables(results: Iterable[Verdict]) -> list[Table]:
@@ -149,7 +156,8 @@ def _next_check(earlier_by_check: Mapping[str, set[str]], order: Iterable[str]) 
     for check, earlier in earlier_by_check.items():
         if earlier <= placed | {check}:
             return check
-    return next(iter(earlier_by_check))
+    first, *_ = earlier_by_check
+    return first
 
 
 def by_reason(results: Iterable[Verdict], status: str) -> dict[str, list[str]]:
@@ -189,4 +197,6 @@ class Change:
 
 
 def _word(status: str) -> str:
-    return Status(status).word if status else "none"
+    if not status:
+        return "none"
+    return Status(status).word

@@ -54,10 +54,18 @@ def matrix_text(results: Iterable[Verdict], cells: Iterable[Row] = (), width: in
         for status, title in _TITLES.items():
             for reason, names in by_reason(table.results, status).items():
                 yield _line(f"  {title}: {reason} [{shortened(names)}]")
-        first = table.results[0]
-        table_rows = [row for row in all_rows if (row.suite, row.driver) == (first.suite, first.driver)]
-        for (check, reason), names in not_applicable_reasons(table_rows).items():
+        for (check, reason), names in not_applicable_reasons(_rows_of(table, all_rows)).items():
             yield _line(f"  not applicable: {check}: {reason} [{shortened(names)}]", "dim")
+
+
+def _rows_of(table: Table, all_rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of the table's suite."""
+    first = table.results[0]
+    rows: list[Row] = []
+    for row in all_rows:
+        if row.suite == first.suite and row.driver == first.driver:
+            rows.append(row)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -77,8 +85,9 @@ def _blocks(table: Table, width: int) -> Iterator[Line]:
         yield _row(" " * label_width, header, block)
         for cell in table.cells:
             words = [_word(table, cell, column.check) for column in block]
+            has_verdict = any(text for text, _ in words)
             # A further block leaves out cells without a verdict in it.
-            if len(blocks) == 1 or any(text for text, _ in words):
+            if len(blocks) == 1 or has_verdict:
                 yield _row(cell.ljust(label_width), words, block)
 
 
@@ -122,7 +131,11 @@ def _row(label: str, words: Iterable[Span], block: Iterable[_Column]) -> Line:
         spans += [("  ", ""), (text, style), (padding, "")]
     while spans and not spans[-1][0].strip():
         spans.pop()
-    return tuple(span for span in spans if span[0])
+    with_text: list[Span] = []
+    for text, style in spans:
+        if text:
+            with_text.append((text, style))
+    return tuple(with_text)
 
 
 def causes_text(results: Iterable[Verdict]) -> Iterator[Line]:
@@ -194,7 +207,10 @@ def runs_text(
 
 
 def _slowest_runs(runs: Iterable[_Entry]) -> Iterator[Line]:
-    timed_runs = [run for run in runs if run["seconds"]]
+    timed_runs = []
+    for run in runs:
+        if run["seconds"]:
+            timed_runs.append(run)
     timed_runs.sort(key=lambda run: run["seconds"], reverse=True)
     texts = [_run_text(run) for run in timed_runs[:SLOWEST]]
     if texts:
@@ -247,8 +263,14 @@ def counts_text(report: Report) -> str:
     parts = [f"{count_by_name[name]} {name}" for name in ("selected", "ran", "skipped")]
     if count_by_name["unreached"]:
         parts.append(f"{count_by_name['unreached']} not reached")
-    other_statuses = [status for status in Status if status is not Status.SKIPPED]
-    statuses = [f"{count_by_name[status]} {status}" for status in other_statuses if count_by_name[status]]
+    other_statuses = []
+    for status in Status:
+        if status is not Status.SKIPPED:
+            other_statuses.append(status)
+    statuses = []
+    for status in other_statuses:
+        if count_by_name[status]:
+            statuses.append(f"{count_by_name[status]} {status}")
     text = f"{', '.join(parts)}: {', '.join(statuses) or 'nothing'}"
     shard = report.session.get("shard")
     if shard:
@@ -262,4 +284,6 @@ def shortened(names: list[str], shown: int = 3) -> str:
 
 
 def _more(count: int) -> str:
-    return f" and {count} more" if count > 0 else ""
+    if count <= 0:
+        return ""
+    return f" and {count} more"

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import constant_part, unshown
-from pytest_distcompat.report.compare import BeforeAndNow, differing
+from pytest_distcompat.report.compare import BeforeAndNow, changed_values, differing
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.merge import merge
 from pytest_distcompat.report.text import CAUSES, HEADLINE, cut, shortened
+from pytest_distcompat.report.values import digest_of
 from pytest_distcompat.status import Status, Verdict
 
 #: A figure for each night, None where there is none.
@@ -110,6 +111,21 @@ class History:
 
 
 @dataclass(frozen=True)
+class ValueTurn:
+    """Cells whose trainings computed or saved something else in a night than when their values were last known.
+
+    Attributes:
+        night: That night.
+        changed: What differs between the versions of both nights.
+        cells: The cells, each with its driver.
+    """
+
+    night: int
+    changed: Mapping[str, BeforeAndNow]
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Trend:
     """Nights in the order of time, a history for each check of each cell, and the cost of each cell.
 
@@ -118,17 +134,24 @@ class Trend:
         histories: The verdicts on each check of each cell.
         costs: By cell, for each night the seconds of all items, and the peak memory of the fullest rank in bytes; None
             without a figure.
+        value_turns: The nights in which trainings began to compute or save something else, whatever their verdicts.
     """
 
     nights: tuple[Night, ...]
     histories: tuple[History, ...]
     costs: Mapping[str, _Costs]
+    value_turns: tuple[ValueTurn, ...] = ()
 
     @property
     def headline(self) -> str:
         """Return how many histories are of which kind."""
-        histories_by_kind = Counter(history.kind for history in self.histories)
-        counts = [f"{histories_by_kind[kind]} {kind}" for kind in KINDS if histories_by_kind[kind]]
+        histories_by_kind = Counter[str]()
+        for history in self.histories:
+            histories_by_kind[history.kind] += 1
+        counts = []
+        for kind in KINDS:
+            if histories_by_kind[kind]:
+                counts.append(f"{histories_by_kind[kind]} {kind}")
         plural = "s" if len(self.nights) != 1 else ""
         text = f"{len(self.nights)} night{plural}: {', '.join(counts) or 'no verdicts'}"
         stopped = self._stopped_running()
@@ -171,6 +194,12 @@ class Trend:
             yield visible(f"{story.text}: {shortened(names)}: {first.status.word}: {why}")
         if len(groups) > CAUSES:
             yield unshown(len(groups) - CAUSES)
+        for turn in self.value_turns:
+            yield visible(self.turn_text(turn))
+
+    def turn_text(self, turn: ValueTurn) -> str:
+        """Return since when cells have other values, and with which versions."""
+        return f"other values since {self.nights[turn.night]}, {changes(turn.changed)}: {shortened([*turn.cells])}"
 
     def _last_verdicts_by_story(self) -> dict[_Story, list[Verdict]]:
         """Return the last red verdicts of broken, flaky and fixed histories, those with an equal story together."""
@@ -198,8 +227,9 @@ class _Story:
 
 def changes(changed: Mapping[str, BeforeAndNow]) -> str:
     """Return the changed versions as one text."""
-    texts = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
-    return ", ".join(texts) or "no version changed"
+    if not changed:
+        return "no version changed"
+    return changed_values(changed)
 
 
 @dataclass(frozen=True)
@@ -210,15 +240,23 @@ class _Session:
         night: The session, before it is compared with the others.
         results: Its verdicts: of several on a check in a cell, the worst.
         peak_memory: The peak memory of the fullest rank in bytes, by suite and cell.
+        values: A digest of the values of each training, by cell and driver.
     """
 
     night: Night
     results: list[Verdict]
     peak_memory: dict[str, int]
+    values: dict[str, str]
 
 
-#: A check in a cell of a suite: ``suite``, ``place``, ``cell`` and ``check`` of its verdicts.
-_CheckKey = tuple[str, str, str, str]
+@dataclass(frozen=True)
+class _CheckKey:
+    """A check in a cell of a suite, as its verdicts have them."""
+
+    suite: str
+    place: str
+    cell: str
+    check: str
 
 
 def trend(reports: Iterable[Report]) -> Trend:
@@ -233,7 +271,8 @@ def trend(reports: Iterable[Report]) -> Trend:
     first_equal = _first_nights_with_equal_versions(nights)
     verdicts_by_check = _verdicts_by_check(sessions)
     histories = [_history(verdicts, nights, first_equal) for verdicts in verdicts_by_check.values()]
-    return Trend(tuple(_compared(nights, histories)), tuple(histories), _costs_by_cell(sessions))
+    turns = tuple(_value_turns(sessions))
+    return Trend(tuple(_compared(nights, histories)), tuple(histories), _costs_by_cell(sessions), turns)
 
 
 def _reduced(report: Report) -> _Session:
@@ -249,7 +288,26 @@ def _reduced(report: Report) -> _Session:
     for row in merged.rows:
         if row.memory:
             peak_memory[f"{row.place}[{row.cell}]"] = max(row.memory)
-    return _Session(night, merged.results, peak_memory)
+    values = {f"{row.cell} ({row.driver})": digest_of(row.values) for row in merged.rows if row.values}
+    return _Session(night, merged.results, peak_memory, values)
+
+
+def _value_turns(sessions: Sequence[_Session]) -> Iterator[ValueTurn]:
+    """Yield each night in which cells have other values than in the last night that knows theirs.
+
+    Cells whose earlier nights differ are turns of their own, since other versions may have changed in between.
+    """
+    last_night: dict[str, int] = {}
+    for night, session in enumerate(sessions):
+        turned: dict[int, list[str]] = {}
+        for cell, digest in session.values.items():
+            before = last_night.get(cell)
+            if before is not None and sessions[before].values[cell] != digest:
+                turned.setdefault(before, []).append(cell)
+            last_night[cell] = night
+        for before, cells in turned.items():
+            changed = differing(sessions[before].night.versions, session.night.versions)
+            yield ValueTurn(night, changed, tuple(cells))
 
 
 def _first_nights_with_equal_versions(nights: Sequence[Night]) -> list[int]:
@@ -263,7 +321,7 @@ def _verdicts_by_check(sessions: Sequence[_Session]) -> dict[_CheckKey, list[Ver
     verdicts_by_check: dict[_CheckKey, list[Verdict | None]] = {}
     for night, session in enumerate(sessions):
         for result in session.results:
-            key = (result.suite, result.place, result.cell, result.check)
+            key = _CheckKey(result.suite, result.place, result.cell, result.check)
             verdicts = verdicts_by_check.setdefault(key, [None] * len(sessions))
             verdicts[night] = result
     return verdicts_by_check
@@ -328,13 +386,12 @@ def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], first_
         nights: The nights.
         first_equal: For each night, the first one with equal versions.
     """
-    statuses = tuple(verdict.status if verdict else None for verdict in verdicts)
+    statuses = tuple(_status(verdict) for verdict in verdicts)
     stretches = _stretches(verdicts)
-    red_positions = [position for position, stretch in enumerate(stretches) if stretch.red]
-    if not red_positions:
-        last_verdict = [verdict for verdict in verdicts if verdict][-1]
-        return History(last_verdict, statuses, "never red" if stretches else "never run")
-    position = red_positions[-1]
+    position = _last_red_position(stretches)
+    if position is None:
+        kind = "never red" if stretches else "never run"
+        return History(_last_verdict(verdicts), statuses, kind)
     last_red = stretches[position]
     before = None
     changed: Mapping[str, BeforeAndNow] = {}
@@ -355,6 +412,27 @@ def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], first_
     else:
         kind = "fixed"
     return History(last_red.last, statuses, kind, before, last_red.first_night, until, changed, mended)
+
+
+def _status(verdict: Verdict | None) -> Status | None:
+    if verdict is None:
+        return None
+    return verdict.status
+
+
+def _last_verdict(verdicts: Sequence[Verdict | None]) -> Verdict:
+    """Return the last verdict of which there is at least one."""
+    known = [verdict for verdict in verdicts if verdict]
+    return known[-1]
+
+
+def _last_red_position(stretches: Sequence[_Stretch]) -> int | None:
+    """Return the position of the last red stretch, None if none is red."""
+    last = None
+    for position, stretch in enumerate(stretches):
+        if stretch.red:
+            last = position
+    return last
 
 
 def _turns_with_equal_versions(verdicts: Sequence[Verdict | None], first_equal: Sequence[int]) -> Counter[int]:

@@ -24,8 +24,12 @@ from pytest_distcompat.settings.fields import Field, Source
 
 #: What DeepSpeed's JSON says where another place decides.
 _AUTO = "auto"
-#: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``; ``older``: of releases before today's.
-_KEYS = {"values", "excluded", "without", "options", "precision", "strategies", "checks", "twice", "beside", "older"}
+#: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``. ``older``: of releases before today's. ``axis``:
+#: the facet of a cell, with a value, that asks what is excluded. ``places``: other settings that say the same.
+_KEYS = {
+    *("values", "excluded", "without", "options", "precision", "strategies", "checks", "twice", "beside", "older"),
+    *("axis", "places"),
+}
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def _twice(field_read: Field, values: Iterable[str], known: Collection[str]) -> 
     if not texts:
         return ()
     cells: list[str] = []
-    for place in field_read.places:
+    for place in dict.fromkeys((*field_read.places, *rule.get("places", ()))):
         if not _is_tried_beside(rule, place, known):
             continue
         pairs = [(texts[0], texts[0]), *itertools.permutations(texts)]

@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import unittest
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,12 @@ from pytest_distcompat.plugin.marked.declare import MARK
 from pytest_distcompat.plugin.marked.outcome import unexcused
 from pytest_distcompat.plugin.reporting.representation import represent
 
-_SIZE, _DEVICES = "world_size", "require_distributed"
-_LENT, _SIZES = "distcompat_lent", "distcompat_size"
+#: The marks of composer and of LLaMA-Factory.
+_SIZE = "world_size"
+_DEVICES = "require_distributed"
+#: The fixtures that lend devices, and that say in which world size a test runs.
+_LENT = "distcompat_lent"
+_SIZES = "distcompat_size"
 #: Memory that a test leaked on the devices lent to it.
 _LEAKED: pytest.StashKey[str] = pytest.StashKey()
 
@@ -107,33 +111,46 @@ def _fixture_of(cls: Any) -> Any:
     """Return the fixture of a class, with the arguments of its ``run``."""
 
     def fixture(request: pytest.FixtureRequest, **values: Any) -> None:
-        import torch
-
-        multiprocessing: Any = torch.multiprocessing
-        shared = request.getfixturevalue("shared_dir") if "RANK" in os.environ else None
-        done = shared.with_name(f"{shared.name}-{cls.__name__}") if shared is not None else None
+        done: Path | None = None
+        if "RANK" in os.environ:
+            shared = request.getfixturevalue("shared_dir")
+            done = shared.with_name(f"{shared.name}-{cls.__name__}")
         if os.environ.get("RANK", "0") == "0":
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = str(free.getsockname()[1])
-            arguments = cls.__module__, cls.__name__, port, values
-            try:
-                multiprocessing.spawn(_run_fixture, args=arguments, nprocs=cls.world_size)
-            except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
-                text = str(error).strip()
-                headline = f"rank {error.error_index} of the fixture {cls.__name__}: {text.splitlines()[-1]}"
-                raise RunFailedError(f"{headline}\n\n{text}") from None
+            _spawn_fixture(cls, values)
             if done is not None:
                 done.touch()
         elif done is not None:
             # No time limit of its own: the test has one, and a rank that fails ends this one too.
             clock.wait_until(done.exists, float("inf"), every=0.05)
 
-    parameters = [one for one in inspect.signature(cls.run).parameters.values() if one.name != "self"]
-    request_parameter = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters if one.name != "request"]
-    fixture.__signature__ = inspect.Signature([request_parameter, *named])  # type: ignore[attr-defined]  # pytest reads it
+    # pytest gives a fixture what its signature names.
+    signature = [inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for name, parameter in inspect.signature(cls.run).parameters.items():
+        if name not in {"self", "request"}:
+            signature.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    fixture.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]  # functions take attributes
     return pytest.fixture(name=cls.__name__)(fixture)
+
+
+def _spawn_fixture(cls: Any, values: Mapping[str, Any]) -> None:
+    """Run a fixture class on ranks of its own, and wait for them. Raises RunFailedError if one fails."""
+    import torch
+
+    multiprocessing: Any = torch.multiprocessing
+    arguments = (cls.__module__, cls.__name__, _free_port(), values)
+    try:
+        multiprocessing.spawn(_run_fixture, args=arguments, nprocs=cls.world_size)
+    except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+        text = str(error).strip()
+        headline = f"rank {error.error_index} of the fixture {cls.__name__}: {text.splitlines()[-1]}"
+        raise RunFailedError(f"{headline}\n\n{text}") from None
+
+
+def _free_port() -> str:
+    """Return a port of this machine that is free now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def _run_fixture(rank: int, module: str, name: str, port: str, values: Mapping[str, Any]) -> None:
@@ -141,8 +158,9 @@ def _run_fixture(rank: int, module: str, name: str, port: str, values: Mapping[s
     importlib.import_module(module)
     cls = _CLASSES[module, name]
     size = str(cls.world_size)
-    for variable in [one for one in os.environ if one.startswith("TORCHELASTIC_")]:
-        del os.environ[variable]
+    for variable in list(os.environ):
+        if variable.startswith("TORCHELASTIC_"):
+            del os.environ[variable]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size}
     import torch
@@ -164,31 +182,45 @@ def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
     """Keep tests that a ``conftest.py`` (composer's) deselects for another size than ``WORLD_SIZE``."""
-    found = list(items)
+    collected = list(items)
     yield
-    selected, deselected = {*items}, dict[int, list[pytest.Item]]()
-    for item in found:
-        mark = item.get_closest_marker(MARK)
-        size = mark.kwargs.get(_SIZE, 0) if mark is not None else 0
-        if item not in selected and size > 1:
-            deselected.setdefault(size, []).append(item)
-    if not deselected or "WORLD_SIZE" in os.environ:
+    selected = set(items)
+    deselected_by_size = _deselected_by_size(collected, selected)
+    if not deselected_by_size or "WORLD_SIZE" in os.environ:
         return
     others = config.pluginmanager.subset_hook_caller("pytest_collection_modifyitems", [sys.modules[__name__]])
-    for size, candidates in deselected.items():
+    restored: set[pytest.Item] = set()
+    for size, candidates in deselected_by_size.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WORLD_SIZE", str(size))
+            # It removes from the list what is for another size still.
             others(session=session, config=config, items=candidates)
-    restored = {item for candidates in deselected.values() for item in candidates}
-    if [item for item in found if item in selected] == items:
-        items[:] = [item for item in found if item in selected | restored]
+        restored.update(candidates)
+    if [item for item in collected if item in selected] == items:
+        items[:] = [item for item in collected if item in selected | restored]
     else:
-        items += [item for item in found if item in restored]
+        # Another plugin has changed the order.
+        items += [item for item in collected if item in restored]
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and "deselected" in reporter.stats:
         # The conftest reported each item once or twice.
-        once = dict.fromkeys(reporter.stats["deselected"])
-        reporter.stats["deselected"] = [item for item in once if item not in restored]
+        reported = dict.fromkeys(reporter.stats["deselected"])
+        reporter.stats["deselected"] = [item for item in reported if item not in restored]
+
+
+def _deselected_by_size(
+    collected: Iterable[pytest.Item], selected: Collection[pytest.Item]
+) -> dict[int, list[pytest.Item]]:
+    """Return the tests for several ranks that were deselected, by their world size."""
+    deselected: dict[int, list[pytest.Item]] = {}
+    for item in collected:
+        mark = item.get_closest_marker(MARK)
+        if mark is None or item in selected:
+            continue
+        size = mark.kwargs.get(_SIZE, 0)
+        if size > 1:
+            deselected.setdefault(size, []).append(item)
+    return deselected
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -219,21 +251,37 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def _sizes(item: Any) -> list[int]:
     """Return the world sizes of a test; none for a test with this package's mark, or on one process."""
-    test_class = getattr(item, "cls", None)
-    if item.get_closest_marker(MARK) is not None or (test_class and issubclass(test_class, unittest.TestCase)):
+    test_class = getattr(item, "cls", None) or object
+    if item.get_closest_marker(MARK) is not None or issubclass(test_class, unittest.TestCase):
         return []
-    mark, where = item.get_closest_marker(_SIZE), f"{item.nodeid}: @pytest.mark.{_SIZE}"
-    if mark is not None and len(mark.args) != 1:
-        raise pytest.Collector.CollectError(f"{where} takes a number of ranks, or a list of them")
-    declared: Any = mark.args[0] if mark is not None else getattr(test_class, _SIZE, None)
-    sizes: list[Any] = list(declared) if isinstance(declared, (list, tuple)) else [declared]
-    if not all(type(size) is int and size > 0 for size in sizes):
-        if mark is None:
+    mark = item.get_closest_marker(_SIZE)
+    if mark is None:
+        declared = getattr(test_class, _SIZE, None)
+        sizes = _listed(declared)
+        if not _are_sizes(sizes):
             # An unrelated attribute of that name.
             return []
-        raise pytest.Collector.CollectError(f"{where}({declared!r}): expected whole numbers above 0")
-    alone = sizes == [1] and not (test_class and issubclass(test_class, DistributedTest))
-    return [] if alone else sizes
+    else:
+        where = f"{item.nodeid}: @pytest.mark.{_SIZE}"
+        if len(mark.args) != 1:
+            raise pytest.Collector.CollectError(f"{where} takes a number of ranks, or a list of them")
+        declared = mark.args[0]
+        sizes = _listed(declared)
+        if not _are_sizes(sizes):
+            raise pytest.Collector.CollectError(f"{where}({declared!r}): expected whole numbers above 0")
+    if sizes == [1] and not issubclass(test_class, DistributedTest):
+        return []
+    return sizes
+
+
+def _listed(declared: Any) -> list[Any]:
+    """Return a list of world sizes from a list or from one of them."""
+    return list(declared) if isinstance(declared, (list, tuple)) else [declared]
+
+
+def _are_sizes(values: Iterable[Any]) -> bool:
+    """Tell whether all are whole numbers above 0; True is none."""
+    return all(type(value) is int and value > 0 for value in values)
 
 
 @pytest.fixture
@@ -250,7 +298,8 @@ def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     count = int(mark.args[0])
     if mark.kwargs.get("gpus") and not session.gpus:
         pytest.skip(f"the test needs {count} GPUs, there are none to use")
-    if problem := session.too_large(count):
+    problem = session.too_large(count)
+    if problem:
         pytest.skip(problem)
     request.node.stash[_LEAKED] = ""
     # Whole GPUs: what the test starts need not keep to a part of one.
@@ -278,9 +327,13 @@ def pytest_runtest_makereport(
     report = yield
     leaked = item.stash.get(_LEAKED, "")
     if call.when == "teardown" and leaked:
-        text = "\n\n".join(filter(None, (report.longreprtext, leaked)))
+        text = leaked
+        if report.longreprtext:
+            text = f"{report.longreprtext}\n\n{leaked}"
         crash = getattr(report.longrepr, "reprcrash", None)
-        place = (crash.path, crash.lineno, "") if crash else None
-        represent(report, text, place, short=crash.message if crash else "")
+        if crash:
+            represent(report, text, (crash.path, crash.lineno, ""), short=crash.message)
+        else:
+            represent(report, text, None, short="")
         unexcused(report)
     return report

@@ -18,11 +18,11 @@ from pytest_distcompat.ext.inside.agreement import STUCK, PhaseReport, agree
 from pytest_distcompat.ext.inside.store_client import StoreClient
 from pytest_distcompat.ext.inside.termination import Termination
 from pytest_distcompat.launch import connections
-from pytest_distcompat.launch.collectives import read_wait_state
-from pytest_distcompat.launch.flight_recorder import dumps
+from pytest_distcompat.launch.forensics.collectives import read_wait_state
+from pytest_distcompat.launch.forensics.flight_recorder import dumps
+from pytest_distcompat.launch.forensics.stalled_ranks import StallDetector, in_torch, may_wait_for_work
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.launch.rank import GRACE
-from pytest_distcompat.launch.stalled_ranks import StallDetector, in_torch, may_wait_for_work
 from pytest_distcompat.plugin.marked.outcome import Outcome
 from pytest_distcompat.plugin.marked.phase import Phase
 

@@ -96,6 +96,27 @@ def read_change(text: str) -> tuple[str, list[ChangedPlace]]:
     return package, list(changed_places(library, _package_directory(old, package), _package_directory(new, package)))
 
 
+def files_outside(text: str) -> list[str]:
+    """Return the changed files of a package that no map has, since they are no training code; of a diff none are known."""
+    package, _, where = text.partition("@")
+    old, separator, new = where.partition("..")
+    if not separator:
+        return []
+    names: set[str] = set()
+    covered: set[str] = set()
+    directories = [_package_directory(old, package), _package_directory(new, package)]
+    for directory in directories:
+        names.update(path.relative_to(directory).as_posix() for path in directory.rglob("*.py"))
+        covered.update(path.relative_to(directory).as_posix() for path in BY_NAME[package].files(directory))
+    before, after = directories
+    return [name for name in sorted(names - covered) if _bytes(before / name) != _bytes(after / name)]
+
+
+def _bytes(path: Path) -> bytes:
+    """Return the content of a file; nothing of one that is not there."""
+    return path.read_bytes() if path.is_file() else b""
+
+
 def old_release(text: str) -> str | None:
     """Return the release of the old copy in a change, if its metadata is beside it."""
     package, _, where = text.partition("@")

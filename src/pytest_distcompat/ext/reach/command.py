@@ -52,6 +52,13 @@ def add(commands: Any) -> None:
         metavar="N",
         help="select only so many cells that execute each changed place (default: all)",
     )
+    parser.add_argument(
+        "--values",
+        type=Path,
+        nargs=2,
+        metavar=("LAST.json", "TODAY.json"),
+        help="with --changed or --compare: of the cells whose values differ in these reports, the functions that do",
+    )
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write a page of the map too")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the map of all files into one")
     parser.set_defaults(call=_reach)
@@ -104,7 +111,9 @@ def _lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
     from pytest_distcompat.ext.reach.store import read_map
     from pytest_distcompat.ext.reach.text import functions, missing, overview, unreached
 
-    if options.changed:
+    if options.values:
+        yield from _value_lines(options, found)
+    elif options.changed:
         yield from _changed_lines(options, found)
     elif options.compare:
         news = compare(read_map(options.compare), found)
@@ -121,8 +130,26 @@ def _lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
         yield from overview(found)
 
 
+def _value_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
+    """Yield the lines about cells whose values differ between two reports, with what differs in the code they execute."""
+    from pytest_distcompat.ext.reach.changed import reached_places, read_change
+    from pytest_distcompat.ext.reach.differences import difference_lines
+    from pytest_distcompat.ext.reach.store import read_map
+    from pytest_distcompat.report.document import Report
+    from pytest_distcompat.report.values import value_changes
+
+    if not options.changed and not options.compare:
+        raise UsageProblem("--values needs what has changed: --changed PACKAGE@OLD_DIR..NEW_DIR, or --compare EARLIER")
+    before, after = options.values
+    changes = value_changes(Report.read(before), Report.read(after))
+    earlier = read_map(options.compare) if options.compare else None
+    places = reached_places(found, read_change(options.changed)[1]) if options.changed else []
+    yield f"cells whose values differ: {len({(change.driver, change.cell) for change in changes})}"
+    yield from difference_lines(changes, earlier, found, places)
+
+
 def _changed_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
-    from pytest_distcompat.ext.reach.changed import old_release, reached_places, read_change
+    from pytest_distcompat.ext.reach.changed import files_outside, old_release, reached_places, read_change
     from pytest_distcompat.ext.reach.selection import check_release, file_lines, select, summary
     from pytest_distcompat.ext.reach.text import changed, changed_unexecuted
 
@@ -132,10 +159,14 @@ def _changed_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str
         raise UsageProblem(f"--changed {text}: {library} is not in the map. Known: {', '.join(found.libraries())}.")
     check_release(found, library, old_release(text))
     reached = reached_places(found, places)
-    if not options.select:
-        yield from changed(reached)
-    else:
+    if options.select:
         yield from changed_unexecuted(reached)
+    else:
+        yield from changed(reached)
+    outside = files_outside(text)
+    if outside:
+        yield f"changed files that no map has, since they are no training code: {len(outside)}"
+    if options.select:
         selected = select(found, reached, options.cells_per_place)
-        write(options.select, "\n".join(file_lines(text, selected)) + "\n")
+        write(options.select, "\n".join(file_lines(text, selected, found, options.cell)) + "\n")
         yield summary(selected)

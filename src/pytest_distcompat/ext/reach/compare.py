@@ -44,27 +44,36 @@ class Comparison:
 def compare(earlier: ReachMap, later: ReachMap) -> Comparison:
     """Compare the maps of two releases, of the libraries that both have."""
     known = Counter(signature for signature, _ in _signatures(earlier))
-    formerly_reached = Counter(signature for signature, one in _signatures(earlier) if one.contexts)
-    still_reached = Counter(signature for signature, one in _signatures(later) if one.contexts)
+    formerly_reached = _count_reached(earlier)
+    still_reached = _count_reached(later)
     shared = set(earlier.libraries())
     unreached: list[BranchReach] = []
     reached: list[BranchReach] = []
     lost: list[BranchReach] = []
-    for signature, one in _signatures(later):
-        if one.file.library not in shared:
+    for signature, branch in _signatures(later):
+        if branch.file.library not in shared:
             continue
-        if not known[signature]:
-            (reached if one.contexts else unreached).append(one)
-            continue
-        # The same text may stand several times in a function.
-        known[signature] -= 1
-        if not one.contexts and formerly_reached[signature] > still_reached[signature]:
-            formerly_reached[signature] -= 1
-            lost.append(one)
+        is_new = not known[signature]
+        if is_new and branch.contexts:
+            reached.append(branch)
+        elif is_new:
+            unreached.append(branch)
+        else:
+            # The same text may stand several times in a function.
+            known[signature] -= 1
+            if not branch.contexts and formerly_reached[signature] > still_reached[signature]:
+                formerly_reached[signature] -= 1
+                lost.append(branch)
     return Comparison(tuple(unreached), tuple(reached), tuple(lost))
 
 
-def _signatures(found: ReachMap) -> Iterator[tuple[Signature, BranchReach]]:
-    for file_id in found.files:
-        for one in found.coverage_of(file_id).branches():
-            yield Signature.of(file_id, one.branch), one
+def _count_reached(reach_map: ReachMap) -> Counter[Signature]:
+    """Return how many branches of each signature some cell reaches."""
+    return Counter(signature for signature, branch in _signatures(reach_map) if branch.contexts)
+
+
+def _signatures(reach_map: ReachMap) -> Iterator[tuple[Signature, BranchReach]]:
+    """Yield all branches of a map, each with its signature."""
+    for file_id in reach_map.files:
+        for branch in reach_map.coverage_of(file_id).branches():
+            yield Signature.of(file_id, branch.branch), branch

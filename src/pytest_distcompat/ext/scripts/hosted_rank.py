@@ -52,8 +52,8 @@ class HostedRank:
         """Log the start, and install handlers that log the end of the process, whatever ends it."""
         guard.report_to(self._probe_failed)
         from pytest_distcompat.events import Start
-        from pytest_distcompat.launch.deaths import out_of_memory_kills
-        from pytest_distcompat.launch.stacks import STACK_SIGNAL
+        from pytest_distcompat.launch.forensics.deaths import out_of_memory_kills
+        from pytest_distcompat.launch.forensics.stacks import STACK_SIGNAL
 
         # Files that are opened now: at the time of a crash this process may be unable to open one.
         faulthandler.register(STACK_SIGNAL, file=self._open("stack"), all_threads=True)
@@ -110,8 +110,8 @@ class HostedRank:
     def fail(self, error: BaseException) -> None:
         """Log the exception that ended the rank."""
         from pytest_distcompat.events import Error
+        from pytest_distcompat.launch.forensics.stacks import format_error
         from pytest_distcompat.launch.peers import lost_peer
-        from pytest_distcompat.launch.stacks import format_error
 
         if self.is_this_process() and not self._end_logged:
             self._end_logged = True

@@ -21,7 +21,7 @@ from pytest_distcompat.ext.scripts.final_model import check_final_model
 from pytest_distcompat.ext.scripts.reading import read_in_a_process
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
 from pytest_distcompat.judge import judge, skipped
-from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.runner import run_trace
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace

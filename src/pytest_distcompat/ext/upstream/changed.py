@@ -63,9 +63,26 @@ def read_change(text: str, directory: Path) -> Change:
     return Change(f"{package}@{Path(match['new']).name}", f"{package}@{old}..{new}", new)
 
 
-def select_cells(change: Change, maps: Sequence[Path], selection: Path, cells_per_place: str | None) -> bool:
-    """Write the cells that execute what changes to a file, print what no cell executes, and tell whether there are any."""
+def select_cells(
+    change: Change,
+    maps: Sequence[Path],
+    selection: Path,
+    *,
+    cell: str | None = None,
+    cells_per_place: str | None = None,
+) -> bool:
+    """Write the cells that execute what changes to a file, print what no cell executes, and tell whether there are any.
+
+    Args:
+        change: The change.
+        maps: The maps of the old release.
+        selection: The file.
+        cell: A pattern of the cells of the maps that count; None for all.
+        cells_per_place: How many cells are to execute each place; None for all.
+    """
     arguments = ["reach", *map(str, maps), "--changed", change.text, "--select", str(selection)]
+    if cell:
+        arguments += ["--cell", cell]
     if cells_per_place:
         arguments += ["--cells-per-place", cells_per_place]
     # By its command: an extension imports no other one, and maps may be one.
@@ -76,7 +93,7 @@ def select_cells(change: Change, maps: Sequence[Path], selection: Path, cells_pe
         raise UsageProblem(process.stderr.strip().removeprefix("distcompat: "))
     print(process.stdout, end="", flush=True)
     lines = selection.read_text(encoding="utf-8").splitlines()
-    return any(not line.startswith("#") for line in lines)
+    return any(not line.startswith(("#", "*", "-")) for line in lines)
 
 
 def _site(package: str, text: str, directory: Path) -> Path:

@@ -74,8 +74,8 @@ def add(commands: Any) -> None:
         "releases",
         help="the same tests with other releases of a package, side by side",
         usage="distcompat releases [-h] (--release PACKAGE==VERSION[,...] | --bisect PACKAGE==FIRST..LAST | "
-        "--changed PACKAGE@FROM..TO --reach FILE [--limit TIME] [--cells-per-place N]) [--into DIRECTORY] [-o FILE.md] "
-        "-- PYTEST-ARGUMENT ...",
+        "--changed PACKAGE@FROM..TO --reach FILE [--cell CELL] [--limit TIME] [--cells-per-place N]) "
+        "[--into DIRECTORY] [-o FILE.md] -- PYTEST-ARGUMENT ...",
         description=(
             "Run pytest with each release, then with what is installed, and list red verdicts by release. "
             "Exit code 0: nothing is red; 1: something is, or a run came to no report. With --bisect: find the release that "
@@ -106,6 +106,9 @@ def add(commands: Any) -> None:
     )
     releases.add_argument(
         "--limit", metavar="TIME", help="with --changed: start no further cell after this time (90s, 5m)"
+    )
+    releases.add_argument(
+        "--cell", metavar="CELL", help="with --changed: only these cells of the map, a pattern (accelerate/*)"
     )
     releases.add_argument(
         "--cells-per-place", metavar="N", help="with --changed: only so many cells that execute each changed place"
@@ -154,7 +157,7 @@ def _changed(options: argparse.Namespace, directory: Path, arguments: Sequence[s
         raise UsageProblem("--changed needs a map: --reach FILE, which pytest --distcompat-reach FILE writes")
     change = read_change(options.changed, directory)
     selection = directory / f"{file_name(change.name)}.cells"
-    if not select_cells(change, options.reach, selection, options.cells_per_place):
+    if not select_cells(change, options.reach, selection, cell=options.cell, cells_per_place=options.cells_per_place):
         print("no cell executes what changes: nothing is run")
         return 0
     print(f"{change.name}: the cells are in {selection}\n", flush=True)

@@ -13,7 +13,10 @@ from pytest_distcompat.failures import UsageProblem
 
 if TYPE_CHECKING:
     from pytest_distcompat.calls import Call
+    from pytest_distcompat.driver import Driver
     from pytest_distcompat.drivers import Calls
+    from pytest_distcompat.ext.walk.explore import Explorer
+    from pytest_distcompat.ext.walk.sequence import Walk
 
 
 def add(commands: Any) -> None:
@@ -52,11 +55,13 @@ def _named(text: str, kind: type[Calls], reasons: Mapping[Call, str]) -> tuple[l
         named = read_calls(text, kind)
     except ValueError as error:
         raise UsageProblem(f"--calls: {error}") from None
+    if not named:
+        raise UsageProblem("--calls: no call is given")
     calls = [call for call in named if call not in reasons]
-    passed_over = [*dict.fromkeys(call for call in named if call in reasons)]
+    passed_over = list(dict.fromkeys(call for call in named if call in reasons))
     if not calls:
-        why = "; ".join(f"{call}: {reasons[call]}" for call in passed_over)
-        raise UsageProblem(f"--calls {text}: no call is left: {why}" if why else "--calls: no call is given")
+        refusals = [f"{call}: {reasons[call]}" for call in passed_over]
+        raise UsageProblem(f"--calls {text}: no call is left: {'; '.join(refusals)}")
     if not valid(calls, kind.own):
         raise UsageProblem(f"--calls {text}: a call may not follow those before it")
     return calls, passed_over
@@ -67,16 +72,22 @@ def _walk(options: argparse.Namespace) -> int:
     from pytest_distcompat.drivers import find_driver, unsupported_reason
     from pytest_distcompat.engine import local_runner
     from pytest_distcompat.ext.walk.explore import Explorer
-    from pytest_distcompat.ext.walk.script import script
-    from pytest_distcompat.ext.walk.sequence import Walk
 
     driver = find_driver(options.driver)
     cell = Cell.parse(options.cell or f"{options.strategy}-fp32-w2-model_mlp")
-    if reason := unsupported_reason(driver, cell, "cpu") or ("" if driver.live_calls else "it declares no calls"):
+    reason = unsupported_reason(driver, cell, "cpu")
+    if not reason and not driver.live_calls:
+        reason = "it declares no calls"
+    if reason:
         raise UsageProblem(f"{options.driver} in {cell}: {reason}")
-    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    seed = options.seed
+    if seed is None:
+        seed = secrets.randbelow(2**31)
     reasons = refused(driver.live_calls, cell.strategy)
-    calls, passed_over = ([], []) if options.calls is None else _named(options.calls, driver.live_calls, reasons)
+    calls: list[Call] = []
+    passed_over: list[Call] = []
+    if options.calls is not None:
+        calls, passed_over = _named(options.calls, driver.live_calls, reasons)
 
     def note(walk: Walk, wrong: Sequence[str]) -> None:
         print(f"{'FAIL' if wrong else 'ok'}: {walk}", *wrong, sep="\n     ", flush=True)
@@ -94,12 +105,21 @@ def _walk(options: argparse.Namespace) -> int:
             explorer.explore(options.examples, seed, options.steps)
     if not explorer.failed:
         return 0
+    _print_shortest(explorer, driver, options.script)
+    return 1
+
+
+def _print_shortest(explorer: Explorer, driver: type[Driver], script_file: Path | None) -> None:
+    """Print the shortest walk that fails, a new one if there is one; write its script if a file is given."""
+    from pytest_distcompat.ext.walk.script import script
+    from pytest_distcompat.ext.walk.sequence import Walk
+
     replayed = {calls for calls, _ in explorer.corpus()}
     shortest = min(explorer.failed, key=lambda calls: (calls in replayed, len(calls)))
-    wrong, walk = explorer.failed[shortest], Walk(shortest, driver.live_calls)
+    wrong = explorer.failed[shortest]
+    walk = Walk(shortest, driver.live_calls)
     print(f"\n{walk}:", *wrong, sep="\n  ")
-    text = script(cell, walk, "\n".join(wrong))
-    if options.script and text:
-        options.script.write_text(text, encoding="utf-8")
-        print(f"torchrun --nproc-per-node {cell.world_size} {options.script}")
-    return 1
+    text = script(explorer.cell, walk, "\n".join(wrong))
+    if script_file and text:
+        script_file.write_text(text, encoding="utf-8")
+        print(f"torchrun --nproc-per-node {explorer.cell.world_size} {script_file}")

@@ -38,6 +38,29 @@ class WalkFailed(Exception):
     """Raised for a walk that fails."""
 
 
+@dataclass(frozen=True)
+class WalkOutcome:
+    """What came of a walk.
+
+    Attributes:
+        trace: Its runs.
+        sound_calls: The number of calls after which it was equal to its reference.
+        wrong: The findings after the next call; none if the whole walk was equal.
+    """
+
+    trace: Trace
+    sound_calls: int
+    wrong: list[str]
+
+
+def run_walk(runner: Runner, driver: str, cell: Cell, walk: Walk) -> WalkOutcome:
+    """Run a walk of a driver in a cell, and compare it with its reference."""
+    scenario = walk.scenario()
+    trace = runner.trace(driver, cell, scenario)
+    sound_calls, wrong = findings(cell, trace, scenario.runs[-1].name)
+    return WalkOutcome(trace, sound_calls, wrong)
+
+
 @dataclass
 class Explorer:
     """Walks of one driver in one cell.
@@ -80,24 +103,22 @@ class Explorer:
 
     def _run(self, walk: Walk) -> _Calls:
         """Run a walk and note what came of it; return its calls up to the one that failed, or nothing."""
-        scenario = walk.scenario()
-        trace = self.runner.trace(self.driver, self.cell, scenario)
-        sound_calls, wrong = findings(self.cell, trace, scenario.runs[-1].name)
-        for directory in self.runner.directories(self.driver, self.cell, scenario):
+        done = run_walk(self.runner, self.driver, self.cell, walk)
+        for directory in self.runner.directories(self.driver, self.cell, walk.scenario()):
             shutil.rmtree(directory, ignore_errors=True)
-        for length in range(sound_calls + 1):
+        for length in range(done.sound_calls + 1):
             self.passed.add(walk.calls[:length])
-        self.note(walk, wrong)
-        if not wrong:
+        self.note(walk, done.wrong)
+        if not done.wrong:
             return ()
-        failed = walk.calls[: sound_calls + 1]
-        self.failed[failed] = wrong
-        self.runs[failed] = dict(trace.runs)
+        failed = walk.calls[: done.sound_calls + 1]
+        self.failed[failed] = done.wrong
+        self.runs[failed] = dict(done.trace.runs)
         return failed
 
     def corpus(self) -> Iterator[tuple[_Calls, Mapping[str, Any]]]:
         """Yield the walks that failed once in this driver and strategy."""
-        for entry in json.loads(CORPUS.read_text(encoding="utf-8")):
+        for entry in _entries():
             if entry["driver"] == self.kind.name and self.cell.strategy in entry["strategies"]:
                 calls = tuple(Call.parse(text) for text in entry["calls"])
                 yield calls, entry
@@ -161,14 +182,14 @@ class Explorer:
             if kind_of(kind, call.name) != "observer" or call in reasons:
                 continue
             before = [step, *observers]
-            if allowed(before, call, kind.own) and not _matches(known, [*before, call, step]):
+            if allowed(before, call, kind.own) and not matches_any(known, [*before, call, step]):
                 observers.append(call)
         return observers
 
     @property
     def known(self) -> list[re.Pattern[str]]:
         """Return what matches the walks that a bug, not mended yet, makes fail."""
-        return [re.compile(entry["avoid"]) for _, entry in self.corpus() if "avoid" in entry]
+        return known_failures(self.kind, self.cell.strategy)
 
     def draw(self, examples: int, seed: int, length: int = LENGTH) -> _Calls:
         """Run drawn walks until one fails; return the shortest that Hypothesis makes of it, or nothing."""
@@ -203,7 +224,7 @@ class Explorer:
             calls: list[Call] = []
             for next_call in drawn:
                 # What is known to be broken would be all that is found.
-                if allowed(calls, next_call, kind.own) and not _matches(known, [*calls, next_call]):
+                if allowed(calls, next_call, kind.own) and not matches_any(known, [*calls, next_call]):
                     calls.append(next_call)
             failed_calls = self.check(calls[:length])
             if failed_calls:
@@ -217,7 +238,22 @@ class Explorer:
         return ()
 
 
-def _matches(patterns: Iterable[re.Pattern[str]], calls: Iterable[Call]) -> bool:
+def known_failures(driver: type[Driver], strategy: str) -> list[re.Pattern[str]]:
+    """Return what matches the walks of a driver that a bug, not mended yet, makes fail under a strategy."""
+    patterns: list[re.Pattern[str]] = []
+    for entry in _entries():
+        concerns = entry["driver"] == driver.name and strategy in entry["strategies"]
+        if concerns and "avoid" in entry:
+            patterns.append(re.compile(entry["avoid"]))
+    return patterns
+
+
+def _entries() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(CORPUS.read_text(encoding="utf-8"))
+    return entries
+
+
+def matches_any(patterns: Iterable[re.Pattern[str]], calls: Iterable[Call]) -> bool:
     """Tell whether any pattern is in the text of a walk: ``step(), save(), step()``."""
     text = ", ".join(str(call) for call in calls)
     return any(pattern.search(text) for pattern in patterns)

@@ -24,7 +24,7 @@ from pytest_distcompat.plugin.marked.phase import (
 from pytest_distcompat.plugin.reporting.representation import represent
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch.ending import Ending, RankEnd
+    from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 
 #: The title of the section with output that a rank wrote past pytest's capture.
 UNCAPTURED = "Uncaptured output"

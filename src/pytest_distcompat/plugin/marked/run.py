@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.cell import uneven
-from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
 from pytest_distcompat.plugin.marked.declare import Mark, mark_of, nodes_of, scope_of, world_size_of
 from pytest_distcompat.plugin.marked.outcome import OUTCOME, UNCAPTURED, Outcome, disagreement, merge
 from pytest_distcompat.plugin.on_ranks import rank_session
-from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch.ending import Ending
+    from pytest_distcompat.launch.forensics.ending import Ending
     from pytest_distcompat.launch.request import Request
     from pytest_distcompat.launch.reused_ranks import Reuse
 
@@ -34,8 +32,9 @@ NEXT_ITEM: pytest.StashKey[pytest.Item | None] = pytest.StashKey()
 
 def take_over(item: pytest.Function) -> None:
     """Have the ranks run a marked test: in this process no fixture is set up, and its function is never called."""
-    if item.config.stash[SESSION].simulated:
-        pytest.skip("simulated: a marked test needs ranks")
+    substitute = item.config.stash[SESSION].substitute
+    if substitute is not None:
+        pytest.skip(substitute.needs_ranks)
     item.fixturenames = []
     _hide_text_conditions(item)
     if OUTCOME in item.stash:
@@ -95,7 +94,7 @@ def run_on_ranks(item: pytest.Function) -> None:
     ending = session.launcher.run(request, reuse)
     outcome = merge(ending)
     # Cold torchrun starts all ranks on this machine.
-    if request.nodes == 1 and session.verifies(strip_group(item.config, item.nodeid)):
+    if request.nodes == 1 and session.verifies(session.nodeid_of(item)):
         outcome = _verify(outcome, request, session, item)
     if _shows_output_at_once(item.config):
         outcome = _print_uncaptured(outcome)
@@ -140,9 +139,9 @@ def _request(
     directory = str(session.new_directory(item.originalname))
     next_nodeid = None
     if next_item is not None:
-        next_nodeid = strip_group(item.config, next_item.nodeid)
+        next_nodeid = session.nodeid_of(next_item)
     payload = rank_session.ItemPayload(
-        nodeid=strip_group(item.config, item.nodeid),
+        nodeid=session.nodeid_of(item),
         next=next_nodeid,
         device=session.device,
         directory=directory,
@@ -175,8 +174,9 @@ def _end_as(outcome: Outcome, ending: Ending, item: pytest.Function) -> None:
         rank = None
         if ending.cause is not None and ending.cause.status == "raised":
             rank = ending.cause.rank
-        item.stash[FAILED_RUN] = FailedRun(ending.command, rank)
-        reproduce = item.config.stash[SESSION].reproduce(item)
+        session = item.config.stash[SESSION]
+        session.note_failed_run(item, ending.command, rank)
+        reproduce = session.reproduce(item)
         lines = (outcome.text, f"reproduce: {reproduce}", f"this run alone: {ending.command}")
         raise outcome.failure("\n".join(lines))
     if outcome.kind == "skipped":

@@ -37,13 +37,21 @@ _PRECISIONS = {"distcompat_precisions"}
 
 def command(config: pytest.Config, item: pytest.Function) -> str:
     """Return the command that runs that item alone again with the same options, from the same directory."""
-    _, _, inside = strip_group(config, item.nodeid).partition("::")
-    flags = [*_our_flags(config, item), *_pytest_flags(config)]
     if config.getoption("pyargs") and not _names_paths(config):
-        return shlex.join(["pytest", "--pyargs", f"{item.module.__name__}::{inside}", *flags])
-    # A node id is relative to the root directory, but the command to where pytest was started.
-    path = os.path.relpath(item.path, config.invocation_params.dir)
-    return shlex.join(["pytest", f"{path}::{inside}", *flags])
+        arguments = ["--pyargs", f"{item.module.__name__}::{_place_in_module(config, item)}"]
+    else:
+        # A node id is relative to the root directory, but the command to where pytest was started.
+        path = os.path.relpath(item.path, config.invocation_params.dir)
+        arguments = [f"{path}::{_place_in_module(config, item)}"]
+    arguments += _our_flags(config, item)
+    arguments += _pytest_flags(config)
+    return shlex.join(["pytest", *arguments])
+
+
+def _place_in_module(config: pytest.Config, item: pytest.Function) -> str:
+    """Return the part of a node id after the module: class, function, parameters."""
+    _, _, place = strip_group(config, item.nodeid).partition("::")
+    return place
 
 
 def _names_paths(config: pytest.Config) -> bool:

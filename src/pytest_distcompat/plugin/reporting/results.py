@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.installed import GET_TORCH, versions
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.options import options_of
@@ -46,6 +47,15 @@ _NOT_INSTALLED = re.compile(r"\b([\w.-]+) is not installed")
 _NO_CELL = "::test[no-cell]"
 #: The node id of a suite's item: the node id of the suite, the cell, the check.
 _ITEM = re.compile(r"(?P<place>.+)::test\[(?P<cell>[\w-]+):(?P<check>\w+)\]")
+
+
+@dataclass(frozen=True)
+class _SuiteItem:
+    """What the node id of a suite's item says: the node id of the suite, the id of the cell, the name of the check."""
+
+    suite: str
+    cell: str
+    check: str
 
 
 class Results:
@@ -85,10 +95,13 @@ class Results:
         self._note_collected(ids)
         self._start_progress()
 
-    def _note_collected(self, nodeids: Any) -> None:
-        stripped = [strip_group(self.session.config, nodeid) for nodeid in nodeids]
-        self.collected.update((nodeid, None) for nodeid in stripped if _parse_suite_item(nodeid))
-        self.without_cells.update((nodeid, "") for nodeid in stripped if nodeid.endswith(_NO_CELL))
+    def _note_collected(self, nodeids: Iterable[str]) -> None:
+        for nodeid in nodeids:
+            stripped = strip_group(self.session.config, nodeid)
+            if _parse_suite_item(stripped) is not None:
+                self.collected[stripped] = None
+            if stripped.endswith(_NO_CELL):
+                self.without_cells[stripped] = ""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
@@ -99,19 +112,20 @@ class Results:
             self._start_progress()
 
     def _start_progress(self) -> None:
-        if self.collected and self._progress is None:
-            config = self.session.config
-            forecast = Forecast(self.session.last_report, self.collected)
-            self._progress = Progress(
-                config,
-                self.session.runs,
-                lambda: (len(self.results), len(self.collected)),
-                lambda passed: forecast.left(tuple(self.results), passed),
-                self.session.waits,
-            )
-            config.pluginmanager.register(self._progress, "distcompat-progress")
-            config.add_cleanup(self._progress.stop)
-            self._progress.start()
+        if not self.collected or self._progress is not None:
+            return
+        config = self.session.config
+        forecast = Forecast(self.session.last_report, self.collected)
+        self._progress = Progress(
+            config,
+            self.session.runs,
+            counts=lambda: (len(self.results), len(self.collected)),
+            left=lambda passed: forecast.left(tuple(self.results), passed),
+            waits=self.session.waits,
+        )
+        config.pluginmanager.register(self._progress, "distcompat-progress")
+        config.add_cleanup(self._progress.stop)
+        self._progress.start()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -120,68 +134,78 @@ class Results:
         nodeid = strip_group(self.session.config, report.nodeid)
         if data is not None:
             self._record_verdict(data, report)
-        elif _parse_suite_item(nodeid) and (report.failed or report.skipped):
-            self._record_without_verdict(nodeid, report)
+        elif _parse_suite_item(nodeid) is not None:
+            if report.failed or report.skipped:
+                self._record_without_verdict(nodeid, report)
         elif nodeid in self.without_cells and isinstance(report.longrepr, tuple):
             self.without_cells[nodeid] = str(report.longrepr[2]).removeprefix("Skipped: ")
         result = self.results.get(nodeid)
-        self._own_failures += report.failed and result is not None and result.red
+        if report.failed and result is not None and result.red:
+            self._own_failures += 1
         report.user_properties.extend(self._properties(nodeid, report))
 
     def _record_verdict(self, data: dict[str, Any], report: pytest.TestReport) -> None:
-        result = decode(Verdict, data["verdict"])
-        rank = rank_of_cause(result.message) if result.rank is None else result.rank
-        # The item as a whole: under xdist a report comes when its worker has sent it.
-        began = report.start - self._began
-        result = dataclasses.replace(result, rank=rank, seconds=report.duration, began=began)
-        self.results[result.nodeid] = result
-        row = self._row(result)
+        verdict = decode(Verdict, data["verdict"])
+        rank = verdict.rank
+        if rank is None:
+            rank = rank_of_cause(verdict.message)
+        verdict = dataclasses.replace(
+            verdict,
+            rank=rank,
+            seconds=report.duration,
+            # The item as a whole: under xdist a report comes when its worker has sent it.
+            began=report.start - self._began,
+        )
+        self.results[verdict.nodeid] = verdict
+        row = self._row(verdict)
         row.not_applicable.update(data["not_applicable"])
         row.cost.update(data["cost"])
 
     def _record_without_verdict(self, nodeid: str, report: pytest.TestReport) -> None:
         """Record an item that failed or was skipped outside its check: in a fixture, or because its worker died."""
-        suite_id, cell, check = _parse_suite_item(nodeid)
         recorded = self.results.get(nodeid)
-        text = report.longreprtext
-        lines = [line.removeprefix("E ").strip() for line in text.splitlines() if line.startswith("E ")]
-        if recorded is not None and (recorded.red or report.skipped):
-            if report.failed and report.when == "teardown":
-                self.results[nodeid] = dataclasses.replace(recorded, teardown=(lines or [text.strip()])[0])
-            return
-        if report.skipped:
-            skip_text = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else text
-            status, message = Status.SKIPPED, skip_text.removeprefix("Skipped: ")
-        else:
-            prefix = "" if report.when in {"call", "setup", "teardown"} else "no report: "
-            status, message = Status.ERROR, "\n".join([*lines[:1], prefix + text]).strip()
-        reason = message if report.skipped else ""
-        # The driver is filled in at the end, from the suite's other items.
-        item: dict[str, Any] = {"suite": suite_id.rpartition("::")[2], "nodeid": nodeid, "seconds": report.duration}
-        self.results[nodeid] = Verdict(check, cell, status, message, reason, **item)
-        self._row(self.results[nodeid])
+        if recorded is None or not (recorded.red or report.skipped):
+            verdict = _verdict_without_check(nodeid, report)
+            self.results[nodeid] = verdict
+            self._row(verdict)
+        elif report.failed and report.when == "teardown":
+            errors = _error_lines(report)
+            teardown = errors[0] if errors else report.longreprtext.strip()
+            self.results[nodeid] = dataclasses.replace(recorded, teardown=teardown)
 
     def _row(self, result: Verdict) -> Row:
-        return self.cells.setdefault(f"{result.place}:{result.cell}", Row.of(result))
+        return self.cells.setdefault(_key(result), Row.of(result))
 
     def _properties(self, nodeid: str, report: pytest.TestReport) -> list[tuple[str, object]]:
         """Return the properties of a distributed test: cell, driver, check, status, rank of the cause, versions."""
-        result = self.results.get(nodeid)
         values: dict[str, object] = {}
+        result = self.results.get(nodeid)
         if result is not None:
-            values = {name: getattr(result, name) for name in ("cell", "driver", "check")}
-            values |= {"status": result.status.value, "rank": result.rank}
-        elif "distcompat" in report.keywords and not _parse_suite_item(nodeid):
+            values = {
+                "cell": result.cell,
+                "driver": result.driver,
+                "check": result.check,
+                "status": result.status.value,
+                "rank": result.rank,
+            }
+        elif "distcompat" in report.keywords and _parse_suite_item(nodeid) is None:
             # A marked test: its cell, where it has one, is in its id.
-            parts = nodeid.rpartition("[")[2].rstrip("]")
-            values = {"cell": parts if facets(parts) else None}
-        if values:
-            values["versions"] = ", ".join(f"{name} {version}" for name, version in self._versions.items())
-        return [(f"distcompat_{name}", value) for name, value in values.items() if value is not None]
+            parameters = nodeid.rpartition("[")[2].rstrip("]")
+            values = {"cell": parameters if facets(parameters) else None}
+        if not values:
+            return []
+        versions_text = [f"{name} {version}" for name, version in self._versions.items()]
+        values["versions"] = ", ".join(versions_text)
+        properties = []
+        for name, value in values.items():
+            if value is not None:
+                properties.append((f"distcompat_{name}", value))
+        return properties
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Note what ended the session early: Ctrl-C, pytest.exit(), or under xdist ``-x`` or ``--stepwise``."""
-        self._ending = "interrupted" if excinfo.type in {KeyboardInterrupt, pytest.exit.Exception} else "stopped"
+        by_user = excinfo.type in {KeyboardInterrupt, pytest.exit.Exception}
+        self._ending = "interrupted" if by_user else "stopped"
 
     # tryfirst: pytest's own hook removes its temporary directories, and with them the store.
     @pytest.hookimpl(tryfirst=True)
@@ -193,53 +217,89 @@ class Results:
         self._shard = self.session.shared(SHARDS)
         # Read here: pytest removes the store before the summary.
         self._left_out = self.session.shared(LEFT_OUT) or []
-        empty = self._shard is not None and not self._shard["plan"][self._shard["number"] - 1]
-        if empty and any(self._shard["plan"]) and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        if self._has_empty_shard() and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             session.exitstatus = pytest.ExitCode.OK
-        suites = self.results or self.collected or self.without_cells
-        # A report or a baseline needs suites, unless a selection explains that none was collected.
-        needed = self.session.setting("report").value or self.session.setting("baseline").value
-        if not self._running or not (suites or (needed and (self._shard or not is_narrowed(session.config)))):
+        if not self._running or not self._needs_report(session.config):
             return
         self.report = self._report(exitstatus)
         fold_failures(session.config, self.report.results)
         self._compare(session)
         self._require_a_verdict(session)
-        paths = self.session.setting("report").value
-        summary = os.environ.get(SUMMARY)
-        jobs: list[tuple[Path, Any]] = [(path, write_report) for path in paths]
-        jobs += [(Path(summary), append_summary)] if summary else []
-        for path, write in jobs:
+        self._write_files(session, self.report)
+        sent = send(self.report)
+        if sent:
+            self._written.append(sent)
+
+    def _has_empty_shard(self) -> bool:
+        """Tell whether the session has no tests because they are all in other shards."""
+        if self._shard is None:
+            return False
+        plan = self._shard["plan"]
+        return any(plan) and not plan[self._shard["number"] - 1]
+
+    def _needs_report(self, config: pytest.Config) -> bool:
+        """Tell whether the session has suites, or should have had some."""
+        if self.results or self.collected or self.without_cells:
+            return True
+        # A report or a baseline needs suites, unless a selection explains that none was collected.
+        if not self.session.setting("report").value and not self.session.setting("baseline").value:
+            return False
+        return bool(self._shard) or not is_narrowed(config)
+
+    def _write_files(self, session: pytest.Session, report: Report) -> None:
+        """Write the report files, and the summary of a GitHub step."""
+        for path in self.session.setting("report").value:
             try:
-                write(path, self.report)
+                write_report(path, report)
             except OSError as error:
-                self._written.append(f"report: {path} could not be written: {error.strerror}")
-                # The user requested this file, but not the summary of a GitHub step.
-                if write is write_report and session.exitstatus in _GOOD:
+                self._written.append(_not_written(path, error))
+                if session.exitstatus in _GOOD:
                     session.exitstatus = pytest.ExitCode.TESTS_FAILED
             else:
-                self._written += [f"report: {path}"] if write is write_report else []
-        self._written += filter(None, [send(self.report)])
+                self._written.append(f"report: {path}")
+        summary = os.environ.get(SUMMARY)
+        if summary:
+            try:
+                append_summary(Path(summary), report)
+            except OSError as error:
+                # The user did not request this file, so that the session does not fail.
+                self._written.append(_not_written(Path(summary), error))
 
     def _report(self, exitstatus: int) -> Report:
+        """Return the report of the session."""
         from pytest_distcompat.evidence.store import add_evidence, read_store
 
         runs = read_store(self.session.runs)
-        unreached = [nodeid for nodeid in self.collected if nodeid not in self.results]
-        internal = "internal error" if exitstatus == pytest.ExitCode.INTERNAL_ERROR else ""
-        ending = self._ending or internal or ("stopped" if unreached else "finished")
-        session_info = {**self._session_info(), "ending": ending, "runs": sum(bool(run.done) for run in runs)}
+        finished_runs = 0
+        for run in runs:
+            finished_runs += bool(run.done)
+        unreached = []
+        for nodeid in self.collected:
+            if nodeid not in self.results:
+                unreached.append(nodeid)
+        session_info = self._session_info()
+        session_info["ending"] = self._ending_of(exitstatus, unreached)
+        session_info["runs"] = finished_runs
         if self._shard:
             session_info["shard"] = {"number": self._shard["number"], "plan": self._shard["plan"]}
         session_info["remove"] = declared_of(self.session).stale()
         ordered = self.ordered()
-        rows = [self.cells[key] for key in dict.fromkeys(f"{result.place}:{result.cell}" for result in ordered)]
+        rows = {_key(result): self.cells[_key(result)] for result in ordered}
         results = with_device_seconds(ordered, session_info["timeline"])
-        report = Report(session_info, results, rows, unreached=unreached)
+        report = Report(session_info, results, list(rows.values()), unreached=unreached)
         report.fill_drivers()
         # Only files show what was trained, and to read all trainings again takes seconds.
-        add_evidence(report, runs, trainings=bool(self.session.setting("report").value or os.environ.get(SUMMARY)))
+        has_files = bool(self.session.setting("report").value or os.environ.get(SUMMARY))
+        add_evidence(report, runs, trainings=has_files)
         return report
+
+    def _ending_of(self, exitstatus: int, unreached: list[str]) -> str:
+        """Return how the session ended: ``interrupted``, ``internal error``, ``stopped`` or ``finished``."""
+        if self._ending:
+            return self._ending
+        if exitstatus == pytest.ExitCode.INTERNAL_ERROR:
+            return "internal error"
+        return "stopped" if unreached else "finished"
 
     def _compare(self, session: pytest.Session) -> None:
         """Compare with the baseline, if there is one: only what is newly broken or missing fails the session.
@@ -249,14 +309,18 @@ class Results:
         before = self.session.setting("baseline").value
         if before is None or self.report is None:
             return
-        found = compare(before, self.report)
+        comparison = compare(before, self.report)
         if self._shard or is_narrowed(session.config):
-            found.missing = [change for change in found.missing if change.after or change.why == "not reached"]
-        regressed = bool(found.broken or found.missing)
+            missing = []
+            for change in comparison.missing:
+                if change.after or change.why == "not reached":
+                    missing.append(change)
+            comparison.missing = missing
+        regressed = bool(comparison.broken or comparison.missing)
         # pytest counts more than tests: modules that cannot be imported, and failures of other plugins (pytest-cov).
         only_verdicts = 0 < session.testsfailed == self._own_failures
         session_info = self.report.session
-        session_info["baseline"] = found.to_json(self.session.setting("baseline").text)
+        session_info["baseline"] = comparison.to_json(self.session.setting("baseline").text)
         if regressed and session.exitstatus in _GOOD:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         elif session.exitstatus == pytest.ExitCode.TESTS_FAILED and only_verdicts and not regressed:
@@ -265,26 +329,39 @@ class Results:
 
     def _require_a_verdict(self, session: pytest.Session) -> None:
         """Fail a session whose suites came to no verdict: nothing was checked, which is no success."""
-        ran = any(result.status != "skipped" for result in self.results.values())
-        allowed = self.session.setting("nothing_ran").value == "pass" or session.exitstatus not in _GOOD
-        if ran or allowed or not (self.collected or self.without_cells):
+        if not (self.collected or self.without_cells):
             return
-        if self._shard and any(self._shard["can_run"]) and not self._shard["can_run"][self._shard["number"] - 1]:
-            # The cells that can run are all in other shards.
+        if self.session.setting("nothing_ran").value == "pass" or session.exitstatus not in _GOOD:
+            return
+        for result in self.results.values():
+            if result.status != "skipped":
+                return
+        if self._can_run_elsewhere():
             return
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        named = [(one.reason or one.message, f"{one.suite} {one.cell}") for one in self.ordered()]
-        named += [(reason, nodeid.split("::")[-2]) for nodeid, reason in self.without_cells.items()]
-        cells = grouped(named)
-        self._nothing_ran = ["no cell ran, so nothing was checked; expected at least one verdict"]
-        self._nothing_ran += [f"  {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in cells.items()]
-        missing = dict.fromkeys(package for reason in cells for package in _NOT_INSTALLED.findall(reason))
-        if "torch" in missing:
-            # The others need it, and would bring it for CUDA.
-            self._nothing_ran.append(f"  install it: {GET_TORCH}")
-        elif missing:
-            self._nothing_ran.append(f"  install it: pip install {' '.join(missing)}")
-        self._nothing_ran.append("  --distcompat-nothing-ran=pass lets such a session pass")
+        self._nothing_ran = _nothing_ran_lines(self._places_by_reason())
+
+    def _can_run_elsewhere(self) -> bool:
+        """Tell whether the cells that can run are all in other shards."""
+        if not self._shard:
+            return False
+        can_run = self._shard["can_run"]
+        return any(can_run) and not can_run[self._shard["number"] - 1]
+
+    def _places_by_reason(self) -> dict[str, list[str]]:
+        """Return why cells and suites did not run: the reason, and each suite and cell that it holds for, once."""
+        places: dict[str, list[str]] = {}
+
+        def add(reason: str, place: str) -> None:
+            of_reason = places.setdefault(reason, [])
+            if place not in of_reason:
+                of_reason.append(place)
+
+        for result in self.ordered():
+            add(result.reason or result.message, f"{result.suite} {result.cell}")
+        for nodeid, reason in self.without_cells.items():
+            add(reason, place=nodeid.split("::")[-2])
+        return places
 
     def ordered(self) -> list[Verdict]:
         """Return the results in the order of the matrix, independent of the order in which items ran."""
@@ -292,12 +369,22 @@ class Results:
         from pytest_distcompat.precisions import PRECISIONS
         from pytest_distcompat.strategies import STRATEGIES
 
-        strategies, precisions, checks = STRATEGIES.names(), PRECISIONS.names(), all_check_names()
+        strategies = STRATEGIES.names()
+        precisions = PRECISIONS.names()
+        checks = all_check_names()
 
         def matrix_order(result: Verdict) -> tuple[object, ...]:
             cell = Cell.parse(result.cell)
-            axes = (strategies.index(cell.strategy), precisions.index(cell.precision), cell.world_size, cell.nodes)
-            return (result.suite, len(cell.options), str(cell.options), *axes, checks.index(result.check))
+            return (
+                result.suite,
+                len(cell.options),
+                str(cell.options),
+                strategies.index(cell.strategy),
+                precisions.index(cell.precision),
+                cell.world_size,
+                cell.nodes,
+                checks.index(result.check),
+            )
 
         return sorted(self.results.values(), key=matrix_order)
 
@@ -308,38 +395,113 @@ class Results:
             show(terminalreporter, self.report, [*self._left_out, *self._written], self._nothing_ran)
 
     def _session_info(self) -> dict[str, Any]:
+        """Return what a report says of its session: versions, devices, settings, times."""
         from pytest_distcompat.launch import nccl
         from pytest_distcompat.lease import entries, gaps, read_timeline
 
         session = self.session
-        names = [name.removeprefix("distcompat_") for name in options_of(session.config)]
-        settings = {name: {"value": session.setting(name).text, "from": session.setting(name).origin} for name in names}
-        # What "auto" was on this machine: whether ranks shared a GPU.
-        settings["ranks_per_gpu"]["value"] = str(session.ranks_each)
+        session_versions = dict(self._versions)
         library = nccl.library() if session.gpus else None
-        of_nccl = {} if library is None else {"nccl": ".".join(map(str, library.version))}
+        if library is not None:
+            session_versions["nccl"] = ".".join(map(str, library.version))
         timeline = entries(session.store_path, session.began)
         # A lease of a run names its directory, whose name is the run's id.
         for entry in timeline:
-            entry["who"] = strip_group(session.config, entry["who"].removeprefix(f"{session.runs}{os.sep}"))
+            holder = entry["who"].removeprefix(f"{session.runs}{os.sep}")
+            entry["who"] = strip_group(session.config, holder)
         return {
-            "versions": {**self._versions, **of_nccl},
+            "versions": session_versions,
             "device": session.device,
             "gpu": session.gpu_name,
             "world_size": session.world_size,
             "began": clock.utc(self._began),
             "seconds": round(clock.now() - session.began, 1),
-            "settings": settings,
+            "settings": self._settings(),
             "timeline": timeline,
             "gaps": gaps(read_timeline(session.store_path), session.began, clock.now()),
         }
 
+    def _settings(self) -> dict[str, dict[str, str]]:
+        """Return the value of each option, and where it was set."""
+        settings = {}
+        for option in options_of(self.session.config):
+            name = option.removeprefix("distcompat_")
+            setting = self.session.setting(name)
+            settings[name] = {"value": setting.text, "from": setting.origin}
+        # What "auto" was on this machine: whether ranks shared a GPU.
+        settings["ranks_per_gpu"]["value"] = str(self.session.ranks_each)
+        return settings
 
-def _parse_suite_item(nodeid: str) -> tuple[str, ...]:
-    """Return the node id of the suite, the cell and the check of a suite's item; empty for any other test."""
+
+def _key(result: Verdict) -> str:
+    """Return the key of a verdict's row: its suite and its cell."""
+    return f"{result.place}:{result.cell}"
+
+
+def _verdict_without_check(nodeid: str, report: pytest.TestReport) -> Verdict:
+    """Return the verdict of an item that failed or was skipped before its check had one."""
+    item = _parse_suite_item(nodeid)
+    assert item is not None
+    if report.skipped:
+        status = Status.SKIPPED
+        text = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else report.longreprtext
+        message = reason = text.removeprefix("Skipped: ")
+    else:
+        status = Status.ERROR
+        prefix = "" if report.when in {"call", "setup", "teardown"} else "no report: "
+        lines = [*_error_lines(report)[:1], prefix + report.longreprtext]
+        message = "\n".join(lines).strip()
+        reason = ""
+    return Verdict(
+        item.check,
+        item.cell,
+        status,
+        message,
+        reason,
+        # The driver is filled in at the end, from the suite's other items.
+        suite=item.suite.rpartition("::")[2],
+        nodeid=nodeid,
+        seconds=report.duration,
+    )
+
+
+def _error_lines(report: pytest.TestReport) -> list[str]:
+    """Return the lines of an exception, which pytest marks with an E."""
+    lines = []
+    for line in report.longreprtext.splitlines():
+        if line.startswith("E "):
+            lines.append(line.removeprefix("E ").strip())
+    return lines
+
+
+def _not_written(path: Path, error: OSError) -> str:
+    return f"report: {path} could not be written: {error.strerror}"
+
+
+def _nothing_ran_lines(places_by_reason: dict[str, list[str]]) -> list[str]:
+    """Return what to tell the user of a session in which no cell ran: why, and what to install."""
+    lines = ["no cell ran, so nothing was checked; expected at least one verdict"]
+    missing: dict[str, None] = {}
+    for reason, places in places_by_reason.items():
+        lines.append(f"  {', '.join(places)}: {reason}")
+        for package in _NOT_INSTALLED.findall(reason):
+            missing[package] = None
+    if "torch" in missing:
+        # The others need it, and would bring it for CUDA.
+        lines.append(f"  install it: {GET_TORCH}")
+    elif missing:
+        lines.append(f"  install it: pip install {' '.join(missing)}")
+    lines.append("  --distcompat-nothing-ran=pass lets such a session pass")
+    return lines
+
+
+def _parse_suite_item(nodeid: str) -> _SuiteItem | None:
+    """Return what the node id of a suite's item says; None for any other test."""
     match = _ITEM.fullmatch(nodeid)
     if match is None or not facets(match["cell"]):
-        return ()
+        return None
     from pytest_distcompat.checks import all_check_names
 
-    return match.groups() if match["check"] in all_check_names() else ()
+    if match["check"] not in all_check_names():
+        return None
+    return _SuiteItem(match["place"], match["cell"], match["check"])

@@ -11,7 +11,7 @@ from _pytest._code.code import ExceptionRepr
 
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.plugin.selection import strip_group
-from pytest_distcompat.report.causes import causes
+from pytest_distcompat.report.causes import Cause, causes
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, runs_text, settings_text
 from pytest_distcompat.status import Verdict
@@ -35,53 +35,103 @@ def fold_failures(config: pytest.Config, results: Sequence[Verdict]) -> None:
     terminal: Any = config.pluginmanager.getplugin("terminalreporter")
     if terminal is None or config.get_verbosity() > 1:
         return
-    failed = {strip_group(config, one.nodeid): one for one in terminal.stats.get("failed", ()) if one.when == "call"}
+    failed = {}
+    for report in terminal.stats.get("failed", ()):
+        if report.when == "call":
+            failed[strip_group(config, report.nodeid)] = report
     folded: list[Any] = []
     for cause in causes(results):
-        reports = [failed.pop(result.nodeid) for result in cause.results if result.nodeid in failed]
-        for report in reports[1:]:
-            report._pdbshown = True  # noqa: SLF001 - see the docstring
-        if len(reports) > 1 and isinstance(reports[0].longrepr, ExceptionRepr):
-            verdicts = "\n".join(f"{cell}: {', '.join(checks)}" for cell, checks in cause.cells.items())
-            reports[0].longrepr.addsection(f"this cause has {len(reports)} verdicts (-vv shows each)", verdicts)
+        reports = []
+        for result in cause.results:
+            if result.nodeid in failed:
+                reports.append(failed.pop(result.nodeid))
+        _fold(cause, reports)
         folded += reports
     if folded:
-        others = [one for one in terminal.stats["failed"] if one not in folded]
+        others = []
+        for report in terminal.stats["failed"]:
+            if report not in folded:
+                others.append(report)
         terminal.stats["failed"] = [*others, *folded]
 
 
+def _fold(cause: Cause, reports: Sequence[Any]) -> None:
+    """Have pytest show the first of the reports of a cause alone, with the verdicts of all."""
+    for report in reports[1:]:
+        report._pdbshown = True  # noqa: SLF001 - see fold_failures
+    if len(reports) > 1 and isinstance(reports[0].longrepr, ExceptionRepr):
+        verdicts = [f"{cell}: {', '.join(checks)}" for cell, checks in cause.cells.items()]
+        title = f"this cause has {len(reports)} verdicts (-vv shows each)"
+        reports[0].longrepr.addsection(title, "\n".join(verdicts))
+
+
 def show(terminal: Any, report: Report, written: Sequence[str], nothing_ran: Sequence[str] = ()) -> None:
-    """Write the section; ``nothing_ran`` are the lines that say why no cell ran, if none did."""
+    """Write the section.
+
+    Args:
+        terminal: pytest's terminal reporter.
+        report: The report of the session.
+        written: Lines about the cells that the profile leaves out, and about report files.
+        nothing_ran: The lines that say why no cell ran, if none did.
+    """
     terminal.section("distributed compatibility")
-    # 0 is no limit: a log file has no width. pytest would assume 80 characters.
-    has_width = terminal.isatty or "COLUMNS" in os.environ
-    width = terminal.config.get_terminal_writer().fullwidth if has_width else 0
     verbose = terminal.config.get_verbosity() > 0
-    _write_lines(terminal, matrix_text(report.results, report.rows if verbose else (), width))
-    if not verbose and any(row.not_applicable for row in report.rows):
-        terminal.write_line("an empty place: the check is not applicable there (-v gives the reasons)")
+    _show_matrix(terminal, report, verbose=verbose)
     _write_lines(terminal, settings_text(report.results))
     _write_lines(terminal, causes_text(report.results))
-    runs = report.session.get("runs", 0)
-    verdicts = f"{len(report.results)} verdict{'s' * (len(report.results) != 1)}"
-    terminal.write_line(f"{verdicts} from {runs} {'run' if runs == 1 else 'runs'}")
-    terminal.write_line(visible(counts_text(report)))
-    for lines in terminal.config.hook.pytest_distcompat_summary(report=report):
-        for line in lines:
-            terminal.write_line(visible(line))
-    # The page has the timeline of the devices.
-    timeline, gaps = (report.session.get(name, ()) if verbose else () for name in ("timeline", "gaps"))
-    _write_lines(terminal, runs_text(report.runs, timeline, gaps))
+    _show_counts(terminal, report)
+    _show_runs(terminal, report, verbose=verbose)
     if report.interrupted:
         message = f"{report.session['ending']}: {len(report.unreached)} items were not reached"
         terminal.write_line(message, red=True, bold=True)
-    baseline = report.session.get("baseline", {})
-    for number, text in enumerate(baseline.get("text", ())):
-        terminal.write_line(visible(text if number else f"since {baseline['file']}: {text}"))
+    _show_comparison(terminal, report)
     for text in written:
         terminal.write_line(visible(text))
     for text in nothing_ran:
         terminal.write_line(visible(text), red=True, bold=True)
+
+
+def _show_matrix(terminal: Any, report: Report, *, verbose: bool) -> None:
+    # 0 is no limit: a log file has no width. pytest would assume 80 characters.
+    width = 0
+    if terminal.isatty or "COLUMNS" in os.environ:
+        width = terminal.config.get_terminal_writer().fullwidth
+    rows = report.rows if verbose else ()
+    _write_lines(terminal, matrix_text(report.results, rows, width))
+    if not verbose and any(row.not_applicable for row in report.rows):
+        terminal.write_line("an empty place: the check is not applicable there (-v gives the reasons)")
+
+
+def _show_counts(terminal: Any, report: Report) -> None:
+    runs = report.session.get("runs", 0)
+    verdicts = len(report.results)
+    verdicts_word = "verdict" if verdicts == 1 else "verdicts"
+    runs_word = "run" if runs == 1 else "runs"
+    terminal.write_line(f"{verdicts} {verdicts_word} from {runs} {runs_word}")
+    terminal.write_line(visible(counts_text(report)))
+    for lines in terminal.config.hook.pytest_distcompat_summary(report=report):
+        for line in lines:
+            terminal.write_line(visible(line))
+
+
+def _show_runs(terminal: Any, report: Report, *, verbose: bool) -> None:
+    timeline: Sequence[Any] = ()
+    gaps: Sequence[Any] = ()
+    # Otherwise the page has the timeline of the devices.
+    if verbose:
+        timeline = report.session.get("timeline", ())
+        gaps = report.session.get("gaps", ())
+    _write_lines(terminal, runs_text(report.runs, timeline, gaps))
+
+
+def _show_comparison(terminal: Any, report: Report) -> None:
+    """Write what changed since the baseline, if there is one."""
+    baseline = report.session.get("baseline", {})
+    for number, text in enumerate(baseline.get("text", ())):
+        line = text
+        if number == 0:
+            line = f"since {baseline['file']}: {text}"
+        terminal.write_line(visible(line))
 
 
 def _write_lines(terminal: Any, lines: Iterable[Line]) -> None:

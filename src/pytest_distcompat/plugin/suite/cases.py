@@ -22,18 +22,17 @@ from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
-from pytest_distcompat.judge import NO_VALUES, declaration, skipped
+from pytest_distcompat.judge import declaration, skipped
 from pytest_distcompat.known import concerned
-from pytest_distcompat.launch.ending import name_ranks
 from pytest_distcompat.launch.files import written
+from pytest_distcompat.launch.forensics.ending import name_ranks
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
 from pytest_distcompat.plugin.declared import declared_of, take_xfail_from_hard
 from pytest_distcompat.plugin.marked.outcome import disagreement
 from pytest_distcompat.plugin.marked.phase import SECTION_CHARACTERS
 from pytest_distcompat.plugin.reporting.representation import represent
 from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
-from pytest_distcompat.plugin.selection import case_of, cell_name, strip_group
+from pytest_distcompat.plugin.selection import case_of, cell_name
 from pytest_distcompat.plugin.session import LEFT_OUT, SESSION, DistcompatSession
 from pytest_distcompat.plugin.shard import FILE as SHARDS
 from pytest_distcompat.plugin.shard import ORDINARY, Shard, divide
@@ -168,7 +167,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     driver = find_driver(suite.driver)
     profile = session.setting("profile").value
     # A profile of an extension: it has one check of its own in each of its cells.
-    added_profile = None if session.simulated else profiles.find_added(profile)
+    added_profile = profiles.find_added(profile) if session.substitute is None else None
     cells = _selected_cells(suite, driver, session, any_precision=added_profile is not None)
     if added_profile is not None:
         check = added_profile.check
@@ -214,8 +213,8 @@ def _selected_cells(
     if profile != "default":
         spread = [cell.over(nodes or 1) for cell in cells]
         cells = list(dict.fromkeys(spread))
-    if session.simulated:
-        cells = profiles.resized(cells, session.simulated)
+    if session.substitute is not None:
+        cells = session.substitute.cells(cells)
     elif not _is_built_in(suite):
         _count_left_out(suite, driver, matrix.cells(*names, session.world_size), cells, session)
     selected = []
@@ -370,12 +369,12 @@ def why_not_run(case: Case, session: DistcompatSession) -> str | None:
 
 
 def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSession) -> str | None:
-    """Return why the driver cannot run the cell, or why the cell cannot be simulated; None if nothing stands against it."""
+    """Return why the driver, or this session, cannot run the cell; None if nothing stands against it."""
     if session.uses_mig and STRATEGIES.get(cell.strategy).zero_stage is not None:
         return NO_MIG
     reason = cell.uneven or unsupported_reason(driver, cell, session.device)
-    if not reason and session.simulated:
-        reason = profiles.not_simulated(driver, cell)
+    if not reason and session.substitute is not None:
+        reason = session.substitute.why_not_supported(driver, cell)
     if not reason and session.shares_through_gloo(cell.world_size):
         reason = why_not_through_gloo(cell)
     return reason or None
@@ -383,8 +382,10 @@ def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSessi
 
 def why_not_checked(check: Check, cell: Cell, driver: type[Driver], session: DistcompatSession) -> str | None:
     """Return why a check has no verdict in a cell; None if it has one."""
-    if session.simulated and check.name not in profiles.OF_SIMULATIONS:
-        return NO_VALUES
+    if session.substitute is not None:
+        reason = session.substitute.why_not_checked(check.name)
+        if reason:
+            return reason
     # A reason against the whole cell is one item, not one for each check.
     if session.shares_through_gloo(cell.world_size) and not why_not_through_gloo(cell):
         reason = why_not_through_gloo(cell, check.name)
@@ -478,13 +479,14 @@ class BoundCase:
     def __call__(self) -> None:
         """Run the case; return if its verdict is a success, or skip, or xfail. Any other verdict is raised, see FAILURES."""
         __tracebackhide__ = True
-        verdict, command = self._verdict()
+        session = self.item.config.stash[SESSION]
+        verdict, command = self._verdict(session)
         verdict = dataclasses.replace(
             verdict,
             suite=self.case.suite.__name__,
             driver=self.case.suite.driver,
-            nodeid=strip_group(self.item.config, self.item.nodeid),
-            reproduce=self.item.config.stash[SESSION].reproduce(self.item),
+            nodeid=session.nodeid_of(self.item),
+            reproduce=session.reproduce(self.item),
         )
         self.item.stash[VERDICT] = {
             "verdict": verdict.to_json(),
@@ -500,48 +502,55 @@ class BoundCase:
             failure = FAILURES.get(verdict.status, Incompatible)
             raise failure(self._text(verdict, command))
 
-    def _verdict(self) -> tuple[Verdict, str]:
+    def _verdict(self, session: DistcompatSession) -> tuple[Verdict, str]:
         """Run the case; return its verdict, and the command that repeats the run which ended early, else the last run."""
         case = self.case
-        session = self.item.config.stash[SESSION]
-        driver = find_driver(case.suite.driver)
         reason = why_not_run(case, session) or session.over_budget(case.suite.driver, case.cell)
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
         session.runner.started.clear()
-        known = session.known_of(concerned(driver), strip_group(self.item.config, self.item.nodeid))
+        verdict, trace = self._judge(session)
+        name, failure = _quoted_run(trace, verdict.message)
+        rank = None
+        rank_that_raised = None
+        if failure is not None:
+            rank = failure.rank
+            if failure.kind == "raised":
+                rank_that_raised = rank
+        command = _command_of(trace)
+        session.note_failed_run(self.item, command, rank_that_raised)
+        message = trace.name_nodes(verdict.message)
+        verdict = dataclasses.replace(verdict, ended_run=name, rank=rank, message=message)
+        self._show_output(session, verdict)
+        return verdict, command
+
+    def _judge(self, session: DistcompatSession) -> tuple[Verdict, Trace]:
+        """Run the check; return its verdict, with what the suite and known issues expect, and the trace it was judged on."""
+        case = self.case
+        driver = find_driver(case.suite.driver)
+        known = session.known_of(concerned(driver), session.nodeid_of(self.item))
         # The suite's own expectations come first.
-        expected = [*case.suite.expect]
+        expected = list(case.suite.expect)
         for issue in known:
             expected += issue.expectations
         verdict, trace = run_check(session.runner, case.suite.driver, case.cell, case.check, expected)
         used = cost(trace, session.gpu_name)
-        self._cost = dataclasses.asdict(used) if used else {}
+        if used:
+            self._cost = dataclasses.asdict(used)
         if verdict.status is Status.FAILED and not verdict.reason:
             self._declaration = declaration(case.check, case.cell, trace)
         verdict = self._verified(verdict, expected, session)
         declared_of(session).note_verdict(self.item, known, case.cell, verdict)
-        command = _command_of(trace)
-        name, end = _quoted_run(trace, verdict.message)
-        verdict = dataclasses.replace(
-            verdict,
-            ended_run=name,
-            rank=end.rank if end is not None else None,
-            message=trace.name_nodes(verdict.message),
-        )
-        rank_that_raised = end.rank if end is not None and end.kind == "raised" else None
-        self.item.stash[FAILED_RUN] = FailedRun(command, rank_that_raised)
-        scenario = case.check.runs(case.cell, driver)
-        self._show_output(session, session.runner.directories(case.suite.driver, case.cell, scenario), verdict)
-        return verdict, command
+        return verdict, trace
 
     def _verified(self, verdict: Verdict, expected: Sequence[Expectation], session: DistcompatSession) -> Verdict:
         """Run the check again under cold torchrun, if it is its turn; return a failure if the second verdict differs."""
         case = self.case
         # A check with a limit measures a number, which differs from run to run.
         # Cold torchrun starts all ranks on this machine.
-        can_verify = not case.check.limit and case.cell.nodes == 1
-        if not can_verify or not session.verifies(strip_group(self.item.config, self.item.nodeid)):
+        if case.check.limit or case.cell.nodes > 1:
+            return verdict
+        if not session.verifies(session.nodeid_of(self.item)):
             return verdict
         cold, _ = run_check(session.cold_runner, case.suite.driver, case.cell, case.check, expected)
         if cold.status == verdict.status:
@@ -550,24 +559,29 @@ class BoundCase:
         message = disagreement(verdict.status, cold.status, cold.message or verdict.message)
         return dataclasses.replace(verdict, status=Status.FAILED, message=message)
 
-    def _show_output(self, session: DistcompatSession, runs: Mapping[Path, str], verdict: Verdict) -> None:
+    def _show_output(self, session: DistcompatSession, verdict: Verdict) -> None:
         """Keep what the ranks wrote for the report, or print it (``-s``).
 
         An item that failed shows the run that ended early, else all its runs; any other those that it has started: checks share
         runs.
         """
         config = self.item.config
-        shown = dict(session.runner.started)
         if config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(config, "workerinput"):
-            for title, content in sections(shown):
+            for title, content in sections(session.runner.started):
                 print(f"\n{title}:\n{content}")  # noqa: T201 - it is what the ranks printed
-            return
-        if verdict.status.red:
-            shown = {}
-            for directory, name in runs.items():
-                if verdict.ended_run in {"", name}:
-                    shown[directory] = name
-        self.item.stash[OUTPUT] = sections(shown)
+        elif verdict.status.red:
+            self.item.stash[OUTPUT] = sections(self._runs_of_failure(session, verdict))
+        else:
+            self.item.stash[OUTPUT] = sections(session.runner.started)
+
+    def _runs_of_failure(self, session: DistcompatSession, verdict: Verdict) -> dict[Path, str]:
+        """Return the directory and name of the run that ended early, else of all runs that the check reads."""
+        case = self.case
+        scenario = case.check.runs(case.cell, find_driver(case.suite.driver))
+        runs = session.runner.directories(case.suite.driver, case.cell, scenario)
+        if not verdict.ended_run:
+            return runs
+        return {directory: name for directory, name in runs.items() if name == verdict.ended_run}
 
     def _text(self, verdict: Verdict, command: str) -> str:
         # The finding first: summaries and JUnit show the first line, beside the item's name.
@@ -608,10 +622,12 @@ def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest
     """Attach the verdict to the report, which then shows its message without frames of this plugin."""
     setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
     output = item.stash.get(OUTPUT, None)
-    report.sections.extend(output or ())
-    if call.excinfo is not None and isinstance(call.excinfo.value, DistcompatError):
-        represent(report, str(call.excinfo.value))
-        take_xfail_from_hard(report, call.excinfo.value)
+    if output is not None:
+        report.sections.extend(output)
+    error = call.excinfo.value if call.excinfo is not None else None
+    if isinstance(error, DistcompatError):
+        represent(report, str(error))
+        take_xfail_from_hard(report, error)
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,13 @@ def check_attributes(suite: type[CompatSuite]) -> None:
 
 def _check_attribute(suite: type[CompatSuite], name: str, value: object) -> None:
     """Raise UsageProblem if an attribute that suites do not have looks like one that they have."""
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    if name in _MATRIX_FIELDS and isinstance(value, (tuple, list)):
-        raise UsageProblem(
-            f"{suite.__name__}.{name} is no attribute of a suite; expected matrix = Matrix({name}={value!r:.100})"
-        )
+    values = [value]
+    if isinstance(value, (tuple, list)):
+        values = [*value]
+        if name in _MATRIX_FIELDS:
+            expected = f"matrix = Matrix({name}={value!r:.100})"
+            raise UsageProblem(f"{suite.__name__}.{name} is no attribute of a suite; expected {expected}")
     for close in difflib.get_close_matches(name, _ATTRIBUTES, n=1, cutoff=0.75):
-        if any(isinstance(each, _ATTRIBUTES[close]) for each in values):
+        kind = _ATTRIBUTES[close]
+        if any(isinstance(each, kind) for each in values):
             raise UsageProblem(f"{suite.__name__}.{name} is no attribute of a suite; did you mean {close}?")

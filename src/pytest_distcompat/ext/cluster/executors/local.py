@@ -1,0 +1,26 @@
+"""Executor ``local``: all nodes are on this machine, for trying out."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from pytest_distcompat.ext.cluster.executors._base import Executor
+
+
+class Local(Executor):
+    """Several node agents on this machine, named n1, n2 and so on."""
+
+    name = "local"
+
+    def names(self, nodes: int) -> list[str]:
+        """Return n1, n2 and so on."""
+        return [f"n{number}" for number in range(1, nodes + 1)]
+
+    def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
+        """Start all agents."""
+        return [self.restart(join, name, token) for name in self.names(nodes)]
+
+    def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
+        """Start one agent."""
+        return self._popen([*join, "--name", name], token)

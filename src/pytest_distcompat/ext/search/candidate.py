@@ -1,0 +1,113 @@
+"""Candidates: a cell of a driver with options and settings, and perhaps calls of its live trainer with arguments."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_distcompat.calls import Call
+from pytest_distcompat.cell import Cell
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is run and judged at once.
+
+    Attributes:
+        driver: The driver's name.
+        cell: Strategy, precision, options and settings.
+        calls: Calls of the live trainer. Without any it trains, saves, loads and exports as in every cell.
+    """
+
+    driver: str
+    cell: Cell
+    calls: tuple[Call, ...] = ()
+
+    def __str__(self) -> str:
+        """Return it as one line, which names no other one."""
+        text = f"{self.driver} {self.cell}"
+        if self.calls:
+            text += f": {self.calls_text}"
+        return text
+
+    @property
+    def calls_text(self) -> str:
+        """Return the calls as Python writes them."""
+        return ", ".join(map(str, self.calls))
+
+    @property
+    def command(self) -> str:
+        """Return the command that runs it alone."""
+        words = ["distcompat", "search", "--driver", self.driver, "--cell", self.cell.id]
+        if self.calls:
+            words += ["--calls", self.calls_text]
+        return shlex.join(words)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return what can be taken away: options, settings, calls, and arguments of calls, in their order."""
+        return (*self._cell_parts(), *self._call_parts())
+
+    def only(self, parts: Sequence[str]) -> Candidate:
+        """Return it with nothing but these of its parts; a call without one of its arguments is the call without it."""
+        kept = set(parts)
+        options = [(name, value) for name, value in self.cell.options if name != "set" and f"{name}={value}" in kept]
+        settings = [setting for setting in self.cell.set if f"set {setting}" in kept]
+        if settings:
+            options.append(("set", "+".join(settings)))
+        cell = dataclasses.replace(self.cell, options=tuple(options))
+        calls: list[Call] = []
+        for number, call in enumerate(self.calls):
+            if f"{number} {call.name}" in kept:
+                arguments = tuple(pair for pair in call.arguments if _argument_part(number, pair) in kept)
+                calls.append(Call(call.name, arguments))
+        return dataclasses.replace(self, cell=cell, calls=tuple(calls))
+
+    def _cell_parts(self) -> Iterator[str]:
+        for name, value in self.cell.options:
+            if name != "set":
+                yield f"{name}={value}"
+        for setting in self.cell.set:
+            yield f"set {setting}"
+
+    def _call_parts(self) -> Iterator[str]:
+        for number, call in enumerate(self.calls):
+            yield f"{number} {call.name}"
+            for pair in call.arguments:
+                yield _argument_part(number, pair)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it as a file has it."""
+        data: dict[str, Any] = {"driver": self.driver, "cell": self.cell.id}
+        if self.calls:
+            data["calls"] = [str(call) for call in self.calls]
+        return data
+
+    @classmethod
+    def parse(cls, text: str) -> Candidate:
+        """Return the candidate that ``str`` wrote."""
+        driver, _, rest = text.partition(" ")
+        cell, _, calls = rest.partition(": ")
+        return cls(driver, Cell.parse(cell), tuple(parse_calls(calls)))
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Candidate:
+        """Return what ``as_data`` wrote."""
+        calls = tuple(Call.parse(text) for text in data.get("calls", ()))
+        return cls(data["driver"], Cell.parse(data["cell"]), calls)
+
+
+def parse_calls(text: str) -> list[Call]:
+    """Return the calls that a text lists: ``step(), export(max_shard_size=7)``. Raises ValueError for another text."""
+    tree = ast.parse(f"[{text}]", mode="eval").body
+    assert isinstance(tree, ast.List)
+    return [Call.parse(ast.unparse(element)) for element in tree.elts]
+
+
+def _argument_part(number: int, pair: tuple[str, Any]) -> str:
+    name, value = pair
+    return f"{number} {name}={value!r}"

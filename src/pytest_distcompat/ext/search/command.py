@@ -1,0 +1,186 @@
+"""``search``: looks for branches of the stack that no cell of a map reaches, and judges what reaches them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat import clock
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.cli.output import named_in_errors
+from pytest_distcompat.ext.search.candidate import Candidate, parse_calls
+from pytest_distcompat.ext.search.guide import Search, Step
+from pytest_distcompat.ext.search.reached import Reached, read_reached
+from pytest_distcompat.ext.search.space import DriverSpace
+from pytest_distcompat.ext.search.state import State, corpus_text, read_corpus, smallest_cover
+from pytest_distcompat.ext.search.trial import Trials
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.installed import versions
+
+#: The candidates of the package, which searches begin with.
+CORPUS = Path(__file__).with_name("corpus.json")
+_SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600}
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    parser = commands.add_parser(
+        "search",
+        help="look for branches of the stack that no cell reaches, and judge what reaches them",
+        description="Try settings, options and calls with arguments; keep what reaches branches that no cell of the map reaches, "
+        "and vary it. Exit code 1: something breaks the law.",
+    )
+    parser.add_argument("--map", type=Path, metavar="FILE", help="a map of --distcompat-reach: what it has is not new")
+    parser.add_argument(
+        "--driver", action="append", metavar="NAME", help="only of this driver (default: all built-in ones)"
+    )
+    parser.add_argument("--strategy", action="append", metavar="NAME", help="only under this strategy (default: all)")
+    parser.add_argument("--candidates", type=int, metavar="N", help="try so many (default: 100, without --budget)")
+    parser.add_argument("--budget", metavar="TIME", help="begin none after so long: 90s, 20m, 2h")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn (default: 0)")
+    parser.add_argument("--shard", default="1/1", metavar="I/N", help="one of several searches that draw differently")
+    parser.add_argument(
+        "--state", type=Path, metavar="FILE", help="go on from this file, and keep it after each candidate"
+    )
+    parser.add_argument(
+        "--add", type=Path, action="append", default=[], metavar="FILE", help="add the state of another shard"
+    )
+    parser.add_argument(
+        "--corpus", type=Path, default=CORPUS, metavar="FILE", help="what to begin with (default: the package's)"
+    )
+    parser.add_argument("--blind", action="store_true", help="draw all alike, without a corpus: for comparison")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the corpus of what reached something new"
+    )
+    parser.add_argument("--cell", metavar="CELL", help="run this cell alone, once, and judge it")
+    parser.add_argument(
+        "--calls", default="", metavar="CALLS", help='with these calls: "step(), export(max_shard_size=7)"'
+    )
+    parser.set_defaults(call=_search, finds_drivers=True)
+
+
+def _search(options: argparse.Namespace) -> int:
+    if options.cell:
+        return _alone(options)
+    state = _state(options)
+    reached = read_reached(options.map) if options.map else Reached()
+    known = reached.branches
+    limit = _limit(options)
+    deadline = clock.now() + _seconds(options.budget)
+    with Trials(known) as trials:
+        functions = trials.installed.functions
+        spaces = _spaces(options)
+        search = Search(spaces, state, known, functions, readers=reached.readers, guided=not options.blind)
+        first = [] if options.blind else read_corpus(options.corpus)
+        if limit > 0 and clock.now() < deadline:
+            for number, step in enumerate(search.run(first, trials.run), start=1):
+                _print_step(step)
+                if options.state:
+                    state.write(options.state)
+                if number >= limit or clock.now() >= deadline:
+                    break
+    _print_summary(state)
+    if options.output:
+        with named_in_errors(options.output):
+            options.output.write_text(corpus_text(state.kept), encoding="utf-8")
+        print(f"written: {options.output}")
+    return int(bool(state.found))
+
+
+def _alone(options: argparse.Namespace) -> int:
+    """Run one candidate and judge it."""
+    if not options.driver or len(options.driver) > 1:
+        raise UsageProblem("--cell needs one --driver")
+    try:
+        calls = parse_calls(options.calls)
+    except (ValueError, SyntaxError) as error:
+        raise UsageProblem(f"--calls {options.calls}: {error}") from None
+    candidate = Candidate(options.driver[0], Cell.parse(options.cell), tuple(calls))
+    space = DriverSpace(candidate.driver, [candidate.cell.strategy])
+    if not space.sound(candidate):
+        raise UsageProblem(f"{candidate}: the driver cannot do this, or what a call does is known to be broken")
+    known = (read_reached(options.map) if options.map else Reached()).branches
+    with Trials(known) as trials:
+        outcome = trials.run(candidate)
+        new = outcome.branches.without(known)
+        print(f"{candidate}: {len(outcome.branches)} branches, {len(new)} new")
+        if options.map:
+            for text in trials.installed.functions(new):
+                print(f"  {text}")
+    if outcome.refused:
+        print(f"refused: {outcome.refused}")
+    if outcome.problem:
+        print(f"FAIL: {outcome.problem}")
+    return int(bool(outcome.problem))
+
+
+def _state(options: argparse.Namespace) -> State:
+    """Return the state to go on from. Raises UsageProblem if it is of another search."""
+    if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", options.shard):
+        raise UsageProblem(f"--shard {options.shard}: expected one part of several, as 1/3, 2/3 or 3/3")
+    state = State(options.seed, options.shard, dict(versions()))
+    if options.state and options.state.exists():
+        state = State.read(options.state)
+        if (state.seed, state.shard) != (options.seed, options.shard):
+            raise UsageProblem(f"{options.state}: it is of --seed {state.seed} --shard {state.shard}")
+        if state.versions != versions():
+            raise UsageProblem(f"{options.state}: it is of other releases; begin a new one")
+    for path in options.add:
+        state.add(State.read(path))
+    return state
+
+
+def _limit(options: argparse.Namespace) -> float:
+    """Return how many candidates to try at most."""
+    if options.candidates is not None:
+        return float(options.candidates)
+    return float("inf") if options.budget else 100.0
+
+
+def _seconds(text: str | None) -> float:
+    """Return the seconds of a time like ``20m``; without one, no limit."""
+    if text is None:
+        return float("inf")
+    match = re.fullmatch(r"(\d+)([smh])", text)
+    if match is None:
+        raise UsageProblem(f"--budget {text}: expected a time, as 90s, 20m or 2h")
+    return int(match[1]) * _SECONDS_BY_UNIT[match[2]]
+
+
+def _spaces(options: argparse.Namespace) -> Sequence[DriverSpace]:
+    from pytest_distcompat.drivers import DRIVERS
+    from pytest_distcompat.strategies import STRATEGIES
+
+    names = options.driver or list(DRIVERS.names())
+    strategies = options.strategy or list(STRATEGIES.names())
+    spaces = [DriverSpace(name, strategies) for name in names]
+    usable = [space for space in spaces if space.strategies]
+    if not usable:
+        raise UsageProblem(f"none of {', '.join(names)} runs under {', '.join(strategies)}")
+    return usable
+
+
+def _print_step(step: Step) -> None:
+    words = [f"+{step.new_branches}" if step.new_branches else "  "]
+    words.append(str(step.candidate))
+    print(*words, flush=True)
+    if step.outcome.refused:
+        print(f"     refused: {step.outcome.refused[:160]}", flush=True)
+    if step.found is not None:
+        print(f"     FAIL: {step.outcome.problem}", flush=True)
+        if step.found.times == 1:
+            print(f"     {step.found.candidate.command}", flush=True)
+
+
+def _print_summary(state: State) -> None:
+    cover = list(smallest_cover(state.kept))
+    print()
+    print(
+        f"{len(state.tried)} candidates in {state.seconds:.0f} s: {len(state.new_branches)} new branches by {len(state.kept)}, "
+        f"of which {len(cover)} reach all; {state.refused} refused, {len(state.found)} findings"
+    )
+    for found in state.found:
+        print(f"{found.problem}\n    {found.times} times; {found.candidate.command}")

@@ -1,0 +1,162 @@
+"""The search itself: which candidate is tried next, what is kept of it, and how a failure is reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from pytest_distcompat.ext.search.candidate import Candidate
+from pytest_distcompat.ext.search.reached import Branches
+from pytest_distcompat.ext.search.space import DriverSpace
+from pytest_distcompat.ext.search.state import Found, Kept, State, cause_of
+from pytest_distcompat.ext.search.trial import Outcome
+from pytest_distcompat.ext.search.yields import Yields
+from pytest_distcompat.settings.pairs import smallest
+
+#: How often a candidate is drawn from all, although there is something new to vary.
+_FRESH = 0.5
+#: How many draws may go wrong one after another before nothing is left to try.
+_DRAWS = 2000
+#: The most trials that the reduction of one failure takes.
+_REDUCTION_TRIALS = 24
+
+#: As many neighbours count as tried in vain of a candidate that was refused.
+_REFUSED = 20
+
+#: Runs a candidate and judges it.
+Try = Callable[[Candidate], Outcome]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A candidate that was tried: what came of it, how many branches it was the first to reach, and what it broke, reduced."""
+
+    candidate: Candidate
+    outcome: Outcome
+    new_branches: int
+    found: Found | None
+
+
+class Search:
+    """Candidates in the order of a search.
+
+    Args:
+        spaces: The candidates of each driver.
+        state: What was tried before, which grows.
+        known: The branches that some cell of the map reaches, which grow too.
+        functions: Returns the functions that have these branches, those with most first.
+        readers: How many branches that no cell reaches read a name, such as a setting's.
+        guided: Neighbours of what was new are tried; else all are drawn alike.
+    """
+
+    def __init__(
+        self,
+        spaces: Sequence[DriverSpace],
+        state: State,
+        known: Branches,
+        functions: Callable[[Branches], Iterator[str]],
+        *,
+        readers: Mapping[str, int] | None = None,
+        guided: bool = True,
+    ) -> None:
+        self.state, self.known, self.guided = state, known, guided
+        self._functions = functions
+        self._spaces = {space.driver: space for space in spaces}
+        self._yields = state.yields(readers or {}) if guided else Yields()
+        known.add(state.new_branches)
+
+    def run(self, first: Sequence[Candidate], attempt: Try) -> Iterator[Step]:
+        """Yield what came of each candidate: of these first, then of those that are drawn.
+
+        Args:
+            first: Candidates to begin with, such as those of a corpus.
+            attempt: Runs one.
+        """
+        for candidate in first:
+            if str(candidate) not in self.state.tried and self._is_ours(candidate):
+                yield self._tried(candidate, None, attempt)
+        while True:
+            drawn = self._draw()
+            if drawn is None:
+                return
+            candidate, parent = drawn
+            yield self._tried(candidate, parent, attempt)
+
+    def _is_ours(self, candidate: Candidate) -> bool:
+        space = self._spaces.get(candidate.driver)
+        return space is not None and candidate.cell.strategy in space.strategies and space.sound(candidate)
+
+    def _draw(self) -> tuple[Candidate, Kept | None] | None:
+        """Return a candidate that was not tried, and what it is a neighbour of; None if none is left."""
+        # By the number of those tried, so that a search which goes on draws as one that never stopped.
+        random = Random(f"{self.state.seed} {self.state.shard} {len(self.state.tried)}")  # noqa: S311 - no secret
+        spaces = list(self._spaces.values())
+        for _ in range(_DRAWS):
+            parent = None
+            if self.guided and self.state.kept and random.random() >= _FRESH:
+                parent = self._parent(random)
+                space = self._spaces[parent.candidate.driver]
+                others = [kept.candidate for kept in self.state.kept]
+                candidate = space.neighbour(parent.candidate, others, random, self._yields)
+            else:
+                candidate = random.choice(spaces).fresh(random, self._yields)
+            if candidate is not None and str(candidate) not in self.state.tried:
+                return candidate, parent
+        return None
+
+    def _parent(self, random: Random) -> Kept:
+        """Return something new to vary: rather what has much that is new, and whose neighbours have not been tried in vain."""
+        mine = [kept for kept in self.state.kept if kept.candidate.driver in self._spaces]
+        weights = [len(kept.branches) ** 0.5 / (1 + kept.barren) for kept in mine]
+        return random.choices(mine, weights)[0]
+
+    def _tried(self, candidate: Candidate, parent: Kept | None, attempt: Try) -> Step:
+        outcome = attempt(candidate)
+        new = outcome.branches.without(self.known)
+        self.known.add(new)
+        self.state.tried[str(candidate)] = len(new)
+        self.state.seconds += outcome.seconds
+        self.state.refused += bool(outcome.refused)
+        if self.guided:
+            self._yields.add(candidate, len(new))
+        if parent is not None:
+            parent.barren = 0 if len(new) else parent.barren + 1
+        if len(new):
+            kept = Kept(candidate, new, tuple(self._functions(new))[:3])
+            if outcome.refused:
+                # Its neighbours are mostly refused too.
+                kept.barren = _REFUSED
+            self.state.kept.append(kept)
+        found = self._found(candidate, outcome, attempt) if outcome.problem else None
+        return Step(candidate, outcome, len(new), found)
+
+    def _found(self, candidate: Candidate, outcome: Outcome, attempt: Try) -> Found:
+        """Return the finding of a candidate that breaks the law, reduced if it is the first that fails so."""
+        cause = cause_of(outcome.problem)
+        same = self.state.finding(cause)
+        if same is not None:
+            same.times += 1
+            return same
+        reduced = self._reduced(candidate, cause, attempt)
+        found = Found(reduced, outcome.problem)
+        self.state.found.append(found)
+        return found
+
+    def _reduced(self, candidate: Candidate, cause: str, attempt: Try) -> Candidate:
+        """Return the smallest part of a candidate that fails alike."""
+        space = self._spaces[candidate.driver]
+        trials = 0
+
+        def fails_alike(parts: tuple[str, ...]) -> bool:
+            nonlocal trials
+            part = candidate.only(parts)
+            lost_all_calls = bool(candidate.calls) and not part.calls
+            if lost_all_calls or trials >= _REDUCTION_TRIALS or not space.sound(part):
+                return False
+            trials += 1
+            outcome = attempt(part)
+            self.state.seconds += outcome.seconds
+            return cause_of(outcome.problem) == cause
+
+        return candidate.only(smallest(candidate.parts, fails_alike))

@@ -1,0 +1,255 @@
+"""All candidates of a search: drawn at random, or as neighbours of one that was new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+from pytest_distcompat.calls import Call, offered, refusal_reason
+from pytest_distcompat.cell import OPTIONS, Cell, OptionValue
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers import find_driver, unsupported_reason
+from pytest_distcompat.ext.search.arguments import call_arguments
+from pytest_distcompat.ext.search.candidate import Candidate
+from pytest_distcompat.ext.search.yields import Yields
+from pytest_distcompat.ext.walk.explore import known_failures, matches_any
+from pytest_distcompat.ext.walk.sequence import allowed
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.profiles import cell_of, option_choices
+from pytest_distcompat.scenario import FOLLOWED
+from pytest_distcompat.settings.rules import Setting, settings_of
+
+T = TypeVar("T")
+#: The most ranks of a candidate's cell.
+MOST_RANKS = 4
+#: The most calls of a candidate: each costs time, and what fails after few is easier to read.
+MOST_CALLS = 5
+#: Options beside which calls are compared with one process; the others change what a step is.
+_OPTIONS_OF_CALLS = frozenset(
+    {"model", "compile", "activation_checkpointing", "state_dict", "use_orig_params", "reshard_after_forward"}
+    | {"dp_replicate", "cpu_offload", "set"}
+)
+#: Settings by which DeepSpeed compiles an operator of its own for minutes, in each run anew.
+_COMPILED = frozenset({"ds_config.zero_force_ds_cpu_optimizer"})
+#: How often a candidate of nothing in particular has calls, a setting, and otherwise options alone.
+_KINDS = ("calls", "calls", "setting", "setting", "setting", "option")
+#: How often an argument that a call passes on is given.
+_ARGUMENT_GIVEN = 0.7
+
+
+class DriverSpace:
+    """What a driver's candidates are made of.
+
+    Args:
+        driver: The driver's name.
+        strategies: The strategies to search under; those that the driver lacks are left out.
+        shared: A directory in which processes find what one of them has read of the libraries.
+    """
+
+    def __init__(self, driver: str, strategies: Iterable[str], shared: Path | None = None) -> None:
+        self.driver = driver
+        self.kind: type[Driver] = find_driver(driver)
+        all_settings = settings_of(self.kind.sources, shared)
+        self.settings = [setting for setting in all_settings if setting.cells and setting.name not in _COMPILED]
+        self.strategies = [name for name in strategies if self._runs(Cell(name, "fp32"))]
+        self.choices = [choice for choice in option_choices(self.kind) if choice is not None]
+        self.calls: list[Call] = []
+        if self.kind.live_calls is not None:
+            self.calls = offered(self.kind.live_calls)
+
+    def _runs(self, cell: Cell) -> bool:
+        return unsupported_reason(self.kind, cell, "cpu") is None
+
+    def sound(self, candidate: Candidate) -> bool:
+        """Tell whether a candidate can be run, so that what comes of it says something about the stack."""
+        cell = candidate.cell
+        # On a busy machine inductor's compiler takes longer than a run may.
+        too_slow = cell.world_size > MOST_RANKS or cell.option("compile") is True
+        if too_slow or not self._runs(cell):
+            return False
+        if not candidate.calls:
+            return True
+        return self._compares_calls(cell) and self._callable(candidate.calls, cell.strategy)
+
+    def _compares_calls(self, cell: Cell) -> bool:
+        """Tell whether calls in a cell can be compared with one process."""
+        if self.kind.live_calls is None or cell.option("model") != "mlp" or cell.precision != "fp32":
+            return False
+        if any(name not in _OPTIONS_OF_CALLS for name, _ in cell.options):
+            return False
+        # The reference of calls follows no settings.
+        return not any(setting.startswith(FOLLOWED) for setting in cell.set)
+
+    def _callable(self, calls: Sequence[Call], strategy: str) -> bool:
+        """Tell whether each call may follow those before it, and none is refused or known to be broken."""
+        kind = self.kind.live_calls
+        assert kind is not None
+        if len(calls) > MOST_CALLS or matches_any(known_failures(self.kind, strategy), calls):
+            return False
+        for number, call in enumerate(calls):
+            if refusal_reason(call, kind, strategy) or not allowed(calls[:number], call, kind.own):
+                return False
+        return True
+
+    def fresh(self, random: Random, yields: Yields) -> Candidate | None:
+        """Return a candidate of one or two things in particular; None if what was drawn does not go together."""
+        kind = random.choice(_KINDS)
+        strategy = random.choice(self.strategies)
+        if kind == "calls" and self.calls:
+            calls = tuple(self._call(random, yields) for _ in range(random.randint(1, 3)))
+            cell = self._cell(strategy, "fp32", {"model": "mlp"})
+            return self._made(cell, calls)
+        if kind == "setting":
+            return self._made(self._with_setting(strategy, random, yields), ())
+        options: dict[str, OptionValue] = {}
+        for _ in range(random.randint(1, 2)):
+            name, value = self._choice(random, yields)
+            options[name] = value
+        precision = random.choice(("fp32", "bf16_upcast", "bf16_pure"))
+        return self._made(self._cell(strategy, precision, options), ())
+
+    def neighbour(
+        self, candidate: Candidate, others: Sequence[Candidate], random: Random, yields: Yields
+    ) -> Candidate | None:
+        """Return a candidate that differs from another one in one thing; None if it does not go together.
+
+        Args:
+            candidate: The other one.
+            others: What else was new: a part of one of these may be added.
+            random: What it is drawn by.
+            yields: What was new by far.
+        """
+        moves = [self._other_strategy, self._other_option, self._other_setting, self._other_setting]
+        if candidate.calls:
+            moves += [self._other_calls] * 4
+        elif self.calls and candidate.cell.precision == "fp32":
+            moves.append(self._other_calls)
+        same_driver = [other for other in others if other.driver == self.driver and other != candidate]
+        if same_driver and random.random() < 0.2:
+            return self._joined(candidate, random.choice(same_driver))
+        return random.choice(moves)(candidate, random, yields)
+
+    def _made(self, cell: Cell | None, calls: tuple[Call, ...]) -> Candidate | None:
+        if cell is None:
+            return None
+        candidate = Candidate(self.driver, cell, calls)
+        return candidate if self.sound(candidate) else None
+
+    def _cell(self, strategy: str, precision: str, options: dict[str, OptionValue]) -> Cell | None:
+        """Return the cell with what these options need, at the number of ranks that they need; None if there is none."""
+        chosen = dict(options)
+        if chosen.get("set"):
+            # In one order: the same settings are one candidate.
+            chosen["set"] = "+".join(sorted(str(chosen["set"]).split("+")))
+        try:
+            return cell_of(self.kind, strategy, precision, 2, *chosen.items())
+        except UsageProblem:
+            return None
+
+    def _with_setting(
+        self, strategy: str, random: Random, yields: Yields, options: dict[str, OptionValue] | None = None
+    ) -> Cell | None:
+        """Return the cell of the sweep for a drawn setting, with options beside it."""
+        possible = [setting for setting in self.settings if _is_read_under(setting, strategy)]
+        if not possible:
+            return None
+        setting = _weighted(random, possible, [yields.of_setting(setting.name) for setting in possible])
+        text = random.choice(setting.cells)
+        chosen: dict[str, OptionValue] = {**(options or {}), **setting.options}
+        if "model" in self.kind.options:
+            chosen.setdefault("model", "mlp")
+        if "optimizer" not in self.kind.options:
+            chosen.pop("optimizer", None)
+        before = str(chosen.get("set", ""))
+        names = {part.partition("=")[0] for part in text.split("+")}
+        kept = [part for part in before.split("+") if part and part.partition("=")[0] not in names]
+        chosen["set"] = "+".join([*kept, text])
+        return self._cell(strategy, setting.precision, chosen)
+
+    def _choice(self, random: Random, yields: Yields) -> tuple[str, OptionValue]:
+        name = _weighted(random, list(OPTIONS), [self._option_weight(name, yields) for name in OPTIONS])
+        return random.choice([choice for choice in self.choices if choice[0] == name])
+
+    def _option_weight(self, name: str, yields: Yields) -> float:
+        if not any(choice[0] == name for choice in self.choices):
+            return 0.0
+        return yields.of_option(name)
+
+    def _call(self, random: Random, yields: Yields) -> Call:
+        """Return a call with some of its arguments."""
+        kind = self.kind.live_calls
+        assert kind is not None
+        names = list(dict.fromkeys(call.name for call in self.calls))
+        name = _weighted(random, names, [yields.of_call(name) for name in names])
+        call = random.choice([call for call in self.calls if call.name == name])
+        arguments = dict(call.arguments)
+        for argument in call_arguments(kind, name):
+            if random.random() < _ARGUMENT_GIVEN:
+                arguments[argument.name] = random.choice(argument.values)
+        return Call(name, tuple(arguments.items()))
+
+    def _other_strategy(self, candidate: Candidate, random: Random, yields: Yields) -> Candidate | None:
+        del yields
+        strategy = random.choice(self.strategies)
+        cell = candidate.cell
+        names = {setting.partition("=")[0] for setting in cell.set}
+        if not all(_is_read_under(setting, strategy) for setting in self.settings if setting.name in names):
+            return None
+        return self._made(self._cell(strategy, cell.precision, dict(cell.options)), candidate.calls)
+
+    def _other_option(self, candidate: Candidate, random: Random, yields: Yields) -> Candidate | None:
+        cell = candidate.cell
+        options = dict(cell.options)
+        name, value = self._choice(random, yields)
+        if name in options and random.random() < 0.5:
+            del options[name]
+        else:
+            options[name] = value
+        return self._made(self._cell(cell.strategy, cell.precision, options), candidate.calls)
+
+    def _other_setting(self, candidate: Candidate, random: Random, yields: Yields) -> Candidate | None:
+        cell = candidate.cell
+        changed = self._with_setting(cell.strategy, random, yields, dict(cell.options))
+        return self._made(changed, candidate.calls)
+
+    def _other_calls(self, candidate: Candidate, random: Random, yields: Yields) -> Candidate | None:
+        calls = list(candidate.calls)
+        place = random.randint(0, len(calls))
+        if place < len(calls) and random.random() < 0.5:
+            # Another one of the same name has other arguments.
+            calls[place] = self._call_named(calls[place].name, random)
+        else:
+            calls.insert(place, self._call(random, yields))
+        options = {**dict(candidate.cell.options), "model": "mlp"}
+        cell = self._cell(candidate.cell.strategy, candidate.cell.precision, options)
+        return self._made(cell, tuple(calls))
+
+    def _call_named(self, name: str, random: Random) -> Call:
+        only = Yields()
+        for _ in range(100):
+            call = self._call(random, only)
+            if call.name == name:
+                return call
+        return Call(name)
+
+    def _joined(self, candidate: Candidate, other: Candidate) -> Candidate | None:
+        """Return a candidate with the options, settings and calls of both."""
+        settings = dict.fromkeys((*candidate.cell.set, *other.cell.set))
+        options: dict[str, OptionValue] = {**dict(other.cell.options), **dict(candidate.cell.options)}
+        if settings:
+            options["set"] = "+".join(settings)
+        cell = self._cell(candidate.cell.strategy, candidate.cell.precision, options)
+        return self._made(cell, candidate.calls or other.calls)
+
+
+def _is_read_under(setting: Setting, strategy: str) -> bool:
+    """Tell whether a setting means something under a strategy: one that it is swept under, or another stage of ZeRO."""
+    if strategy in setting.strategies:
+        return True
+    return strategy.startswith("zero") and any(name.startswith("zero") for name in setting.strategies)
+
+
+def _weighted(random: Random, items: Sequence[T], weights: Sequence[float]) -> T:
+    return random.choices(items, weights)[0]
