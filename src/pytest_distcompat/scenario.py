@@ -141,6 +141,10 @@ TRAIN_RUN = Run(
 #: A fresh process group loads what TRAIN_RUN saved and takes the same two steps.
 RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, after="train")
 
+#: A resumed run that saves, and one that resumes from that. The first goes on to the end of an epoch, the second over it.
+SECOND_RUN = Run("second", (*_BUILD, "load", *("step",) * 3, "save", *("step",) * 2), first_step=3, after="train")
+THIRD_RUN = Run("third", (*_BUILD, "load", *("step",) * 4), first_step=6, after="second")
+
 #: The settings that the reference follows, of an object or a field: they change the training, and one process can be given them.
 FOLLOWED = (
     "AdamW",
@@ -218,6 +222,7 @@ ALONE_RUN = Run("alone", ("metrics",), world_size=1)
 
 TRAIN = Scenario("train", (TRAIN_RUN,))
 RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))
+RESUME_AGAIN = Scenario("resume_again", (TRAIN_RUN, SECOND_RUN, THIRD_RUN))
 PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN))
 ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))
 EXPORT = Scenario("export", (TRAIN_RUN, RELOAD_RUN))

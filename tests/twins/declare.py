@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 AnyDriver = TypeVar("AnyDriver", bound=type[Driver])
 
 #: For ``also``: what checks of the outcome say wherever a defect makes it another training, gives the optimizer other
-#: gradients, makes it keep more or less, begins with other values, or leaves FSDP out.
+#: gradients, makes it keep more or less, begins with other values, averages over something else, or leaves FSDP out.
 PARITY = {"parity": r"^step \d+: .* is .* in the reference"}
 CLIPPING = {"clipping": r"^step \d+: .*the gradients that the optimizer gets have norm"}
 GRADIENTS = {"gradients": r"^step [123]: .*: the gradient of "}
 MEMORY = {"memory": r"^all ranks together keep \d+ elements of|no rank's optimizer keeps anything"}
 OBSERVERS = {"observers": r"^rank 0: parameter .* and \d+ others: other values after the (save|export)"}
 START = {"start": r"^(parameter|master) .*: other values after build than were loaded"}
+MEAN = {"mean": r"^gradients give each row or each micro-batch.* the same weight; the driver says each token"}
 UNCUT = {"units": r"FSDP's units are (nothing|the root); expected 'blocks\.0', 'blocks\.1', the root"}
 
 

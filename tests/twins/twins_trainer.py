@@ -9,7 +9,7 @@ from unittest import mock
 
 from pytest_distcompat.drivers.trainer import TrainerDriver
 
-from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, Torch, twin
+from .declare import CLIPPING, GRADIENTS, MEAN, MEMORY, PARITY, Torch, twin
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,7 +109,7 @@ class OnlyTheModelComesBack(Trainers):
     "parity",
     "ddp-fp32-w2-grad_accum_2",
     match=r"^step 1: the loss is 4\.\d+; 4\.\d+ in the reference .*: here each micro-batch counts alike, there each token",
-    also=CLIPPING | GRADIENTS,
+    also=CLIPPING | GRADIENTS | MEAN,
 )
 class MeanOfMeans(Trainers):
     """Micro-batches count alike, however many tokens they have: https://github.com/huggingface/transformers/pull/34191."""
@@ -126,7 +126,7 @@ class MeanOfMeans(Trainers):
     "parity",
     "fsdp2-fp32-w2",
     match=r"^step 1: the loss is 9\.\d+; 4\.\d+ in the reference .*: here each rank counts alike, times 2, the number of ranks",
-    also=GRADIENTS,
+    also=GRADIENTS | MEAN,
 )
 class LossTimesRanks(TrainerDriver):
     """The model takes the number of items and ignores it: https://github.com/huggingface/transformers/issues/47688."""
@@ -147,7 +147,7 @@ class LossTimesRanks(TrainerDriver):
     "parity",
     "zero2-fp32-w2",
     match=r"^step 1: the loss is 4\.\d+; 4\.\d+ in the reference .*: here each rank counts alike, there each token",
-    also=GRADIENTS,
+    also=GRADIENTS | MEAN,
 )
 class MeanOfRanks(TrainerDriver):
     """Ranks count alike, however many tokens they have: https://github.com/huggingface/transformers/issues/34242."""

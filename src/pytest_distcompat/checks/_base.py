@@ -352,7 +352,10 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
 
 def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why another cell tests the claim: files are found alike in all precisions and with most options."""
-    others = [name for name, _ in cell.options if name not in {"model", "state_dict"}]
+    others = []
+    for name, _ in cell.options:
+        if name not in {"model", "state_dict"}:
+            others.append(name)
     if cell.precision != "fp32" or others:
         return "files are found as they are in fp32 without that option, and it is tested there"
     return None

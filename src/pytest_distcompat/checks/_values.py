@@ -36,6 +36,10 @@ TF32_SINCE_BUILD = "products of float32 are in TF32 since build"
 
 #: A kind of value: ``parameter``, ``buffer``, ``master``, or a key of optimizer state such as ``exp_avg`` or ``step``.
 Kind = str
+#: By unwrapped name the digest of the tensor; several where replicas of it disagree.
+Digests = Mapping[str, tuple[str, ...]]
+#: Ranks that hold a copy of something together.
+Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,18 @@ class Values:
     """Digests of whole tensors: what the ranks of a run hold together, however it is sharded.
 
     Attributes:
-        digests: By kind and unwrapped name the digest of the tensor; several where replicas of it disagree.
+        digests: By kind the digests by unwrapped name.
         wrong: Findings about tensors whose parts do not add up to the whole.
         not_elementwise: The kinds of state that do not have an element for each element of a parameter.
         dtypes: By kind and unwrapped name the dtypes that the parts are stored in.
     """
 
-    digests: Mapping[Kind, Mapping[str, tuple[str, ...]]]
+    digests: Mapping[Kind, Digests]
     wrong: tuple[str, ...] = ()
     not_elementwise: frozenset[Kind] = frozenset()
     dtypes: Mapping[Kind, Mapping[str, frozenset[str]]] = field(default_factory=dict)
 
-    def of(self, kind: Kind) -> Mapping[str, tuple[str, ...]]:
+    def of(self, kind: Kind) -> Digests:
         """Return the digests of one kind by unwrapped name."""
         return self.digests.get(kind, {})
 
@@ -68,7 +72,9 @@ class Names:
         self.tied_to: dict[str, str] = {}
         for group in unwrapped.tied:
             self.tied_to.update(dict.fromkeys(group, group[0]))
-        self.sizes = {info.name: math.prod(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
+        self.sizes: dict[str, int] = {}
+        for info in (*unwrapped.parameters, *unwrapped.buffers):
+            self.sizes[info.name] = math.prod(info.shape)
         self.persistent: set[str] = set()
         for info in unwrapped.buffers:
             if info.persistent:
@@ -171,7 +177,7 @@ def _held_tensors(snapshot: Snapshot, names: Names) -> Iterator[_HeldTensor]:
             yield _HeldTensor("step", "partitions", rank, state, state.numel)
 
 
-def _copies(parts: Sequence[_HeldTensor], parameter_parts: Sequence[_HeldTensor]) -> tuple[tuple[int, ...], ...]:
+def _copies(parts: Sequence[_HeldTensor], parameter_parts: Sequence[_HeldTensor]) -> tuple[Ranks, ...]:
     """Return the ranks of each copy of a tensor: its shard groups.
 
     Args:
@@ -195,9 +201,7 @@ class _WholeTensor:
     problem: str = ""
 
 
-def _put_together(
-    parts: Sequence[_HeldTensor], ranks: tuple[int, ...], numel: int | None, world_size: int
-) -> _WholeTensor:
+def _put_together(parts: Sequence[_HeldTensor], ranks: Ranks, numel: int | None, world_size: int) -> _WholeTensor:
     """Return the tensor that these ranks hold together.
 
     Args:
@@ -206,11 +210,15 @@ def _put_together(
         numel: The number of elements in the unwrapped model; None if that has no such tensor.
         world_size: The number of ranks of the run.
     """
-    group_parts = [part for part in parts if part.rank in ranks]
+    group_parts = []
+    for part in parts:
+        if part.rank in ranks:
+            group_parts.append(part)
     group_parts.sort(key=lambda part: ranks.index(part.rank))
     digests = [part.info.digest for part in group_parts]
     if numel is None:
-        return _WholeTensor(digests[0] if digests else "", "is no name of the unwrapped model")
+        digest = digests[0] if digests else ""
+        return _WholeTensor(digest, "is no name of the unwrapped model")
     elements = sum(part.numel for part in group_parts)
     if elements != numel:
         words = f"the parts of {named_ranks(ranks, world_size)} are {elements} elements"
@@ -220,9 +228,9 @@ def _put_together(
     return _WholeTensor(combine(digests))
 
 
-def pipelines_of(run: RunTrace) -> Mapping[int, tuple[int, ...]]:
+def pipelines_of(run: RunTrace) -> Mapping[int, Ranks]:
     """Return for each rank the ranks of its pipeline, in the order of the stages that they hold; empty for a whole model."""
-    pipelines: dict[int, tuple[int, ...]] = {}
+    pipelines: dict[int, Ranks] = {}
     for snapshot in run.at("build"):
         if snapshot.model:
             pipelines[snapshot.rank] = snapshot.model.pp_ranks
@@ -256,14 +264,23 @@ def by_stage(
         for snapshot in run.at("build"):
             if stage_of_rank.get(snapshot.rank) == stage:
                 stage_names.update(names(info.name) for info in (*snapshot.parameters, *snapshot.buffers))
-        stage_snapshots = [snapshot for snapshot in snapshots if stage_of_rank.get(snapshot.rank) == stage]
+        stage_snapshots = []
+        for snapshot in snapshots:
+            if stage_of_rank.get(snapshot.rank) == stage:
+                stage_snapshots.append(snapshot)
         yield tuple(stage_snapshots), _part_of_model(unwrapped, names, stage_names)
 
 
 def _part_of_model(unwrapped: UnwrappedInfo, names: Names, stage_names: set[str]) -> UnwrappedInfo:
     """Return the unwrapped model with only these parameters and buffers, and the blocks that have any of them."""
-    parameters = [info for info in unwrapped.parameters if names(info.name) in stage_names]
-    buffers = [info for info in unwrapped.buffers if names(info.name) in stage_names]
+    parameters = []
+    for info in unwrapped.parameters:
+        if names(info.name) in stage_names:
+            parameters.append(info)
+    buffers = []
+    for info in unwrapped.buffers:
+        if names(info.name) in stage_names:
+            buffers.append(info)
     blocks = []
     for block in unwrapped.blocks:
         if any(name.startswith(f"{block}.") for name in stage_names):
@@ -271,10 +288,10 @@ def _part_of_model(unwrapped: UnwrappedInfo, names: Names, stage_names: set[str]
     return replace(unwrapped, parameters=tuple(parameters), buffers=tuple(buffers), blocks=tuple(blocks))
 
 
-def across_stages(run: RunTrace, groups: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+def across_stages(run: RunTrace, groups: Iterable[Ranks]) -> tuple[Ranks, ...]:
     """Return the ranks of each copy of a model, from the groups of ranks that hold a copy of one of its stages."""
     pipelines = pipelines_of(run)
-    copies: set[tuple[int, ...]] = set()
+    copies: set[Ranks] = set()
     for group in groups:
         ranks = set(group)
         for rank in group:
@@ -287,13 +304,16 @@ def named_stage(run: RunTrace, ranks: Sequence[int]) -> str:
     """Return the words for some ranks in a finding, and which stage of a pipeline they hold if they hold one."""
     stage_of_rank = stages_of(run)
     words = named_ranks(ranks, run.world_size)
-    stages = {stage_of_rank[rank] for rank in ranks if rank in stage_of_rank}
+    stages = set()
+    for rank in ranks:
+        if rank in stage_of_rank:
+            stages.add(stage_of_rank[rank])
     if len(stages) != 1:
         return words
     return f"{words} (stage {stages.pop()})"
 
 
-def cut_along(info: ParameterInfo, name: str) -> bool:
+def is_sharded_along(info: ParameterInfo, name: str) -> bool:
     """Tell whether the parameter is sharded along the mesh dimension of that name."""
     dim = info.layout.dim(name)
     return dim is not None and dim.placement not in {REPLICATE, "Partial"}
@@ -344,11 +364,16 @@ def differences(saved: Values, loaded: Values, when: str, *, states: bool = True
         yield f"{text} {when}"
     for text in saved.wrong:
         yield f"{text} before"
-    kinds = list(saved.digests)
-    if not states:
-        kinds = [kind for kind in kinds if kind in {"parameter", "buffer"}]
-    state_kinds = [kind for kind in kinds if kind not in {"parameter", "buffer", "master"}]
-    if state_kinds and not any(loaded.of(kind) for kind in state_kinds):
+    kinds: list[Kind] = []
+    state_kinds: list[Kind] = []
+    for kind in saved.digests:
+        if kind in {"parameter", "buffer"}:
+            kinds.append(kind)
+        elif states:
+            kinds.append(kind)
+            if kind != "master":
+                state_kinds.append(kind)
+    if state_kinds and not _has_any_of(loaded, state_kinds):
         yield f"the optimizer's state is empty {when}"
         kinds = [kind for kind in kinds if kind not in state_kinds]
     for kind in kinds:
@@ -356,13 +381,26 @@ def differences(saved: Values, loaded: Values, when: str, *, states: bool = True
         after = loaded.of(kind)
         if kind in saved.not_elementwise:
             # Each rank may keep another number for its own shard; which rank gets which one back is not defined.
-            several = {name for name, digests in before.items() if len(digests) > 1}
-            before = _without(before, several)
-            after = _without(after, several)
+            unlike_names = _unlike_from_rank_to_rank(before)
+            before = _without(before, unlike_names)
+            after = _without(after, unlike_names)
         yield from compare(kind, before, after, when)
 
 
-def _without(digests_by_name: Mapping[str, tuple[str, ...]], names: set[str]) -> dict[str, tuple[str, ...]]:
+def _has_any_of(loaded: Values, kinds: Iterable[Kind]) -> bool:
+    return any(loaded.of(kind) for kind in kinds)
+
+
+def _unlike_from_rank_to_rank(digests_by_name: Digests) -> set[str]:
+    """Return the names that have several digests, as ranks disagree."""
+    names: set[str] = set()
+    for name, digests in digests_by_name.items():
+        if len(digests) > 1:
+            names.add(name)
+    return names
+
+
+def _without(digests_by_name: Digests, names: set[str]) -> dict[str, tuple[str, ...]]:
     """Return the digests of all but some names."""
     return {name: digests for name, digests in digests_by_name.items() if name not in names}
 
@@ -391,23 +429,19 @@ def other_dtypes(saved: Values, loaded: Values, when: str, *, states: bool = Tru
             yield f"{kind} {and_others(names)}: {change.after} instead of {change.before} {when}"
 
 
-def same_dtype(was: str, now: str) -> bool:
+def same_dtype(before: str, after: str) -> bool:
     """Tell whether the dtypes are the same; a Python number, which has none, may come back as a tensor."""
-    return was == now or "int" in {was, now} or "float" in {was, now}
+    return before == after or "int" in {before, after} or "float" in {before, after}
 
 
-def compare(
-    kind: Kind, was: Mapping[str, tuple[str, ...]], now: Mapping[str, tuple[str, ...]], when: str
-) -> Iterator[str]:
-    """Yield findings for one kind of values, before and now; names that differ alike share one."""
-    for title, names in _changes(kind, was, now).items():
+def compare(kind: Kind, before: Digests, after: Digests, when: str) -> Iterator[str]:
+    """Yield findings for one kind of values, before and after; names that differ alike share one."""
+    for title, names in _changes(kind, before, after).items():
         if names:
             yield f"{kind} {and_others(names)}: {title} {when}"
 
 
-def _changes(
-    kind: Kind, before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]
-) -> dict[str, set[str]]:
+def _changes(kind: Kind, before: Digests, after: Digests) -> dict[str, set[str]]:
     """Return the names of the tensors by what is unlike before and after, in the order of findings."""
     changes: dict[str, set[str]] = {
         "missing": set(before) - set(after),
@@ -417,15 +451,19 @@ def _changes(
         "other values": set(),
     }
     for name in before.keys() & after.keys():
+        digests_before = before[name]
+        digests = after[name]
         # Each rank may fill its own buffer (BatchNorm); then any rank's value may come back, or each rank's own.
-        if kind == "buffer" and set(after[name]) <= set(before[name]):
+        if kind == "buffer" and set(digests) <= set(digests_before):
             continue
-        if len(after[name]) > 1:
+        if len(digests) > 1:
             changes["unlike from rank to rank"].add(name)
         # Parts that add up to no whole have no digest; ``Values.wrong`` reports them.
-        elif len(after[name]) == 1 and len(before[name]) > 1:
+        elif not digests or not digests_before:
+            continue
+        elif len(digests_before) > 1:
             changes["unlike from rank to rank before, alike"].add(name)
-        elif len(after[name]) == 1 and len(before[name]) == 1 and before[name] != after[name]:
+        elif digests != digests_before:
             changes["other values"].add(name)
     return changes
 
@@ -460,10 +498,10 @@ class GroupNumber:
 
 
 def unlike(
-    was: tuple[Mapping[str, float], ...], now: tuple[Mapping[str, float], ...], tolerance: float = 0.0
+    groups_before: Sequence[Mapping[str, float]], groups_after: Sequence[Mapping[str, float]], tolerance: float = 0.0
 ) -> Iterator[GroupNumber]:
     """Yield the numbers of param groups that differ by more than the relative tolerance."""
-    for group, (numbers_before, numbers_after) in enumerate(zip(was, now, strict=False)):
+    for group, (numbers_before, numbers_after) in enumerate(zip(groups_before, groups_after, strict=False)):
         for key in sorted(set(numbers_before) | set(numbers_after)):
             before = numbers_before.get(key)
             after = numbers_after.get(key)
@@ -486,7 +524,9 @@ def unused(run: RunTrace) -> frozenset[str]:
     """
     snapshots: list[Snapshot] = []
     for nth in range(3):
-        snapshots += [snapshot for snapshot in run.at("step", nth) if snapshot.steps]
+        for snapshot in run.at("step", nth):
+            if snapshot.steps:
+                snapshots.append(snapshot)
     return _always_empty(snapshots) | _without_gradient(run, snapshots)
 
 
@@ -536,10 +576,12 @@ def step_counts(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:
     """Yield a finding for each step count that, one step later, is not that of the run that never stopped."""
     # A step count that several parameters share is counted up more than once a step.
     save = source.at("save")
-    next_step: tuple[Snapshot, ...] = ()
+    next_step: list[Snapshot] = []
     if save:
-        next_step = tuple(snapshot for snapshot in source.at_index(save[0].index + 1) if snapshot.action == "step")
-    expected = values(source, next_step).of("step")
+        for snapshot in source.at_index(save[0].index + 1):
+            if snapshot.action == "step":
+                next_step.append(snapshot)
+    expected = values(source, tuple(next_step)).of("step")
     resumed = values(run, run.at("step")).of("step")
     if resumed:
         yield from compare("step", expected, resumed, f"one step {when}")
@@ -551,7 +593,7 @@ def adapter_name(name: str) -> str:
     return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
 
 
-def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[str, ...]]:
+def exported_weights(train: RunTrace, reload: RunTrace) -> Digests:
     """Return the digests that the export should hold: of masters, or of the copies in a lower dtype where it has that dtype."""
     # Each tensor's own dtype decides: trained weights may be exported in float32 beside frozen ones in bfloat16.
     exported = train.at("export")
@@ -560,7 +602,10 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[st
     masters = trained.of("master")
     # Flat masters where there are some are what is optimized, else the live parameters.
     weights = {**copies, **masters}
-    models = [snapshot.model for snapshot in exported if snapshot.model]
+    models = []
+    for snapshot in exported:
+        if snapshot.model:
+            models.append(snapshot.model)
     if not masters or reload.unwrapped is None or not models:
         return weights
     live_size = max(BYTES.get(info.dtype, 4) for info in models[0].parameters)

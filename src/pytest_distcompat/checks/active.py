@@ -12,9 +12,9 @@ from pytest_distcompat.checks._base import check, every_rank, gradient_reduction
 from pytest_distcompat.checks._values import (
     Names,
     by_stage,
-    cut_along,
     expert_parts,
     held_states,
+    is_sharded_along,
     stages_of,
     tp_copies,
     unused,
@@ -84,7 +84,7 @@ def _after_build(cell: Cell, run: RunTrace, snapshot: Snapshot) -> Iterator[str]
     if model.trainer_world_size not in {None, cell.world_size}:
         yield f"the trainer believes in {model.trainer_world_size} ranks; expected {cell.world_size}"
     yield from _model_parallel(cell, run.unwrapped, snapshot)
-    yield from _blocks_without_cut_layers(cell, run, snapshot)
+    yield from _blocks_of_whole_layers(cell, run, snapshot)
     yield from _pipelined(cell, run.unwrapped, model)
 
 
@@ -95,19 +95,19 @@ def _after_steps(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     yield from _secondary_partition(cell, snapshot)
 
 
-def _left_out_predicate(cell: Cell, run: RunTrace) -> Callable[[str], bool]:
+def _ignored_predicate(cell: Cell, run: RunTrace) -> Callable[[str], bool]:
     """Return a predicate: True for live parameters of modules left out of the sharding, which ``units`` checks."""
     strategy = STRATEGIES.get(cell.strategy)
     unwrapped = run.unwrapped or UnwrappedInfo(())
     names = {info.name for info in unwrapped.parameters}
     prefixes = tuple(f"{module}." for module in unwrapped.ignored_modules)
 
-    def left_out(live: str) -> bool:
+    def is_ignored(live: str) -> bool:
         if not prefixes:
             return False
         return strategy.canonical(live, cell, names).startswith(prefixes)
 
-    return left_out
+    return is_ignored
 
 
 def _wrapping(cell: Cell, run: RunTrace, model: ModelInfo) -> Iterator[str]:
@@ -128,10 +128,10 @@ def _wrapping(cell: Cell, run: RunTrace, model: ModelInfo) -> Iterator[str]:
     kinds = {strategy.kind, "FlatParameter"}
     if alone and strategy.kind_alone:
         kinds.add(strategy.kind_alone)
-    left_out = _left_out_predicate(cell, run)
+    is_ignored = _ignored_predicate(cell, run)
     others: list[ParameterInfo] = []
     for info in model.parameters:
-        if info.kind in kinds or left_out(info.name):
+        if info.kind in kinds or is_ignored(info.name):
             continue
         others.append(info)
     of_another_kind = f"{len(others)} of {len(model.parameters)} parameters are not of kind {strategy.kind}"
@@ -171,7 +171,8 @@ def _model_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snaps
             continue
         actual = "whole on each rank"
         if sizes:
-            actual = f"in {', '.join(map(str, sorted(sizes)))} parts"
+            numbers = ", ".join(str(size) for size in sorted(sizes))
+            actual = f"in {numbers} parts"
         mesh_dim = f"along a mesh dimension named {model_dim.name!r}"
         yield (
             f"{model_dim.parts} are {actual}; "
@@ -184,36 +185,43 @@ def _sizes_along(name: str, snapshot: Snapshot) -> set[int]:
     sizes: set[int] = set()
     for info in snapshot.parameters:
         dim = info.layout.dim(name)
-        if dim and cut_along(info, name):
+        if dim and is_sharded_along(info, name):
             sizes.add(dim.size)
     return sizes
 
 
-def _blocks_without_cut_layers(cell: Cell, run: RunTrace, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a finding if tensor parallelism has cut some layers, and none of a block: a plan's names do not fit a wrapped one."""
+def _blocks_of_whole_layers(cell: Cell, run: RunTrace, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a finding if some layers are sharded by tensor parallelism, and none of a block: a plan's names may not fit it."""
     if cell.tp == 1 or run.unwrapped is None:
         return
     if not _sizes_along("tp", snapshot):
-        return  # ``_model_parallel`` reports that nothing is cut
+        return  # ``_model_parallel`` reports that nothing is sharded
     names = Names(run, run.unwrapped)
-    cut_by_name: list[tuple[str, bool]] = []
+    whole_weights: list[str] = []
+    sharded_weights: list[str] = []
     for info in snapshot.parameters:
         if len(info.shape) < 2:
             continue
-        # Experts that are spread need not be cut.
-        is_cut = cut_along(info, "tp") or cut_along(info, "ep")
-        cut_by_name.append((names(info.name), is_cut))
-    uncut_blocks: list[str] = []
+        # Experts that are spread need not be sharded.
+        if is_sharded_along(info, "tp") or is_sharded_along(info, "ep"):
+            sharded_weights.append(names(info.name))
+        else:
+            whole_weights.append(names(info.name))
+    whole_blocks: list[str] = []
     for block in run.unwrapped.blocks:
-        cuts = [cut for name, cut in cut_by_name if name.startswith(f"{block}.")]
-        if cuts and not any(cuts):
-            uncut_blocks.append(block)
-    if not uncut_blocks:
+        if _has_any_of(block, whole_weights) and not _has_any_of(block, sharded_weights):
+            whole_blocks.append(block)
+    if not whole_blocks:
         return
-    blocks = ", ".join(map(repr, uncut_blocks[:2]))
-    if len(uncut_blocks) > 2:
-        blocks += f" and {len(uncut_blocks) - 2} others"
+    blocks = ", ".join(repr(block) for block in whole_blocks[:2])
+    if len(whole_blocks) > 2:
+        blocks += f" and {len(whole_blocks) - 2} others"
     yield f"of the blocks {blocks} no layer is cut; expected {cell.tp} parts of tensor parallelism in each block"
+
+
+def _has_any_of(module: str, parameters: Iterable[str]) -> bool:
+    """Tell whether the module has any of the parameters, of its own or below."""
+    return any(name.startswith(f"{module}.") for name in parameters)
 
 
 def _pipelined(cell: Cell, unwrapped: UnwrappedInfo | None, model: ModelInfo) -> Iterator[str]:
@@ -282,7 +290,7 @@ def _secondary_partition(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     sizes = {step.secondary for step in snapshot.steps}
     if sizes == {expected}:
         return
-    partitions = " and ".join(map(str, sorted(sizes - {0})))
+    partitions = " and ".join(str(size) for size in sorted(sizes - {0}))
     actual = f"among {partitions} ranks" if partitions else "nowhere"
     yield (
         f"the secondary partition of weights is {actual}; "
@@ -305,19 +313,19 @@ class _StoredModel:
     Attributes:
         cell: The cell.
         full_numel_by_name: The number of elements of each parameter, by unwrapped name.
-        left_out: Tells of a live or an unwrapped name whether the parameter is left out of the sharding.
+        is_ignored: Tells of a live or an unwrapped name whether the parameter is left out of the sharding.
     """
 
     cell: Cell
     full_numel_by_name: Mapping[str, int]
-    left_out: Callable[[str], bool]
+    is_ignored: Callable[[str], bool]
 
     @property
     def numel(self) -> int:
         """Return the number of elements that are sharded or replicated."""
         total = 0
         for name, numel in self.full_numel_by_name.items():
-            if not self.left_out(name):
+            if not self.is_ignored(name):
                 total += numel
         return total
 
@@ -327,7 +335,7 @@ class _StoredModel:
         for holder in holders:
             rank = holder.snapshot.rank
             for info in holder.snapshot.parameters:
-                if self.left_out(info.name):
+                if self.is_ignored(info.name):
                     continue
                 elements = _stored_elements(info, self.cell, rank)
                 stored.append(elements * len(holder.ranks))
@@ -339,7 +347,7 @@ def _shards(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...], unwrapped: U
     full_numel_by_name: dict[str, int] = {}
     if unwrapped is not None:
         full_numel_by_name = {info.name: math.prod(info.shape) for info in unwrapped.parameters}
-    model = _StoredModel(cell, full_numel_by_name, _left_out_predicate(cell, run))
+    model = _StoredModel(cell, full_numel_by_name, _ignored_predicate(cell, run))
     if not model.numel:
         yield "the unwrapped model has no parameters, or was not recorded"
     elif not STRATEGIES.get(cell.strategy).shards:
@@ -391,7 +399,7 @@ def _shard_groups(model: _StoredModel, built: tuple[Snapshot, ...]) -> tuple[tup
     holders: dict[int, set[int]] = defaultdict(set)
     for snapshot in built:
         for info in snapshot.parameters:
-            if not model.left_out(info.name):
+            if not model.is_ignored(info.name):
                 holders[snapshot.rank].update(info.layout.holders)
                 holders[snapshot.rank].add(snapshot.rank)
     sorted_holders = {rank: tuple(sorted(ranks)) for rank, ranks in holders.items()}
@@ -430,7 +438,7 @@ def _parameters_not_stored_once(model: _StoredModel, holders: list[_Holder]) -> 
             if info.layout.flat:
                 flat.add(name)
     for name, numel in model.full_numel_by_name.items():
-        if name not in stored or model.left_out(name):
+        if name not in stored or model.is_ignored(name):
             continue
         most: float = numel
         if name in flat:

@@ -132,7 +132,10 @@ def _not_each_once(batches_by_rank: Sequence[Batches], loader: Loader, before: S
         yield f"{len(missing)} of {ROWS} rows are given to no rank, first {missing[0]}"
     surplus = sum(times_given.values()) - len(times_given)
     if surplus and not (loader.filled and surplus < rows_of_step):
-        repeated = sorted(row for row, times in times_given.items() if times > 1)
+        repeated: list[int] = []
+        for row in sorted(times_given):
+            if times_given[row] > 1:
+                repeated.append(row)
         most = max(times_given.values())
         times = "twice" if most == 2 else f"up to {most} times"
         allowed = "none"

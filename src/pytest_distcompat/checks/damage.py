@@ -69,7 +69,10 @@ def without_frames(text: str) -> str:
 
 def short(message: str) -> str:
     """Return the first and the last line: an exception of several ranks lists the ranks' own between them."""
-    lines = [line for line in message.splitlines() if line.strip()]
+    lines = []
+    for line in message.splitlines():
+        if line.strip():
+            lines.append(line)
     if not lines:
         return ""
     if len(lines) == 1:

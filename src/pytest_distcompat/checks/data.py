@@ -122,7 +122,10 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
         yield f"{ranks}: a step draws no random numbers; the model {model_of(cell).name} draws some in each forward"
     yield from _unlike_modes(train, steps)
     for nth in range(1, SAVED):
-        drawing = [snapshot for snapshot in steps[nth] if snapshot.rank in drawing_ranks]
+        drawing = []
+        for snapshot in steps[nth]:
+            if snapshot.rank in drawing_ranks:
+                drawing.append(snapshot)
         yield from _same_random_states(cell, drawing, nth)
         yield from _wrong_dropouts(cell, drawing, nth)
     yield from _other_random_states(cell, train, resume, drawing_ranks)
@@ -133,7 +136,11 @@ def _ranks_that_draw(cell: Cell, steps: Sequence[tuple[Snapshot, ...]]) -> set[i
     # A loader draws a seed as each epoch begins, and all ranks draw the same one: only who draws in every step drops activations.
     ranks = set(range(cell.world_size))
     for snapshots_before, snapshots in itertools.pairwise(steps):
-        ranks &= {after.rank for before, after in pairs(snapshots_before, snapshots) if before.rng != after.rng}
+        drawing: set[int] = set()
+        for before, after in pairs(snapshots_before, snapshots):
+            if before.rng != after.rng:
+                drawing.add(after.rank)
+        ranks &= drawing
     return ranks
 
 

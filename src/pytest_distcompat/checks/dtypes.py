@@ -105,7 +105,10 @@ def _frozen(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[
     """Yield a finding for frozen parameters wider than loaded: float32 copies of a frozen model only waste memory."""
     strategy = STRATEGIES.get(cell.strategy)
     loaded_dtypes = {info.name: info.dtype for info in unwrapped.parameters}
-    trained_units = {_unit(model, info) for info in model.parameters if info.trainable}
+    trained_units = set()
+    for info in model.parameters:
+        if info.trainable:
+            trained_units.add(_unit(model, info))
     frozen = 0
     wider: list[_OtherDtype] = []
     for info in model.parameters:
@@ -165,7 +168,10 @@ def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:
     """Return the size, in elements, from which on a reduction is one of gradients, not of a norm, a metric or a flag."""
     sizes: list[int] = []
     if unwrapped:
-        sizes = [math.prod(info.shape) for info in unwrapped.parameters if info.trainable]
+        sizes = []
+        for info in unwrapped.parameters:
+            if info.trainable:
+                sizes.append(math.prod(info.shape))
     # ZeRO reduces a parameter that spans two partitions in slices, hence the division.
     return max(2, min(sizes, default=0) // cell.world_size)
 

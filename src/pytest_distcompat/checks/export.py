@@ -11,6 +11,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import EXPORTED, and_others, check, every_rank, first_three
 from pytest_distcompat.checks._renamed import renamed
 from pytest_distcompat.checks._values import (
+    Digests,
     Values,
     adapter_name,
     compare,
@@ -60,18 +61,37 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
         yield "the unwrapped model was not recorded"
         return
     yield from every_rank(train.at("export"), cell.world_size, "export")
-    exported: list[FileInfo] = []
-    for snapshot in train.at("files", 1):
-        exported += [file for file in snapshot.files if file.path.startswith(PREFIX)]
-    yield from names_in(cell, train.unwrapped, exported)
+    yield from names_in(cell, train.unwrapped, _exported_files(train))
     yield from same_values(train, reload)
     evaluated = train.at("evaluate")
     yield from every_rank(evaluated, cell.world_size, "evaluate")
+    comparable = _with_exported_buffers(cell, train, reload.unwrapped, evaluated)
+    yield from _outputs(cell, train, comparable, reload.at("evaluate"))
+
+
+def _exported_files(train: RunTrace) -> list[FileInfo]:
+    """Return the files of the export, without those of the checkpoint."""
+    files: list[FileInfo] = []
+    for snapshot in train.at("files", 1):
+        for file in snapshot.files:
+            if file.path.startswith(PREFIX):
+                files.append(file)
+    return files
+
+
+def _with_exported_buffers(
+    cell: Cell, train: RunTrace, reloaded: UnwrappedInfo, evaluated: tuple[Snapshot, ...]
+) -> tuple[Snapshot, ...]:
+    """Return the snapshots of the ranks that had the exported buffers, all if none had."""
     # A rank with statistics of its own (BatchNorm), which are not those in the file, computes something else.
-    with_own_buffers = _ranks_with_own_buffers(train, reload.unwrapped)
-    if len(with_own_buffers) < cell.world_size:
-        evaluated = tuple(snapshot for snapshot in evaluated if snapshot.rank not in with_own_buffers)
-    yield from _outputs(cell, train, evaluated, reload.at("evaluate"))
+    with_own_buffers = _ranks_with_own_buffers(train, reloaded)
+    if len(with_own_buffers) >= cell.world_size:
+        return evaluated
+    snapshots: list[Snapshot] = []
+    for snapshot in evaluated:
+        if snapshot.rank not in with_own_buffers:
+            snapshots.append(snapshot)
+    return tuple(snapshots)
 
 
 def _ranks_with_own_buffers(train: RunTrace, reloaded: UnwrappedInfo) -> set[int]:
@@ -136,7 +156,10 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
         if file.holds not in {"model", "index"}:
             yield f"file {file.path!r} holds {len(file.keys)} keys of an {file.holds}; expected the model alone"
     expected = _ExpectedKeys.of(cell, unwrapped)
-    models = [file for file in files if file.holds == "model"]
+    models = []
+    for file in files:
+        if file.holds == "model":
+            models.append(file)
     for file in models:
         yield from _other_shapes(expected, file)
         yield from _unknown_keys(expected, file)
@@ -202,6 +225,14 @@ def _file_name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
+@dataclass(frozen=True)
+class _StoredKey:
+    """A key of a tensor, and the name of a file that has it, or that an index names for it."""
+
+    key: str
+    file_name: str
+
+
 def _index(index: FileInfo, models: list[FileInfo]) -> Iterator[str]:
     """Yield findings for an index that names other files for its keys than they are in, or another size."""
     directory = _directory(index.path)
@@ -209,31 +240,31 @@ def _index(index: FileInfo, models: list[FileInfo]) -> Iterator[str]:
     for file in models:
         if _directory(file.path) == directory:
             file_by_name[_file_name(file.path)] = file
-    # Pairs of a key and the name of a file that has it; a dict, because their order is that of the findings.
-    stored: dict[tuple[str, str], None] = {}
+    # A dict, because the order is that of the findings.
+    stored: dict[_StoredKey, None] = {}
     for file_name, file in file_by_name.items():
         for key in file.keys:
-            stored[key, file_name] = None
-    lost = [pair for pair in index.files.items() if pair not in stored]
-    in_second_file: list[tuple[str, str]] = []
-    not_in_index: list[tuple[str, str]] = []
-    for key, file_name in stored:
-        named_file = index.files.get(key)
-        if named_file == file_name:
+            stored[_StoredKey(key, file_name)] = None
+    indexed = [_StoredKey(key, file_name) for key, file_name in index.files.items()]
+    lost = [pair for pair in indexed if pair not in stored]
+    in_second_file: list[_StoredKey] = []
+    not_in_index: list[_StoredKey] = []
+    for pair in stored:
+        indexed_name = index.files.get(pair.key)
+        if indexed_name == pair.file_name:
             continue
         # Readers take the one that the index names, and what is in the other file is lost, or outdated.
-        if named_file is not None and (key, named_file) in stored:
-            in_second_file.append((key, file_name))
+        if indexed_name is not None and _StoredKey(pair.key, indexed_name) in stored:
+            in_second_file.append(pair)
         else:
-            not_in_index.append((key, file_name))
+            not_in_index.append(pair)
     for problem, pairs in (
         (f"it names {len(lost)} keys that are not in their files", lost),
         (f"{len(in_second_file)} keys are in a second file too", in_second_file),
         (f"{len(not_in_index)} keys beside it are not in it", not_in_index),
     ):
         if pairs:
-            key, file_name = pairs[0]
-            yield f"file {index.path!r}: {problem}, first {key!r} in {file_name!r}"
+            yield f"file {index.path!r}: {problem}, first {pairs[0].key!r} in {pairs[0].file_name!r}"
     yield from _total_size(index, file_by_name)
 
 
@@ -271,11 +302,15 @@ def same_values(train: RunTrace, reload: RunTrace, *, only: Collection[str] | No
     yield from compare("buffer", _only(only, buffers), loaded_buffers, "after the reload")
 
 
-def _only(names: Collection[str] | None, digests: Mapping[str, tuple[str, ...]]) -> Mapping[str, tuple[str, ...]]:
+def _only(names: Collection[str] | None, digests: Digests) -> Digests:
     """Return the digests under these names; all if there are no ``names`` to choose by."""
     if names is None:
         return digests
-    return {name: digest for name, digest in digests.items() if name in names}
+    chosen: dict[str, tuple[str, ...]] = {}
+    for name in digests:
+        if name in names:
+            chosen[name] = digests[name]
+    return chosen
 
 
 def _outputs(
@@ -293,7 +328,7 @@ def _outputs(
     if infinite:
         yield f"{infinite} of {len(expected)} outputs of the reloaded model are infinite; expected finite numbers"
         return
-    largest = max(map(abs, expected))
+    largest = max(abs(value) for value in expected)
     allowed = largest * precision_of_products(cell, train).norm_tolerance
     for snapshot in trained:
         where = f"rank {snapshot.rank}"
@@ -333,23 +368,43 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     files: list[FileInfo] = []
     for snapshot in run.at("files"):
         files += snapshot.saved
-    for owner, holds in (("an optimizer", "optimizer"), ("a scheduler", "scheduler")):
-        paths = [repr(file.path) for file in files if file.holds == holds]
-        if paths:
-            yield f"state of {owner} is in {', '.join(paths[:3])}; the checkpoint is of the model alone"
+    yield from _state_in(files, "an optimizer", "optimizer")
+    yield from _state_in(files, "a scheduler", "scheduler")
     names = _weights(cell, run.unwrapped)
     weights = _saved_weights(run.unwrapped, names, files)
-    missing = [name for name in names if name not in weights]
-    if missing:
-        yield f"{len(missing)} of {len(names)} weights are not saved, first {first_three(missing)}"
+    yield from _unsaved_weights(names, weights)
     if flat_parameters(at_save):
         return  # flat parameters have no unwrapped names to compare by
     trained = values(run, at_save)
     yield from trained.wrong
+    yield from _other_saved_weights(names, weights, trained)
+
+
+def _state_in(files: list[FileInfo], owner: str, holds: str) -> Iterator[str]:
+    """Yield a finding if any of the files holds state of an optimizer, or of a scheduler."""
+    paths: list[str] = []
+    for file in files:
+        if file.holds == holds:
+            paths.append(repr(file.path))
+    if paths:
+        yield f"state of {owner} is in {', '.join(paths[:3])}; the checkpoint is of the model alone"
+
+
+def _unsaved_weights(names: list[str], weights: Mapping[str, set[str]]) -> Iterator[str]:
+    """Yield a finding for the names that have no weight in any file."""
+    missing: list[str] = []
+    for name in names:
+        if name not in weights:
+            missing.append(name)
+    if missing:
+        yield f"{len(missing)} of {len(names)} weights are not saved, first {first_three(missing)}"
+
+
+def _other_saved_weights(names: list[str], weights: Mapping[str, set[str]], trained: Values) -> Iterator[str]:
+    """Yield a finding for the weights that have another value in files than the trained one."""
     wrong: list[str] = []
     for name, digests in weights.items():
-        trained_digests = _trained_digests(trained, name)
-        if not digests <= trained_digests:
+        if not digests <= _trained_digests(trained, name):
             wrong.append(name)
     if wrong:
         others = f"{len(wrong)} of {len(names)} weights have other values in the checkpoint than at the save"
@@ -369,7 +424,10 @@ def _weights(cell: Cell, unwrapped: UnwrappedInfo) -> list[str]:
     if cell.option("lora"):
         return [info.name for info in unwrapped.parameters if info.trainable]
     parameters = [info.name for info in unwrapped.parameters]
-    buffers = [info.name for info in unwrapped.buffers if info.persistent]
+    buffers = []
+    for info in unwrapped.buffers:
+        if info.persistent:
+            buffers.append(info.name)
     return parameters + buffers
 
 

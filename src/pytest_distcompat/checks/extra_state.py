@@ -15,7 +15,9 @@ from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
     if not driver.extra_state:
         return "the driver names no state in extra_state"
-    return "checkpoints hold weights alone" if cell.option("save_only_model") else None
+    if cell.option("save_only_model"):
+        return "checkpoints hold weights alone"
+    return None
 
 
 @check(scenario=RESUME, until=UNTIL_RESUMED, order=4, not_applicable=_names_none, depends_on=RESUMED)
@@ -62,15 +64,18 @@ class _Difference:
     place: str
 
     def __str__(self) -> str:
-        return f"{self.state}.{self.place}" if self.place else self.state
+        if not self.place:
+            return self.state
+        return f"{self.state}.{self.place}"
 
 
 def _unlike_on_ranks(run: RunTrace) -> Iterator[str]:
     """Yield a finding for each state that ranks have with other values, at the first action after which they do."""
     unlike: set[str] = set()
-    for action in ("build", *(f"step {nth + 1}" for nth in range(SAVED + 2))):
-        name, _, number = action.partition(" ")
-        snapshots = run.at(name, int(number or 1) - 1)
+    snapshots_after = {"build": run.at("build")}
+    for nth in range(SAVED + 2):
+        snapshots_after[f"step {nth + 1}"] = run.at("step", nth)
+    for action, snapshots in snapshots_after.items():
         for snapshot in snapshots[1:]:
             first = {info.name: info for info in snapshots[0].extra}
             for info in snapshot.extra:
@@ -87,9 +92,11 @@ def _unlike_on_ranks(run: RunTrace) -> Iterator[str]:
 def _unchanged(run: RunTrace) -> Iterator[str]:
     """Yield a finding for each state that three steps leave as it is on a rank."""
     for before, after in pairs(run.at("build"), run.at("step", SAVED - 1)):
-        was = {info.name: info for info in before.extra}
+        states_before = {info.name: info for info in before.extra}
         for info in after.extra:
-            if info.expected.changes and info.name in was and was[info.name].values == info.values:
+            if not info.expected.changes or info.name not in states_before:
+                continue
+            if states_before[info.name].values == info.values:
                 yield f"rank {after.rank}: {info.name} has not changed in three steps"
 
 
@@ -98,9 +105,9 @@ def _other_states(before: Snapshot, after: Snapshot, *, exact: bool = False) -> 
 
     Only values of which computing them in another order changes nothing, if ``exact``.
     """
-    was = {info.name: info for info in before.extra}
+    states_before = {info.name: info for info in before.extra}
     for info in after.extra:
-        other = was.get(info.name)
+        other = states_before.get(info.name)
         if other is None or not info.expected.comes_back:
             continue
         place = _first_difference(other.exact, info.exact)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._factors import factors_of, named_factor
-from pytest_distcompat.checks._values import Names, named_stage, pipelines_of, rounding_of, stages_of
+from pytest_distcompat.checks._tied import tied_apart
+from pytest_distcompat.checks._values import Names, Ranks, named_stage, pipelines_of, rounding_of, stages_of
 from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
@@ -70,7 +71,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
             if view.norms.keys() <= known:
                 findings += _wrong_gradients(train, view, expected, tolerance, factors)
         for finding in findings:
-            yield f"step {step + 1}: {finding}"
+            yield f"step {step + 1}: {finding}{tied_apart(cell, train)}"
         if findings:
             return  # later differences follow from these
 
@@ -79,14 +80,14 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
 class _View:
     """Ranks that see the same gradients, and the norms of these; a rank of a pipeline sees those of all its stages."""
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
     norms: Norms
 
 
 def _views(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[_View]:
     """Yield what the ranks see of the gradients, which are put together from the parts of shard groups."""
     norms_by_rank: dict[int, dict[str, float | None]] = {snapshot.rank: {} for snapshot in snapshots}
-    groups_by_rank: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    groups_by_rank: dict[int, list[Ranks]] = defaultdict(list)
     for gradient in _whole_gradients(run, snapshots):
         for rank in gradient.ranks:
             if rank in norms_by_rank:
@@ -94,9 +95,9 @@ def _views(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[_View]:
                 groups_by_rank[rank].append(gradient.ranks)
     # The stages of a pipeline see one training together.
     pipelines = pipelines_of(run)
-    ranks_by_groups: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
+    ranks_by_groups: dict[tuple[Ranks, ...], list[int]] = defaultdict(list)
     for rank in sorted(norms_by_rank):
-        groups: set[tuple[int, ...]] = set()
+        groups: set[Ranks] = set()
         for peer in pipelines.get(rank) or (rank,):
             groups.update(groups_by_rank[peer])
         if not groups:
@@ -115,7 +116,7 @@ class _WholeGradient:
     """The gradient of a parameter on the ranks of one shard group; the norm is None if their parts are not the whole tensor."""
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: Ranks
     norm: float | None
 
 
@@ -130,8 +131,12 @@ def _whole_gradients(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator
             for info in step.gradients:
                 parts_by_name[names(info.name)][snapshot.rank] = info
     for name, part_of_rank in parts_by_name.items():
-        for group in shard_groups({rank: info.layout.holders for rank, info in part_of_rank.items()}):
-            parts = [part_of_rank[rank] for rank in group if rank in part_of_rank]
+        holders_by_rank = {rank: info.layout.holders for rank, info in part_of_rank.items()}
+        for group in shard_groups(holders_by_rank):
+            parts = []
+            for rank in group:
+                if rank in part_of_rank:
+                    parts.append(part_of_rank[rank])
             norm = None
             if sum(info.numel for info in parts) == names.sizes.get(name):
                 norm = math.sqrt(sum(info.square for info in parts))
@@ -164,7 +169,8 @@ def _deviations_of_rounding(rounded: RunTrace | None, expected_by_step: list[Nor
 
 def _smallest_norm(norms: Norms) -> float:
     """Return the least norm that rounding is measured against."""
-    return SMALLEST * math.hypot(*(norm or 0.0 for norm in norms.values()))
+    known_norms = [norm or 0.0 for norm in norms.values()]
+    return SMALLEST * math.hypot(*known_norms)
 
 
 def _wrong_gradients(
@@ -256,14 +262,23 @@ def _compare(norms: Norms, expected: Norms, tolerance: float) -> _Comparison:
         norm = norms.get(names[0]) or 0.0
         reference_norm = expected.get(names[0]) or 0.0
         deviations.append(_Deviation(tuple(names), norm, reference_norm, ratios[names[0]]))
-    # What clipping does to all gradients because some are wrong shows in most of them: it is no finding of its own.
-    most = max(sound, len(expected) / 2)
+    return _without_common_ratio(deviations, max(sound, len(expected) / 2))
+
+
+def _without_common_ratio(deviations: list[_Deviation], most: float) -> _Comparison:
+    """Take out the ratio that more than so many gradients have in common, if there is such a one beside others.
+
+    What clipping does to all gradients because some are wrong shows in most of them: it is no finding of its own.
+    """
     common: list[_Deviation] = []
-    if len(deviations) > 1:
-        common = [deviation for deviation in deviations if deviation.is_scale and len(deviation.names) > most]
-    if not common:
+    others: list[_Deviation] = []
+    for deviation in deviations:
+        if deviation.is_scale and len(deviation.names) > most:
+            common.append(deviation)
+        else:
+            others.append(deviation)
+    if not common or len(deviations) == 1:
         return _Comparison(tuple(deviations), 1.0)
-    others = [deviation for deviation in deviations if deviation not in common]
     return _Comparison(tuple(others), common[0].ratio)
 
 

@@ -47,20 +47,25 @@ def mean(cell: Cell, trace: Trace) -> Iterator[str]:
     run = trace.run()
     declared = run.unwrapped.mean if run.unwrapped else ""
     if declared and declared not in MEANS:
-        yield f"the driver's mean is {declared!r}; expected one of {', '.join(map(repr, MEANS))}"
+        names = ", ".join(repr(name) for name in MEANS)
+        yield f"the driver's mean is {declared!r}; expected one of {names}"
         return
-    found = set(MEANS)
+    possible = set(MEANS)
     for nth in range(SAVED):
         parts = _parts(run.at("step", nth))
         if parts is None:
             return
-        fitting = {name for name in found if _is_equal(parts, name)}
+        fitting: set[str] = set()
+        for name in possible:
+            if _is_equal(parts, name):
+                fitting.add(name)
         if not fitting:
-            yield f"step {nth + 1}: gradients are a mean with other weights than those of {_words(found)}: {_example(parts)}"
+            other = f"gradients are a mean with other weights than those of {_words(possible)}"
+            yield f"step {nth + 1}: {other}: {_example(parts)}"
             return
-        found = fitting
-    if declared and declared not in found:
-        yield f"gradients give {_words(found)} the same weight; the driver says {MEANS[declared]}"
+        possible = fitting
+    if declared and declared not in possible:
+        yield f"gradients give {_words(possible)} the same weight; the driver says {MEANS[declared]}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
@@ -47,7 +47,10 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _too_large_quantized(snapshot: Snapshot) -> Iterator[str]:
     """Yield a finding if quantized state takes two bytes an element or more, with its scales."""
-    quantized = [state for state in snapshot.states if is_quantized(state)]
+    quantized = []
+    for state in snapshot.states:
+        if is_quantized(state):
+            quantized.append(state)
     numel = sum(state.numel for state in quantized)
     size = sum(state.nbytes for state in quantized)
     if size >= 2 * numel:
@@ -64,7 +67,7 @@ class _StateSize:
         kept: How many elements of it the ranks keep.
         trained: How many elements of the model they train that have such state.
         copies: In how many copies they should keep it.
-        spread: The words for the copies; empty for one.
+        ranks_of_stage: How many ranks they are.
     """
 
     where: str
@@ -72,11 +75,19 @@ class _StateSize:
     kept: int
     trained: int
     copies: int
-    spread: str
+    ranks_of_stage: int
 
     def __str__(self) -> str:
-        context = f"{self.trained} elements are trained{self.spread}, expected {self.trained * self.copies}"
+        context = f"{self.trained} elements are trained{self._spread}, expected {self.trained * self.copies}"
         return f"{self.where} together keep {self.kept} elements of {self.key!r}; {context}"
+
+    @property
+    def _spread(self) -> str:
+        if self.copies <= 1:
+            return ""
+        if self.copies == self.ranks_of_stage:
+            return f", on each of {self.copies} ranks"
+        return f", in {self.copies} copies"
 
 
 def _wrong_sizes(
@@ -94,10 +105,7 @@ def _wrong_sizes(
     is_sharded = strategy.shards or strategy.flat_masters
     ranks = [snapshot.rank for snapshot in snapshots]
     ranks_of_stage = cell.world_size // cell.pp
-    where = "all ranks"
-    if cell.pp > 1:
-        where = named_ranks(ranks, cell.world_size)
-    built = [snapshot for snapshot in run.at("build") if snapshot.rank in ranks]
+    built = _built_on(run, ranks)
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, built)
     padding = 0
     if not is_sharded:
@@ -124,12 +132,17 @@ def _wrong_sizes(
         room = padding * (tensors[key] or ranks_of_stage)
         if expected <= kept[key] <= expected + room:
             continue
-        spread = ""
-        if copies > 1:
-            spread = f", in {copies} copies"
-        if copies > 1 and copies == ranks_of_stage:
-            spread = f", on each of {copies} ranks"
-        yield _StateSize(where, key, kept[key], trained_with_state, copies, spread)
+        where = "all ranks" if cell.pp == 1 else named_ranks(ranks, cell.world_size)
+        yield _StateSize(where, key, kept[key], trained_with_state, copies, ranks_of_stage)
+
+
+def _built_on(run: RunTrace, ranks: Collection[int]) -> list[Snapshot]:
+    """Return the snapshots of some ranks after build."""
+    snapshots: list[Snapshot] = []
+    for snapshot in run.at("build"):
+        if snapshot.rank in ranks:
+            snapshots.append(snapshot)
+    return snapshots
 
 
 def _elements_of_other_experts(built: Sequence[Snapshot]) -> int:

@@ -154,7 +154,8 @@ class _ExpectedNames:
         self.unwrapped = unwrapped
         self.first_names: dict[str, str] = {}
         for group in unwrapped.tied:
-            self.first_names.update(dict.fromkeys(group, group[0] if group else ""))
+            if group:
+                self.first_names.update(dict.fromkeys(group, group[0]))
         self.parameters: set[str] = set()
         self.trainable: set[str] = set()
         for info in unwrapped.parameters:
@@ -293,7 +294,10 @@ def _live_parameters(expected: _ExpectedNames, snapshot: Snapshot) -> Iterator[s
 
 def _without_live_counterpart(expected: _ExpectedNames, run: RunTrace) -> Iterator[str]:
     """Yield findings for what no rank of a copy of the model has: one rank, or those of one pipeline."""
-    trained = {snapshot.rank: snapshot for snapshot in run.trained if snapshot.model}
+    trained: dict[int, Snapshot] = {}
+    for snapshot in run.trained:
+        if snapshot.model:
+            trained[snapshot.rank] = snapshot
     built = {snapshot.rank: snapshot for snapshot in run.at("build")}
     expected_buffers = {expected.first_name(info.name) for info in expected.unwrapped.buffers}
     expert_groups = [_ranks_with_its_experts(snapshot) for snapshot in trained.values()]
@@ -354,7 +358,10 @@ def _optimizer_state(expected: _ExpectedNames, trained: tuple[Snapshot, ...]) ->
 
 def _has_state(snapshots: tuple[Snapshot, ...]) -> bool:
     """Tell whether any rank's optimizer keeps state; SGD without momentum keeps none."""
-    optimizers = [snapshot.optimizer for snapshot in snapshots if snapshot.optimizer]
+    optimizers = []
+    for snapshot in snapshots:
+        if snapshot.optimizer:
+            optimizers.append(snapshot.optimizer)
     return any(optimizer.states or optimizer.partitioned for optimizer in optimizers)
 
 
@@ -432,9 +439,15 @@ def _only_holders(expected: _ExpectedNames, run: RunTrace, names: set[str]) -> l
 
 def _keys(expected: _ExpectedNames, files: list[FileInfo]) -> Iterator[str]:
     """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""
-    models = [file for file in files if file.holds == "model"]
+    models = []
+    for file in files:
+        if file.holds == "model":
+            models.append(file)
     # Beside the model's there may be files of other tensors: random states, statistics of the data.
-    of_model = [file for file in models if expected.has_key_of_model(file)]
+    of_model = []
+    for file in models:
+        if expected.has_key_of_model(file):
+            of_model.append(file)
     if not of_model:
         of_model = models
     for file in files:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, stale
-from pytest_distcompat.checks._values import cut_along, named_stage, stages_of, unused
+from pytest_distcompat.checks._values import is_sharded_along, named_stage, stages_of, unused
 from pytest_distcompat.digests import is_zero
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -93,7 +93,7 @@ def _flat_masters(cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[st
             continue
         numel = math.prod(info.shape)
         copies = cell.tp
-        if cut_along(info, "tp"):
+        if is_sharded_along(info, "tp"):
             copies = 1
         if elements[info.name] != numel * copies:
             times = "once" if copies == 1 else f"{copies} times"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
 from pytest_distcompat.checks._factors import factors_of, named_factor
+from pytest_distcompat.checks._tied import tied_apart
 from pytest_distcompat.checks._values import Names, across_stages, in_tf32, rounding_of, stages_of
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
@@ -40,7 +41,10 @@ def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
         return "one process does not draw the random numbers of several ranks"
     if driver.can("reference"):
         return None
-    missing = [f"{name}()" for name in ("loss", "make_optimizer") if not driver.can(name)]
+    missing = []
+    for name in ("loss", "make_optimizer"):
+        if not driver.can(name):
+            missing.append(f"{name}()")
     methods = " and ".join(missing)
     return f"the driver has no reference() to compare with; write {methods}, from which it is derived, or reference() itself"
 
@@ -95,9 +99,9 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         norm_allowance = _Allowance(norm_tolerances[step], largest_norm)
         findings: list[str] = []
         for finding in _other_loss(cell, snapshots, reference, loss_allowance, factors):
-            findings.append(finding + _same_rows(cell) + in_tf32(trained))
+            findings.append(finding + _same_rows(cell) + in_tf32(trained) + tied_apart(cell, trained))
         for finding in _other_norms(snapshots, reference, norm_allowance, factors):
-            findings.append(finding + in_tf32(trained))
+            findings.append(finding + in_tf32(trained) + tied_apart(cell, trained))
         numbers_by_rank = trained_numbers.after_step(snapshots)
         expected_numbers = reference_numbers.after_step(references)
         other_rates = list(_other_rates(snapshots, reference))
@@ -118,7 +122,10 @@ def _parts_of_a_sum(cell: Cell, trace: Trace, tolerance: float, norm_tolerances:
     """
     snapshots = trace.run("train").at("step", 0)
     references = trace.run("reference").at("reference", 0)
-    losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
+    losses = []
+    for snapshot in snapshots:
+        if snapshot.loss is not None:
+            losses.append(snapshot.loss)
     if cell.dp_size == 1 or not losses or len(losses) != len(snapshots):
         return False
     if not references or references[0].loss is None:
@@ -137,7 +144,10 @@ def _shows_gradients(trace: Trace, tolerances: Sequence[float]) -> bool:
         if not references or references[0].grad_norm is None:
             return False
         expected = references[0].grad_norm
-        reported = [snapshot.grad_norm for snapshot in snapshots if snapshot.grad_norm is not None]
+        reported = []
+        for snapshot in snapshots:
+            if snapshot.grad_norm is not None:
+                reported.append(snapshot.grad_norm)
         if any(not math.isclose(norm, expected, rel_tol=tolerance) for norm in reported):
             return False
         is_unclipped = math.isclose(_optimizer_norm(references[0]), expected, rel_tol=UNCLIPPED)
@@ -237,7 +247,10 @@ def _other_loss(
     factors: Mapping[str, int],
 ) -> Iterator[str]:
     """Yield a finding if the average of the ranks' losses is not the reference's loss, with the cause if it is a known one."""
-    losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
+    losses = []
+    for snapshot in snapshots:
+        if snapshot.loss is not None:
+            losses.append(snapshot.loss)
     if len(losses) != len(snapshots) or reference.loss is None:
         yield "no loss to compare; expected step() to return it on every rank, and reference()"
         return
@@ -345,7 +358,8 @@ def _listed(rates: list[float | None]) -> str:
     """Return learning rates as text, equal ones once."""
     texts = []
     for rate in dict.fromkeys(rates):
-        texts.append("none" if rate is None else f"{rate:.6g}")
+        text = "none" if rate is None else f"{rate:.6g}"
+        texts.append(text)
     return ", ".join(texts) or "none"
 
 
@@ -449,7 +463,8 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             if len(copy.ranks) > 1:
                 ranks = f"{ranks} together"
             norms = f"norm {copy.norm:.6g}; {expected:.6g} in the reference ({tolerance:.0e} allowed)"
-            yield f"step {step + 1}: {ranks}: the gradients that the optimizer gets have {norms}"
+            finding = f"the gradients that the optimizer gets have {norms}{tied_apart(cell, trained)}"
+            yield f"step {step + 1}: {ranks}: {finding}"
         if is_wrong:
             return
 
@@ -472,8 +487,12 @@ def _norms_of_copies(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...])
             holders_by_rank[snapshot.rank] = holders
             square_by_rank[snapshot.rank] = square
     for ranks in across_stages(run, shard_groups(holders_by_rank, cell.world_size)):
-        square_of_tied = _of_later_stages(run, [snapshot for snapshot in snapshots if snapshot.rank in ranks])
-        square = sum(square_by_rank[rank] for rank in ranks if rank in square_by_rank)
+        holders_of_copy: list[Snapshot] = []
+        for snapshot in snapshots:
+            if snapshot.rank in ranks:
+                holders_of_copy.append(snapshot)
+        square = sum(square_by_rank.get(rank, 0.0) for rank in ranks)
+        square_of_tied = _of_later_stages(run, holders_of_copy)
         yield _NormOfCopy(ranks, math.sqrt(square - square_of_tied))
 
 
@@ -493,11 +512,11 @@ def _of_later_stages(run: RunTrace, pipeline: list[Snapshot]) -> float:
                 # What several of the holders have is a part of the share of each, see ``together``.
                 part = info.square * max(1, len(info.layout.holders)) / max(1, len(holders))
                 squares[names(info.name)][stage] += part
-    square_of_later = 0.0
+    squares_of_later: list[float] = []
     for square_by_stage in squares.values():
         earliest = min(square_by_stage)
-        square_of_later += sum(square_by_stage.values()) - square_by_stage[earliest]
-    return square_of_later
+        squares_of_later.append(sum(square_by_stage.values()) - square_by_stage[earliest])
+    return sum(squares_of_later)
 
 
 def _optimizer_norm(snapshot: Snapshot) -> float:

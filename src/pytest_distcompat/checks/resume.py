@@ -15,12 +15,12 @@ from pytest_distcompat.checks._base import (
     check,
     every_rank,
     finite_losses,
-    module_of,
     other_mode,
     pairs,
     stale,
     trained_again,
 )
+from pytest_distcompat.checks._tied import tied_apart
 from pytest_distcompat.checks._values import held_states, same_dtype, unlike
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME, SAVED, TRAIN
@@ -84,7 +84,10 @@ def _first_infinite_losses(train: RunTrace) -> list[str]:
     """Return a finding for each rank with a loss that is not finite in the first step with such losses."""
     for nth in range(SAVED + 2):
         # ``_other_losses`` reports those without a loss.
-        with_loss = [snapshot for snapshot in train.at("step", nth) if snapshot.loss is not None]
+        with_loss = []
+        for snapshot in train.at("step", nth):
+            if snapshot.loss is not None:
+                with_loss.append(snapshot)
         infinite = list(finite_losses(with_loss, f"step {nth + 1}"))
         if infinite:
             return infinite  # later ones follow from the first
@@ -129,26 +132,6 @@ def _later_steps(cell: Cell, train: RunTrace, resumed: RunTrace, *, compares_gro
             others = list(_other_numbers(nth, expected, steps))
             yield from others
             compares_groups = not others
-
-
-def tied_apart(cell: Cell, run: RunTrace) -> str:
-    """Return, for the end of a finding, which tied names FSDP2 has in units of their own; an empty text if there are none."""
-    # Each unit gathers and frees its own copy of what is one parameter: https://github.com/pytorch/pytorch/issues/176076.
-    models = [snapshot.model for snapshot in run.at("build") if snapshot.model]
-    if not models or run.unwrapped is None or "FSDP2" not in models[0].wrappers:
-        return ""
-    strategy = STRATEGIES.get(cell.strategy)
-    modules: set[str] = set()
-    for group in run.unwrapped.tied:
-        modules.update(module_of(name) for name in group)
-    units = {strategy.canonical(unit, cell, modules) for unit in models[0].units}
-    for group in run.unwrapped.tied:
-        owners = {module_of(name) for name in group}
-        if len(owners) > 1 and owners <= units:
-            names = " and ".join(map(repr, group))
-            cure = "shard them as one, fully_shard([...]), or leave both to the root"
-            return f"; {names} are one tensor in units of their own: {cure}"
-    return ""
 
 
 #: (digest, dtype) of a tensor.

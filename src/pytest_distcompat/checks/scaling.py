@@ -73,7 +73,10 @@ def _wrong_scale(snapshot: Snapshot) -> Iterator[str]:
 
 def _unlike_scales(snapshots: Sequence[Snapshot], moment: str) -> Iterator[str]:
     """Yield a finding if ranks scale the loss by different numbers."""
-    scales = {snapshot.scaler["scale"] for snapshot in snapshots if "scale" in snapshot.scaler}
+    scales = set()
+    for snapshot in snapshots:
+        if "scale" in snapshot.scaler:
+            scales.add(snapshot.scaler["scale"])
     if len(scales) > 1:
         listed = ", ".join(f"{scale:g}" for scale in sorted(scales))
         yield f"ranks scale the loss differently after {moment}: by {listed}"
@@ -83,7 +86,10 @@ def _not_skipped(before: Snapshot, after: Snapshot) -> Iterator[str]:
     """Yield a finding if a rank changed values in a step that is to be skipped."""
     digests = _trained_digests(before)
     digests_after = _trained_digests(after)
-    changed = sorted(name for name in digests | digests_after if digests.get(name) != digests_after.get(name))
+    changed: list[str] = []
+    for name in sorted(digests | digests_after):
+        if digests.get(name) != digests_after.get(name):
+            changed.append(name)
     if not changed:
         return
     names = changed[0]

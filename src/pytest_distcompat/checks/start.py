@@ -50,18 +50,18 @@ def _other_parameters(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) ->
         loaded.pop(name, None)
     if not loaded:
         return
-    found = values(run, built)
+    built_values = values(run, built)
     for kind in ("parameter", "master"):
         apart: list[str] = []
         others: list[str] = []
-        for name, held in found.of(kind).items():
+        for name, built_digests in built_values.of(kind).items():
             # Flat parameters have no names to compare by, and a name too many is a finding of the check ``names``.
-            if name not in loaded or not held:
+            if name not in loaded or not built_digests:
                 continue
-            expected = _expected_values(cell, kind, loaded[name], found.dtypes[kind][name])
-            if not expected or expected.issuperset(held):
+            expected = _expected_values(cell, kind, loaded[name], built_values.dtypes[kind][name])
+            if not expected or expected.issuperset(built_digests):
                 continue
-            if len(held) > 1:
+            if len(built_digests) > 1:
                 apart.append(name)
             else:
                 others.append(name)
@@ -79,11 +79,11 @@ def _flat_in_memory_order(cell: Cell, unwrapped: UnwrappedInfo) -> Collection[st
 
 def _with_values(infos: Iterable[ParameterInfo]) -> dict[str, ParameterInfo]:
     """Return the tensors whose values were read, by name: one on the meta device has none."""
-    found: dict[str, ParameterInfo] = {}
+    with_values: dict[str, ParameterInfo] = {}
     for info in infos:
         if info.digest and (info.digest != digests.EMPTY or 0 in info.shape):
-            found[info.name] = info
-    return found
+            with_values[info.name] = info
+    return with_values
 
 
 def _expected_values(cell: Cell, kind: Kind, loaded: ParameterInfo, dtypes: Collection[str]) -> set[str]:
@@ -137,15 +137,15 @@ def _evaluating(snapshot: Snapshot, unwrapped: UnwrappedInfo, names: Names) -> I
     """Yield a finding if what is trained is in evaluation mode in a rank's step, and was not when loaded."""
     # A trainer may put what it does not train into evaluation mode.
     trained = _above_trainable(unwrapped)
-    found: list[str] = []
+    evaluating: list[str] = []
     for module in snapshot.evaluating:
         name = STRATEGIES.get(names.cell.strategy).canonical(module, names.cell, trained)
         if name in trained and name not in unwrapped.evaluating:
-            found.append(name)
-    if not found:
+            evaluating.append(name)
+    if not evaluating:
         return
-    modules = f"module {and_others(found)} is"
-    if "" in found:
+    modules = f"module {and_others(evaluating)} is"
+    if "" in evaluating:
         modules = "the whole model is"
     yield f"{modules} in evaluation mode in step 1; in training mode when loaded"
 

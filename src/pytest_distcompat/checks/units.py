@@ -70,7 +70,7 @@ def _why_not_known(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:
         return "it is not known which module was to be left out of the sharding"
     if not _needs_blocks(cell):
         return None
-    classes = " or ".join(map(repr, unwrapped.block_classes))
+    classes = " or ".join(repr(name) for name in unwrapped.block_classes)
     if "" in unwrapped.blocks:
         return f"the whole model that was seen is one block, a {classes}: nothing wraps what is around it"
     if unwrapped.blocks:
@@ -110,7 +110,10 @@ def _sharded_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> 
         if len(fsdp_units) < 2:
             yield "FSDP has one unit for the whole model; expected one for each part that is large enough"
         return
-    inside_blocks = {unit for unit in fsdp_units if _is_inside(unit, unwrapped.blocks)}
+    inside_blocks = set()
+    for unit in fsdp_units:
+        if _is_inside(unit, unwrapped.blocks):
+            inside_blocks.add(unit)
     # A model may declare a module inside a block to be a block too.
     inside_blocks -= set(unwrapped.blocks)
     inside_blocks -= _adapters(unwrapped)
@@ -201,7 +204,10 @@ def _compiled_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) ->
     blocks = set(unwrapped.blocks)
     compiled = _unwrapped_names(cell, unwrapped, model.compiled)
     if mode == "partial":
-        inside_blocks = {name for name in compiled if _is_inside(name, blocks)}
+        inside_blocks = set()
+        for name in compiled:
+            if _is_inside(name, blocks):
+                inside_blocks.add(name)
         if not inside_blocks and blocks.isdisjoint(compiled):
             yield f"what is compiled is {_listed(compiled)}; expected one of the blocks"
     elif mode == "regional":
@@ -226,11 +232,17 @@ def _ignored_modules(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> 
             yield f"{name!r} is sharded ({info.kind}, {info.layout}); it was to be left out of the sharding"
 
 
+def _quoted(module: str) -> str:
+    if not module:
+        return "the root"
+    return repr(module)
+
+
 def _listed(names: Collection[str]) -> str:
     """Return the words for some modules in a finding: the first six, and how many more."""
-    quoted = sorted(repr(name) if name else "the root" for name in names)
-    if not quoted:
+    if not names:
         return "nothing"
+    quoted = sorted(_quoted(name) for name in names)
     listed = ", ".join(quoted[:6])
     if len(quoted) > 6:
         listed += f" and {len(quoted) - 6} more"

@@ -37,22 +37,37 @@ class Files:
         """
         lines: list[str] = []
         for path in (*captured_files(self.run, rank), *_logs(self.run, rank - self.first), log_file(self.run, rank)):
-            found = read_end(path, BYTES_READ, self.since.get(path, 0)).splitlines()
+            text = read_end(path, BYTES_READ, self.since.get(path, 0))
+            before_crash, crash = _split_at_crash(text.splitlines())
+            lines += before_crash[-LINES_SHOWN:]
             # Of a crash the first lines are shown, with the innermost frames, where it happened.
-            begins = next((number for number, line in enumerate(found) if line.startswith(CRASH)), len(found))
-            lines += [*found[:begins][-LINES_SHOWN:], *without_launcher_in_crash(found[begins:])[:LINES_SHOWN]]
+            lines += without_launcher_in_crash(crash)[:LINES_SHOWN]
         return "\n".join(lines)
+
+
+def _split_at_crash(lines: list[str]) -> tuple[list[str], list[str]]:
+    """Return the lines before the first crash that faulthandler reports, and those from it on."""
+    for number, line in enumerate(lines):
+        if line.startswith(CRASH):
+            return lines[:number], lines[number:]
+    return lines, []
 
 
 def read_file(path: Path) -> str:
     """Return the text of a file; empty if the rank has made none."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    if not path.exists():
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def log_sizes(run: Path, world_size: int) -> dict[Path, int]:
     """Return how long the logs of that run's ranks are, in bytes."""
-    found = (path for rank in range(world_size) for path in _logs(run, rank))
-    return {path: path.stat().st_size for path in found if path.exists()}
+    sizes = {}
+    for rank in range(world_size):
+        for path in _logs(run, rank):
+            if path.exists():
+                sizes[path] = path.stat().st_size
+    return sizes
 
 
 def captured_files(run: Path, rank: int) -> tuple[Path, Path]:
@@ -80,10 +95,12 @@ def written(run: Path, rank: int, first: int = 0) -> Iterator[tuple[str, str]]:
 
     ``first`` is the first rank of the node.
     """
-    for path in (*_logs(run, rank - first), log_file(run, rank)):
+    kinds = {path: path.stem for path in _logs(run, rank - first)}
+    kinds[log_file(run, rank)] = "log"
+    for path, kind in kinds.items():
         text = read_end(path, BYTES_READ)
         if text.strip():
-            yield ("log" if path.suffix == ".log" and path.parent == run else path.stem), text
+            yield kind, text
 
 
 def _logs(run: Path, rank: int) -> Iterator[Path]:

@@ -66,9 +66,11 @@ class Request:
     @property
     def here(self) -> range:
         """The ranks that are started on this machine."""
-        each = self.world_size // self.nodes
-        first = self.place["number"] * each if self.place else 0
-        return range(first, first + each) if self.place else range(self.world_size)
+        if not self.place:
+            return range(self.world_size)
+        ranks_each = self.world_size // self.nodes
+        first = self.place["number"] * ranks_each
+        return range(first, first + ranks_each)
 
     def from_here(self) -> Request:
         """Return the request with this process's command line, ``sys.path`` and working directory, where it has none."""
@@ -116,6 +118,10 @@ class Request:
 ANY_MODULE = "*"
 
 
+#: Flags of Python in one argument: letters without a value, then perhaps one with a value, the rest or the next argument.
+_FLAGS = re.compile(r"-([^-\sWXmc]*)(?:([WXmc])(.*))?", re.DOTALL)
+
+
 def interpreter() -> list[str]:
     """Return the command of this interpreter with the flags of its command line (``-W error``, ``-X dev``, ``-O``).
 
@@ -124,11 +130,15 @@ def interpreter() -> list[str]:
     """
     command = [sys.executable]
     arguments = iter(sys.orig_argv[1:])
-    # Letters without a value, then perhaps one with a value: the rest of the argument, or the next one.
-    while (found := re.fullmatch(r"-([^-\sWXmc]*)(?:([WXmc])(.*))?", next(arguments, ""), re.DOTALL)) is not None:
-        letters, valued, value = found.groups("")
-        # A rank must not stay at a prompt (-i).
-        command += [f"-{letter}" for letter in letters if letter != "i"]
+    for argument in arguments:
+        match = _FLAGS.fullmatch(argument)
+        if match is None:
+            break
+        letters, valued, value = match.groups("")
+        for letter in letters:
+            # A rank must not stay at a prompt.
+            if letter != "i":
+                command.append(f"-{letter}")
         if valued in {"m", "c"}:
             break
         if valued:

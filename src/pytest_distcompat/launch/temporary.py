@@ -33,8 +33,11 @@ def temporary_root() -> Path:
     such a directory.
     """
     default = Path(tempfile.gettempdir())
-    short = len(os.fsencode(default / _LONGEST_PATH_BELOW)) < _SOCKET_PATH_LIMIT
-    return default if short or not os.access(_SHORT_ROOT, os.W_OK | os.X_OK) else Path(_SHORT_ROOT)
+    if len(os.fsencode(default / _LONGEST_PATH_BELOW)) < _SOCKET_PATH_LIMIT:
+        return default
+    if os.access(_SHORT_ROOT, os.W_OK | os.X_OK):
+        return Path(_SHORT_ROOT)
+    return default
 
 
 class OwnedDirectory:
@@ -47,7 +50,12 @@ class OwnedDirectory:
 
     def __init__(self, name: str = "") -> None:
         remove_abandoned()
-        prefix, root = (f"{_PREFIX}{name}-", Path(tempfile.gettempdir())) if name else (_PREFIX, temporary_root())
+        if name:
+            prefix = f"{_PREFIX}{name}-"
+            root = Path(tempfile.gettempdir())
+        else:
+            prefix = _PREFIX
+            root = temporary_root()
         # It has another name until it is locked, because one without a lock counts as abandoned.
         made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=root))
         lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -58,8 +66,9 @@ class OwnedDirectory:
 
     def leave(self) -> None:
         """Leave the directory to the user: nobody removes it."""
-        if (kept := self.remove.detach()) is not None:
-            _, _, (path, lock, _), _ = kept
+        finalizer = self.remove.detach()
+        if finalizer is not None:
+            _, _, (path, lock, _), _ = finalizer
             (path / _LOCK).unlink(missing_ok=True)
             os.close(lock)
 
@@ -83,14 +92,19 @@ def _remove(path: Path, lock: int, owner: int) -> None:
 
 def remove_abandoned() -> None:
     """Remove this user's directories whose owners are gone; one without a lock may be another program's."""
-    roots = {temporary_root(), Path(tempfile.gettempdir())}
-    for path in (path for root in roots for path in root.glob(f"{_PREFIX}*")):
-        # Another process may be removing it.
-        with contextlib.suppress(OSError):
-            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                if path.lstat().st_uid == os.fstat(lock).st_uid == os.getuid():
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)
+    for root in {temporary_root(), Path(tempfile.gettempdir())}:
+        for path in root.glob(f"{_PREFIX}*"):
+            # Another process may be removing it.
+            with contextlib.suppress(OSError):
+                _remove_if_abandoned(path)
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    """Remove a directory of this user's if nobody has its lock. Raises OSError if somebody has, or there is none."""
+    lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if path.lstat().st_uid == os.fstat(lock).st_uid == os.getuid():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(lock)

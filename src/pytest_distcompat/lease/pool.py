@@ -1,9 +1,9 @@
 """Pool of devices and places, leased to one process group at a time, among all processes of one user on a machine.
 
-A device is leased while a process holds the lock on the device's file and the claim on its name, so the operating system ends
-the lease of a process that dies, however it dies. The claim holds even if a cleaner removes the file. Beside each lock is a
-record of the holder, for messages, and of the memory in use before the lease. A record without a lock belongs to a holder
-that died.
+A device is a GPU, a MIG instance, or a CPU slot: the right to run some ranks on the CPU. One is leased while a process holds
+the lock on the device's file and the claim on its name, so the operating system ends the lease of a process that dies, however
+it dies. The claim holds even if a cleaner removes the file. Beside each lock is a record of the holder, for messages, and of the
+memory in use before the lease. A record without a lock belongs to a holder that died.
 
 Where runs share a GPU, a run of one rank leases one of its places (``places``): it shares the lock on the GPU's file, and
 has a lock and a claim of its own on the place. So it excludes a lease of the whole GPU, and of a GPU divided otherwise.
@@ -98,14 +98,27 @@ class _Grant:
     measure: Memory
 
 
-#: Its ``ranks_by_lock``: for each device that this thread holds, of all pools, the path of its lock, and how many ranks at once
-#: the lease has it for.
+#: What this thread holds, in its attribute ``ranks_by_lock``.
 _this_thread = threading.local()
 
 
 def _ranks_by_lock() -> Mapping[Path, int]:
+    """Return for each device that this thread holds, of all pools, the path of its lock, and how many ranks may use it."""
     ranks_by_lock: Mapping[Path, int] = getattr(_this_thread, "ranks_by_lock", {})
     return ranks_by_lock
+
+
+@contextlib.contextmanager
+def _held_by_this_thread(ranks_by_lock: Mapping[Path, int]) -> Iterator[None]:
+    """Note inside the block that this thread holds these devices too; see ``_ranks_by_lock``."""
+    _this_thread.ranks_by_lock = {**_ranks_by_lock(), **ranks_by_lock}
+    try:
+        yield
+    finally:
+        others = dict(_ranks_by_lock())
+        for path in ranks_by_lock:
+            others.pop(path, None)
+        _this_thread.ranks_by_lock = others
 
 
 @dataclass(eq=False)
@@ -168,7 +181,10 @@ class Pool:
         count = self.inventory.needed(ranks)
         shares = self.inventory.places > 1 and not whole
         #: The number of places on each device; 0 for whole devices.
-        places = -(-ranks // count) if shares else 0
+        places = 0
+        if shares:
+            # Rounded up.
+            places = -(-ranks // count)
         mine = tuple(device for device in self.inventory.ids if self._path(device, "lock") in _ranks_by_lock())
         if mine:
             yield self._lend_again(mine, count, places, who)
@@ -181,22 +197,18 @@ class Pool:
             leaks_of_dead = self._await_dead_holders(names)
             granted_at = clock.now()
             since = clock.wall()
-            # The memory of a place cannot be told from its neighbours', only from other processes'.
+            # On a device that runs share, all memory in use is also that of neighbours: only this process's own can be told.
             measure = self._own_memory if shares else self._used_memory
             before = measure(ids) if self.inventory.kind == "gpu" else {}
             self._write_records(names, who, since, {} if shares else before)
             grant = _Grant(names, who, requested_at, granted_at, waited_for, before, measure)
             lease = Lease(ids, self.inventory.environment(ids), self.inventory.places, leaks_of_dead)
             owner = os.getpid()
-            own = {self._path(device, "lock"): places or self.inventory.ranks_each for device in ids}
-            _this_thread.ranks_by_lock = {**_ranks_by_lock(), **own}
+            ranks_by_lock = {self._path(device, "lock"): places or self.inventory.ranks_each for device in ids}
             try:
-                yield lease
+                with _held_by_this_thread(ranks_by_lock):
+                    yield lease
             finally:
-                others = dict(_ranks_by_lock())
-                for path in own:
-                    others.pop(path, None)
-                _this_thread.ranks_by_lock = others
                 # A forked child that leaves the block must not end the lease of its parent.
                 if os.getpid() == owner:
                     self._end(lease, grant)
@@ -285,11 +297,25 @@ class Pool:
         return Holder(name, unknown, self._directory.claimant(name), clock.wall())
 
     def _take(
-        self, count: int, places: int, who: str, deadline: float, held: contextlib.ExitStack
+        self, count: int, places: int, who: str, deadline: float, locks: contextlib.ExitStack
     ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-        """Lock ``count`` devices, or so many places on each; return the names that are held by device, and whom it waited for.
+        """Wait until the request has its devices or places, and lock them.
 
-        Devices stay locked while the request waits for more, so that a later request cannot take them.
+        Devices stay locked while the request waits for more, so that a later request cannot take them. They are given back
+        if another request is to be served first.
+
+        Args:
+            count: The number of devices.
+            places: The number of places on each of them; 0 for whole devices.
+            who: Names the request.
+            deadline: When to give up, by ``clock.now``.
+            locks: Releases the locks when it is closed.
+
+        Returns:
+            For each device the names that are locked, its own or those of its places; and whom the request waited for.
+
+        Raises:
+            LeaseTimeout: At the deadline.
         """
         taken: dict[str, tuple[str, ...]] = {}
 
@@ -314,12 +340,14 @@ class Pool:
             with self._queue.ticket(self.inventory.ids, count, who) as ticket:
                 while True:
                     if self._queue.overtaken(ticket):
-                        held.close()
+                        # Another request is served first: it may need what this one has.
+                        locks.close()
                         taken.clear()
                     else:
-                        self._lock_free(count, places, taken, held)
+                        self._lock_free(count, places, taken, locks)
                     if len(taken) == count or clock.now() >= deadline:
                         break
+                    # Tells the user whom the request waits for. Raises GivenUpError where that never ends.
                     watch()
                     clock.sleep(_POLL)
         except GivenUpError:
@@ -332,32 +360,38 @@ class Pool:
         return {device: taken[device] for device in in_order}, tuple(watch.waited_for)
 
     def _lock_free(
-        self, count: int, places: int, taken: dict[str, tuple[str, ...]], held: contextlib.ExitStack
+        self, count: int, places: int, taken: dict[str, tuple[str, ...]], locks: contextlib.ExitStack
     ) -> None:
-        """Lock devices that are free, or places on them, until ``count`` are taken. Devices with the fewest runs are first."""
+        """Lock what is free now, until ``count`` devices are taken; of places those on the devices with the fewest runs first.
+
+        The arguments are those of ``_take``; ``taken`` has what is locked already, and grows.
+        """
         order: Sequence[str] = self.inventory.ids
         if places:
             order = sorted(order, key=lambda device: len(self._directory.claimed(device)))
         for device in order:
             if len(taken) >= count or device in taken:
                 continue
-            names = self._lock_places(device, places, held) if places else self._lock_whole(device, held)
+            if places:
+                names = self._lock_places(device, places, locks)
+            else:
+                names = self._lock_whole(device, locks)
             if names:
                 taken[device] = names
 
-    def _lock_whole(self, device: str, held: contextlib.ExitStack) -> tuple[str, ...]:
-        """Lock a device until ``held`` is closed; return its name, or nothing if it was not free."""
+    def _lock_whole(self, device: str, locks: contextlib.ExitStack) -> tuple[str, ...]:
+        """Lock a device until ``locks`` is closed; return its name, or nothing if it was not free."""
         with contextlib.ExitStack() as own:
             if not self._lock(device, own):
                 return ()
             # Their holders have locked the device's file, but a cleaner may have removed it. CPU slots have no places.
             if self.inventory.kind == "gpu" and self._directory.claimed(device) not in ([], [device]):
                 return ()
-            held.push(own.pop_all())
+            locks.push(own.pop_all())
         return (device,)
 
-    def _lock_places(self, device: str, count: int, held: contextlib.ExitStack) -> tuple[str, ...]:
-        """Lock so many places of a device until ``held`` is closed; return their names, or nothing if fewer were free."""
+    def _lock_places(self, device: str, count: int, locks: contextlib.ExitStack) -> tuple[str, ...]:
+        """Lock so many places of a device until ``locks`` is closed; return their names, or nothing if fewer were free."""
         names: list[str] = []
         with contextlib.ExitStack() as own:
             try:
@@ -372,7 +406,7 @@ class Pool:
             # After its own locks, so that of two requests that exclude each other one sees the other.
             if self._is_excluded(device, names):
                 return ()
-            held.push(own.pop_all())
+            locks.push(own.pop_all())
         return tuple(names)
 
     def _is_excluded(self, device: str, places: Sequence[str]) -> bool:
@@ -384,15 +418,15 @@ class Pool:
                 return True
         return False
 
-    def _lock(self, name: str, held: contextlib.ExitStack) -> bool:
-        """Lock a device or place until ``held`` is closed; return whether it was free."""
+    def _lock(self, name: str, locks: contextlib.ExitStack) -> bool:
+        """Lock a device or place until ``locks`` is closed; return whether it was free."""
         with contextlib.ExitStack() as both:
             try:
                 both.callback(self._directory.lock(self._path(name, "lock").name).close)
                 both.callback(self._directory.claim(name).close)
             except TakenError:
                 return False
-            held.push(both.pop_all())
+            locks.push(both.pop_all())
         return True
 
     def _names(self, device: str) -> list[str]:

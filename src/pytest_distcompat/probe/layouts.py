@@ -1,4 +1,10 @@
-"""Layouts: which part of each whole tensor this rank holds, of DTensors and of plain tensors that FSDP1 and ZeRO shard."""
+"""Layouts: which part of each whole tensor this rank holds, of DTensors and of plain tensors that FSDP1 and ZeRO shard.
+
+A layout names the mesh dimensions and the ranks that hold the tensor together. For digests it must be known besides where the
+elements of a local part stand in the flattened whole. They stand there in runs of consecutive elements, all equally long: of a
+matrix of shape (4, 6) that two ranks shard on dimension 1, rank 1 holds columns 3 to 5, so its runs have 3 elements and start at
+3, 9, 15 and 21. A shard on dimension 0 is a single run. Functions with ``starts`` in their names return the starts of runs.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +67,7 @@ def layout_of(tensor: Any, other: Layout = WHOLE) -> Layout:
 
 
 def starts_of(tensor: Any) -> torch.Tensor | None:
-    """Return where the runs of a tensor's local part start in the flattened whole, see ``tensors.digest``; None for 0 alone."""
+    """Return where the runs of a tensor's local part start in the flattened whole, int64, ascending; None for one run from 0."""
     cut = autotp_cut(tensor)
     if cut is not None:
         return cut.starts()
@@ -91,17 +97,25 @@ class Cut:
     coordinate: int
 
     def starts(self, start: int = 0, numel: int | None = None) -> torch.Tensor | None:
-        """Return where the runs of ``numel`` elements from ``start`` on, in this rank's flattened part, start in the whole."""
+        """Return where the runs of this rank's part, or of a piece of the part, start in the flattened full parameter.
+
+        Args:
+            start: The piece's first element, by its number in the flattened part.
+            numel: How many elements it has; None for the whole part.
+        """
         inner = math.prod(self.shape[self.dim + 1 :])
-        run = self.size * inner
+        row_numel = self.size * inner
+        full_row_numel = self.shape[self.dim] * inner
         if numel is None:
-            numel = run * math.prod(self.shape[: self.dim])
+            numel = row_numel * math.prod(self.shape[: self.dim])
         if not numel:
             return None
-        local = torch.arange(start, start + numel, math.gcd(run, start, numel))
-        row = local // run
-        full_row_numel = self.shape[self.dim] * inner
-        return row * full_row_numel + self.first * inner + local % run
+        # The piece may begin and end within a row: this length divides each run of it.
+        run_length = math.gcd(row_numel, start, numel)
+        local_starts = torch.arange(start, start + numel, run_length)
+        row = local_starts // row_numel
+        column = local_starts % row_numel
+        return row * full_row_numel + self.first * inner + column
 
     def layout(self, other: Layout = WHOLE) -> Layout:
         """Return the layout of this part, or of this rank's piece of it that has the ``other`` layout."""
@@ -117,7 +131,9 @@ class Cut:
 def _several(ranks: Iterable[int]) -> tuple[int, ...]:
     """Return the ranks in ascending order; none if there is only one, as ``Layout.holders`` wants it."""
     ordered = tuple(sorted(ranks))
-    return ordered if len(ordered) > 1 else ()
+    if len(ordered) == 1:
+        return ()
+    return ordered
 
 
 def autotp_cut(parameter: Any) -> Cut | None:
@@ -283,10 +299,12 @@ def _placements(tensor: Any) -> tuple[Placement, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _layout(names: tuple[str, ...], place: MeshPlace, placements: tuple[Placement, ...]) -> Layout:
+    """Return the layout of a DTensor: its mesh dimensions, by these names, and the ranks that hold one copy of it together."""
     if not place.coordinate:
         return WHOLE
     dims: list[MeshDim] = []
-    # Which ranks of the mesh hold the other shards: all along a dimension that shards, else those of this rank's index.
+    # The ranks that hold one copy together: along a dimension that shards all of them, along one that replicates those with this
+    # rank's index.
     selection: list[int | slice] = []
     for name, size, index, placement in zip(names, place.sizes, place.coordinate, placements, strict=True):
         dims.append(MeshDim(name, size, index, placement.text))
@@ -297,6 +315,7 @@ def _layout(names: tuple[str, ...], place: MeshPlace, placements: tuple[Placemen
 
 @functools.lru_cache(maxsize=1024)
 def _starts(shape: tuple[int, ...], place: MeshPlace, placements: tuple[Placement, ...]) -> torch.Tensor | None:
+    """Return where the runs of a DTensor's local part start in the flattened whole of this shape; None for one run from 0."""
     cuts: list[tuple[int, int, int, int]] = []
     # A rank that is no part of the mesh has no coordinate, so for it nothing is sharded.
     for size, index, placement in zip(place.sizes, place.coordinate, placements, strict=False):
@@ -308,9 +327,11 @@ def _starts(shape: tuple[int, ...], place: MeshPlace, placements: tuple[Placemen
     if not sharded_dims or is_empty:
         return None
     last_dim = sharded_dims[-1]
-    # All dimensions after the last sharded one are whole: a run is as many of its rows as follow each other.
+    # All dimensions after the last sharded one are whole, so a run is consecutive indices of the last sharded dimension. Only the
+    # first of each stays.
     starts = local_indices[last_dim] * math.prod(shape[last_dim + 1 :])
     starts = starts[:: _common_run_length(local_indices[last_dim])]
+    # The same runs stand at each index of each dimension before it.
     for dim in reversed(range(last_dim)):
         offsets = local_indices[dim] * math.prod(shape[dim + 1 :])
         starts = (offsets[:, None] + starts).flatten()
@@ -339,36 +360,45 @@ class _Sharding:
     placements: tuple[Placement, ...]
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's part of the DTensor on rank 0's mesh.
+        """Return the shape of a rank's part of the DTensor, computed on rank 0.
 
-        A rank that is not on that mesh has a mesh of its own, of the same shape: a rank with another ``tp`` coordinate, say, that
-        shares a norm.
+        The mesh is that of rank 0, which may lack some ranks: with ``tp`` of two, those of the other ``tp`` coordinate.
+        Any other rank has a mesh of its own, of the same shape and with the same distances between its ranks.
         """
         ranks = self.place.ranks
         cuts: list[tuple[int, int, int, int]] = []
         stride = math.prod(self.place.sizes)
         for size, placement in zip(self.place.sizes, self.placements, strict=True):
-            # Of the flattened mesh: how far apart neighbours in this dimension are.
+            # How far apart neighbours in this dimension are in the flattened mesh.
             stride //= size
             if placement.dim is None or size == 1:
                 continue
-            along = ranks.index(rank) // stride if rank in ranks else rank // ranks[stride]
-            cuts.append((placement.dim, placement.split_factor, size, along % size))
+            if rank in ranks:
+                strides = ranks.index(rank) // stride
+            else:
+                # There neighbours are as far apart as rank 0 and its own neighbour.
+                strides = rank // ranks[stride]
+            cuts.append((placement.dim, placement.split_factor, size, strides % size))
         return tuple(len(indices) for indices in held_indices(self.shape, cuts))
 
 
 def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
-    """Return all ranks in classes that hold parts of the same sizes, by the layouts of rank 0; the last rank is by itself."""
+    """Return all ranks, grouped by the shapes of the parts that they hold; the last rank is in a group of its own.
+
+    Args:
+        tensors: Those of rank 0, where this is called.
+        size: The number of ranks.
+    """
     shardings: set[_Sharding] = set()
     for tensor in tensors:
         if hasattr(tensor, "placements"):
             shardings.add(_Sharding(tuple(tensor.shape), _place(tensor.device_mesh), _placements(tensor)))
-    classes: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for rank in range(size):
         local_shapes = tuple(sharding.local_shape(rank) for sharding in shardings)
         is_last = rank == size - 1 > 0
-        classes.setdefault((local_shapes, is_last), []).append(rank)
-    return [tuple(ranks) for ranks in classes.values()]
+        groups.setdefault((local_shapes, is_last), []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
 
 
 def _ranks_of(group: Any) -> tuple[int, ...]:
@@ -383,7 +413,9 @@ def flat_layout(group: Any, name: str = "dp_shard") -> Layout:
 
     ranks = _ranks_of(group)
     dim = MeshDim(name, len(ranks), ranks.index(distributed.get_rank()), FLAT)
-    return Layout((dim,), ranks if len(ranks) > 1 else ())
+    if len(ranks) == 1:
+        return Layout((dim,))
+    return Layout((dim,), ranks)
 
 
 def wrapper_layouts(model: Module | None) -> Mapping[int, Layout]:

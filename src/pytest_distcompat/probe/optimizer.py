@@ -1,4 +1,12 @@
-"""Reader of optimizers, single parameters' gradients as they get them, and learning rate schedulers."""
+"""Reader of optimizers, of the gradients that they get, and of learning rate schedulers.
+
+A trainer's optimizer is a torch optimizer in any number of wrappers, or several of those. The torch optimizer updates one of:
+
+- the live parameters, those of the model as the trainer has wrapped it;
+- master copies of them in float32, a tensor for each (DeepSpeed without ZeRO);
+- flat partitions (ZeRO): one tensor with this rank's part of the masters of many parameters. What a partition has of one
+  parameter is a fragment, a view of it.
+"""
 
 from __future__ import annotations
 
@@ -122,11 +130,19 @@ def read_optimizer(
     """Return the parameters that the optimizer holds and every tensor of its state; several optimizers count as one.
 
     It does not call ``get_optimizer_state_dict``, which takes a step on a fresh optimizer
-    (https://github.com/pytorch/pytorch/pull/125708). Without ``whole`` only the numbers of the parameter groups are
-    read. Raises TypeError if one has no ``param_groups``.
+    (https://github.com/pytorch/pytorch/pull/125708).
+
+    Args:
+        model: The trainer's model.
+        optimizer: The trainer's optimizer, with its wrappers; of several a list.
+        whole: Whether state is read; otherwise only class names and the numbers of the parameter groups are.
+        without_gradient: The ``id`` of each tensor that the optimizer stepped on without a gradient.
+
+    Raises:
+        TypeError: If one of the optimizers has no ``param_groups``.
     """
     chains = [chain(wrapped) for wrapped in several(optimizer)]
-    inner = [links_of_one[-1] for links_of_one in chains]
+    inner = [wrappers[-1] for wrappers in chains]
     for torch_optim in inner:
         _require_param_groups(torch_optim)
     stepping = [_delegate(torch_optim) for torch_optim in inner]
@@ -204,11 +220,12 @@ def _states(
         for parameter, state in torch_optim.state.items():
             owner = owners.get(id(parameter), f"partition {number}")
             original = low_precision.get(id(parameter), parameter)
-            unwrapped_layout = WHOLE if id(parameter) in owners else partition
-            layout = layouts.get(id(original)) or layout_of(parameter, unwrapped_layout)
+            # For a plain tensor that no wrapper holds: a parameter is whole on each rank, anything else is a flat partition.
+            plain_layout = WHOLE if id(parameter) in owners else partition
+            layout = layouts.get(id(original)) or layout_of(parameter, plain_layout)
             if id(parameter) not in live:
                 yield _state(owner, "master", parameter, layout, starts_of(original))
-            yield from _of_parameter(owner, state, layout, original)
+            yield from _states_of_parameter(owner, state, layout, original)
             number += 1
 
 
@@ -231,24 +248,34 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, bool)
 
 
-def _of_parameter(owner: str, state: Mapping[str, Any], layout: Layout, parameter: torch.Tensor) -> Iterator[StateInfo]:
+def _states_of_parameter(
+    owner: str, state: Mapping[str, Any], layout: Layout, parameter: torch.Tensor
+) -> Iterator[StateInfo]:
     """Yield the state of a parameter, or of its master copy."""
     for key, value in state.items():
         if _is_number(value):
-            starts = starts_of(parameter) if _lies_like(value, parameter) else None
+            starts = starts_of(parameter) if _is_elementwise(value, parameter) else None
             yield _state(owner, key, value, layout, starts)
 
 
-def _lies_like(value: Any, parameter: torch.Tensor) -> bool:
-    """Tell whether a state has an element for each of the parameter's local part, and does not itself say where they are."""
-    # The optimizer may have made it of the local part. A step count has no dimension.
+def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
+    """Tell whether a state is a plain tensor with an element for each element of the parameter's local part."""
+    # The optimizer may have made it of the local part of a DTensor. A step count has no dimension.
     if not isinstance(value, torch.Tensor) or hasattr(value, "placements") or valueless(value):
         return False
     return value.shape == local_of(parameter).shape
 
 
 def _state(owner: str, key: str, value: Any, layout: Layout, starts: torch.Tensor | None = None) -> StateInfo:
-    """Return one entry of the state; ``layout`` is that of its owner, and of the entry unless it is a step count or a DTensor."""
+    """Return one entry of the state.
+
+    Args:
+        owner: The name of the parameter or partition that it belongs to.
+        key: Its key, such as ``exp_avg``.
+        value: A tensor or a number.
+        layout: That of the owner; the entry has it too, unless it is a step count or a DTensor.
+        starts: Where its runs start in the flattened whole (``layouts.starts_of``).
+    """
     if not isinstance(value, torch.Tensor):
         return StateInfo(owner, key, type(value).__name__, 1, digest(value))
     layout = layout_of(value, WHOLE if key == "step" else layout)
@@ -418,18 +445,22 @@ def square_of(gradient: torch.Tensor) -> float:
 def read_gradients(
     model: Module | None, optimizer: Any, tensors: Mapping[torch.Tensor, int], *, single: bool
 ) -> tuple[float, tuple[int, ...], tuple[GradientInfo, ...]]:
-    """Return ``square``, ``holders`` and ``gradients`` of a ``StepInfo``.
+    """Read the gradients that an optimizer is about to step on, after unscaling and clipping.
 
     Args:
         model: The trainer's model; None if it is not known.
         optimizer: The trainer's optimizer, with its wrappers.
-        tensors: What the torch optimizer is about to update, each with the place of its group.
-        single: Whether the gradients of single parameters are read too.
+        tensors: What the torch optimizer is about to update, each with the number of its parameter group.
+        single: Whether the gradients of single parameters are returned too.
+
+    Returns:
+        ``square``, ``holders`` and ``gradients`` of a ``StepInfo``: this rank's share of the sum of the squares of all gradients;
+        the ranks whose shares add up to that sum; the gradient of each parameter.
     """
     names = {} if model is None else owner_names(model, optimizer)
     layouts = wrapper_layouts(model)
     copies = master_copies(optimizer)
-    partition = partition_layout(model, layouts)
+    layout_of_partition = partition_layout(model, layouts)
     gradients: list[GradientInfo] = []
     partitions: dict[int, _FlatPartition] = {}
     squares: list[tuple[Layout, float]] = []
@@ -438,8 +469,9 @@ def read_gradients(
             continue
         is_partition = bool(names) and id(tensor) not in names
         original = copies.get(id(tensor), tensor)
-        layout = layouts.get(id(original)) or layout_of(tensor, partition if is_partition else WHOLE)
-        # A part of a parameter may have the gradient of the whole.
+        plain_layout = layout_of_partition if is_partition else WHOLE
+        layout = layouts.get(id(original)) or layout_of(tensor, plain_layout)
+        # A parameter that is a shard may have the gradient of the whole.
         layout = layout_of(tensor.grad, layout)
         square = square_of(tensor.grad)
         squares.append((layout, square))
@@ -449,10 +481,11 @@ def read_gradients(
             numel = local_of(tensor.grad).numel()
             gradients.append(GradientInfo(names[id(tensor)], numel, square, layout, group))
     if model is not None and partitions and (single or _has_layouts_of_its_own(model)):
-        fragments = list(_of_fragments(model, partitions, partition))
+        fragments = list(_gradients_of_fragments(model, partitions, layout_of_partition))
         gradients += fragments
-        if any(info.layout != partition for info in fragments):
-            # What tensor parallelism has left whole its ranks hold several times, unlike the rest of the partition.
+        if any(info.layout != layout_of_partition for info in fragments):
+            # The fragments of one partition lie over ranks in different ways, so that each counts by its own layout: what tensor
+            # parallelism has left whole its ranks hold several times.
             squares = [(info.layout, info.square) for info in gradients]
     square, holders = _square_and_holders(squares)
     if not single or model is None:
@@ -461,7 +494,11 @@ def read_gradients(
 
 
 def _square_and_holders(squares: Iterable[tuple[Layout, float]]) -> tuple[float, tuple[int, ...]]:
-    """Return one rank's share of the sum of squares of tensors in these layouts, and the ranks that hold them together."""
+    """Return this rank's share of the sum of squares, and the ranks whose shares add up to that sum.
+
+    Args:
+        squares: The layout of each gradient, and the sum of the squares of this rank's elements.
+    """
     holders, square = together((layout.holders, square) for layout, square in squares)
     return square, holders
 
@@ -486,8 +523,10 @@ def _storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _of_fragments(model: Module, partitions: Mapping[int, _FlatPartition], layout: Layout) -> Iterator[GradientInfo]:
-    """Yield the parts of flat partitions' gradients; a parameter's master is a view of its partition.
+def _gradients_of_fragments(
+    model: Module, partitions: Mapping[int, _FlatPartition], layout: Layout
+) -> Iterator[GradientInfo]:
+    """Yield what each parameter has of the gradients of flat partitions: the part that lies as its master does in the partition.
 
     Args:
         model: The trainer's model.

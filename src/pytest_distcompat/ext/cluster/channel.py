@@ -112,15 +112,15 @@ class Channel:
 
     def _read(self, size: int) -> bytes:
         """Read exactly so many bytes."""
-        found = bytearray()
-        while len(found) < size:
+        data = bytearray()
+        while len(data) < size:
             if self._deadline is not None:
                 self._connection.settimeout(max(0.001, self._deadline - clock.now()))
-            received = self._connection.recv(min(size - len(found), 2**20))
+            received = self._connection.recv(min(size - len(data), 2**20))
             if not received:
                 raise ConnectionError("the connection was closed")
-            found += received
-        return bytes(found)
+            data += received
+        return bytes(data)
 
     @staticmethod
     def _check(mac: bytes, token: bytes, text: bytes) -> None:

@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
+from pytest_distcompat.ext.cluster.channel import Channel, NotProvedError
+from pytest_distcompat.ext.cluster.facts import facts
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.files import recorded_files, written
 from pytest_distcompat.launch.process import die_with_parent
@@ -30,8 +32,6 @@ from pytest_distcompat.lease import Lease, Pool, cpu_slots, gpus
 from pytest_distcompat.lease.pool import boot_id
 from pytest_distcompat.lease.timeline import read_timeline
 from pytest_distcompat.leased import LeasedLauncher, rank_environment
-from pytest_distcompat.nodes.channel import Channel, NotProvedError
-from pytest_distcompat.nodes.facts import facts
 from pytest_distcompat.run_paths import SuitePayload
 
 #: How often a node agent says that it runs, and how often logs are streamed, in seconds.
@@ -174,7 +174,8 @@ class _Agent:
         self._stopped.clear()
         streaming.start()
         try:
-            ending = (self._launcher if message["place"] else self._leased).run(request)
+            launcher = self._launcher if message["place"] else self._leased
+            ending = launcher.run(request)
         finally:
             self._stopped.set()
             streaming.join()
@@ -184,7 +185,8 @@ class _Agent:
         if watch is not None:
             processes = {rank: dataclasses.asdict(process) for rank, process in watch.processes.items()}
             part |= {"processes": processes, "known": watch.known}
-        part["leaks"], part["spans"] = ending.leaks, [dataclasses.asdict(one) for one in read_timeline(self._spans)]
+        part["leaks"] = ending.leaks
+        part["spans"] = [dataclasses.asdict(span) for span in read_timeline(self._spans)]
         shutil.rmtree(self._spans, ignore_errors=True)
         part["output"] = {rank: dict(written(self._run, rank, request.here.start)) for rank in request.here}
         part["recorded"] = {path.name: path.read_text(encoding="utf-8") for path in recorded_files(self._run)}

@@ -8,7 +8,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-from pytest_distcompat.executors._base import Executor
+from pytest_distcompat.ext.cluster.executors._base import Executor
 
 #: How long Slurm's controller may take to answer, in seconds.
 ANSWER_S = 5
@@ -52,7 +52,11 @@ class Slurm(Executor):
             shown = subprocess.run(line, check=False, capture_output=True, text=True, timeout=ANSWER_S).stdout
         except subprocess.TimeoutExpired:
             return ""
-        fields = dict(one.split("=", 1) for one in shown.split() if "=" in one)
+        fields = {}
+        for word in shown.split():
+            name, separator, value = word.partition("=")
+            if separator:
+                fields[name] = value
         # In the time of grace (GraceTime) a preempted job is still RUNNING.
         if fields.get("PreemptTime", "None") != "None":
             return f"Slurm preempts job {job}"
@@ -62,4 +66,5 @@ class Slurm(Executor):
     def _srun(self, join: Sequence[str], token: str, *where: str) -> subprocess.Popen[str]:
         # srun hands its standard input to all tasks: https://slurm.schedmd.com/srun.html, --input.
         srun = ["srun", "--overlap", *where, "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
-        return self._popen([*srun, *(one for one in join if one != "--with-parent")], token)
+        command = [argument for argument in join if argument != "--with-parent"]
+        return self._popen([*srun, *command], token)

@@ -1,0 +1,96 @@
+"""Does a run that was resumed save what another can resume from, and do both go on over the end of an epoch?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check, every_rank, pairs
+from pytest_distcompat.checks._values import differences, settings, unlike, values
+from pytest_distcompat.checks.resume import LOSS_TOLERANCE, RATE_TOLERANCE
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.scenario import RESUME_AGAIN, SAVED
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+
+#: Steps of the second run, those of them before its save, and steps of the third run.
+SECOND_STEPS, SECOND_SAVED, THIRD_STEPS = 5, 3, 4
+
+
+def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the check does not apply: it takes two runs, and what a load restores is tested by ``resume`` already."""
+    if any(name != "grad_accum" for name, _ in cell.options):
+        return "a second load is tried without that option"
+    if "grad_accum" in driver.options and cell.option("grad_accum") == 1:
+        return "it is tried with grad_accum, where an epoch ends in the middle of an accumulation"
+    if PRECISIONS.get(cell.precision).compute != "float32" and cell.world_size > 2:
+        return "in lower precision sums of more than two ranks depend on their order, the more, the more steps are followed"
+    return None
+
+
+@check(
+    scenario=RESUME_AGAIN,
+    until=(("train", "step", 9), ("second", "step", SECOND_STEPS - 1), ("third", "step", THIRD_STEPS - 1)),
+    order=10,
+    not_applicable=_tested_elsewhere,
+    costly=True,
+    depends_on=frozenset(),
+)
+def resume_again(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that a resumed run can be saved and resumed again, and that it goes on over the end of an epoch.
+
+    A run that loaded a checkpoint saves after three steps; a third process group loads that, bit by bit. All their steps,
+    nine together, have the losses and learning rates of the run that never stopped. The driver's own data decide where an
+    epoch ends; those of the built-in drivers do so in step 8, in the middle of an accumulation.
+
+    If it fails: counters (steps, epochs, batches, the scheduler's) begin at 0 in a resumed run, so that its own
+    checkpoint, or the next end of an epoch, has those of this run alone.
+    """
+    train = trace.run("train")
+    second = trace.run("second")
+    third = trace.run("third")
+    yield from every_rank(second.at("save"), cell.world_size, "the save of the resumed run")
+    yield from every_rank(third.at("load"), cell.world_size, "the second load")
+    followed = list(_followed(train, second, SAVED, SECOND_STEPS, "load"))
+    yield from followed
+    saved = second.at("save")
+    loaded = third.at("load")
+    when = "after the second load"
+    yield from differences(values(second, saved), values(third, loaded), when)
+    yield from settings(saved, loaded, when)
+    # A resumed run that is wrong saves what is wrong.
+    if not followed:
+        yield from _followed(train, third, SAVED + SECOND_SAVED, THIRD_STEPS, "second load")
+
+
+def _followed(train: RunTrace, resumed: RunTrace, first: int, steps: int, load: str) -> Iterator[str]:
+    """Yield the findings of the first step of a resumed run that is not that of the run that never stopped.
+
+    Args:
+        train: The run that never stopped.
+        resumed: The other one.
+        first: How many steps were taken before the load.
+        steps: How many are compared.
+        load: Words for the load.
+    """
+    for nth in range(steps):
+        wrong: list[str] = []
+        for expected, found in pairs(train.at("step", first + nth), resumed.at("step", nth)):
+            wrong += _other_step(expected, found, f"{nth + 1} after the {load}")
+        yield from wrong
+        if wrong:
+            return
+
+
+def _other_step(expected: Snapshot, found: Snapshot, step: str) -> Iterator[str]:
+    """Yield findings for the loss and the numbers of param groups of a rank's step."""
+    where = f"rank {found.rank}"
+    if expected.loss is None or found.loss is None:
+        yield f"{where}: no loss to compare in step {step}; expected step() to return it"
+    elif not math.isclose(expected.loss, found.loss, rel_tol=LOSS_TOLERANCE):
+        yield f"{where}: loss {step} is {found.loss:.6g}; {expected.loss:.6g} in the run that never stopped"
+    for number in unlike(expected.param_groups, found.param_groups, RATE_TOLERANCE):
+        if number.before is not None and number.after is not None:
+            resumed = f"{number.key} of the optimizer's group {number.group} is {number.after:.6g} in step {step}"
+            yield f"{where}: {resumed}; {number.before:.6g} in the run that never stopped"
