@@ -21,6 +21,7 @@ from pathlib import Path
 from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 from pytest_distcompat.ext.upstream.changed import SELECTING_PLUGIN, SELECTION, Change, read_change, select_cells
+from pytest_distcompat.ext.upstream.selected import read_selection
 from pytest_distcompat.ext.upstream.side_by_side import environment, file_name
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report
@@ -99,7 +100,8 @@ def row(release: str, given: argparse.Namespace) -> str:
     profile = [f"--distcompat-profile={given.profile}", f"--distcompat-drivers={DRIVERS[library]}"]
     selected = session(f"{name}-first", change, given.kept, *profile, "-p", SELECTING_PLUGIN, f"{SELECTION}={first}")
     whole = session(f"{name}-whole", change, given.kept, *profile)
-    cells = cells_of(selection)
+    chosen = read_selection(selection)
+    cells = {f"{row.driver}/{row.cell}" for row in whole.report.rows if chosen.chosen(f"{row.driver}/{row.cell}")}
     in_selection = {result.nodeid for result in whole.report.results if f"{result.driver}/{result.cell}" in cells}
     whole_runs, selected_runs = whole.seconds_of_runs(), selected.seconds_of_runs()
     figures = (
@@ -117,12 +119,6 @@ def row(release: str, given: argparse.Namespace) -> str:
         f"{selected.seconds / whole.seconds:.2f} ({selected_runs / whole_runs:.2f})",
     )
     return f"| {' | '.join(map(str, figures))} |"
-
-
-def cells_of(selection: Path) -> set[str]:
-    """The cells in the file of a selection."""
-    lines = selection.read_text(encoding="utf-8").splitlines()
-    return {line.partition(": ")[0] for line in lines if not line.startswith("#")}
 
 
 def main() -> None:

@@ -40,8 +40,8 @@ def test(seconds):
 #: Nodes with a directory for leases of their own, as other machines have.
 CONFTEST = """
 import os
-from pytest_distcompat.executors import EXECUTORS
-from pytest_distcompat.executors.local import Local
+from pytest_distcompat.ext.cluster.executors import EXECUTORS
+from pytest_distcompat.ext.cluster.executors.local import Local
 
 class Apart(Local):
     name = "apart"

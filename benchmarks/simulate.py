@@ -19,7 +19,7 @@ from machine import expect, measured_on  # type: ignore[import-not-found] # a sc
 from pytest_distcompat import Cell
 from pytest_distcompat.checks import find_check
 from pytest_distcompat.engine import run_check
-from pytest_distcompat.launch.simulated import SimulatingLauncher
+from pytest_distcompat.ext.simulation.launcher import SimulatingLauncher
 from pytest_distcompat.runner import Runner
 
 #: Options of the cells, by name.

@@ -7,27 +7,20 @@ not exist.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.cell import Cell
-
 if TYPE_CHECKING:
-    from pytest_distcompat.checks import Check
+    from pytest_distcompat.launch.launcher import Launcher
+    from pytest_distcompat.launch.request import Warmth
+    from pytest_distcompat.lease import Inventory, Pool
     from pytest_distcompat.plugin.options import Option
     from pytest_distcompat.plugin.session import DistcompatSession
+    from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
+    from pytest_distcompat.substitute import Substitute
     from pytest_distcompat.suite import CompatSuite
-
-
-@dataclass(frozen=True)
-class AddedCheck:
-    """A check of an extension, and the cell that it adds for it."""
-
-    cell: Cell
-    check: Check
 
 
 # historic: pytest may load the extension after the plugin.
@@ -48,6 +41,26 @@ def pytest_distcompat_session(session: DistcompatSession) -> None:
     It is made for the first distributed test that is collected, or for an option of the plugin. Other hooks may be registered
     here, in ``session.config.pluginmanager``: a pytest without distributed tests then has none of them.
     """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_distcompat_substitute(session: DistcompatSession) -> Substitute | None:
+    """Return what takes the place of ranks; None for ranks."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_distcompat_over_nodes(session: DistcompatSession, launcher: Launcher, warmth: Warmth) -> Launcher | None:
+    """Return a launcher for runs over several nodes; ``launcher`` has those of this node."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_distcompat_why_not_ready() -> str | None:
+    """Wait until ranks can be started; return what is wrong, nothing if all is well."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_distcompat_pool(session: DistcompatSession, inventory: Inventory) -> Pool | None:
+    """Return the pool that leases devices; None for that of this machine."""
 
 
 @pytest.hookspec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -47,6 +46,14 @@ class AddedProfile:
     meaning: str
     check: Check
     cells: Callable[[type[Driver], Sequence[str], int], list[Cell]]
+
+
+@dataclass(frozen=True)
+class AddedCheck:
+    """A check of an extension, and the cell that it adds for it."""
+
+    cell: Cell
+    check: Check
 
 
 #: The profiles of extensions.
@@ -426,32 +433,3 @@ def _pairwise(selection: _Selection) -> Iterator[Cell]:
     rows = make([strategies, precisions, model_choices, training_choices], constraints=[constraint])
     for row in rows:
         yield cell_of(driver, row[0], row[1], selection.world_size, row[2], row[3])
-
-
-#: The checks that need no values.
-OF_SIMULATIONS = ("active", "names", "dtypes", "units", "memory")
-#: The options beside which FSDP2 was simulated.
-_SIMULATED_OPTIONS = frozenset(
-    {"model", "dp_replicate", "tp", "sp", "reshard_after_forward", "activation_checkpointing", "state_dict", "frozen"}
-    | {"param_groups", "reduce_dtype", "float32_norms"}
-)
-
-
-def resized(cells: Iterable[Cell], size: int) -> list[Cell]:
-    """Return the cells for so many ranks, each once. Raises UsageProblem if so many cannot form the mesh of one."""
-    try:
-        return list(dict.fromkeys(dataclasses.replace(cell, world_size=size) for cell in cells))
-    except ValueError as error:
-        raise UsageProblem(f"--distcompat-simulate {size}: {error}") from None
-
-
-def not_simulated(driver: type[Driver], cell: Cell) -> str | None:
-    """Return why a cell cannot be simulated; None if it can."""
-    if cell.strategy != "fsdp2":
-        return f"{cell.strategy} needs values and peers; FSDP2, with replicas and tensor parallelism, can be simulated"
-    if {*driver.libraries} - {"torch"}:
-        return f"{' and '.join(driver.libraries)} reads values at build; drivers of plain torch can be simulated"
-    for name, _value in cell.options:
-        if name not in _SIMULATED_OPTIONS:
-            return f"option {name!r} needs values, or was not simulated yet"
-    return None

@@ -29,11 +29,14 @@ class Registry(Generic[T]):
     Other installed packages add items by entry points: their group is the package's name, as
     ``pytest_distcompat.strategies``, their value ``module:item``. Modules whose name begins with an underscore are left
     out. An item is an instance of ``kind``, or a subclass that a module defines. A registry without modules has the items of
-    entry points alone.
+    entry points alone. ``group`` is their group, if it is not named after the package.
     """
 
-    def __init__(self, package: str, kind: type[T], item_name: str, *, has_modules: bool = True) -> None:
+    def __init__(
+        self, package: str, kind: type[T], item_name: str, *, has_modules: bool = True, group: str = ""
+    ) -> None:
         self._package = package
+        self._group = group or package
         self._kind = kind
         self._item_name = item_name
         self._has_modules = has_modules
@@ -59,7 +62,7 @@ class Registry(Generic[T]):
     def extensions(self) -> dict[str, EntryPoint]:
         """Return the entry points by which other packages add items, by "NAME of DISTRIBUTION"."""
         entry_by_origin: dict[str, EntryPoint] = {}
-        for entry in installed_entry_points().select(group=self._package):
+        for entry in installed_entry_points().select(group=self._group):
             distribution = entry.dist.name if entry.dist else "an unknown package"
             entry_by_origin[f"{entry.name} of {distribution}"] = entry
         return entry_by_origin
@@ -77,7 +80,7 @@ class Registry(Generic[T]):
     def _added_items(self) -> Iterator[tuple[str, T]]:
         """Yield each item that another package adds, after its origin."""
         for origin, entry in self.extensions.items():
-            where = f"entry point {self._package}: {origin}"
+            where = f"entry point {self._group}: {origin}"
             try:
                 item = entry.load()
             except Exception as error:

@@ -147,11 +147,18 @@ def test_changed_needs_a_map(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_selection_is_read_in_its_order(tmp_path: Path) -> None:
     path = tmp_path / "cells"
-    path.write_text("# from a map\n\nd/b-model_hf:gpt2: call step, save\nmodule:Driver/a\n", encoding="utf-8")
-    assert read_selection(path) == {
-        "d/b-model_hf:gpt2": Chosen(0, frozenset({"call step", "save"})),
-        "module:Driver/a": Chosen(1, frozenset()),
+    lines = ["# from a map", "", "d/b-model_hf:gpt2: call step, save", "* d/*", "module:Driver/a", "- d/c", "* fsdp*"]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    selection = read_selection(path)
+    expected = {
+        "d/b-model_hf:gpt2": Chosen(2, frozenset({"call step", "save"})),
+        "d/x": Chosen(3, frozenset()),
+        "module:Driver/a": Chosen(4, frozenset()),
+        "e/fsdp2": Chosen(6, frozenset()),
+        "d/c": None,
+        "e/ddp": None,
     }
+    assert {cell: selection.chosen(cell) for cell in expected} == expected
     with pytest.raises(pytest.UsageError, match=r"--distcompat-selection: .*none: No such file"):
         read_selection(tmp_path / "none")
 
@@ -172,6 +179,16 @@ def test_only_the_cells_of_the_file_run_in_its_order(pytester: pytest.Pytester) 
         cells = list(dict.fromkeys(name.partition(":")[0] for name in found))
         assert cells == ["fsdp2-fp32-w2", "ddp-fp32-w2"]
         assert {"fsdp2-fp32-w2:active", "ddp-fp32-w2:active", "ddp-fp32-w2:resume"} <= set(found)
+
+
+def test_cells_that_only_the_new_release_can_run_do(pytester: pytest.Pytester) -> None:
+    """The map of the old one knows nothing of them."""
+    found = collected(pytester, "accelerate/ddp-fp32-w2: load\n* accelerate/*\n")
+    cells = list(dict.fromkeys(name.partition(":")[0] for name in found))
+    assert cells == ["ddp-fp32-w2", "fsdp2-fp32-w2"]
+    assert "fsdp2-fp32-w2:active" in found
+    found = collected(pytester, "accelerate/ddp-fp32-w2: load\n* accelerate/*\n- accelerate/fsdp2-fp32-w2\n")
+    assert {name.partition(":")[0] for name in found} == {"ddp-fp32-w2"}
 
 
 def test_only_checks_whose_runs_do_such_an_action(pytester: pytest.Pytester) -> None:
@@ -199,6 +216,8 @@ def test_a_broken_release_is_seen_by_the_cell_that_executes_the_change(
     (tmp_path / "broken.diff").write_text("".join(difflib.unified_diff(old, new, *names)), encoding="utf-8")
     found = ReachMap({}, {file_id: file})
     found.add(file_id, Context("accelerate", "ddp-fp32-w2", "step"), Executed(backward.body))
+    # The map knows this cell, and that it executes nothing of the change.
+    found.add(file_id, Context("accelerate", "fsdp2-fp32-w2", "step"), Executed())
     write_map(tmp_path / "r.sqlite", found)
     (tmp_path / "test_x.py").write_text(SUITE, encoding="utf-8")
     options = ["--reach", str(tmp_path / "r.sqlite"), "--into", str(tmp_path / "kept"), "--limit", "5m"]

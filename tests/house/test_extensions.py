@@ -23,7 +23,7 @@ SOURCE = Path(pytest_distcompat.__file__).parent
 ROOT = Path(__file__).parents[2]
 EXTENSIONS = sorted(path.name for path in (SOURCE / "ext").iterdir() if (path / "__init__.py").exists())
 #: Modules beside the folder that belong to an extension: the names by which users import it.
-FACES = {"aliases": "aliases.py", "scripts": "scripts.py"}
+FACES = {"aliases": "aliases.py", "cluster": "executors.py", "scripts": "scripts.py"}
 #: Extensions that are built on others, and go with them.
 NEEDS = {"search": {"reach", "walk"}}
 

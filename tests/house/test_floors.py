@@ -25,7 +25,7 @@ BY_NAME = {
     "ext.scripts.site.sitecustomize",
 }
 #: The only modules that need torch to be defined at all.
-NEED_TORCH = {"simulate", "models._modules", "launch.agent", "drivers._joined"} | {
+NEED_TORCH = {"ext.simulation.fake_ranks", "models._modules", "launch.agent", "drivers._joined"} | {
     f"probe.{m}"
     for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot", "extra", "weights")
 }
@@ -97,7 +97,7 @@ def test_one_module_alone_reads_pythons_clocks() -> None:
 def test_nothing_imports_what_is_started_by_name() -> None:
     for path in MODULES:
         # A simulation is a process of its own too, which takes the part of ranks.
-        assert name_of(path) == "simulate" or not ours(imports_of(path)) & BY_NAME, path
+        assert name_of(path) == "ext.simulation.fake_ranks" or not ours(imports_of(path)) & BY_NAME, path
 
 
 def test_modules_and_public_names_have_docstrings() -> None:
@@ -153,7 +153,6 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-gpus",
         "--distcompat-world-size",
         "--distcompat-ranks-per-gpu",
-        "--distcompat-simulate",
         "--distcompat-strategies",
         "--distcompat-precisions",
         "--distcompat-drivers",
@@ -170,15 +169,18 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-baseline",
         "--distcompat-launcher",
         "--distcompat-nodes",
-        "--distcompat-worker-nodes",
-        "--distcompat-executor",
-        "--distcompat-listen",
-        "--distcompat-token-file",
         "--distcompat-verify",
         "--distcompat-nothing-ran",
     ]
     of_extensions = [option.flag for name, option in ALL_OPTIONS.items() if name not in OPTIONS]
-    assert of_extensions == ["--distcompat-reach"]
+    assert of_extensions == [
+        "--distcompat-reach",
+        "--distcompat-simulate",
+        "--distcompat-worker-nodes",
+        "--distcompat-executor",
+        "--distcompat-listen",
+        "--distcompat-token-file",
+    ]
 
 
 def test_the_list_of_public_names_is_frozen() -> None:

@@ -16,13 +16,13 @@ from pytest_distcompat.checks import find_check
 from pytest_distcompat.cost import sent_bytes, tensor_bytes
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.engine import local_runner
+from pytest_distcompat.ext.simulation.fake_ranks import fake_ranks
+from pytest_distcompat.ext.simulation.launcher import SimulatingLauncher
 from pytest_distcompat.judge import judge
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.simulated import SimulatingLauncher
 from pytest_distcompat.probe.layouts import alike_ranks
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.scenario import Run, Scenario
-from pytest_distcompat.simulate import fake_ranks
 from pytest_distcompat.status import Status
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 

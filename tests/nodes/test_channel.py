@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pytest_distcompat.nodes import agent as agent_module
-from pytest_distcompat.nodes import channel as channel_module
-from pytest_distcompat.nodes.channel import Channel, Listener, NotProvedError
+from pytest_distcompat.ext.cluster import agent as agent_module
+from pytest_distcompat.ext.cluster import channel as channel_module
+from pytest_distcompat.ext.cluster.channel import Channel, Listener, NotProvedError
 
 TOKEN = b"a token of the session"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_distcompat.executors.slurm import Slurm
+from pytest_distcompat.ext.cluster.executors.slurm import Slurm
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,12 @@ def test_why_slurm_takes_nodes_away(shown: str, expected: str, tmp_path: Path, m
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert Slurm().taken() == expected
+
+
+def test_without_the_extension_a_test_over_nodes_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        "import pytest\n\n@pytest.mark.distcompat(world_size=2, nodes=2)\ndef test_over_nodes(): raise AssertionError\n"
+    )
+    result = pytester.runpytest_subprocess("-p", "no:distcompat-cluster", "--distcompat-gpus=0")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*tests over several nodes need the plugin distcompat-cluster"])

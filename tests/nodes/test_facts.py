@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.nodes.facts import differences, facts
+from pytest_distcompat.ext.cluster.facts import differences, facts
 
 
 def known(**changes: Any) -> dict[str, Any]:

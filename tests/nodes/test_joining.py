@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat import clock
-from pytest_distcompat.executors import Executor
+from pytest_distcompat.ext.cluster.channel import Channel
+from pytest_distcompat.ext.cluster.executors import Executor
+from pytest_distcompat.ext.cluster.launcher import Node, NodesLauncher, Settings
 from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease.pool import boot_id
-from pytest_distcompat.nodes.channel import Channel
-from pytest_distcompat.nodes.launcher import Node, NodesLauncher, Settings
 
 TOKEN = "a token of the session"
 FACTS = {"versions": {}, "sources": {}, "shm": 64, "gpus": 0}

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from pytest_distcompat import devices
-from pytest_distcompat.executors import Asked, Given
-from pytest_distcompat.executors import ray as executor
+from pytest_distcompat.ext.cluster.executors import Asked, Given
+from pytest_distcompat.ext.cluster.executors import ray as executor
+from pytest_distcompat.ext.cluster.pool import ScheduledPool
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.lease import Inventory
-from pytest_distcompat.nodes.pool import ScheduledPool
 
 NODES = {f"n{number}": {"NodeID": f"id{number}", "Resources": {"GPU": 2.0}} for number in (1, 2)}
 ASKED = {"nodes": ["n1", "n2"], "resource": "GPU", "least": 2, "most": 2, "who": "test_{it}"}

@@ -246,7 +246,7 @@ def test_nodes_that_are_stopped_for_some_time_are_not_lost(run_pytest: RunPytest
 
 
 HELD = """
-from pytest_distcompat.nodes import launcher
+from pytest_distcompat.ext.cluster import launcher
 
 launcher.SUSPENDED_S = 3.0
 """

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from pytest_distcompat import devices
+from pytest_distcompat.ext.cluster import agent
 from pytest_distcompat.launch import nccl
 from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.request import Place, Request, Warmth
-from pytest_distcompat.nodes import agent
 
 
 class Ranks:

@@ -11,7 +11,7 @@ from pytest_distcompat.ext.reach.branches import AnalysedFile, Executed, bits_of
 from pytest_distcompat.ext.reach.changed import ChangedPlace, PlaceReach
 from pytest_distcompat.ext.reach.libraries import FileId
 from pytest_distcompat.ext.reach.map import Context, ReachMap
-from pytest_distcompat.ext.reach.selection import check_release, select
+from pytest_distcompat.ext.reach.selection import check_release, file_lines, select
 from pytest_distcompat.ext.reach.store import write_map
 from pytest_distcompat.failures import UsageProblem
 
@@ -86,7 +86,8 @@ def test_the_command_writes_the_cells_and_says_what_none_executes(
     assert main(["reach", str(tmp_path / "r.sqlite"), "--changed", change, "--select", str(cells)]) == 0
     heading, *lines = cells.read_text(encoding="utf-8").splitlines()
     assert heading.startswith(f"# {change}: ")
-    assert lines == ["d/b: save"]
+    # The map knows nothing of further cells.
+    assert lines == ["d/b: save", "* *", "- d/a"]
     assert capsys.readouterr().out.splitlines() == [
         "2 changed places in 1 file; cells execute 1",
         "",
@@ -111,6 +112,13 @@ def test_places_that_no_cell_executes_are_listed_by_function(
     command = ["reach", str(tmp_path / "r.sqlite"), "--changed", f"accelerate@{diff}", "--select", str(tmp_path / "c")]
     assert main(command) == 0
     assert "  accelerate/accelerator.py save: 9" in capsys.readouterr().out.splitlines()
+
+
+def test_unknown_cells_come_after_those_that_execute_all_once(tmp_path: Path) -> None:
+    found = mapped(tmp_path)
+    found.add(FILE, Context("d", "c", "build"), Executed(bits_of([5])))
+    lines = list(file_lines("x", select(found, [reach("ab")]), found, "d/*"))
+    assert lines[1:] == ["d/a: build", "* d/*", "d/b: build", "- d/c"]
 
 
 def test_a_map_of_another_release_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._factors import factors_of, named_factor
+from pytest_distcompat.checks._tied import tied_apart
 from pytest_distcompat.checks._values import Names, Ranks, named_stage, pipelines_of, rounding_of, stages_of
 from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
 from pytest_distcompat.driver import Driver
@@ -70,7 +71,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
             if view.norms.keys() <= known:
                 findings += _wrong_gradients(train, view, expected, tolerance, factors)
         for finding in findings:
-            yield f"step {step + 1}: {finding}"
+            yield f"step {step + 1}: {finding}{tied_apart(cell, train)}"
         if findings:
             return  # later differences follow from these
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
 from pytest_distcompat.checks._factors import factors_of, named_factor
+from pytest_distcompat.checks._tied import tied_apart
 from pytest_distcompat.checks._values import Names, across_stages, in_tf32, rounding_of, stages_of
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
@@ -98,9 +99,9 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         norm_allowance = _Allowance(norm_tolerances[step], largest_norm)
         findings: list[str] = []
         for finding in _other_loss(cell, snapshots, reference, loss_allowance, factors):
-            findings.append(finding + _same_rows(cell) + in_tf32(trained))
+            findings.append(finding + _same_rows(cell) + in_tf32(trained) + tied_apart(cell, trained))
         for finding in _other_norms(snapshots, reference, norm_allowance, factors):
-            findings.append(finding + in_tf32(trained))
+            findings.append(finding + in_tf32(trained) + tied_apart(cell, trained))
         numbers_by_rank = trained_numbers.after_step(snapshots)
         expected_numbers = reference_numbers.after_step(references)
         other_rates = list(_other_rates(snapshots, reference))
@@ -462,7 +463,8 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             if len(copy.ranks) > 1:
                 ranks = f"{ranks} together"
             norms = f"norm {copy.norm:.6g}; {expected:.6g} in the reference ({tolerance:.0e} allowed)"
-            yield f"step {step + 1}: {ranks}: the gradients that the optimizer gets have {norms}"
+            finding = f"the gradients that the optimizer gets have {norms}{tied_apart(cell, trained)}"
+            yield f"step {step + 1}: {ranks}: {finding}"
         if is_wrong:
             return
 

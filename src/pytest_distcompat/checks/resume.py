@@ -15,12 +15,12 @@ from pytest_distcompat.checks._base import (
     check,
     every_rank,
     finite_losses,
-    module_of,
     other_mode,
     pairs,
     stale,
     trained_again,
 )
+from pytest_distcompat.checks._tied import tied_apart
 from pytest_distcompat.checks._values import held_states, same_dtype, unlike
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME, SAVED, TRAIN
@@ -132,29 +132,6 @@ def _later_steps(cell: Cell, train: RunTrace, resumed: RunTrace, *, compares_gro
             others = list(_other_numbers(nth, expected, steps))
             yield from others
             compares_groups = not others
-
-
-def tied_apart(cell: Cell, run: RunTrace) -> str:
-    """Return, for the end of a finding, which tied names FSDP2 has in units of their own; an empty text if there are none."""
-    # Each unit gathers and frees its own copy of what is one parameter: https://github.com/pytorch/pytorch/issues/176076.
-    models = []
-    for snapshot in run.at("build"):
-        if snapshot.model:
-            models.append(snapshot.model)
-    if not models or run.unwrapped is None or "FSDP2" not in models[0].wrappers:
-        return ""
-    strategy = STRATEGIES.get(cell.strategy)
-    modules: set[str] = set()
-    for group in run.unwrapped.tied:
-        modules.update(module_of(name) for name in group)
-    units = {strategy.canonical(unit, cell, modules) for unit in models[0].units}
-    for group in run.unwrapped.tied:
-        owners = {module_of(name) for name in group}
-        if len(owners) > 1 and owners <= units:
-            names = " and ".join(repr(name) for name in group)
-            cure = "shard them as one, fully_shard([...]), or leave both to the root"
-            return f"; {names} are one tensor in units of their own: {cure}"
-    return ""
 
 
 #: (digest, dtype) of a tensor.

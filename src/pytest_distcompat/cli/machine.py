@@ -256,7 +256,6 @@ def extensions() -> dict[str, list[str]]:
     """Return what other packages add by entry points, by kind: ``{"strategy": ["hsdp of my-trainer"]}``."""
     from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import DRIVERS
-    from pytest_distcompat.executors import EXECUTORS
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.registry import Registry
     from pytest_distcompat.strategies import STRATEGIES
@@ -266,7 +265,7 @@ def extensions() -> dict[str, list[str]]:
         "strategy": STRATEGIES,
         "precision": PRECISIONS,
         "check": CHECKS,
-        "executor": EXECUTORS,
+        "executor": Registry("pytest_distcompat.executors", object, "executor", has_modules=False),
     }
     return {kind: list(registry.extensions) for kind, registry in registries.items() if registry.extensions}
 

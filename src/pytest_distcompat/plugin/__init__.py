@@ -91,10 +91,8 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     from pytest_distcompat.cell import OPTIONS
 
     session = session_of(config)
-    if session.simulated:
-        return [
-            f"distcompat: simulated: {session.simulated} ranks, of which those that differ are simulated; no values are computed"
-        ]
+    if session.substitute is not None:
+        return [f"distcompat: {session.substitute.title}"]
     origin = session.setting("world_size").origin
     launcher = session.setting("launcher").value
     limit = f"time limit {session.timeout:g} s ({session.setting('timeout').origin})"
@@ -268,7 +266,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         session_of(config).launcher.warm_up()
     if session_of(config).over_nodes:
         _end_by_sigterm(config)
-    problem = session_of(config).nodes_problem()
+    problem = config.hook.pytest_distcompat_why_not_ready()
     if problem:
         raise pytest.UsageError(problem)
     if config.getoption("usepdb", False):
@@ -339,10 +337,6 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show the failure of the ranks instead of frames of this plugin, and attach the verdict to its report."""
     report = yield
-    if _IN_USE in item.config.stash:
-        taken = session_of(item.config).nodes_taken
-        if taken:
-            item.session.shouldstop = taken
     _finish_report(item, call, report)
     if call.when == "call" and item.config.stash.get(_APPLIES_KNOWN, False):
         from pytest_distcompat.plugin import declared

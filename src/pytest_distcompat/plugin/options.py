@@ -14,7 +14,7 @@ import pytest
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.shard import read_shard
 from pytest_distcompat.plugin.suite.budget import read_budget
-from pytest_distcompat.user_input import LARGEST_COUNT, read_address
+from pytest_distcompat.user_input import LARGEST_COUNT
 
 
 def _flag(name: str) -> str:
@@ -87,7 +87,7 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return read
 
 
-def _count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int | str]:
+def count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int | str]:
     """Return a parser for a whole number of at least ``least``, or one of the keywords."""
 
     def read(text: str) -> int | str:
@@ -147,36 +147,6 @@ def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
 def _split(text: str) -> list[str]:
     """Return the words of a list, which commas or white space separate."""
     return text.replace(",", " ").split()
-
-
-def _executor(text: str) -> str:
-    from pytest_distcompat.executors import EXECUTORS
-
-    EXECUTORS.get(text)
-    return text
-
-
-def _address(text: str) -> tuple[str, int] | None:
-    """Return host and port; None for an empty text."""
-    if not text:
-        return None
-    host, port = read_address(text)
-    if host == "0.0.0.0":  # noqa: S104 - it is refused
-        raise UsageProblem(f"{text!r} is no address that other nodes can reach: expected that of one interface.")
-    return host, port or 0
-
-
-def _token(text: str, base: Path) -> str:
-    """Return the token in a file; empty for an empty text."""
-    if not text:
-        return ""
-    try:
-        token = (base / text).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UsageProblem(f"{text!r}: {error.strerror}.") from None
-    if len(token) < 16:
-        raise UsageProblem(f"{text!r}: expected a token of at least 16 characters, as `openssl rand -hex 32` makes it.")
-    return token
 
 
 def _profile(text: str) -> str:
@@ -246,30 +216,23 @@ _ALL = (
         "gpus",
         "N|auto|0",
         "auto",
-        _count(least=0, keywords=("auto",)),
+        count(least=0, keywords=("auto",)),
         "Use N of the visible GPUs; more than there are is an error. auto: all, or the CPU where there are none. 0: the CPU.",
     ),
     Option(
         "world_size",
         "N",
         "auto",
-        _count(least=1, keywords=("auto",)),
+        count(least=1, keywords=("auto",)),
         "Start N ranks where a test does not say how many. auto: one a GPU, 2 on the CPU.",
     ),
     Option(
         "ranks_per_gpu",
         "N|auto",
         "auto",
-        _count(least=1, keywords=("auto",)),
+        count(least=1, keywords=("auto",)),
         "Let up to N ranks share a GPU, above 1 those of several runs too. auto: 2 of a run on one GPU if NCCL can, else 1.",
         alias="oversubscribe",
-    ),
-    Option(
-        "simulate",
-        "N",
-        "0",
-        _count(least=0),
-        "Run no ranks: simulate each cell of a suite as N ranks, without values (default: 0, run them).",
     ),
     Option(
         "strategies",
@@ -354,7 +317,7 @@ _ALL = (
         "reuse_limit",
         "N",
         "100",
-        _count(least=1),
+        count(least=1),
         "Start new ranks after so many tests, where ranks are reused (default: 100).",
     ),
     Option(
@@ -383,38 +346,8 @@ _ALL = (
         "nodes",
         "N",
         "1",
-        _count(least=1),
+        count(least=1),
         "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
-    ),
-    Option(
-        "worker_nodes",
-        "N",
-        "0",
-        _count(least=0),
-        "Deal the workers of xdist (-n) out over N nodes: each has its runs, of one node, there (default: 0, all here).",
-    ),
-    Option(
-        "executor",
-        "NAME",
-        "local",
-        _executor,
-        "Start the agents of several nodes on this machine (local), by `distcompat join` on each (join), by srun in "
-        "an allocation (slurm), or on a Ray cluster (ray) (default: local).",
-    ),
-    Option(
-        "listen",
-        "HOST[:PORT]",
-        "",
-        _address,
-        "Have nodes join at this address of this machine (default: 127.0.0.1 for local, the host's for slurm and ray).",
-    ),
-    Option(
-        "token_file",
-        "FILE",
-        "",
-        _token,
-        "Let only nodes join that know the token in this file; --distcompat-executor join needs it (default: a new "
-        "token).",
     ),
     Option(
         "verify",

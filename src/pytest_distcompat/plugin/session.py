@@ -30,13 +30,12 @@ from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.report.document import Report
 
 if TYPE_CHECKING:
-    from pytest_distcompat.executors import Executor
     from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.launch.launcher import Launcher
     from pytest_distcompat.launch.request import Warmth
     from pytest_distcompat.lease import Inventory, Pool
-    from pytest_distcompat.nodes.launcher import NodesLauncher
     from pytest_distcompat.runner import Runner
+    from pytest_distcompat.substitute import Substitute
 
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
 
@@ -68,12 +67,13 @@ class DistcompatSession:
         self.collects = False
         #: The most nodes that a test of this session spans.
         self.nodes = 1
+        #: Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node.
+        self.worker_nodes = 0
         #: Whether such a test needs a directory that all its nodes share.
         self.shares = False
         #: A line for each suite of the user's some of whose cells the profile leaves out.
         self.left_out: dict[tuple[str, str], str] = {}
         self._launcher: Launcher | None = None
-        self._nodes_launcher: NodesLauncher | None = None
         self._started: set[tuple[str, Cell]] = set()
         self._process = os.getpid()
 
@@ -91,10 +91,11 @@ class DistcompatSession:
         """Whether this process reports the session: it is neither a rank nor a worker of xdist."""
         return ON_RANK not in self.config.stash and not self.worker
 
-    @property
-    def simulated(self) -> int:
-        """The number of ranks that a simulation has; 0 for real ranks."""
-        return int(self.setting("simulate").value)
+    @functools.cached_property
+    def substitute(self) -> Substitute | None:
+        """What takes the place of ranks, as a simulation; None for ranks."""
+        chosen: Substitute | None = self.config.hook.pytest_distcompat_substitute(session=self)
+        return chosen
 
     @property
     def timeout(self) -> float:
@@ -107,7 +108,7 @@ class DistcompatSession:
     def gpus(self) -> int:
         """The number of GPUs to use. Raises pytest.UsageError for more than are visible."""
         requested = self.setting("gpus")
-        if requested.value == 0 or self.simulated:
+        if requested.value == 0 or self.substitute is not None:
             return 0
         available = devices.visible_gpus()
         if requested.value == "auto":
@@ -141,8 +142,8 @@ class DistcompatSession:
     @functools.cached_property
     def world_size(self) -> int:
         """The number of ranks of tests that do not set one. Raises pytest.UsageError if there are not enough GPUs for it."""
-        if self.simulated:
-            return self.simulated
+        if self.substitute is not None:
+            return self.substitute.world_size
         requested = self.setting("world_size")
         if requested.value == "auto":
             if self.gpus == 1 and self.ranks_each > 1 and self.nccl_takes_shared_ranks:
@@ -192,11 +193,6 @@ class DistcompatSession:
         if each > 1:
             reason += f", {each} ranks on each at most"
         return reason
-
-    @property
-    def worker_nodes(self) -> int:
-        """Over how many nodes the runs of xdist workers are dealt out; 0 if all are on this node."""
-        return int(self.setting("worker_nodes").value)
 
     @property
     def over_nodes(self) -> bool:
@@ -327,20 +323,27 @@ class DistcompatSession:
         if self._launcher is None:
             warmth = self._warmth()
             self._launcher = self._launcher_of_this_node(warmth)
-            if not self.simulated and (self.nodes > 1 or self.worker_nodes):
-                self._nodes_launcher = self._over_nodes(self._launcher, warmth)
-                self._launcher = self._nodes_launcher
+            if self.substitute is None and (self.nodes > 1 or self.worker_nodes):
+                self._launcher = self._over_nodes(self._launcher, warmth)
         return self._launcher
 
     def _launcher_of_this_node(self, warmth: Warmth) -> Launcher:
         from pytest_distcompat.launch.hosting import LAUNCHERS
-        from pytest_distcompat.launch.simulated import SimulatingLauncher
         from pytest_distcompat.leased import LeasedLauncher
 
-        if self.simulated:
-            return SimulatingLauncher()
+        if self.substitute is not None:
+            return self.substitute.launcher()
         kind: Any = LAUNCHERS[self.setting("launcher").value]
         return LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
+
+    def _over_nodes(self, launcher: Launcher, warmth: Warmth) -> Launcher:
+        """Return a launcher for runs of several nodes too. Raises pytest.UsageError if no extension has one."""
+        over_nodes: Launcher | None = self.config.hook.pytest_distcompat_over_nodes(
+            session=self, launcher=launcher, warmth=warmth
+        )
+        if over_nodes is None:
+            raise pytest.UsageError("tests over several nodes need the plugin distcompat-cluster")
+        return over_nodes
 
     def _warmth(self) -> Warmth:
         """Return what the fork servers import and do before ranks start."""
@@ -393,111 +396,6 @@ class DistcompatSession:
         if "cold_launcher" in vars(self):
             self.cold_launcher.close()
 
-    # Several nodes.
-
-    def _over_nodes(self, launcher: Launcher, warmth: Warmth) -> NodesLauncher:
-        """Return a launcher for runs of several nodes, which runs all others by ``launcher``.
-
-        Raises:
-            pytest.UsageError: An option does not fit the executor or its nodes.
-        """
-        from pytest_distcompat.executors import EXECUTORS
-        from pytest_distcompat.nodes.launcher import NodesLauncher, Settings
-
-        name = self.setting("executor").value
-        executor = EXECUTORS.get(name)()
-        try:
-            names = self._names_of_nodes(executor)
-        except UsageProblem as problem:
-            raise pytest.UsageError(f"--distcompat-executor {name}: {problem}") from None
-        settings = Settings(
-            nodes=self.nodes,
-            root=str(self.config.rootpath),
-            device=self.device,
-            listen=self.setting("listen").value or executor.listen,
-            token=self.setting("token_file").value,
-            wait=float(self.setting("warm_timeout").value),
-            shared=str(self.store) if self.shares else "",
-            gpus=self.gpus,
-            ranks_each=self.ranks_each,
-            runs_share=self.runs_share,
-            say=self.say,
-            timeline=str(self.store),
-            worker=self.worker,
-        )
-        if names and self.worker_nodes:
-            # Each worker of xdist has its runs on one node, the next worker on the next node.
-            number = int(self.worker.removeprefix("gw") or 0) % len(names)
-            node = names[number]
-            others = names[number + 1 :] + names[:number]
-            # The node itself is the last: its agent alone may be gone.
-            settings = dataclasses.replace(settings, node=node, spare=(*others, node))
-        description = self.description_file.read_text(encoding="utf-8")
-        return NodesLauncher(launcher, executor, settings, warmth, description)
-
-    def _names_of_nodes(self, executor: Executor) -> list[str] | None:
-        """Return the names of the nodes on which runs can be; None if they join one by one.
-
-        Raises:
-            UsageProblem: Runs cannot be there.
-        """
-        reason = self._why_no_executor(executor, self.setting("token_file").value)
-        if reason:
-            raise UsageProblem(reason)
-        names: list[str] | None = None
-        if self.worker_nodes or executor.lists_at_once:
-            names = executor.names(self.worker_nodes or self.nodes)
-        reason = self._why_no_nodes(names)
-        if reason:
-            raise UsageProblem(reason)
-        return names
-
-    def _why_no_executor(self, executor: Executor, token: object) -> str:
-        """Return why the options do not fit the executor, empty if they do; ``token``: whether nodes have one to join with."""
-        from pytest_distcompat.strategies import first_reason
-
-        unsupported = executor.unsupported_reason()
-        if unsupported:
-            return unsupported
-        cold = self.setting("launcher").value != "warm"
-        shares_gpus = executor.name == "local" and self.gpus > 0 and not self.worker_nodes
-        has_no_token = bool(executor.hint) and not token
-        has_workers = bool(executor.hint) and bool(self.worker)
-        reason = first_reason(
-            (cold, "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes"),
-            (
-                shares_gpus,
-                "its nodes would share GPUs, which NCCL refuses; expected --distcompat-gpus 0, or another executor",
-            ),
-            (has_no_token, "expected --distcompat-token-file FILE, with the token that nodes join with"),
-            (has_workers, "each worker of xdist would need nodes of its own; expected no -n"),
-        )
-        return reason or ""
-
-    def _why_no_nodes(self, names: list[str] | None) -> str:
-        """Return why runs cannot be on these nodes, empty if they can; None: nodes join one by one."""
-        wanted = self.worker_nodes or self.nodes
-        if self.worker_nodes and self.nodes > 1:
-            return "runs of one node and of several do not mix; expected no --distcompat-worker-nodes"
-        if self.worker_nodes and names is None:
-            return f"it cannot start agents on {self.worker_nodes} nodes one by one"
-        if names is not None and len(names) < wanted:
-            return f"there are {len(names)} of {wanted} nodes: {', '.join(names) or 'none'}"
-        return ""
-
-    def nodes_problem(self) -> str:
-        """Wait until all nodes have joined; return what is wrong with them, empty if nothing is."""
-        if self._nodes_launcher is None:
-            return ""
-        return self._nodes_launcher.ready()
-
-    @property
-    def nodes_taken(self) -> str:
-        """Why a scheduler takes the session's nodes away, so that no later test can run; empty while it does not."""
-        if self._nodes_launcher is None:
-            return ""
-        return self._nodes_launcher.taken
-
     # Leases of devices.
 
     @functools.cached_property
@@ -505,13 +403,15 @@ class DistcompatSession:
         """The pool that leases devices to the runs of all sessions of this user."""
         from pytest_distcompat.lease import Pool
 
-        nodes = self._nodes_launcher
-        options: dict[str, Any] = {"timeline": self.store, "worker": self.worker, "notify": self.say}
-        if nodes is None or not nodes.accounts or not self.gpus:
-            return Pool(None, self.inventory, **options)
-        from pytest_distcompat.nodes.pool import ScheduledPool
+        scheduled: Pool | None = self.config.hook.pytest_distcompat_pool(session=self, inventory=self.inventory)
+        if scheduled is not None:
+            return scheduled
+        return Pool(None, self.inventory, **self.pool_options)
 
-        return ScheduledPool(None, self.inventory, ask=lambda ranks, who: nodes.devices([], ranks, who), **options)
+    @property
+    def pool_options(self) -> dict[str, Any]:
+        """What a pool writes to and says, as arguments of ``Pool``."""
+        return {"timeline": self.store, "worker": self.worker, "notify": self.say}
 
     @functools.cached_property
     def inventory(self) -> Inventory:

@@ -178,7 +178,7 @@ class Observer:
         if torch.compiler.is_compiling() or not (self.active and torch.is_grad_enabled() and self.trainer()[2]):
             return
         logits = logits_of(output)
-        if logits is None:
+        if logits is None or valueless(logits):
             return
         values = logits.detach()
 

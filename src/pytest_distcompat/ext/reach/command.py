@@ -168,5 +168,5 @@ def _changed_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str
         yield f"changed files that no map has, since they are no training code: {len(outside)}"
     if options.select:
         selected = select(found, reached, options.cells_per_place)
-        write(options.select, "\n".join(file_lines(text, selected)) + "\n")
+        write(options.select, "\n".join(file_lines(text, selected, found, options.cell)) + "\n")
         yield summary(selected)

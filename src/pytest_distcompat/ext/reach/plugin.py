@@ -51,9 +51,10 @@ def pytest_distcompat_session(session: DistcompatSession) -> None:
     path: Path | None = session.setting("reach").value
     if path is None:
         return
-    if session.simulated:
+    substitute = session.substitute
+    if substitute is not None:
         raise pytest.UsageError(
-            "--distcompat-reach: a simulation executes no trainer; expected no --distcompat-simulate"
+            f"--distcompat-reach: a {substitute.name} executes no trainer; expected no {substitute.option}"
         )
     from pytest_distcompat.ext.reach.session_map import SessionMap, TracedRanks
 

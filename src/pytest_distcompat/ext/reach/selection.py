@@ -114,11 +114,32 @@ def _one_turn(executed: dict[str, set[Executed]]) -> list[str]:
     return chosen
 
 
-def file_lines(change: str, selected: Sequence[SelectedCell]) -> Iterator[str]:
-    """Yield the lines of the file that names the cells, as ``--distcompat-selection`` reads it."""
+def file_lines(
+    change: str, selected: Sequence[SelectedCell], reach_map: ReachMap, pattern: str | None = None
+) -> Iterator[str]:
+    """Yield the lines of the file that names the cells, as ``--distcompat-selection`` reads it.
+
+    Cells of which the map knows nothing come after the first turn, such as those that only the new release can run. So the
+    cells that the map has, and that execute nothing of the change, are named too.
+
+    Args:
+        change: What has changed.
+        selected: The cells.
+        reach_map: The map of the old release.
+        pattern: The pattern of the cells that count; None for all.
+    """
     yield f"# {change}: the cells that execute what changes, in the order to run them, and in which actions they do"
     for cell in selected:
-        yield str(cell)
+        if cell.turn == 1:
+            yield str(cell)
+    yield f"* {pattern or '*'}"
+    for cell in selected:
+        if cell.turn > 1:
+            yield str(cell)
+    named = {cell.cell for cell in selected}
+    for place in dict.fromkeys(context.place for context in reach_map.contexts()):
+        if place not in named:
+            yield f"- {place}"
 
 
 def summary(selected: Sequence[SelectedCell]) -> str:

@@ -93,7 +93,7 @@ def select_cells(
         raise UsageProblem(process.stderr.strip().removeprefix("distcompat: "))
     print(process.stdout, end="", flush=True)
     lines = selection.read_text(encoding="utf-8").splitlines()
-    return any(not line.startswith("#") for line in lines)
+    return any(not line.startswith(("#", "*", "-")) for line in lines)
 
 
 def _site(package: str, text: str, directory: Path) -> Path:

@@ -1,13 +1,15 @@
 """A pytest plugin that runs the cells in a file, in its order: ``-p pytest_distcompat.ext.upstream.selected``.
 
-A line of the file is a driver and a cell, and the actions that matter: ``accelerate/fsdp2-fp32-w2: save load``. Of a cell, the
-checks run whose runs do one of these actions; without actions all checks run.
+A line of the file is a driver and a cell, and the actions that matter: ``accelerate/fsdp2-fp32-w2: save, load``. Of a cell, the
+checks run whose runs do one of these actions; without actions all checks run. ``* accelerate/*`` stands for all cells like this
+that no line names, and ``- accelerate/ddp-fp32-w2`` names one that does not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+import fnmatch
+from collections.abc import Generator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +39,51 @@ class Chosen:
         return bool(self.actions & done)
 
 
-def read_selection(path: Path) -> dict[str, Chosen]:
-    """Return the cells of a file, by driver and cell. Raises UsageError if it cannot be read."""
+@dataclass
+class Selection:
+    """The lines of a file.
+
+    Attributes:
+        named: The cells to run, by driver and cell.
+        left_out: The cells not to run.
+        others: For each pattern of cells that no line names, where they come.
+    """
+
+    named: dict[str, Chosen] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
+    others: dict[str, Chosen] = field(default_factory=dict)
+
+    def chosen(self, cell: str) -> Chosen | None:
+        """Return the line by which a cell runs; None if it does not."""
+        if cell in self.named:
+            return self.named[cell]
+        if cell not in self.left_out:
+            for pattern, chosen in self.others.items():
+                if fnmatch.fnmatchcase(cell, pattern) or fnmatch.fnmatchcase(cell.rpartition("/")[2], pattern):
+                    return chosen
+        return None
+
+
+def read_selection(path: Path) -> Selection:
+    """Return the lines of a file. Raises UsageError if it cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise pytest.UsageError(f"{SELECTION}: {path}: {error.strerror}") from None
-    selection: dict[str, Chosen] = {}
-    for line in lines:
+    selection = Selection()
+    for position, line in enumerate(lines):
         if not line.strip() or line.startswith("#"):
             continue
-        # A driver may be module:attribute, and a cell has model_hf:gpt2; the actions come after a colon and a blank.
-        cell, _, actions = line.partition(": ")
-        # "call step" is one action.
-        selection[cell.strip()] = Chosen(len(selection), frozenset(filter(None, actions.strip().split(", "))))
+        mark, _, rest = line.partition(" ")
+        if mark == "*":
+            selection.others[rest.strip()] = Chosen(position, frozenset())
+        elif mark == "-":
+            selection.left_out.add(rest.strip())
+        else:
+            # A driver may be module:attribute, and a cell has model_hf:gpt2; the actions come after a colon and a blank.
+            cell, _, actions = line.partition(": ")
+            # "call step" is one action.
+            selection.named[cell.strip()] = Chosen(position, frozenset(filter(None, actions.strip().split(", "))))
     return selection
 
 
@@ -73,7 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
 class Selected:
     """Deselects what is not in the file, and sorts the others."""
 
-    def __init__(self, selection: Mapping[str, Chosen]) -> None:
+    def __init__(self, selection: Selection) -> None:
         self.selection = selection
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -98,7 +131,7 @@ class Selected:
         # That of a suite without selected cells has none.
         if not hasattr(case, "cell"):
             return None
-        chosen = self.selection.get(f"{case.suite.driver}/{case.cell.id}")
+        chosen = self.selection.chosen(f"{case.suite.driver}/{case.cell.id}")
         if chosen is None or not chosen.matters_to(case):
             return None
         return chosen

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from pytest_distcompat.hookspecs import AddedCheck
     from pytest_distcompat.plugin.session import DistcompatSession
+    from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
     from pytest_distcompat.suite import CompatSuite
 
@@ -21,12 +21,12 @@ def pytest_distcompat_added_checks(suite: type[CompatSuite], session: Distcompat
     """Have every read-only call made in one cell of each suite of the built-in ones."""
     is_built_in = suite.__module__ == "pytest_distcompat.suite"
     # On GPUs it was not tried.
-    tried_here = session.device == "cpu" and not session.simulated
+    tried_here = session.device == "cpu" and session.substitute is None
     if not is_built_in or not tried_here or session.setting("profile").value != "default":
         return []
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.ext.walk.check import OBSERVERS_WALK
-    from pytest_distcompat.hookspecs import AddedCheck
+    from pytest_distcompat.profiles import AddedCheck
 
     cell = Cell.of(_STRATEGY_BY_DRIVER[suite.driver], "fp32", session.world_size, model="mlp")
     return [AddedCheck(cell, OBSERVERS_WALK)]

@@ -32,8 +32,9 @@ NEXT_ITEM: pytest.StashKey[pytest.Item | None] = pytest.StashKey()
 
 def take_over(item: pytest.Function) -> None:
     """Have the ranks run a marked test: in this process no fixture is set up, and its function is never called."""
-    if item.config.stash[SESSION].simulated:
-        pytest.skip("simulated: a marked test needs ranks")
+    substitute = item.config.stash[SESSION].substitute
+    if substitute is not None:
+        pytest.skip(substitute.needs_ranks)
     item.fixturenames = []
     _hide_text_conditions(item)
     if OUTCOME in item.stash:

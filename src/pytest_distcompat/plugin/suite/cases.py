@@ -22,7 +22,7 @@ from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
-from pytest_distcompat.judge import NO_VALUES, declaration, skipped
+from pytest_distcompat.judge import declaration, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.launch.files import written
 from pytest_distcompat.launch.forensics.ending import name_ranks
@@ -167,7 +167,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     driver = find_driver(suite.driver)
     profile = session.setting("profile").value
     # A profile of an extension: it has one check of its own in each of its cells.
-    added_profile = None if session.simulated else profiles.find_added(profile)
+    added_profile = profiles.find_added(profile) if session.substitute is None else None
     cells = _selected_cells(suite, driver, session, any_precision=added_profile is not None)
     if added_profile is not None:
         check = added_profile.check
@@ -213,8 +213,8 @@ def _selected_cells(
     if profile != "default":
         spread = [cell.over(nodes or 1) for cell in cells]
         cells = list(dict.fromkeys(spread))
-    if session.simulated:
-        cells = profiles.resized(cells, session.simulated)
+    if session.substitute is not None:
+        cells = session.substitute.cells(cells)
     elif not _is_built_in(suite):
         _count_left_out(suite, driver, matrix.cells(*names, session.world_size), cells, session)
     selected = []
@@ -369,12 +369,12 @@ def why_not_run(case: Case, session: DistcompatSession) -> str | None:
 
 
 def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSession) -> str | None:
-    """Return why the driver cannot run the cell, or why the cell cannot be simulated; None if nothing stands against it."""
+    """Return why the driver, or this session, cannot run the cell; None if nothing stands against it."""
     if session.uses_mig and STRATEGIES.get(cell.strategy).zero_stage is not None:
         return NO_MIG
     reason = cell.uneven or unsupported_reason(driver, cell, session.device)
-    if not reason and session.simulated:
-        reason = profiles.not_simulated(driver, cell)
+    if not reason and session.substitute is not None:
+        reason = session.substitute.why_not_supported(driver, cell)
     if not reason and session.shares_through_gloo(cell.world_size):
         reason = why_not_through_gloo(cell)
     return reason or None
@@ -382,8 +382,10 @@ def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSessi
 
 def why_not_checked(check: Check, cell: Cell, driver: type[Driver], session: DistcompatSession) -> str | None:
     """Return why a check has no verdict in a cell; None if it has one."""
-    if session.simulated and check.name not in profiles.OF_SIMULATIONS:
-        return NO_VALUES
+    if session.substitute is not None:
+        reason = session.substitute.why_not_checked(check.name)
+        if reason:
+            return reason
     # A reason against the whole cell is one item, not one for each check.
     if session.shares_through_gloo(cell.world_size) and not why_not_through_gloo(cell):
         reason = why_not_through_gloo(cell, check.name)

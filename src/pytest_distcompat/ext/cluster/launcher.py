@@ -23,7 +23,10 @@ from typing import Any
 from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
 from pytest_distcompat.events import Done, of_kind
-from pytest_distcompat.executors import Asked, Executor, Given
+from pytest_distcompat.ext.cluster.agent import HEARTBEAT_S
+from pytest_distcompat.ext.cluster.channel import Channel, Listener, NotProvedError, unreached
+from pytest_distcompat.ext.cluster.executors import Asked, Executor, Given
+from pytest_distcompat.ext.cluster.facts import differences, facts
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
 from pytest_distcompat.launch.launcher import Launcher
@@ -34,9 +37,6 @@ from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease.pool import boot_id
 from pytest_distcompat.lease.timeline import Span, append
 from pytest_distcompat.leased import current_item
-from pytest_distcompat.nodes.agent import HEARTBEAT_S
-from pytest_distcompat.nodes.channel import Channel, Listener, NotProvedError, unreached
-from pytest_distcompat.nodes.facts import differences, facts
 from pytest_distcompat.user_input import write_address
 
 #: How long the other nodes may go on after one has ended badly, in seconds; how long a node may take after the time limit.

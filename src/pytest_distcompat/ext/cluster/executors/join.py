@@ -6,7 +6,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-from pytest_distcompat.executors._base import Executor
+from pytest_distcompat.ext.cluster.executors._base import Executor
 
 
 class Join(Executor):

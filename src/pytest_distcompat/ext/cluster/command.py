@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
 
 
 def _join(options: argparse.Namespace) -> int:
-    from pytest_distcompat.nodes import agent
+    from pytest_distcompat.ext.cluster import agent
 
     host, port = read_address(options.session)
     if not port:

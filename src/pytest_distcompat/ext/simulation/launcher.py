@@ -21,14 +21,14 @@ OUTPUT_BYTES = 8000
 
 
 class SimulatingLauncher(Launcher):
-    """A launcher that has ``pytest_distcompat.simulate`` take the part of the ranks of a suite's run that differ."""
+    """A launcher that has ``fake_ranks`` take the part of the ranks of a suite's run that differ."""
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
         """Run the process to its end or to the time limit; never raises for what the ranks do."""
         request = request.from_here()
         began = clock.now()
         timed_out = False
-        command = [*unbuffered(), "-m", "pytest_distcompat.simulate", str(request.write())]
+        command = [*unbuffered(), "-m", "pytest_distcompat.ext.simulation.fake_ranks", str(request.write())]
         output = Path(request.directory) / "simulated.log"
         code = -9
         with output.open("wb") as log:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.executors._base import Asked, Executor, Given
+from pytest_distcompat.ext.cluster.executors._base import Asked, Executor, Given
 from pytest_distcompat.failures import UsageProblem
 
 #: How long the address of the cluster may take to answer, in seconds.

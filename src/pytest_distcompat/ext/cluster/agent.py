@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
+from pytest_distcompat.ext.cluster.channel import Channel, NotProvedError
+from pytest_distcompat.ext.cluster.facts import facts
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.files import recorded_files, written
 from pytest_distcompat.launch.process import die_with_parent
@@ -30,8 +32,6 @@ from pytest_distcompat.lease import Lease, Pool, cpu_slots, gpus
 from pytest_distcompat.lease.pool import boot_id
 from pytest_distcompat.lease.timeline import read_timeline
 from pytest_distcompat.leased import LeasedLauncher, rank_environment
-from pytest_distcompat.nodes.channel import Channel, NotProvedError
-from pytest_distcompat.nodes.facts import facts
 from pytest_distcompat.run_paths import SuitePayload
 
 #: How often a node agent says that it runs, and how often logs are streamed, in seconds.

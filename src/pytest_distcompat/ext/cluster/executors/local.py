@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 
-from pytest_distcompat.executors._base import Executor
+from pytest_distcompat.ext.cluster.executors._base import Executor
 
 
 class Local(Executor):

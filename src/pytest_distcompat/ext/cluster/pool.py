@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_distcompat.executors import Given
+from pytest_distcompat.ext.cluster.executors import Given
 from pytest_distcompat.lease import Lease, Pool, gpus
 
 

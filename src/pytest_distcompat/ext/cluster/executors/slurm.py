@@ -8,7 +8,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-from pytest_distcompat.executors._base import Executor
+from pytest_distcompat.ext.cluster.executors._base import Executor
 
 #: How long Slurm's controller may take to answer, in seconds.
 ANSWER_S = 5

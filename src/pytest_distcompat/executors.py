@@ -1,0 +1,5 @@
+"""Executors, which start the agents of several nodes: the names of ``ext.cluster`` that users import."""
+
+from pytest_distcompat.ext.cluster.executors import EXECUTORS, Asked, Executor, Given
+
+__all__ = ["EXECUTORS", "Asked", "Executor", "Given"]

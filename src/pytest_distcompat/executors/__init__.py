@@ -1,8 +1,0 @@
-"""Registry of executors: how the node agents of a session are started."""
-
-from pytest_distcompat.executors._base import Asked, Executor, Given
-from pytest_distcompat.registry import Registry
-
-EXECUTORS: Registry[type[Executor]] = Registry(__name__, Executor, "executor")  # type: ignore[arg-type]  # its items are subclasses
-
-__all__ = ["EXECUTORS", "Asked", "Executor", "Given"]
