@@ -58,7 +58,12 @@ def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Difference:
-    """The first place at which two values of a state differ; empty for a state of one value."""
+    """The first difference between two values of a state.
+
+    Attributes:
+        state: The name of the state.
+        place: Where in the state it is, such as a key of its ``state_dict()``; empty for a state of one value.
+    """
 
     state: str
     place: str
@@ -70,7 +75,7 @@ class _Difference:
 
 
 def _unlike_on_ranks(run: RunTrace) -> Iterator[str]:
-    """Yield a finding for each state that ranks have with other values, at the first action after which they do."""
+    """Yield a finding for each state whose values differ between ranks, for the first action after which they do."""
     unlike: set[str] = set()
     snapshots_after = {"build": run.at("build")}
     for nth in range(SAVED + 2):
@@ -101,9 +106,13 @@ def _unchanged(run: RunTrace) -> Iterator[str]:
 
 
 def _other_states(before: Snapshot, after: Snapshot, *, exact: bool = False) -> Iterator[_Difference]:
-    """Yield where states that a checkpoint brings back have other values.
+    """Yield the first difference of each state that a checkpoint is to bring back.
 
-    Only values of which computing them in another order changes nothing, if ``exact``.
+    Args:
+        before: One snapshot.
+        after: The other one, of the same rank.
+        exact: Whether only whole numbers, texts and the like are compared: numbers with a fraction may differ in their last
+            digits where the same is computed in another order.
     """
     states_before = {info.name: info for info in before.extra}
     for info in after.extra:
@@ -118,9 +127,12 @@ def _other_states(before: Snapshot, after: Snapshot, *, exact: bool = False) -> 
 
 
 def _first_difference(values: Mapping[str, str], others: Mapping[str, str]) -> str | None:
-    """Return the first place at which two states differ, None if there is none.
+    """Return the first place at which two values of a state differ, None if there is none.
 
-    A part of a tensor stands under its region: ranks that hold other parts have no place in common.
+    Args:
+        values: The text or digest at each place. The place of a shard names its region, so that ranks with other shards have no
+            place in common: a shard that only one of the two values has is no difference.
+        others: Those of the other value.
     """
     for place in sorted(values.keys() | others.keys()):
         mine = values.get(place)
@@ -131,5 +143,5 @@ def _first_difference(values: Mapping[str, str], others: Mapping[str, str]) -> s
 
 
 def _is_part(place: str) -> bool:
-    """Tell whether a part of a tensor stands there."""
+    """Tell whether a place is that of a shard of a tensor."""
     return place.endswith(")")

@@ -95,6 +95,9 @@ def _wrong_sizes(
 ) -> Iterator[_StateSize]:
     """Yield the kinds of state of which the ranks of a stage keep a wrong number of elements.
 
+    Expected is one element for each trained element that has such state, times the copies in which the ranks keep it. With DDP on
+    four ranks that are four copies, with FSDP one, and one over ``dp_replicate`` of two are two.
+
     Args:
         cell: The cell.
         run: The training.
@@ -109,7 +112,7 @@ def _wrong_sizes(
     trained = trained_elements(unwrapped) + _replicated_by_tp(cell, built)
     padding = 0
     if not is_sharded:
-        # Of the experts each rank has its part.
+        # Each rank has the whole model, but for experts that are spread over ranks.
         trained -= _elements_of_other_experts(built)
         parameter_copies = ranks_of_stage // cell.tp
     elif requested(cell, unwrapped, "dp_replicate"):
@@ -183,9 +186,13 @@ def _state_tensors(snapshots: Sequence[Snapshot]) -> Counter[str]:
 
 
 def _keys_by_element(run: RunTrace, snapshots: Sequence[Snapshot], kept: Counter[str]) -> list[str]:
-    """Return the kinds of state that have an element for each element of a parameter: on these ranks, or on any.
+    """Return the kinds of state that have an element for each element of a parameter.
 
-    What these ranks lack altogether, though others keep it for each element, is one of them.
+    Args:
+        run: The training.
+        snapshots: Those of the ranks of one stage after three steps.
+        kept: How many elements of each kind these ranks keep. A kind that they lack altogether is returned too, if the ranks of
+            other stages keep it for each element.
     """
     keys = set(kept)
     for snapshot in snapshots:
@@ -200,7 +207,7 @@ def _keys_by_element(run: RunTrace, snapshots: Sequence[Snapshot], kept: Counter
 
 
 def _replicated_by_tp(cell: Cell, built: Sequence[Snapshot]) -> int:
-    """Return the trained elements that tensor parallelism leaves whole on each of its ranks, once for each further rank."""
+    """Return how many elements tensor parallelism adds: what it leaves whole is on each of its ranks, all but one are further."""
     if not built:
         return 0
     first = built[0]
@@ -213,7 +220,13 @@ def _replicated_by_tp(cell: Cell, built: Sequence[Snapshot]) -> int:
 
 
 def _copies(built: Sequence[Snapshot], size: int) -> int:
-    """Return in how many copies the shards are, on `size` ranks: two where two groups of ranks shard the same model."""
+    """Return in how many copies ranks hold a sharded model.
+
+    Args:
+        built: Snapshots of the ranks after build.
+        size: How many ranks they are.
+    """
+    # Each copy is held by as many ranks as hold together the tensor that is spread widest.
     most_holders = 0
     for snapshot in built:
         layouts = [info.layout for info in snapshot.parameters]
@@ -227,7 +240,14 @@ def _copies(built: Sequence[Snapshot], size: int) -> int:
 
 
 def _without_state(snapshots: Sequence[Snapshot], key: str, unused: frozenset[str]) -> int:
-    """Return the elements on all ranks of the unused parameters for which no rank keeps state under that key."""
+    """Return how many elements, on all ranks, have no state of a kind because nothing updates their parameters.
+
+    Args:
+        snapshots: Those of the ranks of one stage after three steps.
+        key: The kind of state.
+        unused: The names of parameters that nothing updates. Those that have such state all the same, or lie in a flat partition,
+            do not count here.
+    """
     without = set(unused)
     for snapshot in snapshots:
         if snapshot.optimizer:
@@ -244,8 +264,12 @@ def _without_state(snapshots: Sequence[Snapshot], key: str, unused: frozenset[st
 
 
 def _of_another_size(snapshot: Snapshot) -> set[str]:
-    """Return the keys of state that does not have one element for each element that the optimizer updates."""
+    """Return the kinds of state that do not have an element for each element of the parameters.
+
+    These are factors of a moment, kinds of one number for a parameter, and kinds that only some of the parameters have.
+    """
     numel_by_parameter = {info.name: info.local_numel for info in snapshot.parameters}
+    #: The parameters that have state.
     owners = set()
     numel_by_key: dict[str, dict[str, int]] = {}
     for state in snapshot.states:

@@ -1,4 +1,10 @@
-"""Reader of models: unwrapped, as the expected state, also once parts were wrapped, and as the trainer has wrapped them."""
+"""Reader of models, in three states.
+
+- ``read_unwrapped``: before anything wraps the model. Names, shapes, dtypes and values are what checks expect later.
+- ``read_parts``: a script has wrapped some of its modules already, as with ``fully_shard`` of each block before the root. What
+  was read of these modules before they were wrapped is put together with what is still unwrapped.
+- ``read_model``: the live model, as the trainer has wrapped it and as this rank stores it.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +45,15 @@ def read_unwrapped(
 ) -> UnwrappedInfo:
     """Return names, shapes, dtypes and digests of a model that nothing has wrapped, and its groups of tied names.
 
-    Without ``blocks`` the blocks are those that the model declares. Values are also digested as the dtype ``compute`` rounds
-    them. Raises TypeError if ``model`` is not a module.
+    Args:
+        model: The model.
+        blocks: Class names of the modules to wrap one by one; without any those that the model declares.
+        ignored_modules: Names of the modules to leave out of the sharding.
+        obeyed: The options of a cell that the driver supports.
+        compute: A dtype; digests are also taken of the values as it rounds them.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
     """
     require_module(model, "the unwrapped model", "which build_model() and reload() return")
     classes = blocks or declared_blocks(model)
@@ -110,7 +123,14 @@ def parameter_info(name: str, tensor: torch.Tensor, *, persistent: bool = False)
 
 
 def read_model(model: Module, optimizer: Any, trainer_world_size: int | None, pp_group: Any = None) -> ModelInfo:
-    """Return the live model, of a pipeline this rank's stage: its wrappers, and each parameter as this rank stores it."""
+    """Return the live model, or this rank's stage of it: its wrappers, and each parameter as this rank stores it.
+
+    Args:
+        model: The trainer's model.
+        optimizer: The trainer's optimizer, with its wrappers.
+        trainer_world_size: The number of ranks that the trainer assumes; None if unknown.
+        pp_group: The process group of the ranks that hold the stages of one pipeline; None if each rank has the whole model.
+    """
     from torch import distributed
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -142,7 +162,10 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None, pp
 
 
 def _live_parameters(model: Module, optimizer: Any, zero_stage: int | None) -> list[ParameterInfo]:
-    """Return each live parameter, with how many of the optimizer's entries it is; ZeRO's optimizer holds flat copies instead."""
+    """Return each live parameter, with how often it is in the optimizer's groups.
+
+    That number is None under ZeRO, whose optimizer has flat copies in its groups instead.
+    """
     layouts = wrapper_layouts(model)
     masters = master_copies(optimizer)
     entries_by_id = Counter(id(masters.get(id(entry), entry)) for entry in entries(optimizer))
@@ -279,7 +302,13 @@ def live_parameter_info(
 
 
 def read_parts(model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[str, ...] = ()) -> UnwrappedInfo:
-    """Return the unwrapped model, taking parts that were wrapped since from ``known``, by the ``id`` of the module."""
+    """Return the unwrapped model, though some of its modules are wrapped by now.
+
+    Args:
+        model: The model.
+        known: What was read of each of these modules just before it was wrapped, by the ``id`` of the module.
+        blocks: Class names of the modules to wrap one by one; without any those that the model declares.
+    """
     # ``fully_shard`` is called for blocks before it is called for the root, and FSDP1 may be too.
     if not _holds_known(model, known):
         return _partitioned(model, read_unwrapped(model, blocks))
@@ -299,20 +328,26 @@ def read_parts(model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[
         linears += info.linears
         products += info.products or 0
     tied_across = tied_names(model)
-    duplicates: set[str] = set()
-    for group in tied_across:
-        duplicates.update(group[1:])
+    tied = tied_inside + [group for group in tied_across if group not in tied_inside]
     classes = blocks or declared_blocks(model)
     return UnwrappedInfo(
-        tuple(info for info in parameters if info.name not in duplicates),
+        tuple(_without_duplicates(parameters, tied_across)),
         tuple(buffers),
         tuple(state_dict),
-        (*tied_inside, *(group for group in tied_across if group not in tied_inside)),
+        tuple(tied),
         blocks=named_blocks(model, classes),
         block_classes=classes,
         linears=linears,
         products=products,
     )
+
+
+def _without_duplicates(parameters: list[ParameterInfo], tied: list[tuple[str, ...]]) -> list[ParameterInfo]:
+    """Return the parameters, of tied ones only that with the first name, as ``named_parameters`` does."""
+    further_names: set[str] = set()
+    for group in tied:
+        further_names.update(group[1:])
+    return [info for info in parameters if info.name not in further_names]
 
 
 def _holds_known(module: Module, known: Mapping[int, UnwrappedInfo]) -> bool:
@@ -321,7 +356,7 @@ def _holds_known(module: Module, known: Mapping[int, UnwrappedInfo]) -> bool:
 
 
 def _read_part(part: Module, known: Mapping[int, UnwrappedInfo]) -> UnwrappedInfo:
-    """Return what is known of a part of the model; of one that is above known parts, only what it holds itself."""
+    """Return what is known of a part that ``_parts`` yields; of one with known modules inside, only what it holds itself."""
     if id(part) in known:
         return known[id(part)]
     if _holds_known(part, known):
@@ -330,7 +365,11 @@ def _read_part(part: Module, known: Mapping[int, UnwrappedInfo]) -> UnwrappedInf
 
 
 def _parts(module: Module, name: str, known: Mapping[int, UnwrappedInfo]) -> Iterator[tuple[str, Module]]:
-    """Yield the largest modules that are known or hold no known module, and the modules above those."""
+    """Divide a model into parts: yield the modules that ``_read_part`` can read, each with its name in the unwrapped model.
+
+    These are the known modules; modules with no known module inside, as large as possible; and each module that has known ones
+    inside, of which only its own parameters and buffers count.
+    """
     module = unwrapped(module)
     yield name, module
     if id(module) not in known and _holds_known(module, known):

@@ -1,4 +1,12 @@
-"""Observer of single steps: matrix products, collectives and optimizer steps, seen through torch's public hooks."""
+"""Observer of single steps of a training, through torch's public hooks and a dispatch mode.
+
+- Forward hooks on modules: the model's inputs, the dtypes that layers compute in, what dropouts drop, recomputed blocks.
+- Hooks on gradients: which parameters autograd reaches, and how much each token counts in the loss.
+- Global hooks before and after each optimizer step: the dtypes and gradients that the optimizer really steps on.
+- The dispatch mode, which sees every operator: collectives, casts to 8 bits, matrix products that are computed again.
+
+After each action of the trainer ``infos`` returns what was recorded, and ``restart`` forgets it.
+"""
 
 from __future__ import annotations
 
@@ -67,30 +75,38 @@ class Observer:
     def __init__(self, guarded: Guarded = lambda _where, function: function) -> None:
         """Register the step hooks; ``guarded`` wraps each function that torch calls, to keep exceptions away from a script."""
         self._guarded = guarded
+        # What was recorded since the last restart.
         self.steps: list[StepInfo] = []
         #: The dtypes that layers which multiply by a matrix gave out.
         self.compute: set[str] = set()
         #: The sizes of the tensors of each kind of collective.
         self.collectives: dict[_Kind, list[int]] = defaultdict(list)
+        #: The digests of the model's inputs in each of its forwards.
         self.inputs: list[str] = []
         #: The names of modules in evaluation mode in a forward whose gradients are wanted.
         self.evaluating: set[str] = set()
         self.dropouts: list[DropoutInfo] = []
         self.token_weights: list[TokenWeights] = []
+        #: How many times a tensor was cast to 8 bits.
         self.float8 = 0
+        #: How many operators blocks have computed in the model's forward and again after it, by kind.
         self.recomputed: Counter[str] = Counter()
-        #: Whether the model's own forward is going on, and how many forwards of blocks and what is in them.
+        #: Whether the model's own forward is going on; what blocks compute outside of it is computed again.
         self._forward = False
+        #: How many forwards are going on of blocks and of modules in them, one inside the other.
         self._depth = 0
         #: Returns the trainer's model and optimizer, and whether gradients are recorded one by one too; None for no model.
         self.trainer: Callable[[], tuple[Module | None, Any, bool]] = lambda: (None, None, False)
         #: Whether hooks record. Operators are recorded in ``watching`` and ``recording_operators`` only.
         self.active = False
+        #: The dispatch mode while ``watching`` records operators, and how many modes of others were active when that began.
         self._mode: _OperatorMode | None = None
         self._outer_modes = 0
-        #: The ``id`` of the outermost optimizer that is stepping, 0 for none, what it steps on, and its dtypes of state.
+        #: The ``id`` of the outermost optimizer that is stepping; 0 for none.
         self._stepping = 0
+        #: What it steps on, from before its step.
         self._step: StepInfo | None = None
+        #: The dtypes of its state, from after its step and after those inside it.
         self._state: set[str] = set()
         #: Tensor that an optimizer holds -> whether it had a gradient in any step.
         self._stepped: Any = WeakIdKeyDictionary()
@@ -138,25 +154,25 @@ class Observer:
     def attach_to_blocks(self, model: Module, names: Iterable[str]) -> None:
         """Register hooks that tell what blocks compute in the model's forward from what they compute again after it."""
 
-        def forward(on: bool) -> Hook:
+        def setting_forward(on: bool) -> Hook:
             return Hook(lambda *_: setattr(self, "_forward", on))
 
-        def inside(by: int) -> Hook:
+        def changing_depth(by: int) -> Hook:
             return Hook(lambda *_: setattr(self, "_depth", self._depth + by))
 
-        def count(*_: Any) -> None:
+        def count_call(*_: Any) -> None:
             self.recomputed["calls"] += self._forward
 
-        model.register_forward_pre_hook(forward(True))
-        model.register_forward_hook(forward(False), always_call=True)
+        model.register_forward_pre_hook(setting_forward(True))
+        model.register_forward_hook(setting_forward(False), always_call=True)
         for name in names:
             block = model.get_submodule(name)
-            block.register_forward_pre_hook(Hook(count))
+            block.register_forward_pre_hook(Hook(count_call))
             # What is in a block too: transformers recomputes a block's ``forward``, without its hooks.
             for module in block.modules():
-                module.register_forward_pre_hook(inside(1))
+                module.register_forward_pre_hook(changing_depth(1))
                 # Always: torch leaves a recomputed forward by an exception, as soon as it has all that it needs.
-                module.register_forward_hook(inside(-1), always_call=True)
+                module.register_forward_hook(changing_depth(-1), always_call=True)
 
     def _record_reached(self, parameter: torch.Tensor) -> None:
         self._reached[parameter] = True
@@ -378,18 +394,24 @@ class Observer:
             self._stepping = 0
 
     def _record_operator(self, func: Any, args: Any, result: Any) -> None:
-        """Record a collective, or a cast to 8 bits: a result in 8 bits without an input in 8 bits (a view has one)."""
+        """Record what an operator is: a collective, a cast to 8 bits, or a part of a block's forward."""
         if func.namespace in {"c10d", "_c10d_functional"}:
-            name = func._schema.name.split("::")[1].strip("_")  # noqa: SLF001 - an operator's name is not public
-            ranks = group_ranks(func, args)
-            for tensor in _tensors(args):
-                self.collectives[name, dtype_name(tensor.dtype), ranks].append(tensor.numel())
-        self.float8 += _in_8_bits(result) and not any(map(_in_8_bits, args))
+            self._record_collective(func, args)
+        # A view in 8 bits has an input in 8 bits, a cast has none.
+        if _in_8_bits(result) and not any(map(_in_8_bits, args)):
+            self.float8 += 1
         if self._depth:
-            kind = "products" if _MULTIPLIES.search(func._schema.name) else "others"  # noqa: SLF001 - see above
+            kind = "products" if _MULTIPLIES.search(func._schema.name) else "others"  # noqa: SLF001 - an operator's name is not public
             if not self._forward:
                 kind = f"{kind} again"
             self.recomputed[kind] += 1
+
+    def _record_collective(self, func: Any, args: Any) -> None:
+        """Record the sizes of a collective's tensors by its name, dtype and ranks."""
+        name = func._schema.name.split("::")[1].strip("_")  # noqa: SLF001 - an operator's name is not public
+        ranks = group_ranks(func, args)
+        for tensor in _tensors(args):
+            self.collectives[name, dtype_name(tensor.dtype), ranks].append(tensor.numel())
 
 
 def _dtypes_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
@@ -399,7 +421,7 @@ def _dtypes_of(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
 
 #: Modules that drop single activations, with the probability ``p``.
 DROPOUTS = (torch.nn.Dropout,)
-#: Two that draw by themselves drop the same once in two to this power.
+#: A dropout counts if two modules that draw by themselves would drop the same with a probability of at most 2 ** -CHANCE.
 CHANCE = 30
 
 
@@ -507,7 +529,7 @@ def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any,
     return (args[0], wrapped, *args[2:]), kwargs
 
 
-#: How many levels below an argument are searched.
+#: How many levels of containers below an argument are searched for tensors.
 DEPTH = 6
 
 

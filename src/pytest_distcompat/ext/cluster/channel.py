@@ -1,7 +1,14 @@
 """The channel between pytest's process and a node agent: messages of JSON over TCP, between peers that know a token.
 
-Both sides prove by HMAC that they know it before either reads a message, and each message carries an HMAC over a key of the
-connection and a counter. Nothing is unpickled here.
+Pytest's process serves, agents connect. First each side proves that it knows the token, without sending it:
+
+1. pytest -> agent: a random nonce;
+2. agent -> pytest: another nonce, and an HMAC of "agent" and both nonces, with the token as its key;
+3. pytest -> agent: an HMAC of "pytest" and both nonces.
+
+From the nonces and the token both derive a key of this connection. Then messages follow in both directions: the length of the
+body (4 bytes), an HMAC (32 bytes) with that key of the direction, the number of the message and the body, and the body. So a
+message cannot be forged, repeated, left out or sent back. Nothing is unpickled here.
 """
 
 from __future__ import annotations
@@ -20,25 +27,29 @@ from typing import Any
 from pytest_distcompat import clock
 from pytest_distcompat.launch import loopback
 
-#: How long a peer may take to prove itself, in seconds.
+#: How long a peer may take to prove that it knows the token, in seconds.
 HANDSHAKE_TIMEOUT_S = 5.0
 #: How many peers may be proving themselves at once; others wait in the listener's queue.
 HANDSHAKES = 16
-#: A peer is lost whose kernel has answered nothing for so long, in seconds. That of a busy or a stopped process answers.
+#: A peer is lost if its machine has answered nothing for so long, in seconds. The kernel answers, so that a process may be busy
+#: or stopped.
 SILENCE_S = 6
-#: By https://man7.org/linux/man-pages/man7/tcp.7.html: the kernel asks the peer's each second in which nothing comes.
-_PROBED = {
+#: TCP keepalive: after a second in which nothing comes the kernel sends a probe each second, and gives up after so many.
+#: https://man7.org/linux/man-pages/man7/tcp.7.html
+_KEEPALIVE_OPTIONS = {
     socket.TCP_KEEPIDLE: 1,
     socket.TCP_KEEPINTVL: 1,
     socket.TCP_KEEPCNT: SILENCE_S,
     socket.TCP_USER_TIMEOUT: 1000 * SILENCE_S,
 }
-#: What it says of a peer that does not answer.
+#: The errors with which the kernel ends the connection to a machine that does not answer.
 _UNREACHED = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 #: The longest message, in bytes.
 LONGEST = 256 * 2**20
 
-_NONCE, _MAC = 32, 32
+#: The sizes of a nonce and of an HMAC, in bytes.
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
 
 
 class NotProvedError(Exception):
@@ -46,35 +57,61 @@ class NotProvedError(Exception):
 
 
 class Channel:
-    """One authenticated connection."""
+    """One authenticated connection.
+
+    Args:
+        connection: The socket, connected.
+        token: What the peer must know too.
+        serves: Whether this side is pytest's process; the other one is an agent.
+
+    Raises:
+        NotProvedError: If the peer does not know the token.
+        OSError: If the peer goes away, or is too slow.
+    """
 
     def __init__(self, connection: socket.socket, token: bytes, *, serves: bool) -> None:
-        """Prove both sides to each other. Raises NotProvedError, or OSError if the peer goes away or is too slow."""
         self._connection = connection
         #: The address of the other side; a run reads it of a node that may be gone by then.
         self.peer = str(connection.getpeername()[0])
+        #: When the handshake must be over; None after it.
         self._deadline: float | None = clock.now() + HANDSHAKE_TIMEOUT_S
-        own = os.urandom(_NONCE)
+        # The directions of messages: of those that this side sends (``_ours``), and of those that the peer sends.
         if serves:
-            connection.sendall(own)
-            theirs = self._read(_NONCE)
-            nonces = own + theirs
-            self._check(self._read(_MAC), token, b"agent" + nonces)
-            connection.sendall(_mac(token, b"pytest" + nonces))
+            nonces = self._serve_handshake(token)
+            self._ours = b"p"
+            self._theirs = b"a"
         else:
-            theirs = self._read(_NONCE)
-            nonces = theirs + own
-            connection.sendall(own + _mac(token, b"agent" + nonces))
-            self._check(self._read(_MAC), token, b"pytest" + nonces)
+            nonces = self._answer_handshake(token)
+            self._ours = b"a"
+            self._theirs = b"p"
         self._deadline = None
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _PROBED.items():
+        for option, value in _KEEPALIVE_OPTIONS.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._key = _mac(token, b"key" + nonces)
-        self._ours, self._theirs = (b"p", b"a") if serves else (b"a", b"p")
-        self._sent = self._received = 0
+        #: How many messages were sent, and received.
+        self._sent = 0
+        self._received = 0
+        #: So that messages of several threads do not mix.
         self._lock = threading.Lock()
+
+    def _serve_handshake(self, token: bytes) -> bytes:
+        """Exchange proofs as pytest's process; return both nonces."""
+        own_nonce = os.urandom(_NONCE_BYTES)
+        self._connection.sendall(own_nonce)
+        nonces = own_nonce + self._read(_NONCE_BYTES)
+        self._check(self._read(_MAC_BYTES), token, b"agent" + nonces)
+        self._connection.sendall(_mac(token, b"pytest" + nonces))
+        return nonces
+
+    def _answer_handshake(self, token: bytes) -> bytes:
+        """Exchange proofs as an agent; return both nonces."""
+        own_nonce = os.urandom(_NONCE_BYTES)
+        nonces = self._read(_NONCE_BYTES) + own_nonce
+        self._connection.sendall(own_nonce + _mac(token, b"agent" + nonces))
+        self._check(self._read(_MAC_BYTES), token, b"pytest" + nonces)
+        return nonces
 
     @property
     def address(self) -> str:
@@ -94,9 +131,11 @@ class Channel:
         size = int.from_bytes(self._read(4), "big")
         if size > LONGEST:
             raise NotProvedError(f"a message of {size} bytes")
-        mac, body = self._read(_MAC), self._read(size)
+        mac = self._read(_MAC_BYTES)
+        body = self._read(size)
         self._received += 1
-        if not hmac.compare_digest(mac, self._message_mac(self._theirs, self._received, body)):
+        expected_mac = self._message_mac(self._theirs, self._received, body)
+        if not hmac.compare_digest(mac, expected_mac):
             raise NotProvedError("a message that the peer did not sign")
         message: dict[str, Any] = json.loads(body)
         return message
@@ -111,7 +150,7 @@ class Channel:
         return _mac(self._key, direction + count.to_bytes(8, "big") + body)
 
     def _read(self, size: int) -> bytes:
-        """Read exactly so many bytes."""
+        """Read exactly so many bytes; in the handshake only until its deadline."""
         data = bytearray()
         while len(data) < size:
             if self._deadline is not None:
@@ -124,6 +163,7 @@ class Channel:
 
     @staticmethod
     def _check(mac: bytes, token: bytes, text: bytes) -> None:
+        """Raise NotProvedError unless that is the HMAC of the text with the token."""
         if not hmac.compare_digest(mac, _mac(token, text)):
             raise NotProvedError("the other side has another token")
 
@@ -141,8 +181,10 @@ class Listener:
     """Listens on one interface, and calls ``admit`` in a thread of its own with the channel of each proved peer."""
 
     def __init__(self, host: str, port: int, token: bytes, admit: Callable[[Channel], None]) -> None:
-        self._token, self._admit = token, admit
+        self._token = token
+        self._admit = admit
         self._socket = loopback.listen(host, port)
+        #: How many more peers may be proving themselves.
         self._free = threading.BoundedSemaphore(HANDSHAKES)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="distcompat: accepts nodes", daemon=True).start()

@@ -1,4 +1,13 @@
-"""The launcher of runs that span nodes: pytest's side of the node agents. Runs on one node go to another launcher."""
+"""The launcher of runs that span nodes: pytest's side of the node agents. Runs on one node go to another launcher.
+
+On each node an agent runs (``agent``), which joins pytest's process by a channel, is told what to run, and starts the ranks
+there. ``Node`` is an agent as pytest sees it. ``NodesLauncher`` has the agents of a session started, waits until all have joined,
+and gives them the runs. ``_Run`` is one run. Each node has a part of it, its ranks; the first node opens the store by which they
+meet. Agents send what their ranks log; it is written here, and forwarded to the other nodes.
+
+A scheduler, such as Slurm or Ray, may count the devices of the nodes: then each run asks it for them. It may also take all nodes
+away, as when the job's time is over; the executor knows whether it does (``Executor.taken``).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +50,8 @@ from pytest_distcompat.user_input import write_address
 
 #: How long the other nodes may go on after one has ended badly, in seconds; how long a node may take after the time limit.
 AFTER_FAILURE_S, AFTER_LIMIT_S = 2.0, 8.0
-#: How long a job may be suspended while pytest runs on, in seconds. A process that its own node holds for ever looks alike.
+#: How long a job may be suspended while pytest runs on, in seconds. An agent that never runs again, though its node answers,
+#: looks like that.
 SUSPENDED_S = 3600.0
 #: Events that the other nodes need: all but the large ones, and those with process numbers of this node.
 _NOT_FORWARDED = re.compile(r'\{"event": "(start|action|snapshot)"')
@@ -138,10 +148,22 @@ class Node:
 class Settings:
     """The nodes of a session, as its options describe them.
 
-    ``listen`` is where node agents join, host and port; ``token`` what they must know; ``wait`` how long they may take;
-    ``shared`` a directory that all nodes must share, empty if they need none. ``node`` is the node that has all runs of this
-    process, and ``spare`` are those that have them in turn where it is lost; then ``nodes`` is 1, and the node leases its
-    devices. ``timeline`` is where the leases of the xdist worker ``worker`` are recorded. ``say`` shows what a run waits for.
+    Attributes:
+        nodes: The number of nodes; 1 where one node has all runs of this process (``node``).
+        root: The root directory of the session.
+        device: ``cpu`` or ``cuda``.
+        listen: Where node agents join: host and port.
+        token: What they must know; empty for a random one.
+        wait: How long they may take to join, in seconds.
+        shared: A directory that all nodes must share; empty if they need none.
+        node: The node that has all runs of this process, and leases its devices itself; empty where runs span nodes.
+        spare: The nodes that have all runs in turn where ``node`` is lost.
+        timeline: The directory where leases are recorded.
+        worker: The xdist worker whose leases they are.
+        gpus: How many GPUs of each node runs may have.
+        ranks_each: How many ranks can share a GPU.
+        runs_share: Whether runs can share a GPU.
+        say: Shows the user what a run waits for.
     """
 
     nodes: int
@@ -186,7 +208,7 @@ class NodesLauncher(Launcher):
         self._alike: set[Node] = set()
         #: Whether the executor's scheduler counts devices.
         self.accounts = executor.accounts
-        #: Why a scheduler takes the nodes away; empty while it does not. Then no later run can start.
+        #: Why a scheduler takes all nodes away, so that no later run can start; empty while it does not.
         self.taken = ""
 
     def warm_up(self) -> None:
@@ -346,7 +368,7 @@ class NodesLauncher(Launcher):
         return self._unshared(nodes) if self._settings.shared else ""
 
     def _move(self) -> None:
-        """Start the agent of the next node where the one that has all runs is lost: one that is preempted does not come back."""
+        """Start the agent of the next spare node where the one that has all runs is lost: a preempted one does not come back."""
         while self._spare and self._lost() and not self._joined():
             name = self._spare.pop(0)
             process = self._executor.start_one(self._join, name, self._token)
@@ -431,8 +453,15 @@ class NodesLauncher(Launcher):
             ending = run.run()
             if run.devices:
                 # One node that leases devices has noted them itself.
-                times = (requested_at, granted_at, clock.now())
-                span = Span(run.devices, who, os.getpid(), *times, worker=self._settings.worker)
+                span = Span(
+                    run.devices,
+                    who,
+                    os.getpid(),
+                    requested_at,
+                    granted_at,
+                    clock.now(),
+                    worker=self._settings.worker,
+                )
                 # The record is for reports only.
                 with contextlib.suppress(OSError):
                     append(Path(self._settings.timeline), span)
@@ -447,7 +476,9 @@ class NodesLauncher(Launcher):
             # Ranks can share cores.
             asked = Asked(names, "CPU", 0, ranks, who)
         else:
-            asked = Asked(names, "GPU", -(-ranks // settings.ranks_each), min(ranks, settings.gpus), who)
+            # Rounded up.
+            least = -(-ranks // settings.ranks_each)
+            asked = Asked(names, "GPU", least, min(ranks, settings.gpus), who)
 
         def say(text: str) -> None:
             lost = [f"{node.name}: {node.lost}" for node in nodes if node.lost]
@@ -495,7 +526,16 @@ def _problems(nodes: list[Node], message: Callable[[Node], Mapping[str, Any]]) -
 
 @dataclasses.dataclass(eq=False)
 class _Run:
-    """One run on several nodes, or on one that leases its devices."""
+    """One run on several nodes, or on one that leases its devices.
+
+    Attributes:
+        nodes: The nodes; the first has the lowest ranks and opens the store.
+        request: What is run.
+        environment: The environment of this process when the session began; nodes are sent what has changed since.
+        settings: The nodes of the session.
+        taken: Returns why a scheduler takes all nodes away; empty if it does not.
+        given: The GPUs that a scheduler gave the run, by node.
+    """
 
     nodes: list[Node]
     request: Request
@@ -514,9 +554,12 @@ class _Run:
         self._stopped_at: float | None = None
         #: How many beats each node had given when the time limit began; empty before.
         self._counted_from: dict[Node, int] = {}
-        #: The nodes that were suspended when it looked last, and when this process saw the first of them stop.
+        #: The nodes that were suspended at the last look, and when that was.
         self._suspended: list[Node] = []
-        self._looked_at = self._suspended_since = clock.now()
+        self._looked_at = clock.now()
+        #: Since when some node has been suspended; counted anew after this process was stopped itself.
+        self._suspended_since = self._looked_at
+        #: The variables of the environment that tests have set, and those that they have removed.
         self._set = {name: value for name, value in os.environ.items() if self.environment.get(name) != value}
         self._unset = [name for name in self.environment if name not in os.environ]
         if not self.settings.node:
@@ -528,8 +571,8 @@ class _Run:
         self.request.write()
         began = clock.now()
         if not self.settings.node:
-            # A run that has to wait for its devices has its time limit from its first rank on.
-            self._count()
+            # A node that leases its devices may wait for them first: there the limit begins with the first line of a rank's log.
+            self._begin_time_limit()
         run_id = uuid.uuid4().hex
         self._send(0, run_id, (self.nodes[0].channel.peer, 0))
         all_started = len(self.nodes) == 1
@@ -537,13 +580,13 @@ class _Run:
             messages = self._receive()
             for message in messages:
                 if message["is"] == "log" and not self._counted_from:
-                    self._count()
+                    self._begin_time_limit()
                 elif message["is"] == "listens" and not all_started:
                     self._start_others(run_id, message["store"])
                     all_started = True
             self._note_lost()
             if not all_started and self._parts:
-                # Nobody opened the store.
+                # The first node has ended and has not opened the store, so the others never start.
                 for node in self.nodes[1:]:
                     self._parts[node.name] = _NOT_STARTED
             if self._failed_at is None and any(_has_failed(part) for part in self._parts.values()):
@@ -628,8 +671,8 @@ class _Run:
                 text = "".join(f"{_shifted(line, other.ahead)}\n" for line in forwarded)
                 other.send({"do": "log", "rank": rank, "lines": text})
 
-    def _count(self) -> None:
-        """Begin the time limit. It is in beats of the nodes: where a job is suspended they have none, and no ranks run."""
+    def _begin_time_limit(self) -> None:
+        """Begin the time limit, which counts beats of the agents and not seconds: a suspended job has no beats, and no time."""
         self._counted_from = {node: node.beats for node in self.nodes}
 
     def _stop_late(self) -> None:
@@ -649,8 +692,17 @@ class _Run:
                 node.send({"do": "stop", "why": "another node has ended"})
 
     def _note_suspended(self, running: Sequence[Node], now: float) -> None:
-        """Notice nodes whose agents do not run; one that is suspended for too long is given up."""
-        suspended = [node for node in running if now - min(self._looked_at, node.beat_at) > clock.GAP_S]
+        """Tell the user of nodes whose agents do not run, and give up those that are suspended for too long.
+
+        Args:
+            running: The nodes that have not ended their parts.
+            now: The time, by ``clock.now``.
+        """
+        # Where this process has not looked for so long it was stopped itself, as a whole job is, and all nodes with it.
+        suspended: list[Node] = []
+        for node in running:
+            if now - min(self._looked_at, node.beat_at) > clock.GAP_S:
+                suspended.append(node)
         if suspended and not self._suspended:
             names = ", ".join(node.name for node in suspended)
             self.settings.say(f"{names}: stopped, as in a suspended job, or very busy; time limits wait")
@@ -702,7 +754,10 @@ class _Run:
         return dataclasses.replace(ending, leaks=tuple(leaks))
 
     def _known_of_run(self) -> dict[str, Any]:
-        """Return the arguments of ``conclude`` that each node knows of its part, put together for the run."""
+        """Return what the nodes know of how their parts ended, put together for the run: arguments of ``conclude``.
+
+        A part that a node has no answer for, because it is lost or was never started, does not count.
+        """
         timed_out = False
         ended_since = math.inf
         oom_kills = 0
@@ -738,6 +793,7 @@ class _Run:
                 path.write_text(text, encoding="utf-8")
 
 
+#: The part of a node whose ranks were never started.
 _NOT_STARTED: dict[str, Any] = {"processes": {}, "known": {}, "output": {}}
 
 

@@ -1,4 +1,9 @@
-"""The search itself: which candidate is tried next, what is kept of it, and how a failure is reduced."""
+"""The search itself, a coverage-guided fuzzer: which candidate is tried next, what is kept of it, how a failure is reduced.
+
+A candidate is a cell, perhaps with calls of its live trainer. One that reaches branches of the installed libraries that none has
+reached before is kept. The next candidate is drawn from all that are possible, or is a neighbour of a kept one: it differs in an
+option, a setting or a call. A candidate that breaks the law (``trial``) is reduced to the parts that it needs to fail.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +19,14 @@ from pytest_distcompat.ext.search.trial import Outcome
 from pytest_distcompat.ext.search.yields import Yields
 from pytest_distcompat.settings.pairs import smallest
 
-#: How often a candidate is drawn from all, although there is something new to vary.
+#: The fraction of candidates that are drawn from all, although there are kept ones to vary.
 _FRESH = 0.5
-#: How many draws may go wrong one after another before nothing is left to try.
+#: After how many draws without a new candidate there is nothing left to try.
 _DRAWS = 2000
 #: The most trials that the reduction of one failure takes.
 _REDUCTION_TRIALS = 24
-
-#: As many neighbours count as tried in vain of a candidate that was refused.
-_REFUSED = 20
+#: A kept candidate that the stack refused is varied as rarely as if so many of its neighbours had reached nothing new.
+_BARREN_IF_REFUSED = 20
 
 #: Runs a candidate and judges it.
 Try = Callable[[Candidate], Outcome]
@@ -30,7 +34,14 @@ Try = Callable[[Candidate], Outcome]
 
 @dataclass(frozen=True)
 class Step:
-    """A candidate that was tried: what came of it, how many branches it was the first to reach, and what it broke, reduced."""
+    """A candidate that was tried, and what came of it.
+
+    Attributes:
+        candidate: The candidate.
+        outcome: What came of it.
+        new_branches: How many branches it was the first to reach.
+        found: The finding that it belongs to, if it breaks the law.
+    """
 
     candidate: Candidate
     outcome: Outcome
@@ -43,11 +54,11 @@ class Search:
 
     Args:
         spaces: The candidates of each driver.
-        state: What was tried before, which grows.
-        known: The branches that some cell of the map reaches, which grow too.
-        functions: Returns the functions that have these branches, those with most first.
-        readers: How many branches that no cell reaches read a name, such as a setting's.
-        guided: Neighbours of what was new are tried; else all are drawn alike.
+        state: What was tried before; each trial is added to it.
+        known: The branches that are not new: those that a cell of the map reaches. What a trial reaches is added.
+        functions: Returns the functions that have some branches, those with most of them first.
+        readers: For each name, such as a setting's, how many branches that no cell reaches have it in their condition.
+        guided: Whether neighbours of kept candidates are tried; otherwise all are drawn alike.
     """
 
     def __init__(
@@ -84,6 +95,7 @@ class Search:
             yield self._tried(candidate, parent, attempt)
 
     def _is_ours(self, candidate: Candidate) -> bool:
+        """Tell whether a candidate, perhaps of another search, is one of the candidates of this one."""
         space = self._spaces.get(candidate.driver)
         return space is not None and candidate.cell.strategy in space.strategies and space.sound(candidate)
 
@@ -106,12 +118,19 @@ class Search:
         return None
 
     def _parent(self, random: Random) -> Kept:
-        """Return something new to vary: rather what has much that is new, and whose neighbours have not been tried in vain."""
-        mine = [kept for kept in self.state.kept if kept.candidate.driver in self._spaces]
-        weights = [len(kept.branches) ** 0.5 / (1 + kept.barren) for kept in mine]
-        return random.choices(mine, weights)[0]
+        """Draw a kept candidate to vary: more often one that reached much, and whose neighbours have reached something new."""
+        choices = [kept for kept in self.state.kept if kept.candidate.driver in self._spaces]
+        weights = [len(kept.branches) ** 0.5 / (1 + kept.barren) for kept in choices]
+        return random.choices(choices, weights)[0]
 
     def _tried(self, candidate: Candidate, parent: Kept | None, attempt: Try) -> Step:
+        """Try a candidate, and add what came of it to the state.
+
+        Args:
+            candidate: The candidate.
+            parent: What it is a neighbour of; None if it is none.
+            attempt: Runs it.
+        """
         outcome = attempt(candidate)
         new = outcome.branches.without(self.known)
         self.known.add(new)
@@ -126,7 +145,7 @@ class Search:
             kept = Kept(candidate, new, tuple(self._functions(new))[:3])
             if outcome.refused:
                 # Its neighbours are mostly refused too.
-                kept.barren = _REFUSED
+                kept.barren = _BARREN_IF_REFUSED
             self.state.kept.append(kept)
         found = self._found(candidate, outcome, attempt) if outcome.problem else None
         return Step(candidate, outcome, len(new), found)

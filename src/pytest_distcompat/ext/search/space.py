@@ -1,4 +1,9 @@
-"""All candidates of a search: drawn at random, or as neighbours of one that was new."""
+"""All candidates of a search: cells of a driver with options and settings, and perhaps calls of the live trainer.
+
+They are drawn at random, either from nothing (``fresh``) or as a neighbour of one that has reached new branches: with another
+strategy, option, setting or call. What is drawn need not go together, say an option that the strategy does not have; then there
+is no candidate, and the caller draws again.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +38,9 @@ _OPTIONS_OF_CALLS = frozenset(
 )
 #: Settings by which DeepSpeed compiles an operator of its own for minutes, in each run anew.
 _COMPILED = frozenset({"ds_config.zero_force_ds_cpu_optimizer"})
-#: How often a candidate of nothing in particular has calls, a setting, and otherwise options alone.
+#: What a candidate that is drawn from nothing has, as often as it stands here: calls, a setting, or options alone.
 _KINDS = ("calls", "calls", "setting", "setting", "setting", "option")
-#: How often an argument that a call passes on is given.
+#: The probability that a call is drawn with an argument that it passes on to the library.
 _ARGUMENT_GIVEN = 0.7
 
 
@@ -53,13 +58,13 @@ class DriverSpace:
         self.kind: type[Driver] = find_driver(driver)
         all_settings = settings_of(self.kind.sources, shared)
         self.settings = [setting for setting in all_settings if setting.cells and setting.name not in _COMPILED]
-        self.strategies = [name for name in strategies if self._runs(Cell(name, "fp32"))]
+        self.strategies = [name for name in strategies if self._can_run(Cell(name, "fp32"))]
         self.choices = [choice for choice in option_choices(self.kind) if choice is not None]
         self.calls: list[Call] = []
         if self.kind.live_calls is not None:
             self.calls = offered(self.kind.live_calls)
 
-    def _runs(self, cell: Cell) -> bool:
+    def _can_run(self, cell: Cell) -> bool:
         return unsupported_reason(self.kind, cell, "cpu") is None
 
     def sound(self, candidate: Candidate) -> bool:
@@ -67,7 +72,7 @@ class DriverSpace:
         cell = candidate.cell
         # On a busy machine inductor's compiler takes longer than a run may.
         too_slow = cell.world_size > MOST_RANKS or cell.option("compile") is True
-        if too_slow or not self._runs(cell):
+        if too_slow or not self._can_run(cell):
             return False
         if not candidate.calls:
             return True
@@ -94,7 +99,15 @@ class DriverSpace:
         return True
 
     def fresh(self, random: Random, yields: Yields) -> Candidate | None:
-        """Return a candidate of one or two things in particular; None if what was drawn does not go together."""
+        """Return a candidate drawn from nothing, with a few calls, a setting, or one or two options.
+
+        Args:
+            random: What it is drawn by.
+            yields: The weights of options, settings and calls, by how much new they gave.
+
+        Returns:
+            The candidate; None if what was drawn does not go together.
+        """
         kind = random.choice(_KINDS)
         strategy = random.choice(self.strategies)
         if kind == "calls" and self.calls:
@@ -113,13 +126,16 @@ class DriverSpace:
     def neighbour(
         self, candidate: Candidate, others: Sequence[Candidate], random: Random, yields: Yields
     ) -> Candidate | None:
-        """Return a candidate that differs from another one in one thing; None if it does not go together.
+        """Return a candidate that differs from another one in one thing, or that joins two.
 
         Args:
             candidate: The other one.
-            others: What else was new: a part of one of these may be added.
+            others: Other candidates that reached something new: one of these may be joined with it.
             random: What it is drawn by.
-            yields: What was new by far.
+            yields: The weights of options, settings and calls, by how much new they gave.
+
+        Returns:
+            The candidate; None if what was drawn does not go together.
         """
         moves = [self._other_strategy, self._other_option, self._other_setting, self._other_setting]
         if candidate.calls:
@@ -132,10 +148,13 @@ class DriverSpace:
         return random.choice(moves)(candidate, random, yields)
 
     def _made(self, cell: Cell | None, calls: tuple[Call, ...]) -> Candidate | None:
+        """Return the candidate of a cell and calls; None without a cell, or if the candidate cannot be run."""
         if cell is None:
             return None
         candidate = Candidate(self.driver, cell, calls)
-        return candidate if self.sound(candidate) else None
+        if not self.sound(candidate):
+            return None
+        return candidate
 
     def _cell(self, strategy: str, precision: str, options: dict[str, OptionValue]) -> Cell | None:
         """Return the cell with what these options need, at the number of ranks that they need; None if there is none."""
@@ -151,38 +170,43 @@ class DriverSpace:
     def _with_setting(
         self, strategy: str, random: Random, yields: Yields, options: dict[str, OptionValue] | None = None
     ) -> Cell | None:
-        """Return the cell of the sweep for a drawn setting, with options beside it."""
+        """Draw a setting, and return the cell in which the sweep would run it, with options beside it.
+
+        None if no setting means something under the strategy, or if the options do not go together.
+        """
         possible = [setting for setting in self.settings if _is_read_under(setting, strategy)]
         if not possible:
             return None
-        setting = _weighted(random, possible, [yields.of_setting(setting.name) for setting in possible])
+        weights = [yields.of_setting(setting.name) for setting in possible]
+        setting = _weighted(random, possible, weights)
         text = random.choice(setting.cells)
         chosen: dict[str, OptionValue] = {**(options or {}), **setting.options}
         if "model" in self.kind.options:
             chosen.setdefault("model", "mlp")
         if "optimizer" not in self.kind.options:
             chosen.pop("optimizer", None)
-        before = str(chosen.get("set", ""))
-        names = {part.partition("=")[0] for part in text.split("+")}
-        kept = [part for part in before.split("+") if part and part.partition("=")[0] not in names]
-        chosen["set"] = "+".join([*kept, text])
+        chosen["set"] = _with_settings(str(chosen.get("set", "")), text)
         return self._cell(strategy, setting.precision, chosen)
 
     def _choice(self, random: Random, yields: Yields) -> tuple[str, OptionValue]:
-        name = _weighted(random, list(OPTIONS), [self._option_weight(name, yields) for name in OPTIONS])
-        return random.choice([choice for choice in self.choices if choice[0] == name])
+        """Draw an option, then one of its values."""
+        weights = [self._option_weight(name, yields) for name in OPTIONS]
+        option = _weighted(random, list(OPTIONS), weights)
+        return random.choice([choice for choice in self.choices if choice[0] == option])
 
     def _option_weight(self, name: str, yields: Yields) -> float:
+        """Return the weight of an option; 0 if the driver does not support it."""
         if not any(choice[0] == name for choice in self.choices):
             return 0.0
         return yields.of_option(name)
 
     def _call(self, random: Random, yields: Yields) -> Call:
-        """Return a call with some of its arguments."""
+        """Draw a method of the live trainer, then its arguments."""
         kind = self.kind.live_calls
         assert kind is not None
         names = list(dict.fromkeys(call.name for call in self.calls))
-        name = _weighted(random, names, [yields.of_call(name) for name in names])
+        weights = [yields.of_call(name) for name in names]
+        name = _weighted(random, names, weights)
         call = random.choice([call for call in self.calls if call.name == name])
         arguments = dict(call.arguments)
         for argument in call_arguments(kind, name):
@@ -218,7 +242,7 @@ class DriverSpace:
         calls = list(candidate.calls)
         place = random.randint(0, len(calls))
         if place < len(calls) and random.random() < 0.5:
-            # Another one of the same name has other arguments.
+            # The same method with other arguments.
             calls[place] = self._call_named(calls[place].name, random)
         else:
             calls.insert(place, self._call(random, yields))
@@ -227,21 +251,32 @@ class DriverSpace:
         return self._made(cell, tuple(calls))
 
     def _call_named(self, name: str, random: Random) -> Call:
-        only = Yields()
+        """Draw the arguments for a method: draw calls until one is of that method."""
+        equal_weights = Yields()
         for _ in range(100):
-            call = self._call(random, only)
+            call = self._call(random, equal_weights)
             if call.name == name:
                 return call
         return Call(name)
 
     def _joined(self, candidate: Candidate, other: Candidate) -> Candidate | None:
-        """Return a candidate with the options, settings and calls of both."""
+        """Return a candidate with the options and settings of both, and the calls of the first that has any."""
         settings = dict.fromkeys((*candidate.cell.set, *other.cell.set))
         options: dict[str, OptionValue] = {**dict(other.cell.options), **dict(candidate.cell.options)}
         if settings:
             options["set"] = "+".join(settings)
         cell = self._cell(candidate.cell.strategy, candidate.cell.precision, options)
         return self._made(cell, candidate.calls or other.calls)
+
+
+def _with_settings(text: str, added: str) -> str:
+    """Return settings, ``NAME=VALUE`` joined by ``+``, with others added that replace those of the same name."""
+    replaced = {setting.partition("=")[0] for setting in added.split("+")}
+    kept: list[str] = []
+    for setting in text.split("+"):
+        if setting and setting.partition("=")[0] not in replaced:
+            kept.append(setting)
+    return "+".join([*kept, added])
 
 
 def _is_read_under(setting: Setting, strategy: str) -> bool:
@@ -252,4 +287,5 @@ def _is_read_under(setting: Setting, strategy: str) -> bool:
 
 
 def _weighted(random: Random, items: Sequence[T], weights: Sequence[float]) -> T:
+    """Draw an item, as often as its weight says."""
     return random.choices(items, weights)[0]

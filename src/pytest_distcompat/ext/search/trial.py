@@ -1,11 +1,16 @@
-"""Trials: run a candidate on real ranks, read which branches it reaches, and judge it by a law."""
+"""Trials: run a candidate on real ranks, read which branches of the stack it reaches, and judge it by a law.
+
+The stack is torch and the libraries above it. The law is the oracle of the search, and needs no expected values: a training
+passes all checks, and calls of a live trainer have the effect that they have in one process. Or the stack refuses the candidate
+with an exception that says why.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +40,12 @@ if TYPE_CHECKING:
 
 #: The seconds after which a run hangs: the models are tiny.
 _TIMEOUT = 60
-#: Checks with runs of their own that a candidate gets which reached something new.
+#: Checks with runs of their own, made only for a candidate that has reached new branches.
 _DEEP_CHECKS = ("resume", "export")
-#: An exception and its message, as the last line of a traceback has them.
+#: An exception with a message, as the last line of a traceback has them.
 _EXCEPTION = re.compile(r"(?P<kind>[\w.]+): \S")
-#: The statement that raised it, the last one that a traceback shows.
-_STATEMENT = re.compile(r"^\s+(?P<statement>(?:raise|assert)\b)", re.MULTILINE)
+#: A line of a traceback with a statement that raises on purpose.
+_RAISED_ON_PURPOSE = re.compile(r"^\s+(?:raise|assert)\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -85,87 +90,103 @@ class Trials:
         """Run a candidate and judge it."""
         began = clock.now()
         runner = self._runner(candidate.driver)
-        before = dict(runner.started)
+        earlier_runs = dict(runner.started)
         if candidate.calls:
-            problem, refused = _judge_calls(runner, candidate)
-            branches = self._branches(runner, before)
+            judgement = _judge_calls(runner, candidate)
+            branches = self._branches(runner, earlier_runs)
         else:
-            kind = find_driver(candidate.driver)
-            problem, refused = _judge_cell(runner, candidate, _checks(candidate, kind))
-            branches = self._branches(runner, before)
-            if not (problem or refused) and len(branches.without(self.known)):
-                problem, refused = _judge_cell(runner, candidate, _deep_checks(candidate, kind))
-                branches.add(self._branches(runner, before))
-        _remove_runs(runner, before)
-        return Outcome(branches, problem, refused, clock.now() - began)
+            driver = find_driver(candidate.driver)
+            judgement = _judge_cell(runner, candidate, _checks(candidate, driver))
+            branches = self._branches(runner, earlier_runs)
+            has_passed = judgement == _PASSED
+            if has_passed and len(branches.without(self.known)):
+                judgement = _judge_cell(runner, candidate, _deep_checks(candidate, driver))
+                branches.add(self._branches(runner, earlier_runs))
+        _remove_runs(runner, earlier_runs)
+        return Outcome(branches, judgement.problem, judgement.refused, clock.now() - began)
 
     def _runner(self, driver: str) -> Runner:
         if driver not in self._runners:
-            kind = find_driver(driver)
+            # The fork servers import what these two models need.
             cells = [Cell.of("ddp", "fp32", model=model) for model in ("mlp", "llama")]
-            runner = self._stack.enter_context(local_runner(kind, cells, device="cpu", timeout=_TIMEOUT))
+            local = local_runner(find_driver(driver), cells, device="cpu", timeout=_TIMEOUT)
+            runner = self._stack.enter_context(local)
             runner.recorders = (f"{tracer.__name__}:{tracer.rank_tracer.__name__}",)
             self._runners[driver] = runner
         return self._runners[driver]
 
-    def _branches(self, runner: Runner, before: dict[Path, str]) -> Branches:
-        """Return what the runs reached that were started since."""
-        return self.installed.read(directory for directory in runner.started if directory not in before)
+    def _branches(self, runner: Runner, earlier_runs: Collection[Path]) -> Branches:
+        """Return the branches that runs have reached, without the earlier ones."""
+        new_runs = [directory for directory in runner.started if directory not in earlier_runs]
+        return self.installed.read(new_runs)
 
 
-def _remove_runs(runner: Runner, before: dict[Path, str]) -> None:
-    """Remove the files of runs that were started since; references stay, since other candidates have the same."""
+def _remove_runs(runner: Runner, earlier_runs: Collection[Path]) -> None:
+    """Remove the files of runs, but for the earlier ones; references stay, since other candidates have the same."""
     for directory, name in runner.started.items():
-        if directory not in before and name != "reference":
+        if directory not in earlier_runs and name != "reference":
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _checks(candidate: Candidate, kind: type[Driver]) -> list[str]:
+def _checks(candidate: Candidate, driver: type[Driver]) -> list[str]:
     """Return the checks of a training, and those that rules name for its settings."""
     names = [*SWEEP_CHECKS]
     for setting in candidate.cell.set:
         names += rule_of(setting.partition("=")[0]).get("checks", ())
-    return _applying(dict.fromkeys(names), candidate, kind)
+    return _applying(dict.fromkeys(names), candidate, driver)
 
 
-def _deep_checks(candidate: Candidate, kind: type[Driver]) -> list[str]:
-    return _applying(_DEEP_CHECKS, candidate, kind)
+def _deep_checks(candidate: Candidate, driver: type[Driver]) -> list[str]:
+    return _applying(_DEEP_CHECKS, candidate, driver)
 
 
-def _applying(names: Sequence[str] | dict[str, None], candidate: Candidate, kind: type[Driver]) -> list[str]:
+def _applying(names: Iterable[str], candidate: Candidate, driver: type[Driver]) -> list[str]:
     """Return the checks that apply to the candidate's cell, and that none of its settings is meant to fail."""
-    meant = {name for setting in candidate.cell.set for name in meant_to_fail(setting)}
+    meant: set[str] = set()
+    for setting in candidate.cell.set:
+        meant.update(meant_to_fail(setting))
     applying_checks: list[str] = []
     for name in names:
-        if name not in meant and not not_applicable(CHECKS.get(name), candidate.cell, kind, {}):
+        if name not in meant and not not_applicable(CHECKS.get(name), candidate.cell, driver, {}):
             applying_checks.append(name)
     return applying_checks
 
 
-def _judge_cell(runner: Runner, candidate: Candidate, names: Sequence[str]) -> tuple[str, str]:
-    """Return how a cell breaks the law, and the words that refuse it: every check passes, or it is refused at build."""
+@dataclass(frozen=True)
+class _Judgement:
+    """How a candidate breaks the law, or the words with which the stack refuses it; both empty if it passes."""
+
+    problem: str = ""
+    refused: str = ""
+
+
+_PASSED = _Judgement()
+
+
+def _judge_cell(runner: Runner, candidate: Candidate, names: Sequence[str]) -> _Judgement:
+    """Judge a training: every check of these names passes, or the stack refuses the cell at build."""
     known: list[Expectation] = list(applying(shipped(), concerned(find_driver(candidate.driver)), "cpu"))
     for name in names:
         verdict, _ = run_check(runner, candidate.driver, candidate.cell, CHECKS.get(name), known)
         if verdict.status is Status.REFUSED:
-            return "", verdict.reason
+            return _Judgement(refused=verdict.reason)
         if verdict.status.red and verdict.status is not Status.FIXED:
             first_line = (verdict.message or verdict.reason).strip().partition("\n")[0]
-            return f"{name}: {verdict.status}: {first_line[:300]}", ""
-    return "", ""
+            return _Judgement(problem=f"{name}: {verdict.status}: {first_line[:300]}")
+    return _PASSED
 
 
-def _judge_calls(runner: Runner, candidate: Candidate) -> tuple[str, str]:
-    """Return how calls break the law, and the words that refuse one: they do what one process does, or are refused."""
+def _judge_calls(runner: Runner, candidate: Candidate) -> _Judgement:
+    """Judge calls of a live trainer: they do what one process does, or the stack refuses one."""
     kind = find_driver(candidate.driver).live_calls
     assert kind is not None
     done = run_walk(runner, candidate.driver, candidate.cell, Walk(candidate.calls, kind))
     if not done.wrong:
-        return "", ""
+        return _PASSED
     for run in done.trace.runs.values():
         if run.end is not None and refuses_in_words(run.end):
-            return "", run.end.message
-    return _first_unknown(candidate, done.wrong)[:300], ""
+            return _Judgement(refused=run.end.message)
+    return _Judgement(problem=_first_unknown(candidate, done.wrong)[:300])
 
 
 def _first_unknown(candidate: Candidate, problems: Sequence[str]) -> str:
@@ -185,4 +206,4 @@ def refuses_in_words(end: RunFailure) -> bool:
         return False
     if re.fullmatch(ACCIDENTS, exception["kind"].rpartition(".")[2]):
         return False
-    return any(_STATEMENT.finditer(end.text))
+    return _RAISED_ON_PURPOSE.search(end.text) is not None
