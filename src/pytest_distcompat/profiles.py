@@ -210,6 +210,8 @@ def left_out(
     for cell, names in applicable.items():
         if profile == "sweep" or cell.id in _SLICED:
             reasons |= _left_out_of_sweep(cell, names)
+    if profile == "default":
+        reasons = {**_costly_of_slice(applicable, checks), **reasons}
     for name, check in checks.items():
         cells = [cell for cell, names in applicable.items() if name in names]
         if profile == "smoke" and check.costly:
@@ -240,6 +242,20 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
         earlier = first.setdefault((cell.strategy, cell.nodes, cell.set, *values), cell)
         if earlier != cell:
             yield cell, f"the default profile runs it in {earlier}, which is alike in all that it depends on"
+
+
+def _costly_of_slice(
+    applicable: Mapping[Cell, Collection[str]], checks: Mapping[str, Check]
+) -> dict[tuple[Cell, str], str]:
+    """Return the checks with runs of their own in cells of the sweep's slice."""
+    reasons: dict[tuple[Cell, str], str] = {}
+    for cell, names in applicable.items():
+        if cell.id not in _SLICED:
+            continue
+        for name in names:
+            if checks[name].costly:
+                reasons[cell, name] = "the sweep runs it"
+    return reasons
 
 
 def _left_out_of_sweep(cell: Cell, checks: Collection[str]) -> dict[tuple[Cell, str], str]:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pytest_distcompat.ext.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip, write_configuration
+    from pytest_distcompat.ext.scripts import (
+        Parity,
+        RoundTrip,
+        ScriptRun,
+        launch,
+        parity,
+        resume_roundtrip,
+        write_configuration,
+    )
 
-__all__ = ["RoundTrip", "ScriptRun", "launch", "resume_roundtrip", "write_configuration"]
+__all__ = ["Parity", "RoundTrip", "ScriptRun", "launch", "parity", "resume_roundtrip", "write_configuration"]
 
 
 def __getattr__(name: str) -> Any:

@@ -463,6 +463,8 @@ class Snapshot:
     dropouts: tuple[DropoutInfo, ...] = ()
     #: The weights of tokens in the gradients of each micro-batch, in the first steps of a run.
     token_weights: tuple[TokenWeights, ...] = ()
+    #: At the end of a script: sums of this rank's parts of what is optimized and of buffers, by live name.
+    sums: Mapping[str, Sums] = field(default_factory=dict)
     #: A sample of what the model computes on a fixed batch.
     outputs: tuple[float, ...] = ()
 

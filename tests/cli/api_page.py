@@ -30,7 +30,14 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
         pytest_distcompat.Trace,
         pytest_distcompat.Verdict,
     ),
-    "api_scripts": (scripts.launch, scripts.ScriptRun, scripts.resume_roundtrip, scripts.RoundTrip),
+    "api_scripts": (
+        scripts.launch,
+        scripts.ScriptRun,
+        scripts.resume_roundtrip,
+        scripts.RoundTrip,
+        scripts.parity,
+        scripts.Parity,
+    ),
     "api_exceptions": (
         pytest_distcompat.DistcompatError,
         pytest_distcompat.UsageProblem,

@@ -113,6 +113,10 @@ class CheckedFixture:
     def resume_roundtrip(*args: Any, **settings: Any) -> None:
         inspect.signature(scripts.resume_roundtrip).bind(*args, **settings)
 
+    @staticmethod
+    def parity(*args: Any, **settings: Any) -> None:
+        inspect.signature(scripts.parity).bind(*args, **settings)
+
     def check(self, *names: str) -> None:
         assert set(names) <= {*CHECKS.names(), "final_model_loadable"}
 

@@ -225,7 +225,7 @@ def test_a_broken_release_is_seen_by_the_cell_that_executes_the_change(
     arguments = [str(tmp_path / "test_x.py"), "-k", "active", "--distcompat-gpus=0", "-p", "no:cacheprovider"]
     assert main(["releases", *change, *options, "--", *arguments]) == 1
     out = capsys.readouterr().out
-    assert "1 cells are selected" in out
+    assert "selected cells: 1" in out
     assert "accelerate@broken.diff: 1 selected, 1 ran, 0 skipped: 1 failed" in out
     (result,) = Report.read(tmp_path / "kept" / "accelerate-broken.diff.json").results
     assert (result.cell, result.check) == ("ddp-fp32-w2", "active")

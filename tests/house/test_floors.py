@@ -253,6 +253,7 @@ PRIVATE_IMPORTS = {
     "drivers.trainer": {"strategies._fsdp"},
     "ext.scripts.configuration": {"strategies._fsdp"},
     "ext.scripts.final_model": {"checks._values"},
+    "ext.scripts.rank_parity": {"checks._values"},
     "ext.scripts.roundtrip": {"checks._values"},
     "ext.walk.script": {"models._modules", "drivers._calls", "drivers._tiny"},
     "ext.walk.sequence": {"drivers._tiny"},

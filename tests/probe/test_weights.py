@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
 
+from pytest_distcompat.probe.observe import Observer
 from pytest_distcompat.probe.weights import logits_of, read_weights
 from pytest_distcompat.trace import TokenWeights
 
@@ -71,3 +73,28 @@ def test_where_the_logits_are() -> None:
     assert logits_of(SimpleNamespace(logits=logits)) is logits
     for nothing in (None, logits.detach(), torch.zeros(3, requires_grad=True), torch.zeros(2, 1, requires_grad=True)):
         assert logits_of(nothing) is None
+
+
+class Unused(torch.autograd.Function):
+    """Passes on what nothing is learned from, as DDP does with outputs that the loss is not made of."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_logits_that_the_loss_is_not_made_of_get_no_gradient(used: bool) -> None:
+    observer = Observer()
+    model = torch.nn.Linear(3, 7)
+    observer.attach(model)
+    observer.trainer = lambda: (model, None, True)
+    with observer.watching():
+        logits = model(torch.ones(2, 3))
+        loss = cross_entropy(logits if used else Unused.apply(logits), torch.tensor([1, 2]))  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert [weights.known for weights in observer.token_weights] == [True] * used

@@ -95,7 +95,7 @@ def test_the_command_writes_the_cells_and_says_what_none_executes(
         "new functions and classes: 1",
         "  accelerate/accelerator.py:4 def load():",
         "places outside functions, which run on import: 0",
-        "1 cells are selected; the first 1 execute each changed place that any cell executes",
+        "selected cells: 1; the first 1 execute each changed place that any cell executes",
     ]
 
 

@@ -159,7 +159,7 @@ def test_the_lines_group_what_differs_alike() -> None:
     after = Report(rows=[Row("S", "d", f"c{n}", values=values_of(CELL, trained("4:8"))) for n in range(5)])
     after.rows[4].values = values_of(CELL, trained(loss=2.0))
     assert list(value_lines(value_changes(before, after))) == [
-        "values changed beyond rounding: 1 cells",
+        "values changed beyond rounding: 1 cell",
         "  loss of step 1; numbers differ by up to 0.5 of them: c4 (d)",
         "values changed within rounding: 4 cells",
         "  build parameter; no number of a step shows it: c0 (d), c1 (d), c2 (d) and 1 more",
@@ -173,7 +173,7 @@ def test_diff_shows_them_apart_from_failures(tmp_path: Path, capsys: pytest.Capt
         write_report(path, report(values_of(CELL, trained(digest))))
     assert main(["diff", *map(str, paths)]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        "values changed within rounding: 1 cells",
+        "values changed within rounding: 1 cell",
         "  build parameter; no number of a step shows it: ddp-fp32-w2 (d)",
     ]
     assert compare(*map(Report.read, paths)).to_json("last.json")["values"] == [

@@ -30,6 +30,7 @@ from pytest_distcompat.scenario import REFERENCE_RUN
 from pytest_distcompat.settings import rules
 from pytest_distcompat.settings.fields import Field, Source, read_fields
 from pytest_distcompat.settings.pairs import covering_rows, reduced_failures, smallest
+from pytest_distcompat.settings.slice import SLICE
 from pytest_distcompat.status import Status
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
@@ -589,3 +590,27 @@ def test_a_known_bug_of_a_setting_covers_it_among_others() -> None:
     assert known.covers(Cell.of("ddp", "fp32", set="A.b=1+A.c=2"), "resume")
     assert not known.covers(Cell.of("ddp", "fp32", set="A.b=11"), "resume")
     assert not known.covers(Cell("ddp", "fp32"), "resume")
+
+
+CHECKS_OF_CHECKPOINTS = ("resume", "export", "reshard", "portable", "damage")
+
+
+def test_a_setting_of_checkpoints_gets_every_check_of_checkpoints() -> None:
+    driver = DRIVERS.get("deepspeed")
+    read = Cell.of("zero2", "fp32", model="mlp", set="ds_config.checkpoint.tag_validation=Warn")
+    other = Cell.of("zero2", "fp32", model="mlp", set="ds_config.zero_optimization.overlap_comm=true")
+    both = Cell.of("zero2", "fp32", model="mlp", set="+".join((*read.set, *other.set)))
+    for name in ("reshard", "damage"):
+        check = CHECKS.get(name)
+        assert check.not_applicable(read, driver) is None
+        assert check.not_applicable(other, driver) is not None
+        assert check.not_applicable(both, driver) is not None
+    left = left_out("sweep", {read: CHECKS_OF_CHECKPOINTS, other: CHECKS_OF_CHECKPOINTS})
+    assert {cell for cell, _ in left} == {other}
+
+
+def test_the_default_profile_leaves_costly_checks_of_its_slice_to_the_sweep() -> None:
+    cell = Cell.parse("zero2-fp32-w2-model_mlp-set_ds_config.checkpoint.checkpoint_serialization=false")
+    assert cell.id in SLICE["deepspeed"]
+    left = left_out("default", {cell: CHECKS_OF_CHECKPOINTS})
+    assert {name for _, name in left} == {"reshard", "portable", "damage"}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import MESH, OTHER_REFERENCE, REFERENCE_RUN, Scenario
+from pytest_distcompat.settings.rules import concerns_checkpoints
 from pytest_distcompat.trace import CollectiveInfo, OptimizerInfo, Snapshot, Trace, UnwrappedInfo
 
 if TYPE_CHECKING:
@@ -350,10 +351,18 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
             yield f"rank {snapshot.rank}: {finding}; expected the state to be read from the checkpoint, not trained again"
 
 
+def _options_beside_checkpoints(cell: Cell) -> list[str]:
+    """Return the cell's options, without ``set`` if all settings are read while a checkpoint is written or loaded."""
+    names = [name for name, _ in cell.options]
+    if cell.set and all(concerns_checkpoints(setting) for setting in cell.set):
+        names.remove("set")
+    return names
+
+
 def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why another cell tests the claim: files are found alike in all precisions and with most options."""
     others = []
-    for name, _ in cell.options:
+    for name in _options_beside_checkpoints(cell):
         if name not in {"model", "state_dict"}:
             others.append(name)
     if cell.precision != "fp32" or others:
@@ -364,7 +373,7 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
 def saved_as_elsewhere(cell: Cell) -> str | None:
     """Return why another cell tests the claim; None if this one does."""
     # Runs at other world sizes are the most expensive ones.
-    for name, _ in cell.options:
+    for name in _options_beside_checkpoints(cell):
         if name not in CHECKPOINT_OPTIONS:
             return f"{name} changes how the model is trained, not what is saved, and what is saved is tested without it"
     if cell.precision not in {"fp32", "bf16_upcast"}:

@@ -198,9 +198,11 @@ class Observer:
             return
         values = logits.detach()
 
-        def record(gradient: torch.Tensor) -> None:
-            with self.aside():
-                self.token_weights.append(read_weights(values, gradient))
+        def record(gradient: torch.Tensor | None) -> None:
+            # None where the loss was made of other logits: accelerate returns a copy in float32, DDP passes that on.
+            if gradient is not None:
+                with self.aside():
+                    self.token_weights.append(read_weights(values, gradient))
 
         logits.register_hook(self._guarded("the gradient of logits", record))  # type: ignore[no-untyped-call]  # torch
 

@@ -164,9 +164,14 @@ def read_call(model: Module, returned: Any, *, observes: bool) -> CallInfo:
         observes=observes,
         gradients=gradients,
         evaluating=tuple(name for name, module in model.named_modules() if not module.training),
-        sums=_sums_by_name(_optimized(model)),
+        sums=read_sums(model),
         returned=_sums_by_name(returned) if isinstance(returned, Mapping) else None,
     )
+
+
+def read_sums(model: Module) -> dict[str, Sums]:
+    """Return the sums of this rank's parts of what is optimized and of buffers, by live name."""
+    return _sums_by_name(_optimized(model))
 
 
 def _sums_by_name(tensors: Mapping[str, Any]) -> dict[str, Sums]:

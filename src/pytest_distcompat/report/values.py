@@ -212,7 +212,8 @@ def value_lines(changes: Iterable[ValueChange]) -> Iterator[str]:
         found = by_extent.get(extent, [])
         if not found:
             continue
-        yield f"{extent.value}: {len(found)} cells"
+        noun = "cell" if len(found) == 1 else "cells"
+        yield f"{extent.value}: {len(found)} {noun}"
         by_difference = grouped((change.first, change) for change in found)
         for alike in by_difference.values():
             largest = max(alike, key=lambda change: change.relative)

@@ -111,6 +111,12 @@ def meant_to_fail(setting: str) -> list[str]:
     return list(rule.get("without", ()))
 
 
+def concerns_checkpoints(setting: str) -> bool:
+    """Tell whether a setting is read while a checkpoint is written or loaded, so that checks of checkpoints are run with it."""
+    name, _, _ = setting.partition("=")
+    return "resume" in rule_of(name).get("checks", ())
+
+
 def contradiction(settings: Iterable[str]) -> tuple[str, ...]:
     """Return the settings that say different values of the same; the fields of one rule with ``twice`` say the same."""
     setting_by_name = {}

@@ -143,11 +143,9 @@ def file_lines(
 
 
 def summary(selected: Sequence[SelectedCell]) -> str:
-    """Return one line that says how many cells are selected."""
+    """Return one line that says how many cells are selected, and how many of them are enough to execute everything once."""
     first = [cell for cell in selected if cell.turn == 1]
-    return (
-        f"{len(selected)} cells are selected; the first {len(first)} execute each changed place that any cell executes"
-    )
+    return f"selected cells: {len(selected)}; the first {len(first)} execute each changed place that any cell executes"
 
 
 def check_release(reach_map: ReachMap, library: str, release: str | None) -> None:

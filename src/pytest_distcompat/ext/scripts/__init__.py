@@ -14,15 +14,18 @@ from pytest_distcompat.lazy import lazily
 if TYPE_CHECKING:
     from pytest_distcompat.ext.scripts.configuration import write_configuration
     from pytest_distcompat.ext.scripts.launching import launch
+    from pytest_distcompat.ext.scripts.rank_parity import Parity, parity
     from pytest_distcompat.ext.scripts.result import ScriptRun
     from pytest_distcompat.ext.scripts.roundtrip import RoundTrip, resume_roundtrip
 
-__all__ = ["RoundTrip", "ScriptRun", "launch", "resume_roundtrip", "write_configuration"]
+__all__ = ["Parity", "RoundTrip", "ScriptRun", "launch", "parity", "resume_roundtrip", "write_configuration"]
 
 _HOME = {
+    "Parity": "rank_parity",
     "RoundTrip": "roundtrip",
     "ScriptRun": "result",
     "launch": "launching",
+    "parity": "rank_parity",
     "resume_roundtrip": "roundtrip",
     "write_configuration": "configuration",
 }

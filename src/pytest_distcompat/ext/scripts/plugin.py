@@ -13,7 +13,7 @@ from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.on_ranks.launched import STARTS_RANKS
 
 if TYPE_CHECKING:
-    from pytest_distcompat.ext.scripts import RoundTrip, ScriptRun
+    from pytest_distcompat.ext.scripts import Parity, RoundTrip, ScriptRun
     from pytest_distcompat.plugin.session import DistcompatSession
 
 
@@ -61,6 +61,15 @@ class Distcompat:
         trip = resume_roundtrip(script, args, **{"host": host, **settings})
         self._add_labels(trip.resumed)
         return trip
+
+    def parity(self, script: str | Path, **settings: Any) -> Parity:
+        """Call ``pytest_distcompat.ext.scripts.parity``."""
+        from pytest_distcompat.ext.scripts import parity
+
+        host = self._host(settings.get("world_size"))
+        found = parity(script, **{"host": host, **settings})
+        self._add_labels(found.many)
+        return found
 
     def _add_labels(self, run: ScriptRun) -> None:
         for label in run.labels:

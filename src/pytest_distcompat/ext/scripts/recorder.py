@@ -23,7 +23,7 @@ from pytest_distcompat.ext.scripts import guard
 from pytest_distcompat.ext.scripts.environment import ProbeConfig
 from pytest_distcompat.ext.scripts.hosted_rank import HostedRank
 from pytest_distcompat.ext.scripts.tracked_objects import TrackedObjects
-from pytest_distcompat.trace import Snapshot
+from pytest_distcompat.trace import Snapshot, Sums
 
 if TYPE_CHECKING:
     import torch
@@ -336,7 +336,13 @@ class Recorder:
         model = self._live_model()
         if model is not None and self._final_recorded_at != self.steps:
             self._final_recorded_at = self.steps
-            self._write_snapshot("export", self._index(END), **self._read_fields(whole=True))
+            from pytest_distcompat.probe.snapshot import read_sums
+
+            sums: dict[str, Sums] = {}
+            # A quantized tensor may have no arithmetic.
+            with contextlib.suppress(NotImplementedError, RuntimeError, TypeError):
+                sums = read_sums(model)
+            self._write_snapshot("export", self._index(END), sums=sums, **self._read_fields(whole=True))
 
     def _live_model(self) -> Module | None:
         """Return the model that is trained; None if there is none yet, or the script has dropped it."""

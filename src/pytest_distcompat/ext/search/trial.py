@@ -186,7 +186,17 @@ def _judge_calls(runner: Runner, candidate: Candidate) -> _Judgement:
     for run in done.trace.runs.values():
         if run.end is not None and refuses_in_words(run.end):
             return _Judgement(refused=run.end.message)
-    return _Judgement(problem=done.wrong[0][:300])
+    return _Judgement(problem=_first_unknown(candidate, done.wrong)[:300])
+
+
+def _first_unknown(candidate: Candidate, problems: Sequence[str]) -> str:
+    """Return the first of these problems of a walk that no known issue explains; empty if there is none."""
+    known = applying(shipped(), concerned(find_driver(candidate.driver)), "cpu")
+    covering = [issue for issue in known if issue.covers(candidate.cell, "walk")]
+    for problem in problems:
+        if not any(issue.matches(problem) for issue in covering):
+            return problem
+    return ""
 
 
 def refuses_in_words(end: RunFailure) -> bool:
