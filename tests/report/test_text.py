@@ -295,6 +295,8 @@ def shown(report: Report, written: Sequence[str] = (), *, verbosity: int = 0) ->
     """The summary of a session."""
     text = io.StringIO()
     terminal = Mock(isatty=False)
+    # No extension adds lines.
+    terminal.config.hook.pytest_distcompat_summary.return_value = []
     terminal.config.get_verbosity.return_value = verbosity
     terminal.write.side_effect = lambda part, **markup: text.write(part)
     terminal.write_line.side_effect = lambda line, **markup: text.write(f"{line}\n")
