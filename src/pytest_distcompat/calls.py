@@ -1,4 +1,8 @@
-"""Calls of a live trainer, as text and as declared methods."""
+"""Calls of a live trainer: what users call on it in any order, such as ``step(clip='no')``.
+
+A driver declares them as methods of a class (``drivers.Calls``), each with ``training`` or ``observer``. Walks, options and
+reports have them as text.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-#: How the action begins that is a call of the live trainer.
+#: An action of a run that is a call begins so: ``call step()``.
 CALL = "call "
-#: How that of its reference begins.
+#: The action begins so in the reference, the run of one process that a run with calls is compared with.
 REFERENCE_CALL = "reference "
 #: The call that saves, and goes on in a new process group.
 RESUME = "resume"
