@@ -83,7 +83,9 @@ def largest_model(back_end: str, free: int, *, upcast: bool) -> str:
         needed = MEMORY[back_end, upcast].needed(SHAPES[name])
         if needed <= free:
             return name
-    raise SystemExit(f"{back_end}: {LLAMAS[-1]} needs {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free")
+    raise SystemExit(
+        f"{back_end}: {LLAMAS[-1]} needs {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free"
+    )
 
 
 @dataclass
@@ -103,13 +105,26 @@ def one_rank() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    place = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
 
 
 def prepare(
-    back_end: str, shape: Shape, device: str, batch: int, rate: float, *, upcast: bool, recompute: bool
+    back_end: str,
+    shape: Shape,
+    device: str,
+    batch: int,
+    rate: float,
+    *,
+    upcast: bool,
+    recompute: bool,
 ) -> Prepared:
     """Make the model, with random weights, and its optimizer, and prepare both.
 
@@ -219,5 +234,6 @@ def dtypes(prepared: Prepared) -> dict[str, str]:
         "moments": {state["exp_avg"].dtype for state in states.values() if "exp_avg" in state},
     }
     return {
-        name: ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) for name, kinds in found.items()
+        name: ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        for name, kinds in found.items()
     }

@@ -20,7 +20,13 @@ from pathlib import Path
 
 from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
-from pytest_distcompat.ext.upstream.changed import SELECTING_PLUGIN, SELECTION, Change, read_change, select_cells
+from pytest_distcompat.ext.upstream.changed import (
+    SELECTING_PLUGIN,
+    SELECTION,
+    Change,
+    read_change,
+    select_cells,
+)
 from pytest_distcompat.ext.upstream.selected import read_selection
 from pytest_distcompat.ext.upstream.side_by_side import environment, file_name
 from pytest_distcompat.report.causes import causes
@@ -50,7 +56,10 @@ class Session:
     def seconds_of_runs(self, cells: set[str] | None = None) -> float:
         """The seconds of all runs, or of those that checks of these cells read."""
         ids = {
-            run for row in self.report.rows if cells is None or f"{row.driver}/{row.cell}" in cells for run in row.runs
+            run
+            for row in self.report.rows
+            if cells is None or f"{row.driver}/{row.cell}" in cells
+            for run in row.runs
         }
         return sum(float(run["seconds"]) for run in self.report.runs if run["id"] in ids)
 
@@ -96,13 +105,35 @@ def row(release: str, given: argparse.Namespace) -> str:
     for path, cells_per_place in ((selection, None), (first, "1")):
         # It prints the places that no cell executes.
         with contextlib.redirect_stdout(io.StringIO()):
-            select_cells(change, given.reach, path, cell=f"{DRIVERS[library]}/*", cells_per_place=cells_per_place)
+            select_cells(
+                change,
+                given.reach,
+                path,
+                cell=f"{DRIVERS[library]}/*",
+                cells_per_place=cells_per_place,
+            )
     profile = [f"--distcompat-profile={given.profile}", f"--distcompat-drivers={DRIVERS[library]}"]
-    selected = session(f"{name}-first", change, given.kept, *profile, "-p", SELECTING_PLUGIN, f"{SELECTION}={first}")
+    selected = session(
+        f"{name}-first",
+        change,
+        given.kept,
+        *profile,
+        "-p",
+        SELECTING_PLUGIN,
+        f"{SELECTION}={first}",
+    )
     whole = session(f"{name}-whole", change, given.kept, *profile)
     chosen = read_selection(selection)
-    cells = {f"{row.driver}/{row.cell}" for row in whole.report.rows if chosen.chosen(f"{row.driver}/{row.cell}")}
-    in_selection = {result.nodeid for result in whole.report.results if f"{result.driver}/{result.cell}" in cells}
+    cells = {
+        f"{row.driver}/{row.cell}"
+        for row in whole.report.rows
+        if chosen.chosen(f"{row.driver}/{row.cell}")
+    }
+    in_selection = {
+        result.nodeid
+        for result in whole.report.results
+        if f"{result.driver}/{result.cell}" in cells
+    }
     whole_runs, selected_runs = whole.seconds_of_runs(), selected.seconds_of_runs()
     figures = (
         f"{library} {version}",

@@ -57,8 +57,12 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(arguments.steps):
-        starts = torch.randint(0, len(data) - arguments.sequence, (arguments.batch,), generator=generator)
-        tokens = torch.stack([data[start : start + arguments.sequence] for start in starts.tolist()]).to(device)
+        starts = torch.randint(
+            0, len(data) - arguments.sequence, (arguments.batch,), generator=generator
+        )
+        tokens = torch.stack(
+            [data[start : start + arguments.sequence] for start in starts.tolist()]
+        ).to(device)
         losses.append(prepared.accelerator.reduce(step(prepared, tokens).float(), "mean"))
     return {
         "back_end": arguments.back_end,
@@ -87,12 +91,28 @@ class Plan:
         """Return the command that trains it, and writes its losses to ``path``."""
         start = [sys.executable]
         if self.ranks > 1:
-            start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
-        found = [*start, __file__, "--back-end", self.back_end, "--json", str(path), f"--rate={self.rate}"]
+            start += [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={self.ranks}",
+            ]
+        found = [
+            *start,
+            __file__,
+            "--back-end",
+            self.back_end,
+            "--json",
+            str(path),
+            f"--rate={self.rate}",
+        ]
         found.append("--upcast" if self.upcast else "--no-upcast")
         return [
             *found,
-            *(f"--{name}={getattr(arguments, name)}" for name in ("model", "device", "batch", "sequence", "steps")),
+            *(
+                f"--{name}={getattr(arguments, name)}"
+                for name in ("model", "device", "batch", "sequence", "steps")
+            ),
         ]
 
 
@@ -101,13 +121,27 @@ def plans(arguments: argparse.Namespace) -> list[Plan]:
     back_ends, rate = arguments.back_ends, arguments.rate
     if not arguments.ranks:
         return [
-            Plan(f"{back_end}, {'upcast' if upcast else 'no upcast'}", colour, not upcast, back_end, upcast, 1, rate)
+            Plan(
+                f"{back_end}, {'upcast' if upcast else 'no upcast'}",
+                colour,
+                not upcast,
+                back_end,
+                upcast,
+                1,
+                rate,
+            )
             for back_end, colour in zip(back_ends, COLOURS, strict=False)
             for upcast in (True, False)
         ]
     return [
         Plan(
-            f"{ranks} ranks, {name}" if ranks > 1 else "1 rank", colour, grows, back_ends[0], True, ranks, rate * times
+            f"{ranks} ranks, {name}" if ranks > 1 else "1 rank",
+            colour,
+            grows,
+            back_ends[0],
+            True,
+            ranks,
+            rate * times,
         )
         for ranks, colour in zip(arguments.ranks, COLOURS, strict=False)
         for grows, times, name in ((False, 1, f"{rate:g}"), (True, ranks, f"{ranks} x {rate:g}"))
@@ -138,7 +172,9 @@ def all_of_them(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def smoothed(losses: list[float]) -> list[float]:
     """Return the means of consecutive steps."""
-    return [statistics.mean(losses[start : start + WINDOW]) for start in range(0, len(losses), WINDOW)]
+    return [
+        statistics.mean(losses[start : start + WINDOW]) for start in range(0, len(losses), WINDOW)
+    ]
 
 
 def table(curves: list[dict[str, Any]]) -> list[str]:
@@ -192,7 +228,9 @@ def picture(curves: list[dict[str, Any]], title: str, width: int = 760, height: 
     for row, (curve, means) in enumerate(drawn):
         style = f'stroke="{curve["colour"]}" stroke-width="1.6" fill="none"'
         style += ' stroke-dasharray="5 4"' if curve["dashed"] else ""
-        points = " ".join(f"{x((nth + 0.5) * WINDOW):.1f},{y(mean):.1f}" for nth, mean in enumerate(means))
+        points = " ".join(
+            f"{x((nth + 0.5) * WINDOW):.1f},{y(mean):.1f}" for nth, mean in enumerate(means)
+        )
         line = top + 14 + 18 * row
         parts += [
             f'<polyline points="{points}" {style}/>',
@@ -216,9 +254,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)
     parser.add_argument(
-        "--ranks", nargs="+", type=int, default=(), help="numbers of ranks to compare, at two rates each"
+        "--ranks",
+        nargs="+",
+        type=int,
+        default=(),
+        help="numbers of ranks to compare, at two rates each",
     )
-    parser.add_argument("--back-end", choices=BACK_ENDS, help="train under this one, in this process")
+    parser.add_argument(
+        "--back-end", choices=BACK_ENDS, help="train under this one, in this process"
+    )
     parser.add_argument("--upcast", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     if arguments.back_end:
@@ -231,7 +275,12 @@ def main() -> None:
     curves = all_of_them(arguments)
     title = f"Loss at learning rate {arguments.rate:g}, loaded in bfloat16"
     if arguments.json:
-        found = {"rate": arguments.rate, "steps": arguments.steps, "model": arguments.model, "curves": curves}
+        found = {
+            "rate": arguments.rate,
+            "steps": arguments.steps,
+            "model": arguments.model,
+            "curves": curves,
+        }
         arguments.json.write_text(json.dumps(found), encoding="utf-8")
     if arguments.svg:
         arguments.svg.write_text(picture(curves, title), encoding="utf-8")

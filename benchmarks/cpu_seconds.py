@@ -71,8 +71,24 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--functions", type=int, default=0)
     options = parser.parse_args()
-    command = [sys.executable, "-m", "pytest", "--pyargs", "pytest_distcompat.suite", "-p", "no:cacheprovider", "-q"]
-    command += ["--distcompat-gpus", "0", "--distcompat-profile", options.profile, "-n", str(options.workers)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--pyargs",
+        "pytest_distcompat.suite",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+    ]
+    command += [
+        "--distcompat-gpus",
+        "0",
+        "--distcompat-profile",
+        options.profile,
+        "-n",
+        str(options.workers),
+    ]
     adopt_orphans()
     with tempfile.TemporaryDirectory() as name:
         sampler = str(Path(__file__).with_name("cpu_sampler"))
@@ -91,7 +107,11 @@ def main() -> None:
     for spent, stack in found:
         seconds[phase(stack)] += spent
         if RANK in stack:
-            ours = {one.rpartition("pytest_distcompat/")[2] for one in stack.split(";") if "pytest_distcompat/" in one}
+            ours = {
+                one.rpartition("pytest_distcompat/")[2]
+                for one in stack.split(";")
+                if "pytest_distcompat/" in one
+            }
             for one in ours:
                 functions[one] += spent
     seconds["kernel: forks, exits, memory"] = total - sum(seconds.values())

@@ -157,7 +157,8 @@ def test_body(body):
 """
 TORCHRUN = COLD.replace("{call}", "subprocess.run(command, check=True, timeout={limit} + 5)")
 ACCELERATE = COLD.replace(
-    "import pytest\n", "import pytest\nfrom accelerate.test_utils.testing import execute_subprocess_async\n"
+    "import pytest\n",
+    "import pytest\nfrom accelerate.test_utils.testing import execute_subprocess_async\n",
 ).replace("{call}", "execute_subprocess_async(command, timeout={limit} + 5)")
 
 #: Its time limit is 300 s, but for the tests that a table of its own names.
@@ -220,19 +221,42 @@ class Found:
 def run(way: str, body: str, limit: float) -> Found:
     """One fault in a pytest of its own; what it leaves is found by its environment, and killed."""
     mark = uuid.uuid4().hex
-    environment = {**os.environ, "BENCHMARK_MARK": mark, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "BENCHMARK_MARK": mark,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     with tempfile.TemporaryDirectory() as directory:
         here = Path(directory)
         # So that ours waits for no lease of another run.
         environment["TMPDIR"] = directory
         (here / "bodies.py").write_text(BODIES, encoding="utf-8")
         (here / "script.py").write_text(SCRIPT, encoding="utf-8")
-        (here / "test_body.py").write_text(WAYS[way].format(body=body, limit=limit), encoding="utf-8")
+        (here / "test_body.py").write_text(
+            WAYS[way].format(body=body, limit=limit), encoding="utf-8"
+        )
         plugins = ["-p", "no:randomly", "-p", "no:cacheprovider"]
-        command = [sys.executable, "-m", "pytest", "-q", *plugins, "--junitxml=junit.xml", "test_body.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            *plugins,
+            "--junitxml=junit.xml",
+            "test_body.py",
+        ]
         began = time.monotonic()
         with (here / "output").open("wb") as output, contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, cwd=here, env=environment, stdout=output, stderr=output, check=False, timeout=60)
+            subprocess.run(
+                command,
+                cwd=here,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                check=False,
+                timeout=60,
+            )
         seconds = reported(here / "junit.xml") or time.monotonic() - began
         text = (here / "output").read_text(encoding="utf-8", errors="replace")
         left = remaining(mark)
@@ -252,7 +276,10 @@ def remaining(mark: str) -> int:
     found = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("BENCHMARK_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get("BENCHMARK_MARK") == mark
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found += 1
                 process.kill()
     return found
@@ -262,7 +289,9 @@ def main() -> None:
     """Print the table, a row a fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=float, default=5.0, help="seconds after which a test hangs")
-    parser.add_argument("faults", nargs="*", default=list(CAUSES), help=f"of {', '.join(CAUSES)}; all")
+    parser.add_argument(
+        "faults", nargs="*", default=list(CAUSES), help=f"of {', '.join(CAUSES)}; all"
+    )
     given = parser.parse_args()
     expect(parser, given.faults, CAUSES)
     needs(parser, "expecttest")

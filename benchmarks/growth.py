@@ -106,8 +106,18 @@ def beside_torchrun(name: str, shapes: list[tuple[int, int]]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "test_it.py").write_text(TESTS.format(shapes=shapes))
         (Path(directory) / "script.py").write_text(SCRIPT)
-        command = ["-m", "pytest", "-q", "--distcompat-gpus=0", "--distcompat-warm-timeout=600", "--junitxml", "r.xml"]
-        subprocess.run([sys.executable, *command], cwd=directory, check=True, stdout=subprocess.DEVNULL)
+        command = [
+            "-m",
+            "pytest",
+            "-q",
+            "--distcompat-gpus=0",
+            "--distcompat-warm-timeout=600",
+            "--junitxml",
+            "r.xml",
+        ]
+        subprocess.run(
+            [sys.executable, *command], cwd=directory, check=True, stdout=subprocess.DEVNULL
+        )
         warm: dict[tuple[int, ...], list[float]] = {}
         for case in ET.parse(Path(directory) / "r.xml").iter("testcase"):
             size, number = map(int, re.findall(r"\d+", case.attrib["name"])[:2])
@@ -116,16 +126,25 @@ def beside_torchrun(name: str, shapes: list[tuple[int, int]]) -> None:
             began = time.perf_counter()
             torchrun(directory, size, number)
             label = size if name == "ranks" else number
-            print(f"| {label} | {min(warm[size, number]):.2f} | {time.perf_counter() - began:.1f} |", flush=True)
+            print(
+                f"| {label} | {min(warm[size, number]):.2f} | {time.perf_counter() - began:.1f} |",
+                flush=True,
+            )
 
 
 def torchrun(directory: str, size: int, number: int) -> None:
     """Run the script by torchrun on so many ranks, once for each node."""
     line = ["-m", "torch.distributed.run", f"--nproc-per-node={size // number}"]
-    line += ["--standalone"] if number == 1 else [f"--nnodes={number}", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    line += (
+        ["--standalone"]
+        if number == 1
+        else [f"--nnodes={number}", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    )
     line += [f"--rdzv-endpoint=127.0.0.1:{free_port()}"] if number > 1 else []
     started = [
-        subprocess.Popen([sys.executable, *line, "script.py"], cwd=directory, stderr=subprocess.DEVNULL)
+        subprocess.Popen(
+            [sys.executable, *line, "script.py"], cwd=directory, stderr=subprocess.DEVNULL
+        )
         for _ in range(number)
     ]
     assert [process.wait() for process in started] == [0] * number
@@ -145,7 +164,10 @@ def items(numbers: tuple[int, ...]) -> None:
     for number in numbers:
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "test_it.py").write_text(MANY.format(items=number))
-            found = [collected(directory), collected(directory, "-p", "no:distcompat", "-W", "ignore")]
+            found = [
+                collected(directory),
+                collected(directory, "-p", "no:distcompat", "-W", "ignore"),
+            ]
         print(f"| {number} | {found[0]:.1f} | {found[1]:.1f} |", flush=True)
 
 
@@ -153,7 +175,10 @@ def collected(directory: str, *more: str) -> float:
     """Return the seconds of collecting the tests of a directory."""
     began = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "pytest", "--co", "-q", *more], cwd=directory, check=True, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "pytest", "--co", "-q", *more],
+        cwd=directory,
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     return time.perf_counter() - began
 
@@ -173,12 +198,19 @@ def reports(source: Path, numbers: tuple[int, ...], browser: str) -> None:
             row = [str(len(made["results"]))]
             for file in files.values():
                 out = subprocess.run(
-                    [sys.executable, "-c", WRITE, str(large), str(file)], check=True, capture_output=True, text=True
+                    [sys.executable, "-c", WRITE, str(large), str(file)],
+                    check=True,
+                    capture_output=True,
+                    text=True,
                 )
                 seconds, memory, whole = map(float, out.stdout.split())
                 row += [f"{seconds:.1f}", f"{file.stat().st_size / 1e6:.1f}", f"{memory:.0f}"]
             row.append(f"{whole:.0f}")
-            row += [f"{one:.1f}" for one in in_browser(files["html"], browser)] if browser else ["", ""]
+            row += (
+                [f"{one:.1f}" for one in in_browser(files["html"], browser)]
+                if browser
+                else ["", ""]
+            )
         print(f"| {' | '.join(row)} |", flush=True)
 
 
@@ -201,7 +233,9 @@ def in_browser(page: Path, browser: str) -> tuple[float, float]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"]).new_page()
+        opened = playwright.chromium.launch(
+            executable_path=browser, args=["--no-sandbox"]
+        ).new_page()
         opened.set_default_timeout(600_000)
         began = time.perf_counter()
         opened.goto(page.as_uri(), wait_until="commit")
@@ -211,11 +245,15 @@ def in_browser(page: Path, browser: str) -> tuple[float, float]:
 
 def main() -> None:
     """Measure what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("ranks", "nodes", "items", "reports"))
     parser.add_argument("--report", type=Path, default=REAL, help="a JSON report of a real session")
     parser.add_argument("--browser", default="", help="the path of a Chromium")
-    parser.add_argument("--numbers", type=int, nargs="+", default=(), help="ranks, nodes, items or verdicts")
+    parser.add_argument(
+        "--numbers", type=int, nargs="+", default=(), help="ranks, nodes, items or verdicts"
+    )
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     print(measured_on("torch", "pytest"))

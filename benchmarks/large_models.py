@@ -64,7 +64,9 @@ def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
     """Return one row of tokens."""
     import torch
 
-    tokens = torch.randint(0, 128256, (1, LENGTH), generator=torch.Generator().manual_seed(1000 * step + rank))
+    tokens = torch.randint(
+        0, 128256, (1, LENGTH), generator=torch.Generator().manual_seed(1000 * step + rank)
+    )
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 

@@ -35,7 +35,9 @@ from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
 
 #: The names of our ways begin so.
 OURS = "ours, "
-STACK = "import accelerate\nimport transformers\nfrom transformers import Trainer\nimport deepspeed\n"
+STACK = (
+    "import accelerate\nimport transformers\nfrom transformers import Trainer\nimport deepspeed\n"
+)
 
 BODY = """
 import torch
@@ -153,7 +155,11 @@ class Group:
     def fields(self) -> dict[str, str]:
         """Return the fields of the templates."""
         place = "f'cuda:{distributed.get_rank()}'" if self.device == "cuda" else "'cpu'"
-        return {"device": place, "backend": "nccl" if self.device == "cuda" else "gloo", "ranks": str(self.ranks)}
+        return {
+            "device": place,
+            "backend": "nccl" if self.device == "cuda" else "gloo",
+            "ranks": str(self.ranks),
+        }
 
 
 @dataclass
@@ -180,7 +186,9 @@ def run(command: list[str], where: Path) -> float:
     """Seconds of a whole command; the benchmark stops if it fails."""
     began = time.perf_counter()
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=where, env=environment(), stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=where, env=environment(), stdout=pipe, stderr=pipe, text=True
+    ) as process:
         try:
             output, errors = process.communicate()
         except BaseException:
@@ -192,14 +200,27 @@ def run(command: list[str], where: Path) -> float:
     return time.perf_counter() - began
 
 
-def by_pytest(source: str, group: Group, *options: str, first: bool = False) -> Callable[[Path, int], list[float]]:
+def by_pytest(
+    source: str, group: Group, *options: str, first: bool = False
+) -> Callable[[Path, int], list[float]]:
     """Seconds of each test as pytest reports them, without the first, which pays for warming up (or only the first)."""
 
     def measure(where: Path, count: int) -> list[float]:
         (where / "test_it.py").write_text(source.format(count=count, **group.fields))
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=junit.xml", *options]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--junitxml=junit.xml",
+            *options,
+        ]
         run([*command, "test_it.py"], where)
-        seconds = [float(case.attrib["time"]) for case in ET.parse(where / "junit.xml").iter("testcase")]
+        seconds = [
+            float(case.attrib["time"]) for case in ET.parse(where / "junit.xml").iter("testcase")
+        ]
         return seconds[:1] if first else seconds[1:]
 
     return measure
@@ -218,7 +239,14 @@ def by_command(group: Group, *command: str) -> Callable[[Path, int], list[float]
 def ways(group: Group) -> list[Way]:
     """The ways to run the body on such a group."""
     ranks = str(group.ranks)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        ranks,
+    ]
     # --multi_gpu, on CPU too: it is the launcher that starts one process a rank (--cpu would start a single one), and refuses
     # to start a single one.
     several = ["--multi_gpu"] if group.ranks > 1 else []
@@ -232,14 +260,28 @@ def ways(group: Group) -> list[Way]:
         "--num_machines",
         "1",
     ]
-    case = multi_process("from body import body", "body()", backend=group.fields["backend"], ranks=group.ranks)
+    case = multi_process(
+        "from body import body", "body()", backend=group.fields["backend"], ranks=group.ranks
+    )
     return [
         Way("ours, fresh ranks each test", 40, by_pytest(MARKED, group)),
-        Way("ours, ranks that tests share", 40, by_pytest(MARKED, group, "--distcompat-reuse=session")),
+        Way(
+            "ours, ranks that tests share",
+            40,
+            by_pytest(MARKED, group, "--distcompat-reuse=session"),
+        ),
         Way("ours, the first test of a session", 1, by_pytest(MARKED, group, first=True)),
-        Way("ours, `--distcompat-launcher torchrun`", 3, by_pytest(MARKED, group, "--distcompat-launcher=torchrun")),
+        Way(
+            "ours, `--distcompat-launcher torchrun`",
+            3,
+            by_pytest(MARKED, group, "--distcompat-launcher=torchrun"),
+        ),
         Way("`torchrun`", 2, by_command(group, *torchrun)),
-        Way("`accelerate launch`", 2, by_command(group, *launch, "--mixed_precision", "no", "--dynamo_backend", "no")),
+        Way(
+            "`accelerate launch`",
+            2,
+            by_command(group, *launch, "--mixed_precision", "no", "--dynamo_backend", "no"),
+        ),
         Way("torch `MultiProcessTestCase`", 3, by_pytest(case, group)),
         Way("torch `MultiProcContinuousTest` (ranks kept)", 20, by_pytest(CONTINUOUS, group)),
     ]
@@ -251,7 +293,12 @@ def session(source: str, group: Group, *options: str) -> Callable[[Path, int], l
     def measure(where: Path, count: int) -> list[float]:
         for number in range(count):
             (where / f"test_{number}.py").write_text(source.format(count=TESTS, **group.fields))
-        return [run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "."], where)]
+        return [
+            run(
+                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "."],
+                where,
+            )
+        ]
 
     return measure
 
@@ -263,8 +310,12 @@ TESTS = 20
 def sessions(group: Group) -> dict[str, Callable[[Path, int], list[float]]]:
     """The ways in which ranks are kept."""
     return {
-        "ours, ranks that tests of the session share": session(MARKED, group, "--distcompat-reuse=session"),
-        "ours, ranks that tests of a module share": session(MARKED, group, "--distcompat-reuse=module"),
+        "ours, ranks that tests of the session share": session(
+            MARKED, group, "--distcompat-reuse=session"
+        ),
+        "ours, ranks that tests of a module share": session(
+            MARKED, group, "--distcompat-reuse=module"
+        ),
         "ours, fresh ranks each test": session(MARKED, group),
         "torch `MultiProcContinuousTest` (ranks kept for a class)": session(CONTINUOUS, group),
     }
@@ -273,7 +324,10 @@ def sessions(group: Group) -> dict[str, Callable[[Path, int], list[float]]]:
 def steps() -> dict[str, float]:
     """Seconds of each step of one rank's life on the GPU, the second time, when its files are in memory."""
     command = [sys.executable, "-c", STEPS]
-    outputs = [subprocess.run(command, env=environment(), capture_output=True, text=True, check=True) for _ in range(2)]
+    outputs = [
+        subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
     found: dict[str, float] = json.loads(outputs[-1].stdout.splitlines()[-1])
     return found
 
@@ -290,7 +344,11 @@ class Figures:
     def write(self) -> None:
         """Write all figures to the file, if there is one."""
         if self.path is not None:
-            written = {"ranks": self.group.ranks, "device": self.group.device, "seconds": self.seconds}
+            written = {
+                "ranks": self.group.ranks,
+                "device": self.group.device,
+                "seconds": self.seconds,
+            }
             self.path.write_text(json.dumps({**written, "steps": self.steps}), encoding="utf-8")
 
     @property
@@ -315,13 +373,22 @@ def measure_all(chosen: list[Way], figures: Figures, rounds: int, body: str) -> 
                 took = way.measure(where, way.count)
             figures.seconds[way.name] += took
             figures.write()
-            print(f"round {number}: {way.name}: {statistics.median(took):.3f} s", file=sys.stderr, flush=True)
+            print(
+                f"round {number}: {way.name}: {statistics.median(took):.3f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
-def table(seconds: dict[str, list[float]], counted: str = "tests", what: str = "seconds a test") -> list[str]:
+def table(
+    seconds: dict[str, list[float]], counted: str = "tests", what: str = "seconds a test"
+) -> list[str]:
     """Rows in Markdown, each with its ratio to the first way."""
     ours = statistics.median(next(iter(seconds.values())))
-    lines = [f"| way | {counted} | {what} (median) | min to max | x ours |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        f"| way | {counted} | {what} (median) | min to max | x ours |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name, found in seconds.items():
         median = statistics.median(found)
         spread = f"{min(found):.3f} to {max(found):.3f}"
@@ -335,9 +402,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--train", action="store_true", help="the body is a step of training")
     parser.add_argument(
-        "--stack", action="store_true", help="import accelerate, transformers and deepspeed in the ranks"
+        "--stack",
+        action="store_true",
+        help="import accelerate, transformers and deepspeed in the ranks",
     )
-    parser.add_argument("--modules", type=int, default=0, help="time sessions of so many modules, ranks kept")
+    parser.add_argument(
+        "--modules", type=int, default=0, help="time sessions of so many modules, ranks kept"
+    )
     parser.add_argument("--ours", action="store_true", help="time our ways alone")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
@@ -365,7 +436,11 @@ def main() -> None:
         measure_all(chosen, figures, arguments.rounds, body)
     except KeyboardInterrupt:
         stopped = True
-    whole = ("sessions", f"seconds of {arguments.modules} modules with {TESTS} tests") if arguments.modules else ()
+    whole = (
+        ("sessions", f"seconds of {arguments.modules} modules with {TESTS} tests")
+        if arguments.modules
+        else ()
+    )
     print(f"{measured_on(*PACKAGES)}, {group.ranks} {group.fields['backend']} ranks\n")
     if figures.measured:
         print("\n".join(table(figures.measured, *whole)))

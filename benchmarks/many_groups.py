@@ -143,26 +143,44 @@ Sample = tuple[int, dict[str, Any], list[str]]
 
 def run(groups: int, settled: int, *, reuse: bool) -> list[Sample]:
     """Return the samples from after ``settled`` groups to after all. Raises SystemExit if a test failed."""
-    taken = sorted({settled + (groups - settled) * number // SAMPLES for number in range(SAMPLES + 1)})
+    taken = sorted(
+        {settled + (groups - settled) * number // SAMPLES for number in range(SAMPLES + 1)}
+    )
     with tempfile.TemporaryDirectory(prefix="many-groups-") as directory:
         here = Path(directory)
         (here / "temporary").mkdir()
         (here / "test_groups.py").write_text(TESTS.format(groups=groups), encoding="utf-8")
         (here / "conftest.py").write_text(SAMPLER.format(samples=taken), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "basetemp"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--basetemp",
+            "basetemp",
+        ]
         if reuse:
             command += ["--distcompat-reuse=session", f"--distcompat-reuse-limit={groups + 1}"]
         environment = {**os.environ, "TMPDIR": str(here / "temporary"), "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=here, env=environment, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise SystemExit(f"{done.stdout[-5000:]}\n{done.stderr[-5000:]}")
-        return [json.loads(line) for line in (here / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+        return [
+            json.loads(line)
+            for line in (here / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
 
 
 def trend(points: list[tuple[int, float]]) -> float:
     """Return the growth a group: the median of the slopes between any two points (Theil and Sen), which outliers do not move."""
     pairs = itertools.combinations(points, 2)
-    return statistics.median((there - here) / (after - before) for (before, here), (after, there) in pairs)
+    return statistics.median(
+        (there - here) / (after - before) for (before, here), (after, there) in pairs
+    )
 
 
 def main() -> None:
@@ -177,7 +195,9 @@ def main() -> None:
     samples = run(given.groups, given.settled, reuse=given.reuse)
     (_, before, at_first), (_, after, at_last) = samples[0], samples[-1]
     print(f"{measured_on('torch')}\n")
-    print(f"| | after {given.settled} groups | after {given.groups} | a group |\n| --- | --- | --- | --- |")
+    print(
+        f"| | after {given.settled} groups | after {given.groups} | a group |\n| --- | --- | --- | --- |"
+    )
     allowed = GROWS_ON_SHARED_RANKS if given.reuse else GROWS
     grew = []
     for name, count in after.items():

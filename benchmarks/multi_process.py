@@ -28,7 +28,9 @@ for number in range({count}):
 """
 
 
-def multi_process(before: str, call: str, count: str = "{count}", backend: str = "gloo", ranks: int = 2) -> str:
+def multi_process(
+    before: str, call: str, count: str = "{count}", backend: str = "gloo", ranks: int = 2
+) -> str:
     """A module with ``count`` tests in a ``MultiProcessTestCase``, each of which makes that call in a group of so many ranks.
 
     ``before`` stands above the class. All three may hold fields for ``str.format``, which the result is meant for.

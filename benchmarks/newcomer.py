@@ -36,7 +36,9 @@ def timed(where: Path, line: Sequence[str]) -> tuple[float, str]:
         check=False,
     )
     if done.returncode:
-        raise SystemExit(f"{' '.join(line)} in {where}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+        raise SystemExit(
+            f"{' '.join(line)} in {where}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        )
     return time.perf_counter() - began, done.stdout
 
 
@@ -46,13 +48,18 @@ def walk(where: Path, title: str) -> None:
     second, output = timed(where, PYTEST)
     cells = len(set(re.findall(r"^  (\w+-\w+-w\d\S*)  ", output, re.MULTILINE)))
     verdicts, runs = re.search(r"(\d+) verdicts from (\d+)", output).groups()  # type: ignore[union-attr]
-    print(f"| {title} | 2 | 0 | {first:.1f} | {second:.1f} | {cells} | {verdicts} from {runs} lives |", flush=True)
+    print(
+        f"| {title} | 2 | 0 | {first:.1f} | {second:.1f} | {cells} | {verdicts} from {runs} lives |",
+        flush=True,
+    )
 
 
 def lines(path: Path) -> int:
     """The lines that somebody wrote: neither empty nor a comment."""
     text = path.read_text(encoding="utf-8")
-    return sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in text.splitlines())
+    return sum(
+        bool(line.strip()) and not line.lstrip().startswith("#") for line in text.splitlines()
+    )
 
 
 def weigh(driver: Path) -> tuple[int, int, int, int]:
@@ -62,17 +69,26 @@ def weigh(driver: Path) -> tuple[int, int, int, int]:
     marked = [path for path in tests if path.stem.endswith("_ranks")]
     trainer = [path for path in files if path not in tests]
     suite = [path for path in tests if path not in marked]
-    first, second, third, fourth = (sum(map(lines, some)) for some in (trainer, [driver], suite, marked))
+    first, second, third, fourth = (
+        sum(map(lines, some)) for some in (trainer, [driver], suite, marked)
+    )
     return first, second, third, fourth
 
 
 def examples(directory: Path) -> None:
     """What each example weighs, and how long its tests take, in a directory of its own as an adopter's is."""
-    print("\n| example | trainer | driver | suite | marked test | tests take |\n| --- | --- | --- | --- | --- | --- |")
+    print(
+        "\n| example | trainer | driver | suite | marked test | tests take |\n| --- | --- | --- | --- | --- | --- |"
+    )
     for driver in sorted(EXAMPLES.glob("*/*_driver.py")):
         where = Path(shutil.copytree(driver.parent, directory / driver.parent.name))
-        seconds, _ = timed(where, ("pytest", "--distcompat-gpus", "0", "-q", "-p", "no:cacheprovider"))
-        print(f"| {driver.parent.name} | {' | '.join(map(str, weigh(driver)))} | {seconds:.0f} s |", flush=True)
+        seconds, _ = timed(
+            where, ("pytest", "--distcompat-gpus", "0", "-q", "-p", "no:cacheprovider")
+        )
+        print(
+            f"| {driver.parent.name} | {' | '.join(map(str, weigh(driver)))} | {seconds:.0f} s |",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -86,7 +102,9 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as directory:
         # Nothing here needs the network. Leases of other runs on this machine are not waited for: they lie elsewhere.
-        os.environ.update({"HF_HUB_OFFLINE": "1", "RES_OPTIONS": "timeout:1 attempts:1", "TMPDIR": directory})
+        os.environ.update(
+            {"HF_HUB_OFFLINE": "1", "RES_OPTIONS": "timeout:1 attempts:1", "TMPDIR": directory}
+        )
         empty, own = Path(directory, "empty"), Path(directory, "own")
         empty.mkdir()
         walk(empty, "an empty directory")

@@ -39,7 +39,17 @@ def main() -> None:
         if given.junit is None:
             chosen = " or ".join(f"{name}-" for name in given.faults)
             # Only that family has properties.
-            options = ["-n", "0", "-m", "", "-k", chosen, f"--junitxml={junit}", "-o", "junit_family=xunit1"]
+            options = [
+                "-n",
+                "0",
+                "-m",
+                "",
+                "-k",
+                chosen,
+                f"--junitxml={junit}",
+                "-o",
+                "junit_family=xunit1",
+            ]
             line = [sys.executable, "-m", "pytest", "tests/machines/test_node_faults.py", *options]
             subprocess.run(line, cwd=ROOT, check=False)
         measured = json.loads(MEASURED.read_text(encoding="utf-8"))
@@ -48,7 +58,9 @@ def main() -> None:
             name, executor = found.attrib["name"].split()
             if name in given.faults:
                 measured["seconds"].setdefault(name, {})[executor] = float(found.attrib["value"])
-    slurm = subprocess.run(["slurmctld", "-V"], check=True, capture_output=True, text=True).stdout.split()[-1]
+    slurm = subprocess.run(
+        ["slurmctld", "-V"], check=True, capture_output=True, text=True
+    ).stdout.split()[-1]
     measured["on"] = f"{measured_on('torch', 'ray')}, Slurm {slurm}"
     MEASURED.write_text(f"{json.dumps(measured, indent=1)}\n", encoding="utf-8")
 

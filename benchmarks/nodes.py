@@ -82,7 +82,14 @@ group = placement_group([{"CPU": 1}] * 2, strategy="STRICT_SPREAD")
 where = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number) for number in range(2)]
 ray.get([run.options(scheduling_strategy=one).remote(*sys.argv[1:]) for one in where])
 """
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nnodes=2",
+    "--nproc-per-node=1",
+    "--rdzv-backend=c10d",
+]
 
 
 class OneNode:
@@ -99,7 +106,16 @@ class OneNode:
 
     def torchrun(self, target: list[str]) -> None:
         """Run torchrun on all nodes."""
-        self._run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *target])
+        self._run(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node=2",
+                *target,
+            ]
+        )
 
     def _start(self, line: list[str]) -> subprocess.Popen[str]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -140,7 +156,12 @@ class Join(OneNode):
         started = [
             self._network.popen(
                 f"n{number}",
-                [*line, f"--rdzv-conf=is_host={number == 1}", f"--local-addr=10.97.0.{number}", *target],
+                [
+                    *line,
+                    f"--rdzv-conf=is_host={number == 1}",
+                    f"--local-addr=10.97.0.{number}",
+                    *target,
+                ],
                 self.directory,
             )
             for number in (1, 2)
@@ -200,7 +221,9 @@ def way(name: str, directory: Path, environment: dict[str, str]) -> Iterator[One
                 ray = directory / "ray"
                 ray.mkdir()
                 on_node = functools.partial(network.inside, directory=ray)
-                with ray_cluster({**environment, "GLOO_SOCKET_IFNAME": "eth0"}, ray, on_node, dashboard=True) as own:
+                with ray_cluster(
+                    {**environment, "GLOO_SOCKET_IFNAME": "eth0"}, ray, on_node, dashboard=True
+                ) as own:
                     network.environment |= own
                     yield Ray(directory, own, network)
         finally:
@@ -232,7 +255,11 @@ def figures(name: str) -> list[float]:
         importable = directory / "importable" / "tests" / "plugin"
         importable.mkdir(parents=True)
         shutil.copy(ROOT / "tests" / "plugin" / "adopter.py", importable)
-        own = {"PYTHONPATH": str(importable.parents[1]), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        own = {
+            "PYTHONPATH": str(importable.parents[1]),
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         with way(name, directory, {**os.environ, **own}) as runs:
             return [*_marked(runs), *_cell(runs)]
 
@@ -260,7 +287,17 @@ def _cell(runs: OneNode) -> list[float]:
 
 
 def _session(runs: OneNode, *args: str) -> float:
-    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "--junitxml=junit.xml"]
+    line = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:randomly",
+        "-p",
+        "no:cacheprovider",
+        "--junitxml=junit.xml",
+    ]
     line += ["--distcompat-gpus=0", f"--basetemp={runs.directory / 'temporary' / 'base'}", *args]
     (runs.directory / "temporary").mkdir(exist_ok=True)
     return _timed(lambda: runs.session(line))
@@ -286,7 +323,9 @@ def _free_port() -> int:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ways", nargs="*", metavar="WAY", help=f"of {', '.join(WAYS)} (all)")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -297,7 +336,9 @@ def main() -> None:
         for name in options.ways or WAYS:
             found.setdefault(name, []).append(figures(name))
     print(f"{measured_on('torch', 'pytest')}\n")
-    print("| seconds | test, warm | test, session | torchrun | cell, warm | cell, session | torchrun |")
+    print(
+        "| seconds | test, warm | test, session | torchrun | cell, warm | cell, session | torchrun |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, rounds in found.items():
         medians = (statistics.median(column) for column in zip(*rounds, strict=True))

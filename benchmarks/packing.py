@@ -49,7 +49,10 @@ def drawn(seed: int, number: int, sizes: Sequence[int], scale: float = 1.0) -> l
     """Return so many tests with sizes and durations of 5 to 60 seconds, times ``scale``."""
     chance = random.Random(seed)
     found = [(chance.choice(sizes), round(chance.uniform(5, 60) * scale, 3)) for _ in range(number)]
-    return [Demand(f"test[{index}-w{size}]", size, seconds) for index, (size, seconds) in enumerate(found)]
+    return [
+        Demand(f"test[{index}-w{size}]", size, seconds)
+        for index, (size, seconds) in enumerate(found)
+    ]
 
 
 def length(spans: Sequence[Span]) -> float:
@@ -61,7 +64,17 @@ def run(directory: Path, workers: int) -> list[Span]:
     environment = {**os.environ, "TMPDIR": str(directory), "PYTHONPATH": str(STAND_IN)}
     for name in ("CUDA_VISIBLE_DEVICES", "PYTEST_ADDOPTS"):
         environment.pop(name, None)
-    command = [sys.executable, "-m", "pytest", "-p", "stand_in", "-n", str(workers), "--dist", "load"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "stand_in",
+        "-n",
+        str(workers),
+        "--dist",
+        "load",
+    ]
     base = directory / "base"
     done = subprocess.run(
         [*command, "--basetemp", str(base), str(directory)],
@@ -91,7 +104,8 @@ def main() -> None:
         directory = Path(name)
         (directory / "test_forty.py").write_text(TESTS, encoding="utf-8")
         (directory / "script.json").write_text(
-            json.dumps({demand.id: {"seconds": demand.seconds} for demand in demands}), encoding="utf-8"
+            json.dumps({demand.id: {"seconds": demand.seconds} for demand in demands}),
+            encoding="utf-8",
         )
         conftest = directory / "conftest.py"
         for order in ("as xdist does", "packed, nothing known", "packed by the run before"):
@@ -103,7 +117,10 @@ def main() -> None:
             assert len(spans) == len(demands)
             took = length(spans)
             leased = sum(len(span.ids) * span.seconds for span in spans)
-            print(f"| {order} | {took:.1f} | {took / best:.2f} | {leased / len(ids) / took:.0%} |", flush=True)
+            print(
+                f"| {order} | {took:.1f} | {took / best:.2f} | {leased / len(ids) / took:.0%} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

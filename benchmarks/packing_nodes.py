@@ -67,10 +67,27 @@ def real(seed: int, scale: float, each: int) -> None:
         (directory / "conftest.py").write_text(CONFTEST, encoding="utf-8")
         script = [(demand.id, demand.world_size, demand.seconds) for demand in demands]
         (directory / "script.json").write_text(json.dumps(script), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-n", str(each * NODES), "--basetemp", str(directory / "base")]
-        nodes = ["--distcompat-gpus=0", f"--distcompat-worker-nodes={NODES}", "--distcompat-executor=apart"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            str(each * NODES),
+            "--basetemp",
+            str(directory / "base"),
+        ]
+        nodes = [
+            "--distcompat-gpus=0",
+            f"--distcompat-worker-nodes={NODES}",
+            "--distcompat-executor=apart",
+        ]
         subprocess.run(
-            [*command, *nodes], cwd=name, env={**os.environ, "TMPDIR": name}, check=True, stdout=subprocess.DEVNULL
+            [*command, *nodes],
+            cwd=name,
+            env={**os.environ, "TMPDIR": name},
+            check=True,
+            stdout=subprocess.DEVNULL,
         )
         spans = read_timeline(directory / "base" / "distcompat")
     assert len(spans) == len(demands)

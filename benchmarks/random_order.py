@@ -38,7 +38,9 @@ def run(seed: int, reports: Path, options: list[str]) -> tuple[str, list[str]]:
     # Of a short name: some tests make sockets below it.
     with tempfile.TemporaryDirectory(prefix="ro-") as temporary:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": temporary}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
         left = sorted(path.name for path in Path(temporary).iterdir() if path.name.startswith(OURS))
         left = [name for name in left if not name.startswith("distcompat-leases-")]
         left += _processes(temporary)
@@ -48,7 +50,9 @@ def run(seed: int, reports: Path, options: list[str]) -> tuple[str, list[str]]:
             f"pytest ended with {done.returncode} and no report:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         )
     cases = list(ET.parse(report).iter("testcase"))
-    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    bad = [
+        case for case in cases if case.find("failure") is not None or case.find("error") is not None
+    ]
     skipped = sum(case.find("skipped") is not None for case in cases)
     failed = [f"{case.attrib['classname']}::{case.attrib['name']}" for case in bad]
     if done.returncode and not failed:
@@ -65,7 +69,10 @@ def _processes(temporary: str) -> list[str]:
     for process in psutil.process_iter():
         # Another user's, or one that ended just now.
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("TMPDIR") == temporary and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get("TMPDIR") == temporary
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(f"process {process.name()}")
     return found
 
@@ -74,15 +81,21 @@ def main() -> None:
     """Run, print, and say by the exit code whether all runs passed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=1, help="of the first run; the next one's is one more")
     parser.add_argument(
-        "--reports", type=Path, help="directory for each run's JUnit file, SEED.xml (default: not kept)"
+        "--seed", type=int, default=1, help="of the first run; the next one's is one more"
+    )
+    parser.add_argument(
+        "--reports",
+        type=Path,
+        help="directory for each run's JUnit file, SEED.xml (default: not kept)",
     )
     parser.add_argument("options", nargs="*", help="more for pytest, after --")
     given = parser.parse_args()
     needs(parser, "random_order")
     print(f"{measured_on(*PACKAGES, 'pytest')}\n")
-    print("| seed | passed | skipped | failed | minutes | which |\n| --- | --- | --- | --- | --- | --- |")
+    print(
+        "| seed | passed | skipped | failed | minutes | which |\n| --- | --- | --- | --- | --- | --- |"
+    )
     worst: list[str] = []
     with tempfile.TemporaryDirectory(prefix="random-order-") as directory:
         reports = (given.reports or Path(directory)).resolve()

@@ -32,8 +32,24 @@ class Session:
 def once(driver: str, directory: Path, *options: str) -> Session:
     """Run the smoke profile of that driver."""
     report = directory / "report.json"
-    profile = ["--distcompat-profile", "smoke", "--distcompat-drivers", driver, "--distcompat-gpus", "0"]
-    command = [sys.executable, "-m", "pytest", "--pyargs", "pytest_distcompat.suite", "-q", "-p", "no:cacheprovider"]
+    profile = [
+        "--distcompat-profile",
+        "smoke",
+        "--distcompat-drivers",
+        driver,
+        "--distcompat-gpus",
+        "0",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--pyargs",
+        "pytest_distcompat.suite",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
     began = time.perf_counter()
     subprocess.run(
         [*command, *profile, "--distcompat-report", str(report), *options],
@@ -59,14 +75,18 @@ def main() -> None:
         for _ in range(given.rounds):
             plain.append(once(given.driver, Path(name)))
             traced.append(once(given.driver, Path(name), "--distcompat-reach", "reach.sqlite"))
-    print(f"{measured_on(*PACKAGES, 'coverage')}; smoke of {given.driver}, {given.rounds} rounds by turns, medians\n")
+    print(
+        f"{measured_on(*PACKAGES, 'coverage')}; smoke of {given.driver}, {given.rounds} rounds by turns, medians\n"
+    )
     print("| | seconds of the runs | of the session |\n| --- | --- | --- |")
     for title, sessions in (("without", plain), ("with --distcompat-reach", traced)):
         runs = statistics.median(session.runs for session in sessions)
         whole = statistics.median(session.whole for session in sessions)
         print(f"| {title} | {runs:.1f} | {whole:.1f} |")
     ratios = [after.runs / before.runs for before, after in zip(plain, traced, strict=True)]
-    print(f"\nruns take {statistics.median(ratios):.2f} times as long ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(
+        f"\nruns take {statistics.median(ratios):.2f} times as long ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
 
 
 if __name__ == "__main__":

@@ -42,13 +42,27 @@ def regression() -> nn.Module:
 
 def classes() -> nn.Module:
     """Three layers and a norm."""
-    layers = (nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
+    layers = (
+        nn.Linear(16, 64),
+        nn.GELU(),
+        nn.LayerNorm(64),
+        nn.Linear(64, 64),
+        nn.GELU(),
+        nn.Linear(64, 10),
+    )
     return nn.Sequential(*layers)
 
 
 def convolutions() -> nn.Module:
     """Two of them."""
-    layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 10))
+    layers = (
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
     return nn.Sequential(*layers)
 
 
@@ -121,7 +135,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=6)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print("| model | optimizer | autocast | copy in bfloat16 | copy / autocast, at most | bfloat16 masters |")
+    print(
+        "| model | optimizer | autocast | copy in bfloat16 | copy / autocast, at most | bfloat16 masters |"
+    )
     print("| --- | --- | --- | --- | --- | --- |")
     for model in MODELS:
         for optimizer in OPTIMIZERS:

@@ -69,9 +69,18 @@ class Told:
     more: list[str] = field(default_factory=list)
 
 
-def today(module: str, arguments: Sequence[str], limit: float, environment: Mapping[str, str]) -> Told:
+def today(
+    module: str, arguments: Sequence[str], limit: float, environment: Mapping[str, str]
+) -> Told:
     """accelerate's own way, ended by us where it does not end itself."""
-    command = ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
+    command = [
+        "accelerate",
+        "launch",
+        "--multi_gpu",
+        "--num_processes=2",
+        "--num_machines=1",
+        "--mixed_precision=no",
+    ]
     command += ["--dynamo_backend=no", "--main_process_port=0", "-m", module, *arguments]
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     process = subprocess.Popen(
@@ -82,7 +91,9 @@ def today(module: str, arguments: Sequence[str], limit: float, environment: Mapp
         text=True,
     )
     assert process.stderr is not None
-    began = json.loads(next(line for line in process.stderr if line.startswith('{"began"')))["began"]
+    began = json.loads(next(line for line in process.stderr if line.startswith('{"began"')))[
+        "began"
+    ]
     try:
         output, _ = process.communicate(timeout=limit + GRACE)
     except subprocess.TimeoutExpired:
@@ -106,12 +117,19 @@ def _ended(process: subprocess.Popen[str], began: float, limit: float) -> Told:
             one.kill()
     process.wait()
     row = f"none: {seconds - limit:.0f} s after its time limit it still waited"
-    return Told(row, seconds, [f"killed with its launcher by SIGKILL, it left {len(alive)} ranks running"])
+    return Told(
+        row, seconds, [f"killed with its launcher by SIGKILL, it left {len(alive)} ranks running"]
+    )
 
 
 def ours(module: str, arguments: Sequence[str], limit: float) -> Told:
     """The same module by ``launch``."""
-    settings = {"launcher": "accelerate", "strategy": "ddp", "environment": ENVIRONMENT, "allow_failure": True}
+    settings = {
+        "launcher": "accelerate",
+        "strategy": "ddp",
+        "environment": ENVIRONMENT,
+        "allow_failure": True,
+    }
     began = time.monotonic()
     run = launch("-m", module, *arguments, timeout=limit, world_size=2, **settings)  # type: ignore[arg-type]
     seconds = time.monotonic() - began
@@ -139,17 +157,26 @@ def main() -> None:
     arguments = parser.parse_args()
     expect(parser, arguments.only, NAMES)
     print(f"{measured_on(*PACKAGES)}; time limit {arguments.limit:g} s\n")
-    print("| script | today | s | today, for the CPU | s | ours | s |\n| --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| script | today | s | today, for the CPU | s | ours | s |\n| --- | --- | --- | --- | --- | --- | --- |"
+    )
     more: list[str] = []
     with tempfile.TemporaryDirectory() as directory:
         bert = Path(directory, "bert")
         subprocess.run(
-            [sys.executable, str(OFFLINE / "make_bert.py"), str(bert)], check=True, capture_output=True, env=os.environ
+            [sys.executable, str(OFFLINE / "make_bert.py"), str(bert)],
+            check=True,
+            capture_output=True,
+            env=os.environ,
         )
         for name in arguments.only:
             row = []
             for number, way in enumerate(("today", "today, for the CPU", "ours")):
-                given = (HOME + name, _arguments(name, bert, Path(directory, f"{name}-{number}")), arguments.limit)
+                given = (
+                    HOME + name,
+                    _arguments(name, bert, Path(directory, f"{name}-{number}")),
+                    arguments.limit,
+                )
                 cpu = {"ACCELERATE_USE_CPU": "true"} if number == 1 else {}
                 found = ours(*given) if way == "ours" else today(*given, cpu)
                 row += [found.verdict.replace("|", "/"), f"{found.seconds:.1f}"]
@@ -162,7 +189,14 @@ def _arguments(name: str, bert: Path, output: Path) -> list[str]:
     if not name.endswith("test_checkpointing"):
         return []
     output.mkdir()
-    return ["--model_name_or_path", str(bert), "--output_dir", str(output), "--partial_train_epoch", "1"]
+    return [
+        "--model_name_or_path",
+        str(bert),
+        "--output_dir",
+        str(output),
+        "--partial_train_epoch",
+        "1",
+    ]
 
 
 if __name__ == "__main__":

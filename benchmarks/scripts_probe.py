@@ -39,12 +39,17 @@ def run(strategy: str, hidden: int, watch_steps: int) -> ScriptRun:
 
 def losses(one: ScriptRun) -> list[list[str]]:
     """Bit by bit, as each rank printed them."""
-    return [re.findall(r"^step \d+ loss (\S+)", one.output_of(rank), re.MULTILINE) for rank in range(2)]
+    return [
+        re.findall(r"^step \d+ loss (\S+)", one.output_of(rank), re.MULTILINE) for rank in range(2)
+    ]
 
 
 def seconds(one: ScriptRun) -> list[float]:
     """Of each step of rank 0."""
-    return [float(said) for said in re.findall(r"^step .* seconds (\S+)", one.output_of(0), re.MULTILINE)]
+    return [
+        float(said)
+        for said in re.findall(r"^step .* seconds (\S+)", one.output_of(0), re.MULTILINE)
+    ]
 
 
 def main() -> None:
@@ -74,7 +79,9 @@ def main() -> None:
     for strategy in arguments.only:
         cells = []
         for kind in kinds:
-            bare_ms, probed_ms = (1000 * statistics.median(found[strategy, kind, watch]) for watch in (0, WATCHED))
+            bare_ms, probed_ms = (
+                1000 * statistics.median(found[strategy, kind, watch]) for watch in (0, WATCHED)
+            )
             cells += [f"{bare_ms:.1f}", f"{probed_ms:.1f}", f"{probed_ms / bare_ms:.2f}"]
         print(f"| {strategy} | {' | '.join(cells)} | {'bit by bit' if alike[strategy] else 'NO'} |")
 

@@ -34,7 +34,9 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config)
     numbers = torch.Generator().manual_seed(1)
-    rows = torch.randint(0, VOCABULARY, (8 * accelerator.num_processes * arguments.steps, LENGTH), generator=numbers)
+    rows = torch.randint(
+        0, VOCABULARY, (8 * accelerator.num_processes * arguments.steps, LENGTH), generator=numbers
+    )
     data: Any = torch.utils.data.DataLoader(rows, batch_size=8)  # type: ignore[arg-type]  # a tensor is a dataset
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)

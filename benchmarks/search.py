@@ -43,8 +43,24 @@ def searched(given: argparse.Namespace, seed: int, directory: Path, *, blind: bo
     corpus = directory / "corpus.json"
     corpus.write_text("[]", encoding="utf-8")
     state = directory / f"{seed}-{blind}.json"
-    command = [sys.executable, "-m", "pytest_distcompat.cli", "search", "--map", str(given.map), "--seed", str(seed)]
-    command += ["--candidates", str(given.candidates), "--state", str(state), "--corpus", str(corpus)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest_distcompat.cli",
+        "search",
+        "--map",
+        str(given.map),
+        "--seed",
+        str(seed),
+    ]
+    command += [
+        "--candidates",
+        str(given.candidates),
+        "--state",
+        str(state),
+        "--corpus",
+        str(corpus),
+    ]
     for driver in given.driver or ():
         command += ["--driver", driver]
     if blind:
@@ -82,12 +98,16 @@ def main() -> None:
     else:
         parser.error("expected --map, or --guided and --blind")
     count = min(len(curve.branches) for curve in (*guided, *blind))
-    print(f"{measured_on(*PACKAGES, 'coverage')}; medians of {len(guided)} and {len(blind)} searches\n")
+    print(
+        f"{measured_on(*PACKAGES, 'coverage')}; medians of {len(guided)} and {len(blind)} searches\n"
+    )
     print("| candidates | new branches, guided | blind |\n| --- | --- | --- |")
     for part in range(1, PARTS + 1):
         print(row(count * part // PARTS, guided, blind))
     for title, curves in (("guided", guided), ("blind", blind)):
-        print(f"\n{title}: {statistics.median(curve.seconds for curve in curves):.1f} s a candidate")
+        print(
+            f"\n{title}: {statistics.median(curve.seconds for curve in curves):.1f} s a candidate"
+        )
 
 
 if __name__ == "__main__":

@@ -45,14 +45,18 @@ def main() -> None:
             began, before = time.perf_counter(), os.times()
             runner = Runner(Path(store), SimulatingLauncher(), device="cpu", timeout=3600)
             found = [
-                run_check(runner, f"large_models:{arguments.driver}", cell, find_check(name), ()) for name in CHECKS
+                run_check(runner, f"large_models:{arguments.driver}", cell, find_check(name), ())
+                for name in CHECKS
             ]
             after, took = os.times(), time.perf_counter() - began
         run = found[0][1].run()
         cpu = sum(used(after)) - sum(used(before))
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024**2
         words = ", ".join(sorted({f"{one.status.word} {one.why}".strip() for one, _ in found}))
-        print(f"| {cell.id} | {len(run.at('build'))} | {took:.0f} | {cpu:.0f} | {peak:.1f} GiB | {words} |", flush=True)
+        print(
+            f"| {cell.id} | {len(run.at('build'))} | {took:.0f} | {cpu:.0f} | {peak:.1f} GiB | {words} |",
+            flush=True,
+        )
 
 
 def used(times: os.times_result) -> tuple[float, ...]:

@@ -37,7 +37,10 @@ def make(where: Path, *packages: str) -> Path:
     python = where / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
     site = subprocess.run(
-        [python, "-c", "import site; print(site.getsitepackages()[0])"], check=True, capture_output=True, text=True
+        [python, "-c", "import site; print(site.getsitepackages()[0])"],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     (Path(site.stdout.strip()) / "torch.py").write_text("")
     return python
@@ -46,7 +49,9 @@ def make(where: Path, *packages: str) -> Path:
 def once(python: Path, where: Path) -> float:
     """Seconds of one ``pytest --co``."""
     # Bytecode is cached, as it is for everybody who runs a test suite twice.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     command = [str(python), "-m", "pytest", "--co", "-q", "-p", "no:cacheprovider"]
     began = time.perf_counter()
     subprocess.run(command, cwd=where, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -77,9 +82,13 @@ def main() -> None:
     print(f"{measured_on('pytest')}; {runs} runs each, by turns\n")
     print("| pytest --co | median ms | min ms |\n| --- | --- | --- |")
     for name, found in seconds.items():
-        print(f"| {name} the plugin | {1000 * statistics.median(found):.1f} | {1000 * min(found):.1f} |")
+        print(
+            f"| {name} the plugin | {1000 * statistics.median(found):.1f} | {1000 * min(found):.1f} |"
+        )
     fastest = 1000 * (min(seconds["with"]) - min(seconds["without"]))
-    print(f"| difference | {1000 * statistics.median(pairs):.1f} (median of pairs) | {fastest:.1f} |")
+    print(
+        f"| difference | {1000 * statistics.median(pairs):.1f} (median of pairs) | {fastest:.1f} |"
+    )
     print(f"\nheavy modules imported with the plugin: {imported}")
 
 

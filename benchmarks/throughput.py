@@ -42,7 +42,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.model == AUTO:
         free = torch.cuda.mem_get_info()[0]
         arguments.model = largest_model(arguments.back_end, free, upcast=arguments.upcast)
-        print(f"{arguments.back_end}: {arguments.model} fits {free / 2**30:.0f} GiB", file=sys.stderr, flush=True)
+        print(
+            f"{arguments.back_end}: {arguments.model} fits {free / 2**30:.0f} GiB",
+            file=sys.stderr,
+            flush=True,
+        )
     shape = SHAPES[arguments.model]
     prepared = prepare(
         arguments.back_end,
@@ -79,7 +83,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     torch.cuda.synchronize(device)
                 seconds.append(time.perf_counter() - started)
         except torch.OutOfMemoryError as error:
-            found["rows"].append({"sequence": sequence, "out_of_memory": str(error).partition("\n")[0]})
+            found["rows"].append(
+                {"sequence": sequence, "out_of_memory": str(error).partition("\n")[0]}
+            )
             break
         found.setdefault("ready_after", time.perf_counter() - began - sum(seconds))
         found |= dtypes(prepared)
@@ -114,7 +120,14 @@ def halving(arguments: argparse.Namespace) -> dict[str, Any]:
     while True:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "found.json"
-            command = [sys.executable, __file__, "--child", *_forwarded(arguments, lengths), "--json", str(path)]
+            command = [
+                sys.executable,
+                __file__,
+                "--child",
+                *_forwarded(arguments, lengths),
+                "--json",
+                str(path),
+            ]
             # Pieces of a size that is no longer asked for are given back: https://docs.pytorch.org/docs/stable/notes/cuda.html
             environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
             done = subprocess.run(command, env=environment, check=False)
@@ -149,7 +162,9 @@ def table(found: dict[str, Any]) -> list[str]:
         if "out_of_memory" in row:
             lines.append(f"{head} | out of memory | | | | |")
             continue
-        parts = ["" if row[name] is None else f"{row[name]:.1%}" for name in ("mfu", "mfu_attention")]
+        parts = [
+            "" if row[name] is None else f"{row[name]:.1%}" for name in ("mfu", "mfu_attention")
+        ]
         figures = (
             f"{row['seconds']:.3f}",
             f"{row['tokens_per_second']:.0f}",
@@ -164,7 +179,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--back-end", choices=BACK_ENDS, required=True)
-    parser.add_argument("--model", choices=(AUTO, *SHAPES), default=AUTO, help="auto: the largest that fits the GPU")
+    parser.add_argument(
+        "--model", choices=(AUTO, *SHAPES), default=AUTO, help="auto: the largest that fits the GPU"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequences", type=int, nargs="+", default=[2048, 4096])
@@ -181,7 +198,9 @@ def main() -> None:
     if arguments.json and int(os.environ.get("RANK", "0")) == 0:
         arguments.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     if not arguments.child:
-        print(f"{measured_on(*PACKAGES)}, {found['device']}, {found['parameters'] / 1e9:.2f}e9 parameters\n")
+        print(
+            f"{measured_on(*PACKAGES)}, {found['device']}, {found['parameters'] / 1e9:.2f}e9 parameters\n"
+        )
         print("\n".join(table(found)))
 
 

@@ -37,24 +37,37 @@ GOOD = {"passed", "known", "refused"}
 def cells(profile: str, driver: str) -> list[Cell]:
     """Those of the profile that can be run here."""
     kind = find_driver(driver)
-    return [cell for cell in profiled.cells(profile, driver) if not kind.unsupported_reason(cell, "cpu")]
+    return [
+        cell for cell in profiled.cells(profile, driver) if not kind.unsupported_reason(cell, "cpu")
+    ]
 
 
 def alike(wanted: Cell, cell: Cell) -> tuple[int, ...]:
     """Sorts what is most like the wanted cell first; compiled by inductor last, for it takes long."""
     has, wants = set(cell.options), set(wanted.options)
-    differ = (cell.strategy != wanted.strategy, len(wants - has), cell.precision != wanted.precision, len(has - wants))
+    differ = (
+        cell.strategy != wanted.strategy,
+        len(wants - has),
+        cell.precision != wanted.precision,
+        len(has - wants),
+    )
     return (int(cell.option("compile") is True), *map(int, differ))
 
 
-def seen(sound: Stack, mutated: Stack, sighting: Sighting, among: list[Cell]) -> Iterator[tuple[str, str]]:
+def seen(
+    sound: Stack, mutated: Stack, sighting: Sighting, among: list[Cell]
+) -> Iterator[tuple[str, str]]:
     """(cell, check) that fails on the mutant and not on the sound stack."""
     kind = find_driver(sighting.driver)
     for cell in among:
         names = [
-            name for name, check in CHECKS.by_name.items() if not check.limit and not check.not_applicable(cell, kind)
+            name
+            for name, check in CHECKS.by_name.items()
+            if not check.limit and not check.not_applicable(cell, kind)
         ]
-        for name in sorted(names, key=lambda name: (name != sighting.check, CHECKS.get(name).costly)):
+        for name in sorted(
+            names, key=lambda name: (name != sighting.check, CHECKS.get(name).costly)
+        ):
             wrong = mutated.verdict(sighting.driver, cell.id, name).status not in GOOD
             if wrong and sound.verdict(sighting.driver, cell.id, name).status in GOOD:
                 yield cell.id, name
@@ -88,8 +101,13 @@ def main() -> None:
             among = sorted(cells(options.profile, sighting.driver), key=key)[: options.tries]
             found = look(sound, name, sighting, among)
             missed += found is None
-            print(f"| {name} | {sighting.driver} | {':'.join(found) if found else 'NOT SEEN'} |", flush=True)
-    print(f"\n{len(options.mutants) - missed} of {len(options.mutants)} seen in the profile {options.profile}")
+            print(
+                f"| {name} | {sighting.driver} | {':'.join(found) if found else 'NOT SEEN'} |",
+                flush=True,
+            )
+    print(
+        f"\n{len(options.mutants) - missed} of {len(options.mutants)} seen in the profile {options.profile}"
+    )
 
 
 if __name__ == "__main__":

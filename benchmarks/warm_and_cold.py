@@ -34,25 +34,43 @@ FAULTS: Mapping[str, tuple[str, ...]] = {
     "state": ("--distcompat-timeout=240",),  # one builds an operator of DeepSpeed's
     "suite": ("--distcompat-timeout=30", "-k", "names or resume"),
 }
-DRIVERS = {name: (*SUITE, "-k", f"test{name}") for name in ("torch", "accelerate", "trainer", "deepspeed")}
+DRIVERS = {
+    name: (*SUITE, "-k", f"test{name}") for name in ("torch", "accelerate", "trainer", "deepspeed")
+}
 PARTS: Mapping[str, tuple[str, ...]] = {**DRIVERS, **FAULTS}
 
 
 def run(part: str, launcher: str, reports: Path) -> tuple[dict[str, str], float]:
     """Run a part in a session of its own: its verdicts by test, and the seconds it took."""
     report = reports / f"{part}-{launcher}.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *PARTS[part]]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+        *PARTS[part],
+    ]
     command += ["--distcompat-gpus=0", f"--distcompat-launcher={launcher}", f"--junitxml={report}"]
     began = time.monotonic()
     # Of a short name: some tests make sockets below it.
     with tempfile.TemporaryDirectory(prefix="wc-") as directory:
         if part in FAULTS:
-            shutil.copy(ROOT / "tests" / "faults" / f"faults_{part}.py", Path(directory, f"test_{part}.py"))
+            shutil.copy(
+                ROOT / "tests" / "faults" / f"faults_{part}.py", Path(directory, f"test_{part}.py")
+            )
         own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "FAULTS_WORLD_SIZE": "2"}
         done = subprocess.run(
             [*command, f"--basetemp={directory}/t"],
             cwd=directory,
-            env={**os.environ, **own, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))},
+            env={
+                **os.environ,
+                **own,
+                "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+            },
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -70,7 +88,9 @@ def verdicts(report: Path) -> dict[str, str]:
     """Read a JUnit file: the status of a suite's check, pytest's outcome of any other test."""
     found = {}
     for case in ET.parse(report).iter("testcase"):
-        bad = next((tag for tag in ("error", "failure", "skipped") if case.find(tag) is not None), "passed")
+        bad = next(
+            (tag for tag in ("error", "failure", "skipped") if case.find(tag) is not None), "passed"
+        )
         skipped = case.find("skipped")
         if bad == "skipped" and skipped is not None and skipped.get("type") == "pytest.xfail":
             bad = "xfailed"
@@ -84,13 +104,19 @@ def main() -> None:
     """Run, print, and say by the exit code whether all verdicts are equal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--reports", type=Path, help="directory for the JUnit files, PART-LAUNCHER.xml (default: not kept)"
+        "--reports",
+        type=Path,
+        help="directory for the JUnit files, PART-LAUNCHER.xml (default: not kept)",
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (default: all)")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (default: all)"
+    )
     given = parser.parse_args()
     expect(parser, given.parts, PARTS)
     print(f"{measured_on(*PACKAGES, 'pytest')}\n")
-    print("| part | verdicts | not green | differ | warm, s | torchrun, s |\n| --- | --- | --- | --- | --- | --- |")
+    print(
+        "| part | verdicts | not green | differ | warm, s | torchrun, s |\n| --- | --- | --- | --- | --- | --- |"
+    )
     differing: list[str] = []
     with tempfile.TemporaryDirectory(prefix="warm-cold-") as directory:
         reports = (given.reports or Path(directory)).resolve()
@@ -101,7 +127,8 @@ def main() -> None:
             names = [name for name in {**warm, **cold} if warm.get(name) != cold.get(name)]
             bad = sum(end != "passed" for end in warm.values())
             print(
-                f"| {part} | {len(warm)} | {bad} | {len(names)} | {warm_seconds:.0f} | {cold_seconds:.0f} |", flush=True
+                f"| {part} | {len(warm)} | {bad} | {len(names)} | {warm_seconds:.0f} | {cold_seconds:.0f} |",
+                flush=True,
             )
             differing += [
                 f"- `{name}`: {warm.get(name, 'nothing')} warm, {cold.get(name, 'nothing')} under torchrun"

@@ -40,7 +40,9 @@ def _start() -> None:
 def _write() -> None:
     """Write what this process did so far; it may be killed later."""
     found = {"seconds": time.process_time() - _began, "command": sys.orig_argv, "stacks": _stacks}
-    (Path(os.environ["CPU_SAMPLES"]) / f"{os.getpid()}.json").write_text(json.dumps(found), encoding="utf-8")
+    (Path(os.environ["CPU_SAMPLES"]) / f"{os.getpid()}.json").write_text(
+        json.dumps(found), encoding="utf-8"
+    )
 
 
 def _exit(status: int) -> NoReturn:

@@ -12,4 +12,7 @@ PartialState(cpu=True).device = torch.device("cuda")
 before = torch.backends.cuda.matmul.allow_tf32
 Accelerator(dynamo_backend="aot_eager")
 after = torch.backends.cuda.matmul.allow_tf32
-print("SEEN" if after and not before else "GONE", f"allow_tf32 is {after} with dynamo_backend; {before} before")
+print(
+    "SEEN" if after and not before else "GONE",
+    f"allow_tf32 is {after} with dynamo_backend; {before} before",
+)

@@ -25,4 +25,7 @@ accelerator = Accelerator(mixed_precision="fp16", cpu=True)
 model = accelerator.prepare(torch.nn.Linear(4, 4))
 with Watch():
     model(torch.ones(2, 4))
-print("SEEN" if seen == {torch.float32} else "GONE", f"asked for {accelerator.mixed_precision}, products in {seen}")
+print(
+    "SEEN" if seen == {torch.float32} else "GONE",
+    f"asked for {accelerator.mixed_precision}, products in {seen}",
+)

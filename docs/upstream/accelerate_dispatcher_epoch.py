@@ -10,7 +10,8 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 
 accelerator = Accelerator(
-    cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True, use_seedable_sampler=True)
+    cpu=True,
+    dataloader_config=DataLoaderConfiguration(dispatch_batches=True, use_seedable_sampler=True),
 )
 loader = accelerator.prepare(torch.utils.data.DataLoader(range(16), batch_size=2, shuffle=True))
 fresh = accelerator.skip_first_batches(loader, 2)
@@ -19,4 +20,7 @@ expected = [batch.tolist() for batch in loader][2:]
 loader.set_epoch(0)
 fresh.set_epoch(1)
 found = [batch.tolist() for batch in fresh]
-print("GONE" if expected == found else "SEEN", f"{found} after skipping 2 batches of epoch 2; expected {expected}")
+print(
+    "GONE" if expected == found else "SEEN",
+    f"{found} after skipping 2 batches of epoch 2; expected {expected}",
+)

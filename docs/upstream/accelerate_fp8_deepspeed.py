@@ -15,7 +15,11 @@ from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from accelerate.utils import AORecipeKwargs
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing to compile on CPU
-config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 2},
+    "bf16": {"enabled": True},
+}
 accelerator = Accelerator(
     mixed_precision="fp8",
     deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),

@@ -15,5 +15,9 @@ model, optimizer = accelerator.prepare(model, optimizer)
 before = {name: one.detach().float().clone() for name, one in model.named_parameters()}
 accelerator.backward(model(torch.randn(16, 32)).square().mean())
 optimizer.step()
-still = [name for name, one in model.named_parameters() if torch.equal(one.detach().float(), before[name])]
+still = [
+    name
+    for name, one in model.named_parameters()
+    if torch.equal(one.detach().float(), before[name])
+]
 print(f"SEEN these did not move: {still}" if still else "GONE")

@@ -7,7 +7,13 @@ beside float32 flat ones. Expected: the values of the checkpoint, as on two rank
 import os
 import tempfile
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29589"}
+os.environ |= {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29589",
+}
 os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_TORCH_DEVICE": "cpu"}
 
 import torch
@@ -19,7 +25,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 PartialState(cpu=True)
 PartialState().distributed_type = DistributedType.MULTI_GPU
 plugin = FullyShardedDataParallelPlugin(
-    fsdp_version=1, auto_wrap_policy="no_wrap", use_orig_params=True, state_dict_type="SHARDED_STATE_DICT"
+    fsdp_version=1,
+    auto_wrap_policy="no_wrap",
+    use_orig_params=True,
+    state_dict_type="SHARDED_STATE_DICT",
 )
 accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
 
@@ -50,5 +59,8 @@ with tempfile.TemporaryDirectory() as place:
     loaded = values(model)
 off = (loaded - saved).abs().max().item()
 rounded = torch.equal(loaded, saved.to(torch.bfloat16).float())
-print("SEEN" if off and rounded else "GONE", f"off by up to {off:.1e} after the load; rounded to bfloat16: {rounded}")
+print(
+    "SEEN" if off and rounded else "GONE",
+    f"off by up to {off:.1e} after the load; rounded to bfloat16: {rounded}",
+)
 torch.distributed.destroy_process_group()

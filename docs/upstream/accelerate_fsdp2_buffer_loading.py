@@ -7,7 +7,13 @@ attribute 'device_mesh'`` in ``prepare``.
 
 import os
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29592"}
+os.environ |= {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29592",
+}
 os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_TORCH_DEVICE": "cpu"}
 
 import torch
@@ -17,7 +23,9 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 # accelerate takes FSDP for accelerators only; this has it on the CPU.
 PartialState(cpu=True)
 PartialState().distributed_type = DistributedType.MULTI_GPU
-plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=True)
+plugin = FullyShardedDataParallelPlugin(
+    fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=True
+)
 accelerator = Accelerator(fsdp_plugin=plugin)
 net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
 try:

@@ -9,20 +9,37 @@ embedding's weight (the bias of a masked language model's decoder; T5's two stac
 
 import os
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29579"}
+os.environ |= {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29579",
+}
 os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_TORCH_DEVICE": "cpu"}
 
 import torch
 import transformers
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 
-small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+small = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 models = {
     "BERT": transformers.BertForMaskedLM(transformers.BertConfig(**small)),
     "MegatronBERT": transformers.MegatronBertForMaskedLM(transformers.MegatronBertConfig(**small)),
     "T5": transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+            pad_token_id=0,
         )
     ),
     "wav2vec2": transformers.Wav2Vec2ForCTC(

@@ -6,7 +6,13 @@ and FSDP1, whose outputs accelerate converts. Seen: bfloat16: the loss has three
 
 import os
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29586"}
+os.environ |= {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29586",
+}
 os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_TORCH_DEVICE": "cpu"}
 
 import torch
@@ -26,10 +32,15 @@ class Net(torch.nn.Module):
 # accelerate takes FSDP for accelerators only; this has it on the CPU.
 PartialState(cpu=True)
 PartialState().distributed_type = DistributedType.MULTI_GPU
-plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False)
+plugin = FullyShardedDataParallelPlugin(
+    fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+)
 accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
 net = Net()
 model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
 loss = model(torch.ones(2, 8))
-print("SEEN" if loss.dtype == torch.bfloat16 else "GONE", f"{type(model).__name__}: the loss is {loss.dtype}")
+print(
+    "SEEN" if loss.dtype == torch.bfloat16 else "GONE",
+    f"{type(model).__name__}: the loss is {loss.dtype}",
+)
 torch.distributed.destroy_process_group()

@@ -11,4 +11,6 @@ try:
 except ValueError as error:
     print(f"GONE {error}")
 else:
-    print(f"SEEN fsdp_version={plugin.fsdp_version} is accepted, reshard_after_forward={plugin.reshard_after_forward}")
+    print(
+        f"SEEN fsdp_version={plugin.fsdp_version} is accepted, reshard_after_forward={plugin.reshard_after_forward}"
+    )

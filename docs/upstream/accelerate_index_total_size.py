@@ -24,4 +24,9 @@ with tempfile.TemporaryDirectory() as directory:
     index = json.loads(Path(directory, "model.safetensors.index.json").read_text())
 size = sum(parameter.nbytes for parameter in model.parameters())
 
-print("SEEN" if index["metadata"]["total_size"] != size else "GONE", index["metadata"]["total_size"], "for", size)
+print(
+    "SEEN" if index["metadata"]["total_size"] != size else "GONE",
+    index["metadata"]["total_size"],
+    "for",
+    size,
+)

@@ -12,6 +12,8 @@ for rank in range(2):
     sampler = DistributedSampler(range(16), num_replicas=2, rank=rank, shuffle=False)
     loader = DataLoader(range(16), batch_size=2, sampler=sampler)
     given += [
-        row for batch in prepare_data_loader(loader, num_processes=2, process_index=rank) for row in batch.tolist()
+        row
+        for batch in prepare_data_loader(loader, num_processes=2, process_index=rank)
+        for row in batch.tolist()
     ]
 print("SEEN" if len(given) < 16 else "GONE", f"{len(given)} of 16 rows are given: {sorted(given)}")

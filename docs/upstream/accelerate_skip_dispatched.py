@@ -15,7 +15,9 @@ def run(rank: int, results) -> None:
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": "29561", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)
+    )
     loader = accelerator.prepare(torch.utils.data.DataLoader(range(16), batch_size=2))
     whole = [batch.tolist() for batch in loader]
     skipped = [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)]
@@ -28,4 +30,7 @@ if __name__ == "__main__":
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(run, (results,), nprocs=2)
     expected, found = results.get()
-    print("GONE" if expected == found else "SEEN", f"{found} after skipping 2 batches; expected {expected}")
+    print(
+        "GONE" if expected == found else "SEEN",
+        f"{found} after skipping 2 batches; expected {expected}",
+    )

@@ -20,7 +20,12 @@ def rank(number: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29624"}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing to compile on CPU
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes))
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(
@@ -30,7 +35,9 @@ def rank(number: int) -> None:
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
     tokens = torch.arange(8)
-    loader = DataLoader([{"input_ids": tokens, "labels": tokens, "position_ids": tokens}] * 8, batch_size=1)
+    loader = DataLoader(
+        [{"input_ids": tokens, "labels": tokens, "position_ids": tokens}] * 8, batch_size=1
+    )
     loader, model, _ = accelerator.prepare(loader, model, torch.optim.AdamW(model.parameters()))
     try:
         found = f"{len(list(accelerator.skip_first_batches(loader, 2)))} batches are left"

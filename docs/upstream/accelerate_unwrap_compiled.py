@@ -22,7 +22,10 @@ def rank(number: int) -> None:
     accelerator.unwrap_model(model)
     after, can = next(iter(model.state_dict())), hasattr(model, "no_sync")
     if number == 0:
-        print("SEEN" if before != after else "GONE", f"{before} became {after}, no_sync: {could} became {can}")
+        print(
+            "SEEN" if before != after else "GONE",
+            f"{before} became {after}, no_sync: {could} became {can}",
+        )
     accelerator.end_training()
 
 

@@ -27,4 +27,6 @@ engine, used, _, _ = deepspeed.initialize(
 engine.backward(engine(torch.ones(1, 8)).sum())
 engine.step()
 rate = used.optimizer.param_groups[0]["lr"]
-print(f"{'SEEN' if rate == 1.0 else 'GONE'} the rate after a step is {rate}, and that of the schedule 0.5")
+print(
+    f"{'SEEN' if rate == 1.0 else 'GONE'} the rate after a step is {rate}, and that of the schedule 0.5"
+)

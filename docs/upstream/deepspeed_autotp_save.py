@@ -14,7 +14,12 @@ from torch import distributed, nn
 
 
 def rank(number: int, directory: str) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number), "LOCAL_SIZE": "2"}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(number),
+        "LOCAL_SIZE": "2",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29621"}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing to compile on CPU
     deepspeed.init_distributed(dist_backend="gloo")
@@ -25,7 +30,9 @@ def rank(number: int, directory: str) -> None:
         "zero_optimization": {"stage": 1},
         "tensor_parallel": {"autotp_size": 2, "partition_config": specs},
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+    )
     done, gathered = engine.save_16bit_model(directory), engine._consolidated_16bit_state_dict()
     if number == 0:
         shape = tuple(torch.load(Path(directory) / "pytorch_model.bin")["0.weight"].shape)

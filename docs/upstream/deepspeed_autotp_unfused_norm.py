@@ -21,22 +21,35 @@ def norm(stage: int) -> float:
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
-        "tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs}},
+        "tensor_parallel": {
+            "autotp_size": 2,
+            "partition_config": {"use_default_specs": False, "layer_specs": specs},
+        },
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
+    )
     engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).float().square().sum())
     engine.step()
     return float(engine.get_global_grad_norm())
 
 
 def rank(number: int) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number), "LOCAL_SIZE": "2"}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(number),
+        "LOCAL_SIZE": "2",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29620"}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing to compile on CPU
     deepspeed.init_distributed(dist_backend="gloo")
     found = [norm(stage) for stage in (0, 1)]
     if number == 0:
-        print("SEEN" if found[0] < 0.95 * found[1] else "GONE", f"norm {found[0]:.3f} at stage 0, {found[1]:.3f} at 1")
+        print(
+            "SEEN" if found[0] < 0.95 * found[1] else "GONE",
+            f"norm {found[0]:.3f} at stage 0, {found[1]:.3f} at 1",
+        )
     distributed.destroy_process_group()
 
 

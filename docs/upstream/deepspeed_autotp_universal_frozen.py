@@ -15,7 +15,12 @@ from torch import distributed, nn
 
 
 def rank(number: int, directory: str) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number), "LOCAL_SIZE": "2"}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(number),
+        "LOCAL_SIZE": "2",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29622"}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing to compile on CPU
     deepspeed.init_distributed(dist_backend="gloo")
@@ -34,7 +39,11 @@ def rank(number: int, directory: str) -> None:
     engine.save_checkpoint(directory, tag="a")
     distributed.barrier()
     if number == 0:
-        folders = {"input_folder": f"{directory}/a", "output_folder": f"{directory}/b", "keep_temp_folder": False}
+        folders = {
+            "input_folder": f"{directory}/a",
+            "output_folder": f"{directory}/b",
+            "keep_temp_folder": False,
+        }
         workers = {"num_extract_workers": 1, "num_merge_workers": 1}
         try:
             main(Namespace(**folders, **workers, strict=True, inject_missing_state=False))

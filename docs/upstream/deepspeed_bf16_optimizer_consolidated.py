@@ -24,7 +24,9 @@ config = {
     "data_types": {"grad_accum_dtype": "fp32"},
     "zero_allow_untested_optimizer": True,
 }
-engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+engine = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+)[0]
 engine.backward(engine(torch.ones(1, 8).bfloat16()).sum())
 engine.step()
 with tempfile.TemporaryDirectory() as place:

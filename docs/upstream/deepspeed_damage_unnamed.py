@@ -21,7 +21,9 @@ deepspeed.init_distributed(dist_backend="gloo")
 def engine():
     model = torch.nn.Linear(8, 8)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+    return deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+    )[0]
 
 
 named = []

@@ -17,8 +17,13 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing to com
 deepspeed.init_distributed(dist_backend="gloo")
 
 model = torch.nn.Linear(8, 8)
-config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, "elastic_checkpoint": True}}
-engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 2, "elastic_checkpoint": True},
+}
+engine = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+)[0]
 engine.backward(engine(torch.ones(1, 8)).sum())
 engine.step()
 with tempfile.TemporaryDirectory() as place:

@@ -25,5 +25,7 @@ for stage in (0, 1, 2, 3):
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     engine.eval()
     if engine.training != model.training:
-        wrong.append(f"ZeRO-{stage}: engine.training is {engine.training}, that of the module {model.training}")
+        wrong.append(
+            f"ZeRO-{stage}: engine.training is {engine.training}, that of the module {model.training}"
+        )
 print("SEEN" if wrong else "GONE", *wrong, sep="\n")

@@ -7,7 +7,12 @@ micro-batch works, as under ZeRO-2, and after ``no_grad``. Seen: ``Inference ten
 
 import os
 
-os.environ |= {"LOCAL_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29606"}
+os.environ |= {
+    "LOCAL_SIZE": "2",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29606",
+}
 
 import deepspeed
 import torch

@@ -29,9 +29,15 @@ class Model(torch.nn.Module):
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing to compile on CPU
 deepspeed.init_distributed(dist_backend="gloo")
 model = Model()
-zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 1000}
+zero = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_module_granularity_threshold": 1000,
+}
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+engine = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+)[0]
 try:
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()

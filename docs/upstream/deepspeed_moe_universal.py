@@ -19,21 +19,42 @@ from torch import distributed, nn
 
 
 def rank(number: int, directory: str) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number), "LOCAL_SIZE": "2"}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(number),
+        "LOCAL_SIZE": "2",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29633"}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing to compile on CPU
     deepspeed.init_distributed(dist_backend="gloo")
-    model = MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2, min_capacity=0, drop_tokens=False, use_rts=False)
+    model = MoE(
+        4,
+        nn.Linear(4, 4),
+        num_experts=2,
+        ep_size=2,
+        min_capacity=0,
+        drop_tokens=False,
+        use_rts=False,
+    )
     model = nn.ModuleDict({"moe": model})
-    groups = split_params_into_different_moe_groups_for_optimizer({"params": [*model.parameters()], "name": "all"})
+    groups = split_params_into_different_moe_groups_for_optimizer(
+        {"params": [*model.parameters()], "name": "all"}
+    )
     config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(groups), config=config
+    )
     engine.backward(engine.module["moe"](torch.randn(8, 4))[0].square().sum())
     engine.step()
     engine.save_checkpoint(directory, tag="a")
     distributed.barrier()
     if number == 0:
-        folders = {"input_folder": f"{directory}/a", "output_folder": f"{directory}/b", "keep_temp_folder": False}
+        folders = {
+            "input_folder": f"{directory}/a",
+            "output_folder": f"{directory}/b",
+            "keep_temp_folder": False,
+        }
         workers = {"num_extract_workers": 1, "num_merge_workers": 1}
         try:
             main(Namespace(**folders, **workers, strict=True, inject_missing_state=True))

@@ -9,7 +9,13 @@ import os
 
 import torch
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29568"}
+os.environ |= {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29568",
+}
 # Muon's functions are compiled; not here, where that would take minutes.
 torch.compiler.set_stance("force_eager")
 import deepspeed
@@ -26,16 +32,29 @@ def moved(stage: int) -> float:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.use_muon = True
-    optimizer = MuonWithAuxAdam([{"params": list(model.parameters()), "use_muon": True, "lr": 1e-3, "weight_decay": 0}])
+    optimizer = MuonWithAuxAdam(
+        [{"params": list(model.parameters()), "use_muon": True, "lr": 1e-3, "weight_decay": 0}]
+    )
     zero = {"stage": stage, "reduce_scatter": False}
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "zero_optimization": zero}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+    }
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     engine.backward(engine(torch.randn(4, 8)).pow(2).mean())
     engine.step()
-    return sum(float((p - b).square().sum()) for p, b in zip(model.parameters(), before, strict=True)) ** 0.5 / 1e-3
+    return (
+        sum(float((p - b).square().sum()) for p, b in zip(model.parameters(), before, strict=True))
+        ** 0.5
+        / 1e-3
+    )
 
 
 without, sharded = moved(0), moved(1)
-print("SEEN" if sharded < 0.9 * without else "GONE", f"moved by {without:.2f} at stage 0, {sharded:.2f} at stage 1")
+print(
+    "SEEN" if sharded < 0.9 * without else "GONE",
+    f"moved by {without:.2f} at stage 0, {sharded:.2f} at stage 1",
+)
 torch.distributed.destroy_process_group()

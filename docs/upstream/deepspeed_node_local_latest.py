@@ -10,7 +10,12 @@ import os
 import tempfile
 from pathlib import Path
 
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29612", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+os.environ |= {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29612",
+    "LOCAL_RANK": "0",
+    "LOCAL_SIZE": "1",
+}
 
 import deepspeed
 import torch
@@ -29,7 +34,9 @@ def node(rank, place):
         "zero_optimization": {"stage": 2},
         "checkpoint": {"use_node_local_storage": True},
     }
-    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+    engine = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+    )[0]
     engine.backward(engine(torch.ones(1, 8)).sum())
     engine.step()
     engine.save_checkpoint(f"{place}/{rank}")
@@ -43,5 +50,10 @@ if __name__ == "__main__":
             one.start()
         for one in nodes:
             one.join(100)
-        found = [sorted(path.name for path in Path(place, str(rank)).glob("*")) for rank in range(2)]
-    print("SEEN" if "latest" in found[0] and "latest" not in found[1] else "GONE", f"the nodes have {found}")
+        found = [
+            sorted(path.name for path in Path(place, str(rank)).glob("*")) for rank in range(2)
+        ]
+    print(
+        "SEEN" if "latest" in found[0] and "latest" not in found[1] else "GONE",
+        f"the nodes have {found}",
+    )

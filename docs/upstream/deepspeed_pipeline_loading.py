@@ -18,7 +18,9 @@ deepspeed.init_distributed(dist_backend="gloo")
 model = torch.nn.Linear(8, 8)
 zero = {"stage": 2, "pipeline_loading_checkpoint": True}
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+engine = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+)[0]
 engine.backward(engine(torch.ones(1, 8)).sum())
 engine.step()
 with tempfile.TemporaryDirectory() as place:

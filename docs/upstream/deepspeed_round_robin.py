@@ -22,10 +22,15 @@ def train(rank: int, port: int) -> None:
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.full((4,), float(n))) for n in range(4))
     zero = {"stage": 2, "round_robin_gradients": True}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+    )
     found = [safe_get_full_fp32_param(parameter)[0].item() for parameter in model]
     if rank == 0:
-        print("SEEN" if found != [0.0, 1.0, 2.0, 3.0] else "GONE", f"{found}; expected [0.0, 1.0, 2.0, 3.0]")
+        print(
+            "SEEN" if found != [0.0, 1.0, 2.0, 3.0] else "GONE",
+            f"{found}; expected [0.0, 1.0, 2.0, 3.0]",
+        )
     torch.distributed.destroy_process_group()
 
 

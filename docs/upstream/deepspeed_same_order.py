@@ -6,7 +6,13 @@ by ``loader.data_sampler``, which is not documented. Expected: another order in 
 
 import os
 
-os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29562"}
+os.environ |= {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29562",
+}
 import deepspeed
 import torch
 
@@ -15,6 +21,8 @@ deepspeed.init_distributed("gloo")
 model = torch.nn.Linear(1, 1)
 config = {"train_micro_batch_size_per_gpu": 2}
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-_, _, loader, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, training_data=range(16))
+_, _, loader, _ = deepspeed.initialize(
+    model=model, optimizer=optimizer, config=config, training_data=range(16)
+)
 first, second = ([row for batch in loader for row in batch.tolist()] for _ in range(2))
 print("SEEN" if first == second else "GONE", f"first epoch {first}, second epoch {second}")

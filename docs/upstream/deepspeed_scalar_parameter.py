@@ -21,7 +21,9 @@ for parameter in (torch.tensor(1.5), torch.randn(13, 5).t()):
     model.extra = torch.nn.Parameter(parameter)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
     try:
-        deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+        deepspeed.initialize(
+            model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+        )
     except RuntimeError as error:
         found.append(str(error))
 

@@ -20,7 +20,9 @@ deepspeed.init_distributed(dist_backend="gloo")
 model = torch.nn.Linear(8, 8)
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
 config["checkpoint"] = {"checkpoint_serialization": False}
-engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+engine = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+)[0]
 engine.backward(engine(torch.ones(1, 8)).sum())
 engine.step()
 with tempfile.TemporaryDirectory() as place:

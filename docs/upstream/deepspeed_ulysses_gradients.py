@@ -24,7 +24,9 @@ def norm(stage: int) -> float:
         "sequence_parallel_size": 2,
     }
     optimizer = torch.optim.AdamW(model.parameters())
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=parallel_state_sp)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, mpu=parallel_state_sp
+    )
     part = engine(torch.ones(1, 4)).sum() / 2
     engine.backward(all_reduce(part, group=parallel_state_sp.get_sequence_parallel_group()))
     engine.step()
@@ -32,7 +34,12 @@ def norm(stage: int) -> float:
 
 
 def rank(number: int) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number), "LOCAL_SIZE": "2"}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(number),
+        "LOCAL_SIZE": "2",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29623"}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing to compile on CPU
     deepspeed.init_distributed(dist_backend="gloo")

@@ -16,22 +16,37 @@ from torch import distributed, nn
 
 
 def rank(number: int, directory: str) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number), "LOCAL_SIZE": "2"}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(number),
+        "LOCAL_SIZE": "2",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29624"}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing to compile on CPU
     deepspeed.init_distributed(dist_backend="gloo")
     parallel_state_sp.initialize_sequence_parallel(2)
     model = nn.Linear(4, 4)
     zero = {"stage": 1}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "sequence_parallel_size": 2}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "sequence_parallel_size": 2,
+    }
     optimizer = torch.optim.AdamW(model.parameters())
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=parallel_state_sp)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, mpu=parallel_state_sp
+    )
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
     engine.save_checkpoint(directory, tag="a")
     distributed.barrier()
     if number == 0:
-        folders = {"input_folder": f"{directory}/a", "output_folder": f"{directory}/b", "keep_temp_folder": False}
+        folders = {
+            "input_folder": f"{directory}/a",
+            "output_folder": f"{directory}/b",
+            "keep_temp_folder": False,
+        }
         workers = {"num_extract_workers": 1, "num_merge_workers": 1}
         try:
             main(Namespace(**folders, **workers, strict=True, inject_missing_state=True))

@@ -24,7 +24,9 @@ def engine(**more):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}, **more}
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+    return deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+    )[0]
 
 
 with tempfile.TemporaryDirectory() as place:
@@ -32,7 +34,11 @@ with tempfile.TemporaryDirectory() as place:
     one.backward(one(torch.randn(4, 8)).square().sum())
     one.step()
     one.save_checkpoint(place, tag="a")
-    folders = {"input_folder": f"{place}/a", "output_folder": f"{place}/b", "keep_temp_folder": False}
+    folders = {
+        "input_folder": f"{place}/a",
+        "output_folder": f"{place}/b",
+        "keep_temp_folder": False,
+    }
     workers = {"num_extract_workers": 1, "num_merge_workers": 1}
     main(Namespace(**folders, **workers, strict=True, inject_missing_state=True))
     two = engine(checkpoint={"load_universal": True})

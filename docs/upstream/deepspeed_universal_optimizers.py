@@ -19,14 +19,22 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing to com
 deepspeed.init_distributed(dist_backend="gloo")
 
 model = torch.nn.Linear(8, 8)
-config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 1},
+    "zero_allow_untested_optimizer": True,
+}
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 engine.backward(engine(torch.ones(1, 8)).sum())
 engine.step()
 with tempfile.TemporaryDirectory() as place:
     engine.save_checkpoint(place, tag="a")
-    folders = {"input_folder": f"{place}/a", "output_folder": f"{place}/b", "keep_temp_folder": False}
+    folders = {
+        "input_folder": f"{place}/a",
+        "output_folder": f"{place}/b",
+        "keep_temp_folder": False,
+    }
     workers = {"num_extract_workers": 1, "num_merge_workers": 1}
     try:
         main(Namespace(**folders, **workers, strict=True, inject_missing_state=True))

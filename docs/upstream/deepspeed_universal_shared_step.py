@@ -23,7 +23,10 @@ def engine(**more):
     """ZeRO-3 around one layer, weight decay on its weight only."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
-    groups = [{"params": [model.weight], "weight_decay": 0.01}, {"params": [model.bias], "weight_decay": 0.0}]
+    groups = [
+        {"params": [model.weight], "weight_decay": 0.01},
+        {"params": [model.bias], "weight_decay": 0.0},
+    ]
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, **more}
     return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
 
@@ -50,4 +53,7 @@ with tempfile.TemporaryDirectory() as place:
 two.backward(two(torch.ones(1, 8)).sum())
 two.step()
 found = [float(state["step"]) for state in two.optimizer.optimizer.state.values()]
-print("SEEN" if found != [2.0, 2.0] else "GONE", f"one step after the load the groups count {found}; 1 was saved")
+print(
+    "SEEN" if found != [2.0, 2.0] else "GONE",
+    f"one step after the load the groups count {found}; 1 was saved",
+)

@@ -43,7 +43,9 @@ with tempfile.TemporaryDirectory() as place:
         )
     )
     zero = engine.optimizer
-    zero.fp32_partitioned_groups_flat = [flat.to("meta") for flat in zero.fp32_partitioned_groups_flat]
+    zero.fp32_partitioned_groups_flat = [
+        flat.to("meta") for flat in zero.fp32_partitioned_groups_flat
+    ]
     with contextlib.suppress(
         NotImplementedError
     ):  # it copies the masters into the model next, of which meta has no values

@@ -22,7 +22,10 @@ def engine(**more):
     """ZeRO-3 around one layer, weight decay on its weight only."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
-    groups = [{"params": [model.weight], "weight_decay": 0.01}, {"params": [model.bias], "weight_decay": 0.0}]
+    groups = [
+        {"params": [model.weight], "weight_decay": 0.01},
+        {"params": [model.bias], "weight_decay": 0.0},
+    ]
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, **more}
     return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
 
@@ -47,4 +50,7 @@ with tempfile.TemporaryDirectory() as place:
     two.load_checkpoint(place, tag="b")
 
 found = [group["weight_decay"] for group in two.optimizer.optimizer.param_groups]
-print("SEEN" if found != [0.01, 0.0] else "GONE", f"weight decay after the load is {found}; [0.01, 0.0] was saved")
+print(
+    "SEEN" if found != [0.01, 0.0] else "GONE",
+    f"weight decay after the load is {found}; [0.01, 0.0] was saved",
+)

@@ -7,7 +7,12 @@ that says so. Seen: sizes differ between ranks, and gloo aborts one in the first
 
 import os
 
-os.environ |= {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29606"}
+os.environ |= {
+    "WORLD_SIZE": "2",
+    "LOCAL_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29606",
+}
 
 import torch
 from torch import multiprocessing
@@ -33,7 +38,9 @@ def rank(number):
     deepspeed.init_distributed(dist_backend="gloo")
     model = Model()
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
-    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+    engine = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+    )[0]
     engine.backward(engine(torch.ones(1, 8), number == 1).sum())
     engine.step()
     torch.distributed.barrier()

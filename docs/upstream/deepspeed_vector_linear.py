@@ -28,7 +28,9 @@ class Expectation(torch.nn.Module):
 model = Expectation()
 config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
 config["zero_allow_untested_optimizer"] = True
-engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+engine, *_ = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+)
 found = ""
 try:
     engine.backward(engine(torch.ones(4, 8)))

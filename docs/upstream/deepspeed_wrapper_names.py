@@ -22,7 +22,9 @@ deepspeed.init_distributed(dist_backend="gloo")
 model = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(8, 8)), torch.nn.Linear(8, 8))
 expected = sorted(model.state_dict())
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
-engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+engine = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+)[0]
 with tempfile.TemporaryDirectory() as place:
     engine.save_checkpoint(place)
     found = sorted(get_fp32_state_dict_from_zero_checkpoint(place))

@@ -19,7 +19,9 @@ deepspeed.init_distributed(dist_backend="gloo")
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 model[0].requires_grad_(requires_grad=False)
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
-engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model[1].parameters()), config=config)[0]
+engine = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model[1].parameters()), config=config
+)[0]
 engine.backward(engine(torch.ones(1, 8)).sum())
 engine.step()
 with tempfile.TemporaryDirectory() as place:

@@ -37,7 +37,9 @@ class Model(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run them."""
-        return self.last(checkpoint(self.block, self.first(x), use_reentrant=False, early_stop=False))
+        return self.last(
+            checkpoint(self.block, self.first(x), use_reentrant=False, early_stop=False)
+        )
 
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing to compile on CPU
@@ -45,7 +47,9 @@ deepspeed.init_distributed(dist_backend="gloo")
 model = Model()
 zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
 config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero}
-engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+engine = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+)[0]
 try:
     engine.backward(engine(torch.ones(4, 8)).square().mean())
     engine.step()

@@ -46,7 +46,11 @@ model = Model()
 alone = copy.deepcopy(model).eval()
 inputs = torch.randn(4, 8), torch.randn(4, 8)
 zero = {"stage": 3, "reduce_bucket_size": 10}
-config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "zero_optimization": zero,
+    "zero_allow_untested_optimizer": True,
+}
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 engine = deepspeed.initialize(
     model=model, optimizer=optimizer, config={**config, "zero_force_ds_cpu_optimizer": False}
@@ -56,7 +60,9 @@ engine.step()
 alone(*inputs).square().mean().backward()
 ratios = {}
 with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-    for (name, trained), before in zip(engine.module.named_parameters(), alone.parameters(), strict=True):
+    for (name, trained), before in zip(
+        engine.module.named_parameters(), alone.parameters(), strict=True
+    ):
         ratios[name] = float((before.detach() - trained.detach()).norm() / before.grad.norm())
 wrong = {name: round(ratio, 3) for name, ratio in ratios.items() if abs(ratio - 1) > 1e-3}
 if wrong:

@@ -21,7 +21,9 @@ model = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(8, 8)), torch.nn.
 expected = sorted(model.state_dict())
 zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+engine = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+)[0]
 with tempfile.TemporaryDirectory() as place:
     engine.save_16bit_model(place, "weights.bin")
     found = sorted(torch.load(f"{place}/weights.bin"))

@@ -23,7 +23,11 @@ for stage in (1, 2, 3):
         model = torch.nn.Linear(2, 1, bias=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         zero = {"stage": stage}
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "gradient_clipping": 1e6}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": zero,
+            "gradient_clipping": 1e6,
+        }
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         engine.set_gradient_accumulation_boundary(False)
         engine.backward(engine(torch.tensor([[100.0, 100.0]])).sum())

@@ -15,10 +15,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 
 def rank(number: int) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29617",
+    }
     distributed.init_process_group("gloo")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
+    model = nn.Sequential(
+        nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    )
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     plan = {"0": embedding, "1.0": ColwiseParallel(), "1.2": RowwiseParallel()}
     parallelize_module(model, init_device_mesh("cpu", (2,)), plan)

@@ -17,7 +17,12 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 
 def rank(number: int) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29618"}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29618",
+    }
     distributed.init_process_group("gloo")
     model = nn.Sequential(nn.Embedding(8, 4))
     plan = {"0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}

@@ -19,11 +19,15 @@ RANKS = 2
 
 def rank(number, place, found):
     distributed.init_process_group("gloo", rank=number, world_size=RANKS)
-    model = FullyShardedDataParallel(torch.nn.Linear(8, 8), use_orig_params=True, device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(
+        torch.nn.Linear(8, 8), use_orig_params=True, device_id=torch.device("cpu")
+    )
     model(torch.ones(1, 8)).sum().backward()
     checkpoint.save(get_model_state_dict(model), checkpoint_id=f"{place}/save")
     try:
-        checkpoint.async_save(get_model_state_dict(model), checkpoint_id=f"{place}/async_save").result()
+        checkpoint.async_save(
+            get_model_state_dict(model), checkpoint_id=f"{place}/async_save"
+        ).result()
     except RuntimeError as error:
         found.put(str(error))
 
@@ -34,4 +38,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         multiprocessing.spawn(rank, (place, found), nprocs=RANKS)
     texts = [found.get() for _ in range(RANKS)] if not found.empty() else []
-    print("SEEN" if any("data_ptr" in text for text in texts) else "GONE", [text[:60] for text in texts])
+    print(
+        "SEEN" if any("data_ptr" in text for text in texts) else "GONE",
+        [text[:60] for text in texts],
+    )

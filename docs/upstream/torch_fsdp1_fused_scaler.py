@@ -7,7 +7,13 @@ https://github.com/pytorch/pytorch/issues/140514. Fused is the default of transf
 
 import os
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29584"}
+os.environ |= {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29584",
+}
 
 import torch
 from torch import distributed

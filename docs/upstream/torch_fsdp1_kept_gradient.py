@@ -21,17 +21,28 @@ def gradient(*, set_to_none: bool) -> float:
         model(torch.tensor([[100.0, 100.0]])).sum().backward()
     optimizer.zero_grad(set_to_none=set_to_none)  # the user begins anew
     model(torch.tensor([[3.0, 4.0]])).sum().backward()
-    square = sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None) + torch.zeros(())
+    square = sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None) + torch.zeros(
+        ()
+    )
     distributed.all_reduce(square)
     return float(square) ** 0.5
 
 
 def rank(number: int) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29603"}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29603",
+    }
     distributed.init_process_group("gloo")
     found = {set_to_none: gradient(set_to_none=set_to_none) for set_to_none in (True, False)}
     if number == 0:
-        wrong = [f"zero_grad(set_to_none={how}): the norm is {norm:.1f}" for how, norm in found.items() if norm > 5.001]
+        wrong = [
+            f"zero_grad(set_to_none={how}): the norm is {norm:.1f}"
+            for how, norm in found.items()
+            if norm > 5.001
+        ]
         print("SEEN" if wrong else "GONE", *wrong, "expected 5.0", sep="\n")
     distributed.destroy_process_group()
 

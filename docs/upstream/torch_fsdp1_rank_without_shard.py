@@ -40,7 +40,9 @@ if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
     with tempfile.TemporaryDirectory() as place:
-        ranks = [context.Process(target=rank, args=(number, place, found)) for number in range(RANKS)]
+        ranks = [
+            context.Process(target=rank, args=(number, place, found)) for number in range(RANKS)
+        ]
         for one in ranks:
             one.start()
         for one in ranks:

@@ -23,7 +23,9 @@ def rank(number, found):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 13)).sum().backward()
     optimizer.step()
-    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig())
+    FullyShardedDataParallel.set_state_dict_type(
+        model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
+    )
     try:
         model.state_dict()
     except ValueError as error:

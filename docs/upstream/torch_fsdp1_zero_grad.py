@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 
 def gradient(*, frozen: bool) -> float:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+    )
     for layer in model:
         torch.nn.init.ones_(layer.weight)
     model[1].requires_grad_(not frozen)
@@ -24,19 +26,27 @@ def gradient(*, frozen: bool) -> float:
     optimizer.zero_grad()  # the user skips this batch
     model(torch.tensor([[3.0, 4.0]])).sum().backward()
     optimizer.step()
-    square = sum((p.grad**2).sum() for p in model[0].parameters() if p.grad is not None) + torch.zeros(())
+    square = sum(
+        (p.grad**2).sum() for p in model[0].parameters() if p.grad is not None
+    ) + torch.zeros(())
     distributed.all_reduce(square)
     return float(square) ** 0.5
 
 
 def rank(number: int) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29603"}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29603",
+    }
     distributed.init_process_group("gloo")
     found = {frozen: gradient(frozen=frozen) for frozen in (True, False)}
     if number == 0:
         seen = "SEEN" if abs(found[True] - 5.0) > 1e-3 else "GONE"
         print(
-            seen, f"the gradient's norm is {found[True]:.1f}; without a frozen layer {found[False]:.1f}, expected 5.0"
+            seen,
+            f"the gradient's norm is {found[True]:.1f}; without a frozen layer {found[False]:.1f}, expected 5.0",
         )
     distributed.destroy_process_group()
 

@@ -7,7 +7,13 @@ parallelism have such a mesh where all data parallel ranks hold experts together
 
 import os
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29619"}
+os.environ |= {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29619",
+}
 
 import torch
 from torch import distributed

@@ -7,7 +7,13 @@ accelerate's ``no_sync`` has it too. Expected: the second batch's gradient, as u
 
 import os
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29601"}
+os.environ |= {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29601",
+}
 
 import torch
 from torch import distributed
@@ -26,5 +32,7 @@ model.set_requires_gradient_sync(True)
 model(torch.tensor([[1.0, 2.0]])).sum().backward()
 
 found = model.weight.grad.full_tensor().tolist()
-print("SEEN" if found != [[1.0, 2.0]] else "GONE", f"the gradient is {found}; expected [[1.0, 2.0]]")
+print(
+    "SEEN" if found != [[1.0, 2.0]] else "GONE", f"the gradient is {found}; expected [[1.0, 2.0]]"
+)
 distributed.destroy_process_group()

@@ -6,7 +6,13 @@ expects non-empty tensor`; FSDP1 trains, and its optimizer state dict cannot be 
 
 import os
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+os.environ |= {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29577",
+}
 
 import torch
 from torch import distributed
@@ -30,7 +36,9 @@ class Model(torch.nn.Module):
 found = {}
 for name, wrap in {
     "FSDP2": lambda model: fully_shard(model, mesh=mesh),
-    "FSDP1": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
+    "FSDP1": lambda model: FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=True
+    ),
 }.items():
     model = wrap(Model())
     optimizer = torch.optim.AdamW(model.parameters())

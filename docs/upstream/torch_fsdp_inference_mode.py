@@ -30,7 +30,12 @@ def step(version: int) -> str:
 
 
 def rank(number: int) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29605"}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29605",
+    }
     distributed.init_process_group("gloo")
     found = {f"FSDP{version}": step(version) for version in (1, 2)}
     if number == 0:

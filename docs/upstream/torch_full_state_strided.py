@@ -11,7 +11,11 @@ import os
 
 import torch
 from torch import distributed, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -31,7 +35,12 @@ def loads(size: int, mesh: distributed.device_mesh.DeviceMesh) -> bool:
 
 
 def rank(number: int) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29671"}
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29671",
+    }
     distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = {size: loads(size, mesh) for size in (8, 6)}

@@ -9,7 +9,10 @@ import torch
 
 
 def refused(dtype: torch.dtype, device: str) -> str:
-    rows, experts = torch.ones(8, 16, dtype=dtype, device=device), torch.ones(2, 16, 16, dtype=dtype, device=device)
+    rows, experts = (
+        torch.ones(8, 16, dtype=dtype, device=device),
+        torch.ones(2, 16, 16, dtype=dtype, device=device),
+    )
     ends = torch.tensor([4, 8], dtype=torch.int32, device=device)
     try:
         torch.nn.functional.grouped_mm(rows, experts, offs=ends)

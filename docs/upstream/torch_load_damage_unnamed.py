@@ -18,4 +18,6 @@ with tempfile.TemporaryDirectory() as place:
         torch.load(path)
         print("GONE no error at all")
     except Exception as error:
-        print("GONE" if "optimizer.bin" in str(error) else "SEEN", f"{type(error).__name__}: {error}")
+        print(
+            "GONE" if "optimizer.bin" in str(error) else "SEEN", f"{type(error).__name__}: {error}"
+        )

@@ -22,5 +22,6 @@ def train(*, look: bool) -> float:
 
 looked, alone = train(look=True), train(look=False)
 print(
-    "SEEN" if abs(looked - alone) > 1e-3 else "GONE", f"after one step {looked:.4f}; without the state dict {alone:.4f}"
+    "SEEN" if abs(looked - alone) > 1e-3 else "GONE",
+    f"after one step {looked:.4f}; without the state dict {alone:.4f}",
 )

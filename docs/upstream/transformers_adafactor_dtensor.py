@@ -23,5 +23,8 @@ try:
     optimizer.step()
     print("GONE it took a step")
 except RuntimeError as error:
-    print("SEEN" if "mixed torch.Tensor and DTensor" in str(error) else "OTHER", str(error).splitlines()[0])
+    print(
+        "SEEN" if "mixed torch.Tensor and DTensor" in str(error) else "OTHER",
+        str(error).splitlines()[0],
+    )
 distributed.destroy_process_group()

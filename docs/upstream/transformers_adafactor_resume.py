@@ -22,4 +22,7 @@ layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
 saved.step()
 loaded.load_state_dict(saved.state_dict())
 before, after = (next(iter(one.state.values()))["exp_avg_sq_row"] for one in (saved, loaded))
-print("SEEN" if after.dtype != before.dtype else "GONE", f"{before.dtype} was saved, {after.dtype} is loaded")
+print(
+    "SEEN" if after.dtype != before.dtype else "GONE",
+    f"{before.dtype} was saved, {after.dtype} is loaded",
+)

@@ -28,10 +28,15 @@ def rank(number: int, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    sizes = {"hidden_size": 16, "moe_intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "moe_intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
     with tempfile.TemporaryDirectory() as directory:
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=32, num_hidden_layers=1, **sizes, **experts)).save_pretrained(
-            directory
-        )
+        Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(vocab_size=32, num_hidden_layers=1, **sizes, **experts)
+        ).save_pretrained(directory)
         torch.multiprocessing.spawn(rank, (directory,), 2)

@@ -24,10 +24,16 @@ class Model(torch.nn.Module):
 def run(rank: int, ranks: int, port: str, results) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}  # fmt: skip
-    rows = [{"x": torch.tensor([value]), "labels": torch.tensor([value])} for value in (0.0, 0.0, 1.0)]
+    rows = [
+        {"x": torch.tensor([value]), "labels": torch.tensor([value])} for value in (0.0, 0.0, 1.0)
+    ]
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
-            directory, per_device_eval_batch_size=2, use_cpu=True, report_to="none", disable_tqdm=True
+            directory,
+            per_device_eval_batch_size=2,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
         )
         found = Trainer(model=Model(), args=arguments, eval_dataset=rows).evaluate()["eval_loss"]
     if rank == 0:
@@ -39,4 +45,7 @@ if __name__ == "__main__":
     mp.spawn(run, (1, "29563", results), nprocs=1)
     mp.spawn(run, (2, "29564", results), nprocs=2)
     alone, found = results.get(), results.get()
-    print("GONE" if abs(found - alone) < 1e-4 else "SEEN", f"eval_loss is {found:.4g} on two ranks, {alone:.4g} on one")
+    print(
+        "GONE" if abs(found - alone) < 1e-4 else "SEEN",
+        f"eval_loss is {found:.4g} on two ranks, {alone:.4g} on one",
+    )

@@ -35,4 +35,7 @@ def train(strategy: str) -> list[float]:
 
 with_evaluation, without = train("steps"), train("no")
 off = max(abs(a - b) for a, b in zip(with_evaluation, without, strict=True))
-print("SEEN" if off > 1e-6 else "GONE", f"weights are up to {off:.2g} off those that are trained without evaluation")
+print(
+    "SEEN" if off > 1e-6 else "GONE",
+    f"weights are up to {off:.2g} off those that are trained without evaluation",
+)

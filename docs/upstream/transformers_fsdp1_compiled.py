@@ -17,7 +17,13 @@ from accelerate.state import AcceleratorState
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 16,
+}
 
 
 def train(place, steps, fsdp, wrap=lambda model: model, resumed=None, **more):
@@ -31,11 +37,26 @@ def train(place, steps, fsdp, wrap=lambda model: model, resumed=None, **more):
         "state_dict_type": "SHARDED_STATE_DICT",
         **fsdp,
     }
-    fsdp |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    steps = {"max_steps": steps, "save_steps": 1, "report_to": [], "disable_tqdm": True, "optim": "adamw_torch"}
+    fsdp |= {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    }
+    steps = {
+        "max_steps": steps,
+        "save_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "optim": "adamw_torch",
+    }
     steps["accelerator_config"] = {"use_configured_state": True}
     arguments = TrainingArguments(
-        place, fsdp=True, fsdp_config=fsdp, dataloader_pin_memory=False, use_cpu=True, **steps, **more
+        place,
+        fsdp=True,
+        fsdp_config=fsdp,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+        **steps,
+        **more,
     )
     rows = [{"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([1, 2, 3])}] * 64
     model = wrap(LlamaForCausalLM(LlamaConfig(**SIZES)))
@@ -53,12 +74,34 @@ def tried(*arguments, **named):
 def rank(number, place):
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
     first = tried(f"{place}/one", 1, {"version": 1, "use_orig_params": True})
-    resumed = tried(f"{place}/one", 2, {"version": 1, "use_orig_params": True}, resumed=f"{place}/one/checkpoint-1")
+    resumed = tried(
+        f"{place}/one",
+        2,
+        {"version": 1, "use_orig_params": True},
+        resumed=f"{place}/one/checkpoint-1",
+    )
     flat = tried(f"{place}/flat", 1, {"version": 1, "use_orig_params": False})
     if number == 0:
-        names = FileSystemReader(f"{place}/one/checkpoint-1/pytorch_model_fsdp_0").read_metadata().state_dict_metadata
-        print("names:", sorted(names)[:2], "first:", first, "resumed:", resumed, "flat:", flat, sep="\n")
-        print("SEEN" if any("_orig_mod" in name for name in names) and resumed and flat else "GONE", flush=True)
+        names = (
+            FileSystemReader(f"{place}/one/checkpoint-1/pytorch_model_fsdp_0")
+            .read_metadata()
+            .state_dict_metadata
+        )
+        print(
+            "names:",
+            sorted(names)[:2],
+            "first:",
+            first,
+            "resumed:",
+            resumed,
+            "flat:",
+            flat,
+            sep="\n",
+        )
+        print(
+            "SEEN" if any("_orig_mod" in name for name in names) and resumed and flat else "GONE",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,13 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 16,
+}
 
 
 def train(place, steps, fsdp, wrap=lambda model: model, resumed=None, **more):
@@ -31,11 +37,26 @@ def train(place, steps, fsdp, wrap=lambda model: model, resumed=None, **more):
         "state_dict_type": "SHARDED_STATE_DICT",
         **fsdp,
     }
-    fsdp |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    steps = {"max_steps": steps, "save_steps": 1, "report_to": [], "disable_tqdm": True, "optim": "adamw_torch"}
+    fsdp |= {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    }
+    steps = {
+        "max_steps": steps,
+        "save_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "optim": "adamw_torch",
+    }
     steps["accelerator_config"] = {"use_configured_state": True}
     arguments = TrainingArguments(
-        place, fsdp=True, fsdp_config=fsdp, dataloader_pin_memory=False, use_cpu=True, **steps, **more
+        place,
+        fsdp=True,
+        fsdp_config=fsdp,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+        **steps,
+        **more,
     )
     rows = [{"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([1, 2, 3])}] * 64
     model = wrap(LlamaForCausalLM(LlamaConfig(**SIZES)))

@@ -18,14 +18,20 @@ def run(rank: int, ranks: int, port: str, results) -> None:
                    "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}  # fmt: skip
     torch.manual_seed(0)
     config = FNetConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=1, intermediate_size=16, hidden_dropout_prob=0.0
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        intermediate_size=16,
+        hidden_dropout_prob=0.0,
     )
     rows = [{"input_ids": torch.arange(8), "labels": torch.tensor(1)}] * 4
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
             directory, max_steps=1, per_device_train_batch_size=4 // ranks, logging_steps=1, save_strategy="no",
             use_cpu=True, report_to="none", disable_tqdm=True)  # fmt: skip
-        trainer = Trainer(model=FNetForSequenceClassification(config), args=arguments, train_dataset=rows)
+        trainer = Trainer(
+            model=FNetForSequenceClassification(config), args=arguments, train_dataset=rows
+        )
         trainer.train()
     if rank == 0:
         results.put([trainer.state.log_history[0][name] for name in ("loss", "grad_norm")])

@@ -13,11 +13,19 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 16,
+}
 
 
 def train(place, steps, **resumed):
-    arguments = TrainingArguments(place, max_steps=steps, save_steps=1, report_to=[], disable_tqdm=True, use_cpu=True)
+    arguments = TrainingArguments(
+        place, max_steps=steps, save_steps=1, report_to=[], disable_tqdm=True, use_cpu=True
+    )
     rows = [{"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([1, 2, 3])}] * 16
     Trainer(LlamaForCausalLM(LlamaConfig(**SIZES)), arguments, train_dataset=rows).train(**resumed)
 

@@ -21,18 +21,33 @@ class Saving(TrainerCallback):
 
 
 def rank(number: int, directory: str) -> None:
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    os.environ |= {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": "2",
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29622"}
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     whole = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes))
     whole.save_pretrained(f"{directory}/whole{number}")
     # Without a GPU accelerate refuses the mesh of tensor parallelism.
     PartialState(cpu=True)
     PartialState().distributed_type = DistributedType.MULTI_GPU
     config = DistributedConfig(tp_size=2)
-    model = LlamaForCausalLM.from_pretrained(f"{directory}/whole{number}", distributed_config=config)
-    rows = [{"input_ids": torch.tensor([row, 1, 2]), "labels": torch.tensor([row, 1, 2])} for row in range(8)]
+    model = LlamaForCausalLM.from_pretrained(
+        f"{directory}/whole{number}", distributed_config=config
+    )
+    rows = [
+        {"input_ids": torch.tensor([row, 1, 2]), "labels": torch.tensor([row, 1, 2])}
+        for row in range(8)
+    ]
     arguments = TrainingArguments(
         output_dir=directory,
         use_cpu=True,

@@ -18,7 +18,9 @@ deepspeed.init_distributed(dist_backend="gloo")
 
 model = torch.nn.Linear(8, 8)
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
-optimizer = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[1]
+optimizer = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+)[1]
 try:
     get_scheduler("polynomial", optimizer, num_warmup_steps=0, num_training_steps=20)
     print("GONE it is made")

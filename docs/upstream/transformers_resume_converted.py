@@ -28,4 +28,7 @@ with tempfile.TemporaryDirectory() as directory:
     resumed.train(resume_from_checkpoint=f"{directory}/checkpoint-2")
 name = "model.layers.0.mlp.experts.down_proj"
 off = (whole.model.get_parameter(name) - resumed.model.get_parameter(name)).abs().max().item()
-print("SEEN" if off > 1e-6 else "GONE", f"{name} is up to {off:.2g} off that of a training that never stopped")
+print(
+    "SEEN" if off > 1e-6 else "GONE",
+    f"{name} is up to {off:.2g} off that of a training that never stopped",
+)

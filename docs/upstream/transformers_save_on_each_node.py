@@ -36,5 +36,7 @@ if __name__ == "__main__":
             one.start()
         for one in nodes:
             one.join(100)
-        found = [sorted(path.name for path in Path(place, str(rank)).glob("*")) for rank in range(2)]
+        found = [
+            sorted(path.name for path in Path(place, str(rank)).glob("*")) for rank in range(2)
+        ]
     print("SEEN" if found[0] and not found[1] else "GONE", f"the nodes have {found}")

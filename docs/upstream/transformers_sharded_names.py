@@ -15,7 +15,10 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 
 def names(model) -> set[str]:
-    state = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in model.state_dict().items()}
+    state = {
+        name: getattr(value, "full_tensor", lambda v=value: v)()
+        for name, value in model.state_dict().items()
+    }
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory, state_dict=state)
         with safe_open(f"{directory}/model.safetensors", "pt") as file:
@@ -30,7 +33,9 @@ vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
           "patch_size": 14}  # fmt: skip
 model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
 expected = names(model)
-fully_shard(model.model.language_model.layers[0], mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+fully_shard(
+    model.model.language_model.layers[0], mesh=dist.device_mesh.init_device_mesh("cpu", (1,))
+)
 fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
 found = names(model)
 dist.destroy_process_group()

@@ -20,15 +20,28 @@ class Recording(Trainer):
 
 
 def rank(number: int) -> None:
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "4", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    os.environ |= {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": "4",
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29621"}
     # Without a GPU accelerate would run DDP instead.
     PartialState(cpu=True)
     PartialState().distributed_type = DistributedType.MULTI_GPU
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes))
-    rows = [{"input_ids": torch.tensor([row, 1, 2]), "labels": torch.tensor([row, 1, 2])} for row in range(8)]
+    rows = [
+        {"input_ids": torch.tensor([row, 1, 2]), "labels": torch.tensor([row, 1, 2])}
+        for row in range(8)
+    ]
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
@@ -51,7 +64,13 @@ def rank(number: int) -> None:
     torch.distributed.all_gather_object(fed, trainer.fed)
     meshes = {parameter.device_mesh.mesh_dim_names for parameter in trainer.model.parameters()}
     if number == 0:
-        print("SEEN" if not any("tp" in names for names in meshes) else "GONE", "meshes", meshes, "rows", fed)
+        print(
+            "SEEN" if not any("tp" in names for names in meshes) else "GONE",
+            "meshes",
+            meshes,
+            "rows",
+            fed,
+        )
     torch.distributed.destroy_process_group()
 
 

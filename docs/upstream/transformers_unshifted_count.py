@@ -13,7 +13,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 torch.manual_seed(0)
 model = GPT2LMHeadModel(
     GPT2Config(
-        vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=8, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+        vocab_size=32,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=8,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
     )
 )
 row = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
@@ -27,5 +34,6 @@ with tempfile.TemporaryDirectory() as directory:
     trainer.train()
 found = trainer.state.log_history[0]["loss"]
 print(
-    "SEEN" if abs(found - expected) > 0.01 else "GONE", f"Trainer's loss is {found:.4g}, the model's own {expected:.4g}"
+    "SEEN" if abs(found - expected) > 0.01 else "GONE",
+    f"Trainer's loss is {found:.4g}, the model's own {expected:.4g}",
 )

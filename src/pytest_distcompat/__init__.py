@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from pytest_distcompat.drivers import Driver
     from pytest_distcompat.engine import check_driver
     from pytest_distcompat.expect import fails, refuses
-    from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
+    from pytest_distcompat.failures import (
+        DistcompatError,
+        Incompatible,
+        LateFailure,
+        RunFailedError,
+        UsageProblem,
+    )
     from pytest_distcompat.status import Verdict
     from pytest_distcompat.suite import CompatSuite
     from pytest_distcompat.trace import Trace
@@ -49,7 +55,10 @@ _HOME = {
     **dict.fromkeys(("Cell", "Matrix"), "cell"),
     **dict.fromkeys(("CHECKS", "Check", "check"), "checks"),
     **dict.fromkeys(("fails", "refuses"), "expect"),
-    **dict.fromkeys(("DistcompatError", "Incompatible", "LateFailure", "RunFailedError", "UsageProblem"), "failures"),
+    **dict.fromkeys(
+        ("DistcompatError", "Incompatible", "LateFailure", "RunFailedError", "UsageProblem"),
+        "failures",
+    ),
     "CompatSuite": "suite",
     "Driver": "drivers",
     "check_driver": "engine",

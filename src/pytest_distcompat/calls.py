@@ -44,7 +44,9 @@ class Call:
             tree = None
         if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
             raise ValueError(f"{text!r} is no call; one reads like step(clip='no')")
-        arguments = [(str(keyword.arg), ast.literal_eval(keyword.value)) for keyword in tree.keywords]
+        arguments = [
+            (str(keyword.arg), ast.literal_eval(keyword.value)) for keyword in tree.keywords
+        ]
         return cls(tree.func.id, tuple(arguments))
 
 
@@ -111,7 +113,9 @@ def read_calls(text: str, calls: type) -> list[Call]:
     try:
         trees = ast.parse(f"[{text}]", mode="eval").body
     except SyntaxError:
-        raise ValueError(f"{text!r} is no list of calls; one reads like step(), step(clip='no')") from None
+        raise ValueError(
+            f"{text!r} is no list of calls; one reads like step(), step(clip='no')"
+        ) from None
     offers = offered(calls)
     elements = trees.elts if isinstance(trees, ast.List) else [trees]
     return [_as_offered(Call.parse(ast.unparse(tree)), calls, offers) for tree in elements]

@@ -102,16 +102,24 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("grad_accum", (1, 2, 4), "micro-batches an optimizer step"),
         Option(
-            "cpu_offload", (False, True), "keep optimizer state (and shards, where the strategy can) in host memory"
+            "cpu_offload",
+            (False, True),
+            "keep optimizer state (and shards, where the strategy can) in host memory",
         ),
-        Option("reshard_after_forward", (True, False), "free gathered parameters between forward and backward (FSDP)"),
+        Option(
+            "reshard_after_forward",
+            (True, False),
+            "free gathered parameters between forward and backward (FSDP)",
+        ),
         Option(
             "dp_replicate",
             (1, 2),
             "copies of the shards: hybrid sharding (HSDP), in groups of ranks that hold a copy each",
         ),
         Option(
-            "tp", (1, 2, 4), "ranks that hold the parts of each layer: tensor parallelism; the others are data parallel"
+            "tp",
+            (1, 2, 4),
+            "ranks that hold the parts of each layer: tensor parallelism; the others are data parallel",
         ),
         Option(
             "sp",
@@ -124,7 +132,11 @@ OPTIONS: dict[str, Option] = {
             "ranks that hold the parts of each sequence: context parallelism, DeepSpeed's `sequence_parallel_size`; they "
             "shard parameters as data parallel ranks do",
         ),
-        Option("ep", (1, 2, 4), "data parallel ranks that hold the experts of a model together: expert parallelism"),
+        Option(
+            "ep",
+            (1, 2, 4),
+            "data parallel ranks that hold the experts of a model together: expert parallelism",
+        ),
         Option(
             "pp",
             (1, 2, 4),
@@ -135,9 +147,19 @@ OPTIONS: dict[str, Option] = {
             ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"),
             "the order of micro-batches in a pipeline, by torch's name",
         ),
-        Option("use_orig_params", (True, False), "FSDP1: parameters keep their own tensors, or live in a flat one"),
-        Option("cpu_ram_efficient_loading", (False, True), "only rank 0 holds the weights before they are sharded"),
-        Option("meta_init", (False, True), "the model is made without memory and filled after sharding"),
+        Option(
+            "use_orig_params",
+            (True, False),
+            "FSDP1: parameters keep their own tensors, or live in a flat one",
+        ),
+        Option(
+            "cpu_ram_efficient_loading",
+            (False, True),
+            "only rank 0 holds the weights before they are sharded",
+        ),
+        Option(
+            "meta_init", (False, True), "the model is made without memory and filled after sharding"
+        ),
         Option(
             "wrap_policy",
             ("blocks", "size"),
@@ -188,7 +210,11 @@ OPTIONS: dict[str, Option] = {
             ("shared", "node"),
             "where they are: in a directory that all nodes share, or on each node in one of its own",
         ),
-        Option("conflict", (False, True), "the DeepSpeed JSON asks for another precision than the trainer"),
+        Option(
+            "conflict",
+            (False, True),
+            "the DeepSpeed JSON asks for another precision than the trainer",
+        ),
         Option(
             "set",
             ("",),
@@ -238,9 +264,17 @@ class Cell:
         """Raise UsageProblem unless the dimensions of the mesh divide the ranks, from the outermost to the innermost."""
         self._check_divides("pp", self.world_size, "ranks")
         ranks = self.world_size // self.pp
-        self._check_divides("tp", ranks, "ranks" if self.pp == 1 else "ranks, those of each stage of pp")
-        self._check_divides("cp", ranks // self.tp, "ranks" if self.tp == 1 else "ranks, those of each part of tp")
-        self._check_divides("ep", self.dp_size, "ranks" if self.dp_size == self.world_size else "data parallel ranks")
+        self._check_divides(
+            "tp", ranks, "ranks" if self.pp == 1 else "ranks, those of each stage of pp"
+        )
+        self._check_divides(
+            "cp", ranks // self.tp, "ranks" if self.tp == 1 else "ranks, those of each part of tp"
+        )
+        self._check_divides(
+            "ep",
+            self.dp_size,
+            "ranks" if self.dp_size == self.world_size else "data parallel ranks",
+        )
 
     def _check_divides(self, name: str, ranks: int, words: str) -> None:
         """Raise UsageProblem unless the value of the option divides so many ranks."""
@@ -262,14 +296,18 @@ class Cell:
         precision, _, rest = rest.partition("-")
         world, *tokens = rest.split("-")
         if not (strategy and precision and world.startswith("w") and world[1:].isdecimal()):
-            raise UsageProblem(f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_upcast-w2-compile'")
+            raise UsageProblem(
+                f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_upcast-w2-compile'"
+            )
         nodes = 1
         if tokens and re.fullmatch(r"n\d+", tokens[0]):
             nodes = int(tokens.pop(0)[1:])
         option_by_token = _options_by_token(tokens)
         for token in tokens:
             if token not in option_by_token:
-                raise UsageProblem(f"cell id {cell_id!r}: unknown part {token!r}. Known: {', '.join(option_by_token)}")
+                raise UsageProblem(
+                    f"cell id {cell_id!r}: unknown part {token!r}. Known: {', '.join(option_by_token)}"
+                )
         options = tuple(option_by_token[token] for token in tokens)
         return cls(strategy, precision, int(world[1:]), options, nodes)
 

@@ -228,7 +228,9 @@ def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
         sent[traffic] += round(_nbytes(info.total, info.dtype) * part_sent)
     rows: list[dict[str, Any]] = []
     for traffic in calls:
-        rows.append({**dataclasses.asdict(traffic), "calls": calls[traffic], "bytes": sent[traffic]})
+        rows.append(
+            {**dataclasses.asdict(traffic), "calls": calls[traffic], "bytes": sent[traffic]}
+        )
     return rows
 
 

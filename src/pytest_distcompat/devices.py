@@ -113,7 +113,9 @@ def _instances_of(nvml: Any, gpu: Any) -> list[MigInstance]:
             uuid = _text(nvml.nvmlDeviceGetUUID(instance))
             gpu_instance = nvml.nvmlDeviceGetGpuInstanceId(instance)
             compute_instance = nvml.nvmlDeviceGetComputeInstanceId(instance)
-            instances.append(MigInstance(gpu_uuid, uuid, f"MIG-{gpu_uuid}/{gpu_instance}/{compute_instance}"))
+            instances.append(
+                MigInstance(gpu_uuid, uuid, f"MIG-{gpu_uuid}/{gpu_instance}/{compute_instance}")
+            )
     return instances
 
 
@@ -127,7 +129,11 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
     processes = _query(ids, "nvmlDeviceGetComputeRunningProcesses")
     for uuid, info in _query(ids, "nvmlDeviceGetMemoryInfo").items():
         # Where NVML lists no processes, as in most containers, all memory counts.
-        others = [process.usedGpuMemory for process in processes.get(uuid, ()) if not _is_ours(process.pid)]
+        others = [
+            process.usedGpuMemory
+            for process in processes.get(uuid, ())
+            if not _is_ours(process.pid)
+        ]
         if None not in others:
             memory_by_id[uuid] = int(info.used) - sum(others)
     return memory_by_id
@@ -196,7 +202,9 @@ def _query_each_gpu(function: str) -> list[str]:
         answers = [""] * nvml.nvmlDeviceGetCount()
         for number in range(len(answers)):
             with contextlib.suppress(nvml.NVMLError):
-                answers[number] = _text(getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(number)))
+                answers[number] = _text(
+                    getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(number))
+                )
     return answers
 
 
@@ -220,7 +228,9 @@ def _nvml() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def names_visible(wanted: str | None, uuids: Sequence[str], instances: Sequence[MigInstance] = ()) -> list[str]:
+def names_visible(
+    wanted: str | None, uuids: Sequence[str], instances: Sequence[MigInstance] = ()
+) -> list[str]:
     """Return the UUIDs of the devices that a value of CUDA_VISIBLE_DEVICES shows, in its order; None: it is not set.
 
     Entries are indices, UUIDs or beginnings of one (``GPU-8932f937``), or MIG names; one that NVML does not list is
@@ -266,5 +276,7 @@ def _named_device(
         return named.pop() if len(named) == 1 else entry
     if not entry.startswith("GPU-"):
         return None
-    matching = [device for device, uuid in zip(devices, uuids, strict=True) if uuid.startswith(entry)]
+    matching = [
+        device for device, uuid in zip(devices, uuids, strict=True) if uuid.startswith(entry)
+    ]
     return matching[0] if len(matching) == 1 else None

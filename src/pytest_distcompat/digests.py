@@ -34,7 +34,9 @@ def combine(digests: Iterable[str]) -> str:
     for digest in digests:
         more, parts = read(digest)
         words += more
-        hashes = [(one + part) % prime for one, part, prime in zip(hashes, parts, PRIMES, strict=True)]
+        hashes = [
+            (one + part) % prime for one, part, prime in zip(hashes, parts, PRIMES, strict=True)
+        ]
     return form(words, (hashes[0], hashes[1]))
 
 
@@ -43,7 +45,10 @@ def concatenate(digests: Iterable[str]) -> str:
     start, shifted = 0, []
     for digest in digests:
         words, parts = read(digest)
-        moved = (part * pow(base, start, prime) % prime for part, base, prime in zip(parts, BASES, PRIMES, strict=True))
+        moved = (
+            part * pow(base, start, prime) % prime
+            for part, base, prime in zip(parts, BASES, PRIMES, strict=True)
+        )
         shifted.append(form(words, tuple(moved)))
         start += words
     return combine(shifted)

@@ -65,7 +65,9 @@ class Plan:
 
 
 def _missing(driver: Driver, action: str) -> str:
-    return f"{type(driver).__name__} has no {action}(); a driver needs {', '.join(REQUIRED_METHODS)}"
+    return (
+        f"{type(driver).__name__} has no {action}(); a driver needs {', '.join(REQUIRED_METHODS)}"
+    )
 
 
 def _makers(sources: Iterable[Source], setting: str, strategy: str) -> list[Source]:

@@ -91,7 +91,9 @@ def check_driver(
     device = choose_device(device, _most_ranks(reasons, driver_class))
     expectations = (*expect, *applying(shipped(), concerned(driver_class), device))
     verdicts: list[Verdict] = []
-    with local_runner(driver_class, chosen_cells, device=device, timeout=timeout, limits=limits, store=store) as runner:
+    with local_runner(
+        driver_class, chosen_cells, device=device, timeout=timeout, limits=limits, store=store
+    ) as runner:
         for cell in chosen_cells:
             unsupported = unsupported_reason(driver_class, cell, device)
             if unsupported:
@@ -137,12 +139,16 @@ def run_check(
     execution = check.execute(runner, driver, find_driver(driver), cell)
     if execution.may_pass:
         # The runs left out what is known to fail, so a pass does not show that it is fixed.
-        expectations = [dataclasses.replace(expectation, strict=False) for expectation in expectations]
+        expectations = [
+            dataclasses.replace(expectation, strict=False) for expectation in expectations
+        ]
     verdict = judge(check, cell, execution.trace, expectations)
     return dataclasses.replace(verdict, seed=execution.seed), execution.trace
 
 
-def not_applicable(check: Check, cell: Cell, driver: type[Driver], limits: Mapping[str, float]) -> str | None:
+def not_applicable(
+    check: Check, cell: Cell, driver: type[Driver], limits: Mapping[str, float]
+) -> str | None:
     """Return why a check has no verdict in a cell, given these limits of measured numbers; None if it has one."""
     if check.limit and check.limit not in limits:
         return f"no limit was given: --distcompat-{check.limit}"
@@ -167,7 +173,9 @@ def local_runner(
     cells = tuple(cells)
     for cell in cells:
         if cell.nodes > 1:
-            raise UsageProblem(f"cell {cell}: only pytest runs cells over several nodes (--distcompat-nodes)")
+            raise UsageProblem(
+                f"cell {cell}: only pytest runs cells over several nodes (--distcompat-nodes)"
+            )
     with contextlib.ExitStack() as stack:
         if store is None:
             store = stack.enter_context(temporary_directory())
@@ -176,7 +184,9 @@ def local_runner(
         warmth = Warmth(preload_of(driver, cells), path=import_path())
         launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, _print_notice)
         stack.callback(launcher.close)
-        yield Runner(store, launcher, device=device, timeout=timeout, notice=_print_notice, limits=limits)
+        yield Runner(
+            store, launcher, device=device, timeout=timeout, notice=_print_notice, limits=limits
+        )
 
 
 def choose_device(option: str, ranks: int) -> str:

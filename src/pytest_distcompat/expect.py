@@ -38,7 +38,9 @@ class Expectation:
     @property
     def ended(self) -> bool:
         """Tell whether its last day is over."""
-        return self.until != "" and time.strftime("%Y-%m-%d", time.gmtime(clock.wall())) > self.until
+        return (
+            self.until != "" and time.strftime("%Y-%m-%d", time.gmtime(clock.wall())) > self.until
+        )
 
     def covers(self, cell: Cell, check: str) -> bool:
         """Tell whether the expectation is about that check in that cell."""
@@ -65,7 +67,9 @@ class Expectation:
 
     def explains(self, finding: str) -> bool:
         """Tell whether one finding of several is the declared bug, or a consequence of it."""
-        return self.matches(finding) or (self.also != "" and re.search(self.also, finding) is not None)
+        return self.matches(finding) or (
+            self.also != "" and re.search(self.also, finding) is not None
+        )
 
     def __str__(self) -> str:
         facets = "".join(f", {name}={value!r}" for name, value in self.facets)
@@ -78,7 +82,13 @@ class Expectation:
 
 
 def fails(
-    check: str, *, reason: str, match: str = "", also: str = "", until: str = "", **facets: FacetValue
+    check: str,
+    *,
+    reason: str,
+    match: str = "",
+    also: str = "",
+    until: str = "",
+    **facets: FacetValue,
 ) -> Expectation:
     """Declare a known bug: the check fails in these cells; when it passes, that is an error ("FIXED?").
 
@@ -104,13 +114,23 @@ def fails(
 
 
 def may_fail(
-    check: str, *, reason: str, match: str = "", also: str = "", until: str = "", **facets: FacetValue
+    check: str,
+    *,
+    reason: str,
+    match: str = "",
+    also: str = "",
+    until: str = "",
+    **facets: FacetValue,
 ) -> Expectation:
     """Declare a known bug that occurs only sometimes, such as a number close to a tolerance. The check may pass."""
-    return replace(fails(check, reason=reason, match=match, also=also, until=until, **facets), strict=False)
+    return replace(
+        fails(check, reason=reason, match=match, also=also, until=until, **facets), strict=False
+    )
 
 
-def refuses(check: str = "*", *, match: str, reason: str = "", until: str = "", **facets: FacetValue) -> Expectation:
+def refuses(
+    check: str = "*", *, match: str, reason: str = "", until: str = "", **facets: FacetValue
+) -> Expectation:
     """Declare cells that are not supported: ``build`` raises an error whose message contains ``match``.
 
     An error after ``build`` is a LateFailure, no error at all is a failure.
@@ -130,7 +150,9 @@ def refuses(check: str = "*", *, match: str, reason: str = "", until: str = "", 
     return _expectation("refuses", check, facets, reason=reason, match=match, until=until)
 
 
-def may_refuse(check: str = "*", *, match: str, reason: str = "", until: str = "", **facets: FacetValue) -> Expectation:
+def may_refuse(
+    check: str = "*", *, match: str, reason: str = "", until: str = "", **facets: FacetValue
+) -> Expectation:
     """Declare cells that some machines do not support: they are refused with that message, or every check passes."""
     return replace(refuses(check, match=match, reason=reason, until=until, **facets), strict=False)
 
@@ -142,10 +164,14 @@ def _expectation(
         raise UsageProblem(f"{kind}({check!r}): until={until!r}; expected a day, as '2026-12-01'")
     for name, facet in facets.items():
         if name not in FACETS:
-            raise UsageProblem(f"{kind}({check!r}): no facet named {name!r}. Known: {', '.join(FACETS)}")
+            raise UsageProblem(
+                f"{kind}({check!r}): no facet named {name!r}. Known: {', '.join(FACETS)}"
+            )
         values = facet if isinstance(facet, tuple) else (facet,)
         if not all(isinstance(value, (str, int)) for value in values):
-            raise UsageProblem(f"{kind}({check!r}): {name} takes one value or a tuple of them, got {facet!r}")
+            raise UsageProblem(
+                f"{kind}({check!r}): {name} takes one value or a tuple of them, got {facet!r}"
+            )
         if name in _COUNTS and not all(_is_count(value) for value in values):
             expected = "a number, a lower bound as '>=2', or a tuple of them"
             raise UsageProblem(f"{kind}({check!r}): {name} takes {expected}, got {facet!r}")
@@ -154,13 +180,17 @@ def _expectation(
         wrong = [value for value in values if not OPTIONS[name].accepts(value)]
         if wrong:
             known = ", ".join(repr(value) for value in OPTIONS[name].values)
-            raise UsageProblem(f"{kind}({check!r}): {name} has no value {wrong[0]!r}. Known: {known}")
+            raise UsageProblem(
+                f"{kind}({check!r}): {name} has no value {wrong[0]!r}. Known: {known}"
+            )
     expression = _regular(f"{kind}({check!r}): match", match)
     return Expectation(kind, check, tuple(sorted(facets.items())), reason, expression, until=until)
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) or (isinstance(value, str) and _LOWER_BOUND.fullmatch(value) is not None)
+    return isinstance(value, int) or (
+        isinstance(value, str) and _LOWER_BOUND.fullmatch(value) is not None
+    )
 
 
 def _allows(wanted: OptionValue | int, number: int) -> bool:

@@ -49,7 +49,9 @@ def pytest_distcompat_substitute(session: DistcompatSession) -> Substitute | Non
 
 
 @pytest.hookspec(firstresult=True)
-def pytest_distcompat_over_nodes(session: DistcompatSession, launcher: Launcher, warmth: Warmth) -> Launcher | None:
+def pytest_distcompat_over_nodes(
+    session: DistcompatSession, launcher: Launcher, warmth: Warmth
+) -> Launcher | None:
     """Return a launcher for runs over several nodes; ``launcher`` has those of this node."""
 
 

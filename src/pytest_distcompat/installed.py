@@ -15,13 +15,20 @@ if TYPE_CHECKING:
 
 def version_of(package: str, path: list[str] | None = None) -> str | None:
     """Return the version that Python would import, from these directories if given; None if there is none."""
-    found = next(iter(importlib.metadata.distributions(name=package, path=sys.path if path is None else path)), None)
+    found = next(
+        iter(
+            importlib.metadata.distributions(name=package, path=sys.path if path is None else path)
+        ),
+        None,
+    )
     return None if found is None else found.version
 
 
 def fits(requirement: Requirement, version: str | None) -> bool:
     """Tell whether the version meets the requirement. Local builds (2.13.0+cpu) and nightlies count by their number."""
-    return version is not None and requirement.specifier.contains(version.partition("+")[0], prereleases=True)
+    return version is not None and requirement.specifier.contains(
+        version.partition("+")[0], prereleases=True
+    )
 
 
 #: The packages under test, and those that test them.
@@ -31,7 +38,10 @@ PACKAGES = ("pytest-distcompat", "torch", "accelerate", "transformers", "deepspe
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Return the versions of Python and of the installed packages, from metadata: none is imported."""
     installed = {name: version_of(name) for name in packages}
-    return {"python": platform.python_version(), **{name: version for name, version in installed.items() if version}}
+    return {
+        "python": platform.python_version(),
+        **{name: version for name, version in installed.items() if version},
+    }
 
 
 #: How to get a torch: by default pip brings one for CUDA, of some gigabytes.

@@ -35,7 +35,9 @@ def skipped(check: str, cell: Cell, reason: str) -> Verdict:
     return Verdict(check, cell.id, Status.SKIPPED, reason, reason)
 
 
-def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation] = ()) -> Verdict:
+def judge(
+    check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation] = ()
+) -> Verdict:
     """Return the verdict of a check in a cell. A crash or a hang is never a known failure.
 
     A failure that an expectation no longer excuses, since its last day is over, says so. A simulation never passes.
@@ -119,7 +121,11 @@ def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
     broken_off = _broken_off(check, trace)
     if broken_off is not None and _UNWRITTEN.search(broken_off.message):
         return None
-    facets: dict[str, Any] = {"strategy": cell.strategy, "precision": cell.precision, **dict(cell.options)}
+    facets: dict[str, Any] = {
+        "strategy": cell.strategy,
+        "precision": cell.precision,
+        **dict(cell.options),
+    }
     if broken_off is not None:
         findings = [_without_rank(broken_off) or broken_off.text]
     else:
@@ -128,7 +134,9 @@ def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
         expectation = refuses(match=_constant_part(findings[0]) or ".", **facets)
     else:
         patterns = dict.fromkeys(_constant_part(finding) for finding in findings)
-        expectation = fails(check.name, reason="a link to the issue", match="|".join(patterns), **facets)
+        expectation = fails(
+            check.name, reason="a link to the issue", match="|".join(patterns), **facets
+        )
     verdict = judge(check, cell, trace, [expectation])
     excuses = verdict.status in {Status.KNOWN, Status.REFUSED}
     if excuses and len(expectation.match) <= _LONGEST_MATCH:
@@ -179,7 +187,9 @@ def _mixed(check: Check, cell: Cell, trace: Trace) -> Iterator[str]:
     for setting in cell.set:
         meant.update(meant_to_fail(setting))
     for other in CHECKS.by_name.values():
-        comparable = not other.not_applicable(cell, driver) and other.runs(cell, driver) == check.runs(cell, driver)
+        comparable = not other.not_applicable(cell, driver) and other.runs(
+            cell, driver
+        ) == check.runs(cell, driver)
         if other.name in meant or not comparable or _broken_off(other, trace):
             continue
         # A claim that holds against neither is a finding of its own.
@@ -191,7 +201,9 @@ def _mixed(check: Check, cell: Cell, trace: Trace) -> Iterator[str]:
             )
 
 
-def _expected_refusal(covering: Iterable[Expectation], failure: RunFailure | None) -> Expectation | None:
+def _expected_refusal(
+    covering: Iterable[Expectation], failure: RunFailure | None
+) -> Expectation | None:
     """Return the declared refusal that matches the failure, else one that must occur, else None."""
     refusals = [expectation for expectation in covering if expectation.kind == "refuses"]
     for refusal in refusals:
@@ -215,10 +227,14 @@ def _refused_setting(end: RunFailure | None) -> list[Expectation]:
 
 def _refused(refusal: Expectation, end: RunFailure | None) -> bool:
     """Tell whether the run ended with the exception that the refusal declares."""
-    return end is not None and end.kind == "raised" and refusal.matches(f"{end.message}\n{end.text}")
+    return (
+        end is not None and end.kind == "raised" and refusal.matches(f"{end.message}\n{end.text}")
+    )
 
 
-def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: RunFailure | None) -> Verdict:
+def _refusal(
+    check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: RunFailure | None
+) -> Verdict:
     """Return the verdict where a refusal is declared, by how the run ended; ``end`` is None if it ran to the end."""
     declared = f"declared: {refusal}"
     status = Status.FAILED
@@ -260,10 +276,16 @@ def _without_rank(end: RunFailure) -> str:
     return end.message.partition(" raised ")[2]
 
 
-def _known(check: Check, cell: Cell, declared: list[Expectation], findings: list[str], *, complete: bool) -> Verdict:
+def _known(
+    check: Check, cell: Cell, declared: list[Expectation], findings: list[str], *, complete: bool
+) -> Verdict:
     """Return the verdict where bugs are declared. ``complete``: the run ended well, so ``findings`` are all there are."""
     occurred = _occurred(declared, findings)
-    missing = [expectation for expectation in declared if expectation.strict and expectation not in occurred]
+    missing = [
+        expectation
+        for expectation in declared
+        if expectation.strict and expectation not in occurred
+    ]
     fixed = f"fixed? Then remove {' and '.join(str(expectation) for expectation in missing)}"
     if not findings and not missing:
         return Verdict(check.name, cell.id, Status.PASSED)
@@ -283,7 +305,9 @@ def _known(check: Check, cell: Cell, declared: list[Expectation], findings: list
         text = f"fails as declared ({known}), and not as declared besides: {fixed}\n\n{message(findings)}"
         return Verdict(check.name, cell.id, Status.FIXED, text, missing[0].reason)
     reasons = tuple(dict.fromkeys(expectation.reason for expectation in occurred))
-    return Verdict(check.name, cell.id, Status.KNOWN, message(findings), "; and ".join(reasons), reasons)
+    return Verdict(
+        check.name, cell.id, Status.KNOWN, message(findings), "; and ".join(reasons), reasons
+    )
 
 
 def _occurred(declared: Iterable[Expectation], findings: list[str]) -> list[Expectation]:

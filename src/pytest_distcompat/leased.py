@@ -42,7 +42,9 @@ def rank_environment(lease: Lease, ranks: int) -> dict[str, str]:
 class LeasedLauncher:
     """Launcher that runs another one on leased devices; ``pool`` is called when the first run begins."""
 
-    def __init__(self, launcher: Launcher, pool: Callable[[], Pool], notice: Callable[[str], None]) -> None:
+    def __init__(
+        self, launcher: Launcher, pool: Callable[[], Pool], notice: Callable[[str], None]
+    ) -> None:
         self._launcher = launcher
         self._pool = pool
         self._notice = notice

@@ -25,7 +25,10 @@ def hint_of(error: BaseException | None, root: Path) -> str:
     on_path = {Path(entry or ".").resolve() for entry in sys.path}
     for layout in _LAYOUTS:
         directory = (root / layout).resolve()
-        found = next((path for path in (directory / f"{name}.py", directory / name) if _is_module(path)), None)
+        found = next(
+            (path for path in (directory / f"{name}.py", directory / name) if _is_module(path)),
+            None,
+        )
         if found is not None and directory not in on_path:
             return f"{found} is there, and pytest does not look in its directory: add pythonpath = {layout} to pytest's settings"
     return ""

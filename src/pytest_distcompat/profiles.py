@@ -103,7 +103,17 @@ ZOO_STRATEGIES = ("ddp", "fsdp2", "zero3")
 ZOO_CHECKS = ("active", "names", "resume", "parity", "gradients", "export")
 
 #: What the profile ``sweep`` runs of each setting: what one training shows. Rules add checks with runs of their own.
-SWEEP_CHECKS = ("active", "names", "units", "optimizer", "dtypes", "parity", "clipping", "gradients", "accumulation")
+SWEEP_CHECKS = (
+    "active",
+    "names",
+    "units",
+    "optimizer",
+    "dtypes",
+    "parity",
+    "clipping",
+    "gradients",
+    "accumulation",
+)
 
 _SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
 
@@ -196,7 +206,9 @@ class _Selection:
 
 
 def left_out(
-    profile: str, applicable: Mapping[Cell, Collection[str]], checks: Mapping[str, Check] = CHECKS.by_name
+    profile: str,
+    applicable: Mapping[Cell, Collection[str]],
+    checks: Mapping[str, Check] = CHECKS.by_name,
 ) -> dict[tuple[Cell, str], str]:
     """Return the checks that a profile leaves out, by (cell, check), each with the reason.
 
@@ -241,7 +253,10 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
         values = [facets[name] for name in sorted(depends_on)]
         earlier = first.setdefault((cell.strategy, cell.nodes, cell.set, *values), cell)
         if earlier != cell:
-            yield cell, f"the default profile runs it in {earlier}, which is alike in all that it depends on"
+            yield (
+                cell,
+                f"the default profile runs it in {earlier}, which is alike in all that it depends on",
+            )
 
 
 def _costly_of_slice(
@@ -313,7 +328,9 @@ def with_set(driver: type[Driver], cell: Cell, text: str, **options: OptionValue
 def _full(selection: _Selection) -> Iterator[Cell]:
     """Yield every option value by itself, every two axes of the mesh, then the suite's own cells."""
     choices = option_choices(selection.driver)
-    for pair, world_size, choice in itertools.product(selection.claimed, selection.world_sizes, choices):
+    for pair, world_size, choice in itertools.product(
+        selection.claimed, selection.world_sizes, choices
+    ):
         strategy, precision = pair
         yield cell_of(selection.driver, strategy, precision, world_size, choice)
     yield from _composed(selection)
@@ -329,7 +346,9 @@ def option_choices(driver: type[Driver], names: Iterable[str] = tuple(OPTIONS)) 
     return choices
 
 
-def cell_of(driver: type[Driver], strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
+def cell_of(
+    driver: type[Driver], strategy: str, precision: str, world_size: int, *choices: Choice
+) -> Cell:
     """Return a cell with these options, those that they need, and as many ranks as their mesh needs at least."""
     chosen = dict(choice for choice in choices if choice is not None)
     options = {**_needed_options(driver, chosen), **chosen}
@@ -343,7 +362,9 @@ def cell_of(driver: type[Driver], strategy: str, precision: str, world_size: int
     return Cell(strategy, precision, world_size, tuple(options.items()))
 
 
-def _needed_options(driver: type[Driver], chosen: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+def _needed_options(
+    driver: type[Driver], chosen: Mapping[str, OptionValue]
+) -> dict[str, OptionValue]:
     """Return the options that the driver needs beside the chosen ones.
 
     It declares them for an option (``sp``), for a value of one (``optimizer_muon``) and for several together (``tp+cp``).
@@ -407,7 +428,9 @@ def _smoke(selection: _Selection) -> Iterator[Cell]:
             yield cell
 
 
-def _first_supported(selection: _Selection, strategies: Iterable[str], precisions: Iterable[str]) -> Cell | None:
+def _first_supported(
+    selection: _Selection, strategies: Iterable[str], precisions: Iterable[str]
+) -> Cell | None:
     """Return the first cell of these strategies and precisions that the driver can run here; None if it can run none."""
     for strategy, precision in itertools.product(strategies, precisions):
         cell = Cell(strategy, precision, selection.world_size)
@@ -425,13 +448,17 @@ def _pairwise(selection: _Selection) -> Iterator[Cell]:
     try:
         from covertable import make
     except ImportError:
-        raise UsageProblem("the profile pairwise needs covertable: pip install 'pytest-distcompat[pairwise]'") from None
+        raise UsageProblem(
+            "the profile pairwise needs covertable: pip install 'pytest-distcompat[pairwise]'"
+        ) from None
 
     driver = selection.driver
     claimed = selection.claimed
     yield from selection.own
     model_choices = option_choices(driver, [name for name in OPTIONS if name in MODEL_OPTIONS])
-    training_choices = option_choices(driver, [name for name in OPTIONS if name not in MODEL_OPTIONS])
+    training_choices = option_choices(
+        driver, [name for name in OPTIONS if name not in MODEL_OPTIONS]
+    )
 
     @functools.cache
     def possible(strategy: str, precision: str, *choices: Choice) -> bool:

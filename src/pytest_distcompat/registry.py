@@ -33,7 +33,13 @@ class Registry(Generic[T]):
     """
 
     def __init__(
-        self, package: str, kind: type[T], item_name: str, *, has_modules: bool = True, group: str = ""
+        self,
+        package: str,
+        kind: type[T],
+        item_name: str,
+        *,
+        has_modules: bool = True,
+        group: str = "",
     ) -> None:
         self._package = package
         self._group = group or package
@@ -71,7 +77,9 @@ class Registry(Generic[T]):
         """Yield each item of the package, after the module that defines it."""
         for full_name in self._own_modules():
             module = importlib.import_module(full_name)
-            items = [value for value in vars(module).values() if self._belongs(value, module.__name__)]
+            items = [
+                value for value in vars(module).values() if self._belongs(value, module.__name__)
+            ]
             if not items:
                 raise TypeError(f"{module.__name__} holds no {self._kind.__name__}")
             for item in items:
@@ -102,7 +110,9 @@ class Registry(Generic[T]):
                 raise TypeError(f"{module} holds a second {self._item_name} named {_name(item)!r}")
         for where, item in self._added_items():
             if items.setdefault(_name(item), item) is not item:
-                raise UsageProblem(f"{where} holds a second {self._item_name} named {_name(item)!r}")
+                raise UsageProblem(
+                    f"{where} holds a second {self._item_name} named {_name(item)!r}"
+                )
         ordered = sorted(items, key=lambda name: (getattr(items[name], "order", 0), name))
         return {name: items[name] for name in ordered}
 

@@ -55,14 +55,19 @@ class SuitePayload:
             FileNotFoundError: What the run loads is not there.
         """
         save_to, load_from, export = (
-            own / Path(path).relative_to(directory.parent) for path in (self.save_to, self.load_from, self.export)
+            own / Path(path).relative_to(directory.parent)
+            for path in (self.save_to, self.load_from, self.export)
         )
         if self.run.after and not load_from.exists():
-            raise FileNotFoundError(f"the node was lost since run {self.run.after!r}, whose files were there")
+            raise FileNotFoundError(
+                f"the node was lost since run {self.run.after!r}, whose files were there"
+            )
         # An interrupted run may have left some.
         shutil.rmtree(own / directory.name, ignore_errors=True)
         save_to.mkdir(parents=True)
-        return dataclasses.replace(self, save_to=str(save_to), load_from=str(load_from), export=str(export))
+        return dataclasses.replace(
+            self, save_to=str(save_to), load_from=str(load_from), export=str(export)
+        )
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,19 @@ class Runner:
         wanted = {run.name: run for run in scenario.runs}
         for run in scenario.runs:
             earlier = runs.get(run.after)
-            if earlier is not None and earlier.end is not None and not _saved_everywhere(earlier, run):
+            if (
+                earlier is not None
+                and earlier.end is not None
+                and not _saved_everywhere(earlier, run)
+            ):
                 run_cell = run.cell(cell)
-                runs[run.name] = RunTrace(run.name, run_cell.world_size, (), end=earlier.end, cell=run_cell.id)
+                runs[run.name] = RunTrace(
+                    run.name, run_cell.world_size, (), end=earlier.end, cell=run_cell.id
+                )
             else:
-                runs[run.name], notes[run.name] = self._trace(driver, cell, run, wanted.get(run.after))
+                runs[run.name], notes[run.name] = self._trace(
+                    driver, cell, run, wanted.get(run.after)
+                )
         return Trace(driver, runs, notes, dict(self.limits or {}))
 
     def directories(self, driver: str, cell: Cell, scenario: Scenario) -> dict[Path, str]:
@@ -88,7 +96,9 @@ class Runner:
             # The operating system releases the lock if its holder dies; the next worker then runs the run again.
             with FileLock(f"{directory}.lock"):
                 stored = (directory / DONE).exists()
-                self._decoded[directory] = read_run(directory) if stored else self._run(driver, cell, run, after)
+                self._decoded[directory] = (
+                    read_run(directory) if stored else self._run(driver, cell, run, after)
+                )
             # The checks of a cell follow one another and read the same runs; runs of earlier cells are not needed again.
             for old in list(self._decoded)[:-DECODED_RUNS_KEPT]:
                 del self._decoded[old]
@@ -160,7 +170,10 @@ class Runner:
         text = f"{driver}-{run_cell.id}-{run.same_as or run.name}{ranks}{origin}{worker}"
         name = re.sub(r"[^\w.-]", "_", text)
         # A file name has 255 bytes, and a cell's id may be long.
-        return self.store / f"{name[:180]}-{hashlib.sha256(f'{text} {self.device}'.encode()).hexdigest()[:8]}"
+        return (
+            self.store
+            / f"{name[:180]}-{hashlib.sha256(f'{text} {self.device}'.encode()).hexdigest()[:8]}"
+        )
 
 
 def _on_each_node(cell: Cell, run: Run) -> bool:
@@ -223,4 +236,8 @@ def rank_reports(ending: Ending) -> list[dict[str, Any]]:
 def _rank_report(end: RankEnd) -> dict[str, Any]:
     fields = {name: getattr(end, name) for name in ("rank", "status", "message", "text", "output")}
     collectives = end.wait_state.history() if end.wait_state is not None else ""
-    return {**fields, "stack": without_launcher(end.stack) if end.stack else "", "collectives": collectives}
+    return {
+        **fields,
+        "stack": without_launcher(end.stack) if end.stack else "",
+        "collectives": collectives,
+    }

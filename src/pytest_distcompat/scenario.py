@@ -101,7 +101,9 @@ class Scenario:
         for run in self.runs:
             if run == REFERENCE_RUN:
                 runs.append(dataclasses.replace(REFERENCE_RUN, ignores=(second,)))
-                runs.append(dataclasses.replace(REFERENCE_RUN, name=OTHER_REFERENCE, ignores=(first,)))
+                runs.append(
+                    dataclasses.replace(REFERENCE_RUN, name=OTHER_REFERENCE, ignores=(first,))
+                )
             else:
                 runs.append(run)
         return dataclasses.replace(self, runs=tuple(runs))
@@ -142,7 +144,9 @@ TRAIN_RUN = Run(
 RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, after="train")
 
 #: A resumed run that saves, and one that resumes from that. The first goes on to the end of an epoch, the second over it.
-SECOND_RUN = Run("second", (*_BUILD, "load", *("step",) * 3, "save", *("step",) * 2), first_step=3, after="train")
+SECOND_RUN = Run(
+    "second", (*_BUILD, "load", *("step",) * 3, "save", *("step",) * 2), first_step=3, after="train"
+)
 THIRD_RUN = Run("third", (*_BUILD, "load", *("step",) * 4), first_step=6, after="second")
 
 #: The settings that the reference follows, of an object or a field: they change the training, and one process can be given them.
@@ -177,7 +181,16 @@ REFERENCE_RUN = Run(
     strategy="ddp",
     world_size=1,
     # With flat parameters a trainer may lose its groups.
-    only=("model", "grad_accum", "frozen", "lora", "param_groups", "use_orig_params", "optimizer", "set"),
+    only=(
+        "model",
+        "grad_accum",
+        "frozen",
+        "lora",
+        "param_groups",
+        "use_orig_params",
+        "optimizer",
+        "set",
+    ),
     follows=FOLLOWED,
 )
 
@@ -185,10 +198,19 @@ REFERENCE_RUN = Run(
 OTHER_REFERENCE = "other_reference"
 
 #: The reference under autocast: how far rounding alone moves a training, for a model that is not built in.
-ROUNDED_RUN = dataclasses.replace(REFERENCE_RUN, name="rounded", actions=("build_model", *("rounded",) * STEPS))
+ROUNDED_RUN = dataclasses.replace(
+    REFERENCE_RUN, name="rounded", actions=("build_model", *("rounded",) * STEPS)
+)
 
 #: Loads the export with the model's own library alone.
-RELOAD_RUN = Run("reload", ("reload", "evaluate"), after="train", strategy="ddp", world_size=1, only=("model", "lora"))
+RELOAD_RUN = Run(
+    "reload",
+    ("reload", "evaluate"),
+    after="train",
+    strategy="ddp",
+    world_size=1,
+    only=("model", "lora"),
+)
 
 #: A run directory whose name has spaces, separators, umlauts and words that trainers search paths for
 #: (https://github.com/huggingface/accelerate/pull/4119); REOPENED_RUN loads what is saved there.
@@ -197,17 +219,30 @@ NAMED_RUN = Run(
     (*_BUILD, "step", "save", "step", "files"),
     directory="a run/of pytorch_model_fsdp and optimizer/größe é",
 )
-REOPENED_RUN = Run("reopened", (*_BUILD, "load", "step"), first_step=1, after="named", directory=NAMED_RUN.directory)
+REOPENED_RUN = Run(
+    "reopened",
+    (*_BUILD, "load", "step"),
+    first_step=1,
+    after="named",
+    directory=NAMED_RUN.directory,
+)
 
 #: A file is where the checkpoint's directory should be. It is put there before ``build``, when some trainers look.
 BLOCKED_RUN = Run(
-    "blocked", ("build_model", "damage", "build", "step", "save", "step"), directory="blocked here", damage="block"
+    "blocked",
+    ("build_model", "damage", "build", "step", "save", "step"),
+    directory="blocked here",
+    damage="block",
 )
 
 #: A checkpoint with a truncated or removed file. It is corrupted before ``build``, after which all ranks are in step: none loads
 #: earlier.
 TRUNCATED_RUN = Run(
-    "truncated", ("build_model", "damage", "build", "load", "step"), first_step=3, after="train", damage="truncate"
+    "truncated",
+    ("build_model", "damage", "build", "load", "step"),
+    first_step=3,
+    after="train",
+    damage="truncate",
 )
 REMOVED_RUN = dataclasses.replace(TRUNCATED_RUN, name="removed", damage="remove")
 DAMAGED_RUNS = (TRUNCATED_RUN, REMOVED_RUN)
@@ -236,7 +271,9 @@ STAGES = Scenario(
     "stages",
     (
         dataclasses.replace(TRAIN_RUN, name="fp8_alone", strategy="fsdp2", same_as=TRAIN_RUN.name),
-        dataclasses.replace(TRAIN_RUN, name="zero_alone", precision="bf16_upcast", same_as=TRAIN_RUN.name),
+        dataclasses.replace(
+            TRAIN_RUN, name="zero_alone", precision="bf16_upcast", same_as=TRAIN_RUN.name
+        ),
         TRAIN_RUN,
     ),
 )
@@ -257,11 +294,20 @@ def reshard(cell: Cell, tp: int = 0) -> Scenario:
         up = dataclasses.replace(up, only=without(*MESH))
     else:
         up = dataclasses.replace(up, world_size=2 * world_size)
-    back = Run("back", (*_BUILD, "load", "step"), first_step=4, after="up", world_size=world_size, tp=tp)
+    back = Run(
+        "back", (*_BUILD, "load", "step"), first_step=4, after="up", world_size=world_size, tp=tp
+    )
     runs = [TRAIN_RUN, up, back]
     if world_size > 1:
         runs.append(
-            Run("one", (*_BUILD, "load", "step"), first_step=3, after="train", world_size=1, only=without(*MESH))
+            Run(
+                "one",
+                (*_BUILD, "load", "step"),
+                first_step=3,
+                after="train",
+                world_size=1,
+                only=without(*MESH),
+            )
         )
     return Scenario("reshard", tuple(runs))
 
@@ -279,11 +325,24 @@ def coverage(world_size: int, loaders: Collection[Loader]) -> Scenario:
 def port(strategy: str) -> Scenario:
     """Return runs that save under one strategy and load under another, without options that shape flat parameters."""
     options = without("use_orig_params", *MESH)
-    moved = Run("port", (*_BUILD, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=options)
+    moved = Run(
+        "port",
+        (*_BUILD, "load", "step", "step"),
+        first_step=3,
+        after="train",
+        strategy=strategy,
+        only=options,
+    )
     return Scenario("portable", (TRAIN_RUN, moved))
 
 
 def port_weights(strategy: str) -> Scenario:
     """Return runs that export under one strategy and train on under another, with a new optimizer."""
-    moved = Run("port", ("reload", "build", "step"), after="train", strategy=strategy, only=("model", "lora"))
+    moved = Run(
+        "port",
+        ("reload", "build", "step"),
+        after="train",
+        strategy=strategy,
+        only=("model", "lora"),
+    )
     return Scenario("portable", (TRAIN_RUN, moved))

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
         write_configuration,
     )
 
-__all__ = ["Parity", "RoundTrip", "ScriptRun", "launch", "parity", "resume_roundtrip", "write_configuration"]
+__all__ = [
+    "Parity",
+    "RoundTrip",
+    "ScriptRun",
+    "launch",
+    "parity",
+    "resume_roundtrip",
+    "write_configuration",
+]
 
 
 def __getattr__(name: str) -> Any:

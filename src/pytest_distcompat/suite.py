@@ -69,11 +69,28 @@ class TestTorch(CompatSuite):
                     {"model": "moe"},
                 ),
             ),
-            Matrix(("fsdp1",), ("fp32",), options=({"state_dict": "full"}, {"use_orig_params": False})),
-            Matrix(("fsdp1", "fsdp2"), ("fp32",), world_sizes=(4,), options=({"dp_replicate": 2, "model": "mlp"},)),
+            Matrix(
+                ("fsdp1",), ("fp32",), options=({"state_dict": "full"}, {"use_orig_params": False})
+            ),
+            Matrix(
+                ("fsdp1", "fsdp2"),
+                ("fp32",),
+                world_sizes=(4,),
+                options=({"dp_replicate": 2, "model": "mlp"},),
+            ),
             Matrix(("fsdp2",), ("fp32",), world_sizes=(4,), options=({"tp": 2},)),
-            Matrix(("fsdp2",), ("fp32",), world_sizes=(2,), options=({"pp": 2}, {"model": "dropout", "tp": 2})),
-            Matrix(("fsdp2",), ("fp32",), world_sizes=(2,), options=({"cp": 2}, {"model": "moe_fused", "ep": 2})),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                world_sizes=(2,),
+                options=({"pp": 2}, {"model": "dropout", "tp": 2}),
+            ),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                world_sizes=(2,),
+                options=({"cp": 2}, {"model": "moe_fused", "ep": 2}),
+            ),
             Matrix(("ddp",), ("fp32",), options=({"grad_accum": 2},)),
         ),
     )
@@ -91,7 +108,11 @@ class TestAccelerate(CompatSuite):
             Matrix(
                 ("fsdp2",),
                 ("bf16_upcast",),
-                options=({"model": "mlp"}, {"float32_norms": True}, {"reduce_dtype": "fp32", "model": "mlp"}),
+                options=(
+                    {"model": "mlp"},
+                    {"float32_norms": True},
+                    {"reduce_dtype": "fp32", "model": "mlp"},
+                ),
             ),
             Matrix(("fsdp1",), ("bf16_upcast",), options=({"model": "llama_tied"},)),
             Matrix(
@@ -112,18 +133,37 @@ class TestAccelerate(CompatSuite):
                     {"ignored_modules": True, "model": "mlp"},
                 ),
             ),
-            Matrix(("fsdp1",), ("fp32",), options=({"activation_checkpointing": True}, {"use_orig_params": False})),
-            Matrix(("fsdp2",), ("bf16_upcast",), world_sizes=(4,), options=({"dp_replicate": 2, "model": "mlp"},)),
+            Matrix(
+                ("fsdp1",),
+                ("fp32",),
+                options=({"activation_checkpointing": True}, {"use_orig_params": False}),
+            ),
+            Matrix(
+                ("fsdp2",),
+                ("bf16_upcast",),
+                world_sizes=(4,),
+                options=({"dp_replicate": 2, "model": "mlp"},),
+            ),
             Matrix(
                 ("ddp",),
                 ("fp32",),
-                options=({"grad_accum": 2}, {"compile": "aot_eager", "model": "mlp"}, {"model": "dropout"}),
+                options=(
+                    {"grad_accum": 2},
+                    {"compile": "aot_eager", "model": "mlp"},
+                    {"model": "dropout"},
+                ),
             ),
-            Matrix(("zero2",), ("fp32",), options=({"grad_accum": 2}, {"activation_checkpointing": True})),
+            Matrix(
+                ("zero2",),
+                ("fp32",),
+                options=({"grad_accum": 2}, {"activation_checkpointing": True}),
+            ),
             Matrix(("zero0",), ("bf16_upcast",), options=({"frozen": True},)),
             Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"cp": 2},)),
             Matrix(
-                ("zero3",), ("bf16_upcast",), options=({"cpu_offload": True}, {"conflict": True}, {"grad_accum": 2})
+                ("zero3",),
+                ("bf16_upcast",),
+                options=({"cpu_offload": True}, {"conflict": True}, {"grad_accum": 2}),
             ),
         ),
     )
@@ -138,7 +178,11 @@ class TestTrainer(CompatSuite):
         ("fp32", "bf16_upcast"),
         extra=(
             *map(Cell.parse, SLICE["trainer"]),
-            Matrix(("ddp",), ("fp32",), options=({"grad_accum": 2}, {"model": "dropout"}, {"packed": True})),
+            Matrix(
+                ("ddp",),
+                ("fp32",),
+                options=({"grad_accum": 2}, {"model": "dropout"}, {"packed": True}),
+            ),
             Matrix(
                 ("fsdp2",),
                 ("fp32",),
@@ -180,17 +224,32 @@ class TestDeepSpeed(CompatSuite):
             # An overflow stays on one rank where the optimizer is partitioned and the gradients are not.
             Matrix(("zero1",), ("fp16_mixed",)),
             Matrix(
-                ("zero3",), ("bf16_upcast",), options=({"model": "mlp"}, {"model": "llama_tied"}, {"cpu_offload": True})
+                ("zero3",),
+                ("bf16_upcast",),
+                options=({"model": "mlp"}, {"model": "llama_tied"}, {"cpu_offload": True}),
             ),
             Matrix(
                 ("zero2",),
                 ("fp32",),
-                options=({"compile": "aot_eager", "model": "mlp"}, {"lora": True}, {"grad_accum": 2, "model": "mlp"}),
+                options=(
+                    {"compile": "aot_eager", "model": "mlp"},
+                    {"lora": True},
+                    {"grad_accum": 2, "model": "mlp"},
+                ),
             ),
-            Matrix(("zero1",), ("bf16_upcast",), options=({"grad_accum_dtype": "fp32"}, {"reduce_dtype": "fp32"})),
+            Matrix(
+                ("zero1",),
+                ("bf16_upcast",),
+                options=({"grad_accum_dtype": "fp32"}, {"reduce_dtype": "fp32"}),
+            ),
             Matrix(("zero0",), ("bf16_upcast",), options=({"frozen": True}, {"grad_accum": 2})),
             Matrix(("zero1",), ("fp32",), world_sizes=(4,), options=({"tp": 2},)),
             Matrix(("zero2",), ("fp32",), world_sizes=(4,), options=({"cp": 2},)),
-            Matrix(("zero2",), ("fp32",), world_sizes=(2,), options=({"model": "moe_deepspeed", "ep": 2},)),
+            Matrix(
+                ("zero2",),
+                ("fp32",),
+                world_sizes=(2,),
+                options=({"model": "moe_deepspeed", "ep": 2},),
+            ),
         ),
     )

@@ -632,7 +632,9 @@ class RunTrace:
         return snapshots[0] if snapshots else None
 
 
-def shard_groups(holders: Mapping[int, tuple[int, ...]], world_size: int = 0) -> tuple[tuple[int, ...], ...]:
+def shard_groups(
+    holders: Mapping[int, tuple[int, ...]], world_size: int = 0
+) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each copy, from the ``holders`` that each rank reports; those of one process group without reports.
 
     A rank that reports nothing, or itself alone because it holds no element, is in the group of its peers.
@@ -648,7 +650,9 @@ def shard_groups(holders: Mapping[int, tuple[int, ...]], world_size: int = 0) ->
     return tuple(sorted(groups))
 
 
-def held_indices(shape: Iterable[int], cuts: Iterable[tuple[int, int, int, int]]) -> list[Sequence[int]]:
+def held_indices(
+    shape: Iterable[int], cuts: Iterable[tuple[int, int, int, int]]
+) -> list[Sequence[int]]:
     """Return which indices of each dimension of a whole tensor a rank holds, ascending.
 
     Args:

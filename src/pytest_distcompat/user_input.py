@@ -11,13 +11,17 @@ LARGEST_COUNT = 1_000_000
 #: The largest number of a TCP port.
 LARGEST_PORT = 65_535
 #: A host without colons, or an IPv6 address in brackets, and perhaps a port (RFC 3986, section 3.2).
-_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>[^\s:\[\]]+))(?::(?P<port>[0-9]{1,5}))?")
+_ADDRESS = re.compile(
+    r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>[^\s:\[\]]+))(?::(?P<port>[0-9]{1,5}))?"
+)
 
 
 def check_count(name: str, value: object) -> None:
     """Raise UsageProblem unless the value is a number of ranks or nodes."""
     if type(value) is not int or not 1 <= value <= LARGEST_COUNT:
-        raise UsageProblem(f"{name} is {value!r}; expected a whole number from 1 to {LARGEST_COUNT}")
+        raise UsageProblem(
+            f"{name} is {value!r}; expected a whole number from 1 to {LARGEST_COUNT}"
+        )
 
 
 def write_address(host: str, port: int) -> str:
@@ -33,7 +37,9 @@ def read_address(text: str) -> tuple[str, int | None]:
     """
     match = _ADDRESS.fullmatch(text)
     if match is None:
-        raise UsageProblem(f"{text!r} is not right: expected HOST or HOST:PORT, with an IPv6 address in brackets")
+        raise UsageProblem(
+            f"{text!r} is not right: expected HOST or HOST:PORT, with an IPv6 address in brackets"
+        )
     host = match["ipv6"] or match["host"]
     if match["port"] is None:
         return host, None

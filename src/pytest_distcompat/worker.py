@@ -64,12 +64,16 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         _init_gloo(world)
     cell = suite_payload.driver_cell
     os.environ.update(cell.settings("env"))
-    recorded_rank = RecordedRank(suite_payload.driver, suite_payload.asking_cell, log.path.parent, log.rank)
+    recorded_rank = RecordedRank(
+        suite_payload.driver, suite_payload.asking_cell, log.path.parent, log.rank
+    )
     with recording(suite_payload.recorders, recorded_rank) as recorders:
         driver = find_driver(suite_payload.driver)(cell, world)
         if log.by_hand:
             suite_payload.paths.clear(
-                suite_payload.run, log.path.parent, first=world.first(per_node=suite_payload.per_node)
+                suite_payload.run,
+                log.path.parent,
+                first=world.first(per_node=suite_payload.per_node),
             )
         rank = Rank(driver, suite_payload.run, suite_payload.paths, Observer(), log)
         rank.recorders = recorders
@@ -87,7 +91,9 @@ def _capture_log(level: str, log: RankLog) -> None:
     if not log.by_hand:
         path = log_file(log.path.parent, log.rank)
         handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace", delay=True)
-        handler.setFormatter(logging.Formatter("%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s"))
+        handler.setFormatter(
+            logging.Formatter("%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s")
+        )
         handler.setLevel(logging.getLogger().level if level else logging.WARNING)
         logging.lastResort = handler
 
@@ -111,7 +117,9 @@ class Rank:
     #: What extensions record here.
     recorders: Sequence[Recorder] = ()
 
-    def __init__(self, driver: Driver, run: Run, run_paths: RunPaths, observer: Observer, log: RankLog) -> None:
+    def __init__(
+        self, driver: Driver, run: Run, run_paths: RunPaths, observer: Observer, log: RankLog
+    ) -> None:
         self.driver = driver
         self.run = run
         self.run_paths = run_paths
@@ -163,7 +171,9 @@ class Rank:
     def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
         """Log what was seen after the action, which took so many seconds, and begin the next one."""
         action = self.run.actions[self.index]
-        snapshot = Snapshot(self.driver.world.rank, self.run.name, action, self.index, seconds=seconds, **infos)
+        snapshot = Snapshot(
+            self.driver.world.rank, self.run.name, action, self.index, seconds=seconds, **infos
+        )
         self.log.write(SnapshotTaken(action, self.index, encode(snapshot)))
         self._begin()
 
@@ -199,7 +209,9 @@ class Rank:
             self.observer.record_operators(on=self._observes_operators)
             self.driver.train(unwrapped, plan, self._record_action)  # type: ignore[arg-type]  # a plan without build needs no model
         if self.index < self.end:
-            raise RuntimeError(f"the driver's train() came back before {self.run.actions[self.index]!r} was seen")
+            raise RuntimeError(
+                f"the driver's train() came back before {self.run.actions[self.index]!r} was seen"
+            )
 
     @property
     def _observes_operators(self) -> bool:
@@ -209,7 +221,10 @@ class Rank:
             return False
         steps = sum(action in STEP_ACTIONS for action in self.run.actions)
         # The accumulation check counts collectives in every step; all others read one step.
-        return self.number == min(OBSERVED_STEP, steps) - 1 or self.driver.cell.option("grad_accum") != 1
+        return (
+            self.number == min(OBSERVED_STEP, steps) - 1
+            or self.driver.cell.option("grad_accum") != 1
+        )
 
     def _record_action(self, action: str, loss: Any = None) -> None:
         """Record an action that ``Driver.train`` reports as done, with the loss, or with what a call returned."""
@@ -217,7 +232,9 @@ class Rank:
         seconds = clock.now() - self.began
         if action != self._next_in_plan:
             state = (
-                f"the next action of the plan is {self._next_in_plan!r}" if self._next_in_plan else "the plan is done"
+                f"the next action of the plan is {self._next_in_plan!r}"
+                if self._next_in_plan
+                else "the plan is done"
             )
             raise RuntimeError(f"the driver's train() reported {action!r}; {state}")
         if action == "build":
@@ -308,7 +325,9 @@ class Rank:
             driver.scheduler = driver.make_scheduler(driver.optimizer)
             driver.caller = Calls(driver, self.run_paths.save_to, range(self.run_paths.ranks))
         with self.observer.watching():
-            result = driver.caller.perform(self.run.actions[self.index].removeprefix(REFERENCE_CALL))
+            result = driver.caller.perform(
+                self.run.actions[self.index].removeprefix(REFERENCE_CALL)
+            )
             if result is None:
                 result = driver.caller.outputs()
         return self._snapshot(whole=True) | self._called(result)
@@ -320,7 +339,9 @@ class Rank:
         if not self.driver.world.rank and not self.driver.cell.option("lora"):
             written_names = tuple(self.driver.written_names(self.unwrapped))
             if written_names:
-                infos["unwrapped"] = dataclasses.replace(infos["unwrapped"], written_names=written_names)
+                infos["unwrapped"] = dataclasses.replace(
+                    infos["unwrapped"], written_names=written_names
+                )
         return infos
 
     def _reload(self) -> dict[str, Any]:
@@ -344,7 +365,9 @@ class Rank:
 
         driver = self.driver
         compute = PRECISIONS.get(driver.cell.precision).compute
-        unwrapped = read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options, compute)
+        unwrapped = read_unwrapped(
+            model, driver.blocks, driver.ignored_modules, driver.options, compute
+        )
         infos: dict[str, Any] = {
             "unwrapped": dataclasses.replace(unwrapped, mean=driver.mean),
             # Before the trainer is built: what it changes shows against it.
@@ -414,7 +437,9 @@ class Rank:
             **self.observer.infos(),
         }
         if driver.optimizer is None:
-            raise RuntimeError("reference() is to set self.optimizer to the optimizer that it steps, as train() does")
+            raise RuntimeError(
+                "reference() is to set self.optimizer to the optimizer that it steps, as train() does"
+            )
         return infos | {"optimizer": read_optimizer(model, driver.optimizer, whole=whole)}
 
     def _rounded(self) -> dict[str, Any]:
@@ -448,7 +473,9 @@ class Rank:
         starts = [(epoch, batch // 2) for epoch, batch in RESUME_AT if batch]
         return self._loaded(moved, starts, self.run_paths.load_from)
 
-    def _loaded(self, names: Iterable[str], starts: Sequence[tuple[int, int]], directory: Path) -> dict[str, Any]:
+    def _loaded(
+        self, names: Iterable[str], starts: Sequence[tuple[int, int]], directory: Path
+    ) -> dict[str, Any]:
         """Return the rows that loaders give from each of these epochs and batches on."""
         rows = []
         for name in names:
@@ -467,7 +494,9 @@ class Rank:
     def _metrics(self) -> dict[str, Any]:
         if not self.driver.can("metrics"):
             return {}
-        return {"metrics": {name: float(value) for name, value in self.driver.metrics(ROWS).items()}}
+        return {
+            "metrics": {name: float(value) for name, value in self.driver.metrics(ROWS).items()}
+        }
 
     def _snapshot(self, *, whole: bool) -> dict[str, Any]:
         from pytest_distcompat.probe.snapshot import read_snapshot_fields
@@ -485,7 +514,9 @@ class Rank:
             scheduler=driver.scheduler,
             scaler=driver.scaler,
             # The reference of calls has no trainer.
-            trainer_world_size=None if type(driver.caller) is Calls else driver.trainer_world_size(),
+            trainer_world_size=None
+            if type(driver.caller) is Calls
+            else driver.trainer_world_size(),
             whole=whole,
             without_gradient=self.observer.without_gradient(),
             pp_group=driver.pp_group,
@@ -503,7 +534,9 @@ def move_to_device(model: Any, device: str) -> None:
         return
     target = torch.device(device)
     tensors = [*model.parameters(), *model.buffers()]
-    elsewhere = [tensor for tensor in tensors if tensor.device not in {target, torch.device("meta")}]
+    elsewhere = [
+        tensor for tensor in tensors if tensor.device not in {target, torch.device("meta")}
+    ]
     if not elsewhere:
         # Models that place their tensors themselves may refuse a call of ``to``.
         return

@@ -1,13 +1,24 @@
 """Registry of checks: each is a claim, as a pure function of (cell, trace) that yields findings."""
 
-from pytest_distcompat.checks._base import REDUCTIONS, Check, Execution, and_others, check, message, named_ranks, pairs
+from pytest_distcompat.checks._base import (
+    REDUCTIONS,
+    Check,
+    Execution,
+    and_others,
+    check,
+    message,
+    named_ranks,
+    pairs,
+)
 from pytest_distcompat.checks._values import Names
 from pytest_distcompat.checks._values import values as held_values
 from pytest_distcompat.registry import Registry
 
 CHECKS: Registry[Check] = Registry(__name__, Check, "check")
 #: Checks of extensions that run only in the cells that the extension adds.
-ADDED_CHECKS: Registry[Check] = Registry("pytest_distcompat.added_checks", Check, "check", has_modules=False)
+ADDED_CHECKS: Registry[Check] = Registry(
+    "pytest_distcompat.added_checks", Check, "check", has_modules=False
+)
 
 __all__ = [
     "ADDED_CHECKS",

@@ -38,16 +38,39 @@ REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter
 #: Options that change what a checkpoint holds, or how.
 CHECKPOINT_OPTIONS = frozenset(
     {
-        *("model", "state_dict", "use_orig_params", "cpu_offload", "param_groups", "frozen", "lora", "save_only_model"),
+        *(
+            "model",
+            "state_dict",
+            "use_orig_params",
+            "cpu_offload",
+            "param_groups",
+            "frozen",
+            "lora",
+            "save_only_model",
+        ),
         *("float32_norms", "optimizer", "checkpoints", *MESH),
     }
 )
 
 #: What a load restores depends on, and an export.
 RESUMED = CHECKPOINT_OPTIONS | {
-    *("precision", "world_size", "compile", "grad_accum", "grad_accum_dtype", "async_save", "ignored_modules")
+    *(
+        "precision",
+        "world_size",
+        "compile",
+        "grad_accum",
+        "grad_accum_dtype",
+        "async_save",
+        "ignored_modules",
+    )
 }
-EXPORTED = CHECKPOINT_OPTIONS | {"precision", "world_size", "compile", "activation_checkpointing", "grad_accum_dtype"}
+EXPORTED = CHECKPOINT_OPTIONS | {
+    "precision",
+    "world_size",
+    "compile",
+    "activation_checkpointing",
+    "grad_accum_dtype",
+}
 #: How far the runs of scenario RESUME must have come: two steps after the save, and after the load.
 UNTIL_RESUMED = (("train", "step", 4), ("resume", "step", 1))
 #: What the parts of a checkpoint depend on, which another number of ranks or another strategy must find by name.
@@ -141,7 +164,9 @@ class Check:
         if not other_findings:
             return []
         for finding in other_findings:
-            findings.append(f"against the other of two settings that contradict each other: {finding}")
+            findings.append(
+                f"against the other of two settings that contradict each other: {finding}"
+            )
         return findings
 
     def agrees_with(self, cell: Cell, trace: Trace) -> list[int]:
@@ -226,7 +251,9 @@ def message(findings: list[str]) -> str:
     return "\n".join(lines)
 
 
-def pairs(before: tuple[Snapshot, ...], after: tuple[Snapshot, ...]) -> Iterator[tuple[Snapshot, Snapshot]]:
+def pairs(
+    before: tuple[Snapshot, ...], after: tuple[Snapshot, ...]
+) -> Iterator[tuple[Snapshot, Snapshot]]:
     """Yield the two snapshots of each rank that reported both."""
     before_by_rank = {snapshot.rank: snapshot for snapshot in before}
     for snapshot in after:

@@ -77,7 +77,10 @@ def renamed(keys: Collection[str], known: Collection[str]) -> list[Renamed]:
     candidates_that_lack = _candidates_by_shortened_name(known)
     names_by_part: dict[Part, dict[str, str]] = defaultdict(dict)
     for key in sorted(keys):
-        for candidate in (*_candidates_without_extra(key, known), *candidates_that_lack.get(key, ())):
+        for candidate in (
+            *_candidates_without_extra(key, known),
+            *candidates_that_lack.get(key, ()),
+        ):
             names_by_part[candidate.part][key] = candidate.name
     # A key that could be in two groups belongs to the larger one.
     largest_first = sorted(names_by_part.items(), key=lambda item: len(item[1]), reverse=True)
@@ -114,7 +117,9 @@ def _candidates_by_shortened_name(known: Collection[str]) -> dict[str, list[_Can
         segments = name.split(".")
         for count in range(1, len(segments)):
             shortened = ".".join(segments[count:])
-            without_prefix[shortened].append(_Candidate(_prefix(segments[:count], extra=False), name))
+            without_prefix[shortened].append(
+                _Candidate(_prefix(segments[:count], extra=False), name)
+            )
         for segment in dict.fromkeys(segments[1:-1]):
             shortened = _without(segments, segment)
             without_segment[shortened].append(_Candidate(_segment(segment, extra=False), name))

@@ -177,7 +177,9 @@ def _held_tensors(snapshot: Snapshot, names: Names) -> Iterator[_HeldTensor]:
             yield _HeldTensor("step", "partitions", rank, state, state.numel)
 
 
-def _copies(parts: Sequence[_HeldTensor], parameter_parts: Sequence[_HeldTensor]) -> tuple[Ranks, ...]:
+def _copies(
+    parts: Sequence[_HeldTensor], parameter_parts: Sequence[_HeldTensor]
+) -> tuple[Ranks, ...]:
     """Return the ranks of each copy of a tensor: its shard groups.
 
     Args:
@@ -185,7 +187,9 @@ def _copies(parts: Sequence[_HeldTensor], parameter_parts: Sequence[_HeldTensor]
         parameter_parts: What they hold of the parameter that the tensor belongs to.
     """
     groups = shard_groups({part.rank: part.info.layout.holders for part in parts})
-    parameter_groups = shard_groups({part.rank: part.info.layout.holders for part in parameter_parts})
+    parameter_groups = shard_groups(
+        {part.rank: part.info.layout.holders for part in parameter_parts}
+    )
     for group in groups:
         if len(group) > 1 and group in parameter_groups:
             # Each copy of the parameter has this state, or should have it.
@@ -201,7 +205,9 @@ class _WholeTensor:
     problem: str = ""
 
 
-def _put_together(parts: Sequence[_HeldTensor], ranks: Ranks, numel: int | None, world_size: int) -> _WholeTensor:
+def _put_together(
+    parts: Sequence[_HeldTensor], ranks: Ranks, numel: int | None, world_size: int
+) -> _WholeTensor:
     """Return the tensor that these ranks hold together.
 
     Args:
@@ -263,7 +269,9 @@ def by_stage(
         stage_names: set[str] = set()
         for snapshot in run.at("build"):
             if stage_of_rank.get(snapshot.rank) == stage:
-                stage_names.update(names(info.name) for info in (*snapshot.parameters, *snapshot.buffers))
+                stage_names.update(
+                    names(info.name) for info in (*snapshot.parameters, *snapshot.buffers)
+                )
         stage_snapshots = []
         for snapshot in snapshots:
             if stage_of_rank.get(snapshot.rank) == stage:
@@ -285,7 +293,9 @@ def _part_of_model(unwrapped: UnwrappedInfo, names: Names, stage_names: set[str]
     for block in unwrapped.blocks:
         if any(name.startswith(f"{block}.") for name in stage_names):
             blocks.append(block)
-    return replace(unwrapped, parameters=tuple(parameters), buffers=tuple(buffers), blocks=tuple(blocks))
+    return replace(
+        unwrapped, parameters=tuple(parameters), buffers=tuple(buffers), blocks=tuple(blocks)
+    )
 
 
 def across_stages(run: RunTrace, groups: Iterable[Ranks]) -> tuple[Ranks, ...]:
@@ -349,7 +359,9 @@ def held_states(snapshot: Snapshot) -> Iterator[StateInfo]:
     is_empty_by_owner: dict[str, bool] = {}
     for state in snapshot.states:
         if state.key != "step":
-            is_empty_by_owner[state.owner] = is_empty_by_owner.get(state.owner, True) and not state.numel
+            is_empty_by_owner[state.owner] = (
+                is_empty_by_owner.get(state.owner, True) and not state.numel
+            )
     for state in snapshot.states:
         if not is_empty_by_owner.get(state.owner):
             yield state
@@ -498,14 +510,22 @@ class GroupNumber:
 
 
 def unlike(
-    groups_before: Sequence[Mapping[str, float]], groups_after: Sequence[Mapping[str, float]], tolerance: float = 0.0
+    groups_before: Sequence[Mapping[str, float]],
+    groups_after: Sequence[Mapping[str, float]],
+    tolerance: float = 0.0,
 ) -> Iterator[GroupNumber]:
     """Yield the numbers of param groups that differ by more than the relative tolerance."""
-    for group, (numbers_before, numbers_after) in enumerate(zip(groups_before, groups_after, strict=False)):
+    for group, (numbers_before, numbers_after) in enumerate(
+        zip(groups_before, groups_after, strict=False)
+    ):
         for key in sorted(set(numbers_before) | set(numbers_after)):
             before = numbers_before.get(key)
             after = numbers_after.get(key)
-            if before is None or after is None or not math.isclose(before, after, rel_tol=tolerance):
+            if (
+                before is None
+                or after is None
+                or not math.isclose(before, after, rel_tol=tolerance)
+            ):
                 yield GroupNumber(group, key, before, after)
 
 
@@ -627,7 +647,9 @@ def _exported_sizes(train: RunTrace, reloaded: UnwrappedInfo) -> dict[str, int]:
             dtype_in_file.update(file.dtypes)
     sizes: dict[str, int] = {}
     for info in reloaded.parameters:
-        dtype = dtype_in_file.get(info.name) or dtype_in_file.get(adapter_name(info.name)) or info.dtype
+        dtype = (
+            dtype_in_file.get(info.name) or dtype_in_file.get(adapter_name(info.name)) or info.dtype
+        )
         sizes[info.name] = BYTES.get(dtype, 4)
     return sizes
 

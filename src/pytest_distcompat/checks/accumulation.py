@@ -13,7 +13,9 @@ from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Snapshot, Trace
 
 #: The same training with one micro-batch a step; it is the run of the cell without the option.
-SINGLE_RUN = dataclasses.replace(TRAIN_RUN, name="single", only=without("grad_accum"), same_as=TRAIN_RUN.name)
+SINGLE_RUN = dataclasses.replace(
+    TRAIN_RUN, name="single", only=without("grad_accum"), same_as=TRAIN_RUN.name
+)
 _BOTH = Scenario("accumulation", (TRAIN_RUN, SINGLE_RUN))
 #: The first steps, which cannot be the end of an epoch, where a step may have fewer micro-batches.
 FULL_STEPS = 3
@@ -62,7 +64,9 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
                 yield f"step {nth + 1}: rank {snapshot.rank}: {finding}"
 
 
-def _other_inputs(snapshot: Snapshot, once: Snapshot, micro_batches: int, *, is_full: bool) -> Iterator[str]:
+def _other_inputs(
+    snapshot: Snapshot, once: Snapshot, micro_batches: int, *, is_full: bool
+) -> Iterator[str]:
     """Yield findings if a step was not fed each of its micro-batches once.
 
     Args:
@@ -90,7 +94,9 @@ def _other_optimizer_steps(snapshot: Snapshot, once: Snapshot) -> Iterator[str]:
         yield f"the optimizer stepped {len(snapshot.steps)} times; {len(once.steps)} with one micro-batch"
 
 
-def _other_reductions(cell: Cell, snapshot: Snapshot, once: Snapshot, micro_batches: int) -> Iterator[str]:
+def _other_reductions(
+    cell: Cell, snapshot: Snapshot, once: Snapshot, micro_batches: int
+) -> Iterator[str]:
     """Yield a finding if not as many elements of gradients were reduced as with one micro-batch, or so many for each."""
     expected = _reduced_elements(cell, once)
     reduced = _reduced_elements(cell, snapshot)

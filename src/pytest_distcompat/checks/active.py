@@ -8,7 +8,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, named_ranks, requested, with_rank
+from pytest_distcompat.checks._base import (
+    check,
+    every_rank,
+    gradient_reductions,
+    named_ranks,
+    requested,
+    with_rank,
+)
 from pytest_distcompat.checks._values import (
     Names,
     by_stage,
@@ -67,7 +74,9 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     differing_replicas = list(_differing_replicas(run, trained, "three steps"))
     if not differing_replicas:
         # Also after all steps: a rank may skip one, or leave DDP, at any time.
-        differing_replicas = list(_differing_replicas(run, run.at("step", STEPS - 1), f"{STEPS} steps"))
+        differing_replicas = list(
+            _differing_replicas(run, run.at("step", STEPS - 1), f"{STEPS} steps")
+        )
     yield from differing_replicas
 
 
@@ -134,7 +143,9 @@ def _wrapping(cell: Cell, run: RunTrace, model: ModelInfo) -> Iterator[str]:
         if info.kind in kinds or is_ignored(info.name):
             continue
         others.append(info)
-    of_another_kind = f"{len(others)} of {len(model.parameters)} parameters are not of kind {strategy.kind}"
+    of_another_kind = (
+        f"{len(others)} of {len(model.parameters)} parameters are not of kind {strategy.kind}"
+    )
     if others:
         yield f"{of_another_kind}, {others[0].name!r} is a {others[0].kind}"
     elif not model.parameters and not model.pp_ranks:
@@ -160,7 +171,9 @@ class _ModelDim:
 _MODEL_DIMS = (_ModelDim("tp", "layers", "tensor"), _ModelDim("ep", "experts", "expert"))
 
 
-def _model_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
+def _model_parallel(
+    cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot
+) -> Iterator[str]:
     """Yield findings unless layers are cut along ``tp``, and experts along ``ep``, in as many parts as were asked for."""
     for model_dim in _MODEL_DIMS:
         if not requested(cell, unwrapped, model_dim.name):
@@ -228,7 +241,9 @@ def _pipelined(cell: Cell, unwrapped: UnwrappedInfo | None, model: ModelInfo) ->
     """Yield a finding unless the model was cut into stages for as many ranks as were asked for."""
     if not requested(cell, unwrapped, "pp"):
         return
-    expected = f"expected the layers of some of the stages on each of {cell.pp} ranks (pp {cell.pp})"
+    expected = (
+        f"expected the layers of some of the stages on each of {cell.pp} ranks (pp {cell.pp})"
+    )
     # A whole model names no ranks.
     pp_size = max(1, len(model.pp_ranks))
     if pp_size != cell.pp:
@@ -263,9 +278,7 @@ def _context_parallel(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     peers = set(cell.cp_peers(snapshot.rank))
     if cell.cp == 1 or _collectives_of_floats(snapshot, peers):
         return
-    expected = (
-        f"context parallelism (cp {cell.cp}): attention to the keys and values of the other parts of the sequence"
-    )
+    expected = f"context parallelism (cp {cell.cp}): attention to the keys and values of the other parts of the sequence"
     yield f"{named_ranks(sorted(peers), 0)} exchanged nothing among themselves in a step; expected {expected}"
 
 
@@ -342,7 +355,9 @@ class _StoredModel:
         return sum(stored) / self.numel
 
 
-def _shards(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None) -> Iterator[str]:
+def _shards(
+    cell: Cell, run: RunTrace, built: tuple[Snapshot, ...], unwrapped: UnwrappedInfo | None
+) -> Iterator[str]:
     """Yield findings unless the ranks of a stage store each parameter once together if sharded, once each if replicated."""
     full_numel_by_name: dict[str, int] = {}
     if unwrapped is not None:
@@ -406,7 +421,9 @@ def _shard_groups(model: _StoredModel, built: tuple[Snapshot, ...]) -> tuple[tup
     return shard_groups(sorted_holders, model.cell.world_size)
 
 
-def _shard_group(model: _StoredModel, ranks: tuple[int, ...], built: tuple[Snapshot, ...]) -> Iterator[str]:
+def _shard_group(
+    model: _StoredModel, ranks: tuple[int, ...], built: tuple[Snapshot, ...]
+) -> Iterator[str]:
     """Yield what the ranks of a shard group store together, where that is not each parameter once."""
     holders: list[_Holder] = []
     for snapshot in built:
@@ -475,7 +492,9 @@ def _reduced(cell: Cell, snapshot: Snapshot, trainable: int) -> Iterator[str]:
     reductions = [info.calls * info.numel for info in gradient_reductions(cell, snapshot)]
     if not reductions:
         ops = sorted({info.op for info in snapshot.collectives})
-        yield (f"no gradient was reduced in a step (collectives: {', '.join(ops) or 'none'}); ranks train on their own")
+        yield (
+            f"no gradient was reduced in a step (collectives: {', '.join(ops) or 'none'}); ranks train on their own"
+        )
         return
     reduced = sum(reductions)
     if reduced < MIN_REDUCED_FRACTION * trainable:
@@ -559,14 +578,18 @@ def _replica_differences(tensors: Iterable[_HeldTensor]) -> list[_ReplicaDiffere
     return differences
 
 
-def _held_parameters(trained: tuple[Snapshot, ...], name_of: Callable[[str], str]) -> Iterator[_HeldTensor]:
+def _held_parameters(
+    trained: tuple[Snapshot, ...], name_of: Callable[[str], str]
+) -> Iterator[_HeldTensor]:
     """Yield each rank's parameters."""
     for snapshot in trained:
         for info in snapshot.parameters:
             yield _HeldTensor(snapshot.rank, name_of(info.name), info.layout.region, info.digest)
 
 
-def _held_optimizer_states(trained: tuple[Snapshot, ...], name_of: Callable[[str], str]) -> Iterator[_HeldTensor]:
+def _held_optimizer_states(
+    trained: tuple[Snapshot, ...], name_of: Callable[[str], str]
+) -> Iterator[_HeldTensor]:
     """Yield each rank's tensors of optimizer state, and its parts of flat masters."""
     for snapshot in trained:
         for state in (*held_states(snapshot), *snapshot.masters):
@@ -580,7 +603,9 @@ def _held_optimizer_states(trained: tuple[Snapshot, ...], name_of: Callable[[str
             yield _HeldTensor(snapshot.rank, name, state.layout.region, state.digest)
 
 
-def _held_gradients(trained: tuple[Snapshot, ...], name_of: Callable[[str], str]) -> Iterator[_HeldTensor]:
+def _held_gradients(
+    trained: tuple[Snapshot, ...], name_of: Callable[[str], str]
+) -> Iterator[_HeldTensor]:
     """Yield each rank's gradients of each step since the last snapshot."""
     for snapshot in trained:
         for nth, step in enumerate(snapshot.steps):

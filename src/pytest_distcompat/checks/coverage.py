@@ -47,7 +47,11 @@ def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
 
 @check(
     scenario=lambda cell, driver: runs_of_loaders(cell.world_size, driver.loaders.values()),
-    until=(("rows", "rows", 0), ("resumed_rows", "resumed_rows", 0), ("moved_rows", "moved_rows", 0)),
+    until=(
+        ("rows", "rows", 0),
+        ("resumed_rows", "resumed_rows", 0),
+        ("moved_rows", "moved_rows", 0),
+    ),
     order=9,
     not_applicable=_has_loaders,
     costly=True,
@@ -116,7 +120,9 @@ def _other_epochs(full_rows: RowsByRank) -> Iterator[str]:
         yield "epoch 2 has another order than epoch 1; expected the order of the data"
 
 
-def _not_each_once(batches_by_rank: Sequence[Batches], loader: Loader, before: Sequence[Batches] = ()) -> Iterator[str]:
+def _not_each_once(
+    batches_by_rank: Sequence[Batches], loader: Loader, before: Sequence[Batches] = ()
+) -> Iterator[str]:
     """Yield findings about rows that no rank was given, or several were.
 
     Args:
@@ -239,7 +245,11 @@ def evaluation(cell: Cell, trace: Trace) -> Iterator[str]:
         for name in sorted(reference.metrics.keys() | snapshot.metrics.keys()):
             metric = snapshot.metrics.get(name)
             expected = reference.metrics.get(name)
-            if metric is None or expected is None or not math.isclose(metric, expected, rel_tol=TOLERANCE):
+            if (
+                metric is None
+                or expected is None
+                or not math.isclose(metric, expected, rel_tol=TOLERANCE)
+            ):
                 values = f"{_metric_text(metric)}; {_metric_text(expected)} in one process"
                 yield f"rank {snapshot.rank}: {name} is {values}"
 

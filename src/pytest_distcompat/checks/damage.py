@@ -10,7 +10,14 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, only_where_it_differs
 from pytest_distcompat.checks._values import differences, flat_parameters, settings, values
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import BLOCKED_RUN, DAMAGE, NAMED_RUN, PATHS, PATHS_AT_BUILD, Scenario
+from pytest_distcompat.scenario import (
+    BLOCKED_RUN,
+    DAMAGE,
+    NAMED_RUN,
+    PATHS,
+    PATHS_AT_BUILD,
+    Scenario,
+)
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
 
 #: The frames of a traceback: a line ``File "..."``, and the lines below it that are indented further.

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import RESUMED, UNTIL_RESUMED, check, every_rank, named_ranks, other_mode, pairs
+from pytest_distcompat.checks._base import (
+    RESUMED,
+    UNTIL_RESUMED,
+    check,
+    every_rank,
+    named_ranks,
+    other_mode,
+    pairs,
+)
 from pytest_distcompat.checks._values import by_stage
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import model_of
@@ -23,7 +31,13 @@ def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
     return None
 
 
-@check(scenario=RESUME, until=UNTIL_RESUMED, order=9, not_applicable=_inputs_not_observed, depends_on=RESUMED)
+@check(
+    scenario=RESUME,
+    until=UNTIL_RESUMED,
+    order=9,
+    not_applicable=_inputs_not_observed,
+    depends_on=RESUMED,
+)
 def data(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks are fed different batches, and that a resumed run continues in the middle of the epoch.
 
@@ -97,7 +111,9 @@ def _draws_nothing(cell: Cell, driver: type[Driver]) -> str | None:
     return None
 
 
-@check(scenario=RESUME, until=UNTIL_RESUMED, order=9, not_applicable=_draws_nothing, depends_on=RESUMED)
+@check(
+    scenario=RESUME, until=UNTIL_RESUMED, order=9, not_applicable=_draws_nothing, depends_on=RESUMED
+)
 def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks drop different activations, and that a resumed run draws what the run that never stopped drew.
 
@@ -186,7 +202,9 @@ def _wrong_dropouts(cell: Cell, snapshots: Sequence[Snapshot], nth: int) -> Iter
         yield from _repeated_dropouts(snapshot, nth)
 
 
-def _unlike_peer_dropouts(cell: Cell, first: Snapshot, snapshot: Snapshot, nth: int) -> Iterator[str]:
+def _unlike_peer_dropouts(
+    cell: Cell, first: Snapshot, snapshot: Snapshot, nth: int
+) -> Iterator[str]:
     """Yield a finding for the first module in which two peers drop unlike parts of equal activations, or equal ones of others."""
     for dropout, peer_dropout in zip(snapshot.dropouts, first.dropouts, strict=False):
         is_same_input = dropout.input == peer_dropout.input
@@ -219,7 +237,9 @@ class _Moment:
     resumed: tuple[Snapshot, ...]
 
 
-def _other_random_states(cell: Cell, train: RunTrace, resume: RunTrace, drawing_ranks: set[int]) -> Iterator[str]:
+def _other_random_states(
+    cell: Cell, train: RunTrace, resume: RunTrace, drawing_ranks: set[int]
+) -> Iterator[str]:
     """Yield findings for ranks that draw and have another random state than in the run that never stopped."""
     moments = [
         _Moment("the load", train.at("save"), resume.at("load")),
@@ -232,7 +252,9 @@ def _other_random_states(cell: Cell, train: RunTrace, resume: RunTrace, drawing_
         for before, after in pairs(moment.expected, moment.resumed):
             if before.rng != after.rng and after.rank in drawing_ranks:
                 is_wrong = True
-                finding = f"other random numbers follow {moment.name} than in the run that never stopped"
+                finding = (
+                    f"other random numbers follow {moment.name} than in the run that never stopped"
+                )
                 yield f"rank {after.rank}: {finding}"
         if is_wrong:
             return  # later ones follow from these

@@ -8,7 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, gradient_reductions, requested, with_rank
+from pytest_distcompat.checks._base import (
+    check,
+    every_rank,
+    gradient_reductions,
+    requested,
+    with_rank,
+)
 from pytest_distcompat.checks._values import TF32_SINCE_BUILD, stages_of
 from pytest_distcompat.cost import BYTES, is_quantized
 from pytest_distcompat.precisions import PRECISIONS
@@ -176,7 +182,9 @@ def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:
     return max(2, min(sizes, default=0) // cell.world_size)
 
 
-def _reduced(row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
+def _reduced(
+    row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot
+) -> Iterator[str]:
     """Yield a finding if gradients are reduced in a wrong dtype."""
     expected = row.reduce
     if cell.option("reduce_dtype") == "fp32":

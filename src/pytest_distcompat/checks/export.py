@@ -143,7 +143,9 @@ class _ExpectedKeys:
         tied: dict[str, frozenset[str]] = {}
         for group in unwrapped.tied:
             tied.update(dict.fromkeys(group, frozenset(group)))
-        return cls(cell, names, shapes, names | model_names, frozenset(unwrapped.written_names), tied)
+        return cls(
+            cell, names, shapes, names | model_names, frozenset(unwrapped.written_names), tied
+        )
 
     def written_by_library(self, keys: Collection[str]) -> bool:
         """Tell whether some keys are names that the library alone gives to parameters."""
@@ -288,7 +290,9 @@ def _total_size(index: FileInfo, file_by_name: Mapping[str, FileInfo]) -> Iterat
         yield f"file {index.path!r}: total_size is {index.total_size}; {named}"
 
 
-def same_values(train: RunTrace, reload: RunTrace, *, only: Collection[str] | None = None) -> Iterator[str]:
+def same_values(
+    train: RunTrace, reload: RunTrace, *, only: Collection[str] | None = None
+) -> Iterator[str]:
     """Yield findings for the reloaded parameters and buffers that are not the trained ones; ``only`` of these names, if given."""
     loaded = reload.unwrapped
     exported = train.at("export")
@@ -349,7 +353,9 @@ def _why_optimizer_is_saved(cell: Cell, driver: type[Driver]) -> str | None:
     return "the cell saves the optimizer too"
 
 
-@check(scenario=TRAIN, until=(("train", "files", 0),), order=15, not_applicable=_why_optimizer_is_saved)
+@check(
+    scenario=TRAIN, until=(("train", "files", 0),), order=15, not_applicable=_why_optimizer_is_saved
+)
 def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint saved with save_only_model holds all weights, and no optimizer or scheduler state.
 
@@ -400,7 +406,9 @@ def _unsaved_weights(names: list[str], weights: Mapping[str, set[str]]) -> Itera
         yield f"{len(missing)} of {len(names)} weights are not saved, first {first_three(missing)}"
 
 
-def _other_saved_weights(names: list[str], weights: Mapping[str, set[str]], trained: Values) -> Iterator[str]:
+def _other_saved_weights(
+    names: list[str], weights: Mapping[str, set[str]], trained: Values
+) -> Iterator[str]:
     """Yield a finding for the weights that have another value in files than the trained one."""
     wrong: list[str] = []
     for name, digests in weights.items():
@@ -431,7 +439,9 @@ def _weights(cell: Cell, unwrapped: UnwrappedInfo) -> list[str]:
     return parameters + buffers
 
 
-def _saved_weights(unwrapped: UnwrappedInfo, names: list[str], files: list[FileInfo]) -> dict[str, set[str]]:
+def _saved_weights(
+    unwrapped: UnwrappedInfo, names: list[str], files: list[FileInfo]
+) -> dict[str, set[str]]:
     """Return the digests in files by the weight's name, under whichever of its keys; without the weights that no file has."""
     digests_by_key: dict[str, set[str]] = defaultdict(set)
     for file in files:

@@ -20,7 +20,9 @@ def _names_none(cell: Cell, driver: type[Driver]) -> str | None:
     return None
 
 
-@check(scenario=RESUME, until=UNTIL_RESUMED, order=4, not_applicable=_names_none, depends_on=RESUMED)
+@check(
+    scenario=RESUME, until=UNTIL_RESUMED, order=4, not_applicable=_names_none, depends_on=RESUMED
+)
 def extra_state(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that state which the driver names in ``extra_state`` changes, comes back after a load, and is alike on ranks.
 
@@ -105,7 +107,9 @@ def _unchanged(run: RunTrace) -> Iterator[str]:
                 yield f"rank {after.rank}: {info.name} has not changed in three steps"
 
 
-def _other_states(before: Snapshot, after: Snapshot, *, exact: bool = False) -> Iterator[_Difference]:
+def _other_states(
+    before: Snapshot, after: Snapshot, *, exact: bool = False
+) -> Iterator[_Difference]:
     """Yield the first difference of each state that a checkpoint is to bring back.
 
     Args:

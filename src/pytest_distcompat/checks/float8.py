@@ -80,7 +80,10 @@ def _not_computed(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _one_stage(cell: Cell, driver: type[Driver]) -> str | None:
-    if not PRECISIONS.get(cell.precision).float8 or STRATEGIES.get(cell.strategy).zero_stage is None:
+    if (
+        not PRECISIONS.get(cell.precision).float8
+        or STRATEGIES.get(cell.strategy).zero_stage is None
+    ):
         return "8 bits and DeepSpeed are not used together"
     for run in STAGES.runs:
         reason = driver.unsupported_reason(run.cell(cell))

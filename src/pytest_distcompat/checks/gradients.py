@@ -11,7 +11,14 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._factors import factors_of, named_factor
 from pytest_distcompat.checks._tied import tied_apart
-from pytest_distcompat.checks._values import Names, Ranks, named_stage, pipelines_of, rounding_of, stages_of
+from pytest_distcompat.checks._values import (
+    Names,
+    Ranks,
+    named_stage,
+    pipelines_of,
+    rounding_of,
+    stages_of,
+)
 from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
@@ -55,7 +62,10 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     known = set()
     if train.unwrapped:
         known = {info.name for info in train.unwrapped.parameters}
-    expected_by_step = [_norms_of_one_process(reference, reference.at("reference", step)) for step in range(COMPARED)]
+    expected_by_step = [
+        _norms_of_one_process(reference, reference.at("reference", step))
+        for step in range(COMPARED)
+    ]
     rounding = _deviations_of_rounding(trace.runs.get("rounded"), expected_by_step)
     tolerance = ROUNDING_FACTOR * max([rounding_of(cell, train).norm_tolerance, *rounding])
     factors = factors_of(cell, train)
@@ -86,7 +96,9 @@ class _View:
 
 def _views(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[_View]:
     """Yield what the ranks see of the gradients, which are put together from the parts of shard groups."""
-    norms_by_rank: dict[int, dict[str, float | None]] = {snapshot.rank: {} for snapshot in snapshots}
+    norms_by_rank: dict[int, dict[str, float | None]] = {
+        snapshot.rank: {} for snapshot in snapshots
+    }
     groups_by_rank: dict[int, list[Ranks]] = defaultdict(list)
     for gradient in _whole_gradients(run, snapshots):
         for rank in gradient.ranks:
@@ -150,7 +162,9 @@ def _norms_of_one_process(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Nor
     return {}
 
 
-def _deviations_of_rounding(rounded: RunTrace | None, expected_by_step: list[Norms]) -> Iterator[float]:
+def _deviations_of_rounding(
+    rounded: RunTrace | None, expected_by_step: list[Norms]
+) -> Iterator[float]:
     """Yield how far rounding alone moves each gradient of a model of the driver's own, see ``parity``."""
     if rounded is None:
         return
@@ -298,7 +312,9 @@ def _names_by_ratio(ratios: Mapping[str, float]) -> list[list[str]]:
     return groups
 
 
-def _worded(deviation: _Deviation, common_ratio: float, parameters: int, factors: Mapping[str, int]) -> str:
+def _worded(
+    deviation: _Deviation, common_ratio: float, parameters: int, factors: Mapping[str, int]
+) -> str:
     """Return the finding about a deviation, of a model with so many parameters."""
     names = listed(deviation.names)
     if len(deviation.names) == parameters:

@@ -23,7 +23,14 @@ from pytest_distcompat.cost import BYTES
 from pytest_distcompat.digests import EMPTY
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import FileInfo, ParameterInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.trace import (
+    FileInfo,
+    ParameterInfo,
+    RunTrace,
+    Snapshot,
+    Trace,
+    UnwrappedInfo,
+)
 
 
 @check(scenario=TRAIN, until=(("train", "files", 0),), order=1)
@@ -98,9 +105,7 @@ def _unlike_initial_models(cell: Cell, run: RunTrace) -> Iterator[str]:
         if built_digests[name] != (digests_by_name[name][0],):
             wrong.append(name)
     if wrong:
-        problem = (
-            f"build_model() gives each rank other values of {and_others(wrong)}, and build() not those of rank 0 to all"
-        )
+        problem = f"build_model() gives each rank other values of {and_others(wrong)}, and build() not those of rank 0 to all"
         yield f"{problem}: ranks hold parts of unlike models; seed all alike, or broadcast"
 
 
@@ -205,7 +210,9 @@ class _ExpectedNames:
     def unwrapped_name(self, live: str) -> str:
         """Return the unwrapped model's name for a live one, without the segments that wrappers put in."""
         strategy = STRATEGIES.get(self.cell.strategy)
-        return self.first_name(strategy.canonical(live, self.cell, self.state_dict | self.parameters))
+        return self.first_name(
+            strategy.canonical(live, self.cell, self.state_dict | self.parameters)
+        )
 
     def shape(self, live: str) -> tuple[int, ...] | None:
         """Return the shape of the unwrapped parameter or buffer; None if there is none of that name."""
@@ -390,7 +397,9 @@ def _checkpoint(expected: _ExpectedNames, files: list[FileInfo], run: RunTrace) 
     if not in_models:
         yield NO_READABLE_FILE
     if in_optimizers:  # empty where the optimizer's state is saved by number instead of by name
-        yield from _missing("trainable parameters' optimizer states", expected.updated, in_optimizers)
+        yield from _missing(
+            "trainable parameters' optimizer states", expected.updated, in_optimizers
+        )
 
 
 def _missing_of_model(expected: _ExpectedNames, saved: set[str], run: RunTrace) -> Iterator[str]:

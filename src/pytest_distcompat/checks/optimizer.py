@@ -12,7 +12,14 @@ from pytest_distcompat.checks._values import is_sharded_along, named_stage, stag
 from pytest_distcompat.digests import is_zero
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import WITHOUT_GRADIENT, ParameterInfo, RunTrace, Snapshot, StateInfo, Trace
+from pytest_distcompat.trace import (
+    WITHOUT_GRADIENT,
+    ParameterInfo,
+    RunTrace,
+    Snapshot,
+    StateInfo,
+    Trace,
+)
 
 #: Why a parameter has no gradient that its model uses, and what to do.
 _LOST = (
@@ -77,7 +84,9 @@ def _entries(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]
         yield f"{where}: trainable parameter {info.name!r} is {entries}; expected once"
 
 
-def _flat_masters(cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
+def _flat_masters(
+    cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[str, bool]
+) -> Iterator[str]:
     """Yield a finding unless each element of each trainable parameter is in the flat master of exactly one rank.
 
     What tensor parallelism leaves whole each of its ranks has.
@@ -97,12 +106,17 @@ def _flat_masters(cell: Cell, built: tuple[Snapshot, ...], trainable: Mapping[st
             copies = 1
         if elements[info.name] != numel * copies:
             times = "once" if copies == 1 else f"{copies} times"
-            partitioned = f"{elements[info.name]} of {numel} elements of trainable parameter {info.name!r}"
+            partitioned = (
+                f"{elements[info.name]} of {numel} elements of trainable parameter {info.name!r}"
+            )
             yield f"all ranks together: {partitioned} are in the optimizer; expected each one {times}"
 
 
 def _movements(
-    run: RunTrace, built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...], trainable: Mapping[str, bool]
+    run: RunTrace,
+    built: tuple[Snapshot, ...],
+    trained: tuple[Snapshot, ...],
+    trainable: Mapping[str, bool],
 ) -> Iterator[str]:
     """Yield findings for trainable parameters that no rank changed, unless unused, and for frozen ones that changed."""
     ranks = _ranks_with_model(built) & _ranks_with_model(trained)

@@ -99,7 +99,9 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         norm_allowance = _Allowance(norm_tolerances[step], largest_norm)
         findings: list[str] = []
         for finding in _other_loss(cell, snapshots, reference, loss_allowance, factors):
-            findings.append(finding + _same_rows(cell) + in_tf32(trained) + tied_apart(cell, trained))
+            findings.append(
+                finding + _same_rows(cell) + in_tf32(trained) + tied_apart(cell, trained)
+            )
         for finding in _other_norms(snapshots, reference, norm_allowance, factors):
             findings.append(finding + in_tf32(trained) + tied_apart(cell, trained))
         numbers_by_rank = trained_numbers.after_step(snapshots)
@@ -114,7 +116,9 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
             return  # later deviations follow from this one
 
 
-def _parts_of_a_sum(cell: Cell, trace: Trace, tolerance: float, norm_tolerances: Sequence[float]) -> bool:
+def _parts_of_a_sum(
+    cell: Cell, trace: Trace, tolerance: float, norm_tolerances: Sequence[float]
+) -> bool:
     """Tell whether the losses of data-parallel ranks add up to the reference's, and training is the reference's all the same.
 
     Such a trainer divides by the tokens of all ranks and sums gradients over ranks. One that divides so and averages
@@ -236,7 +240,9 @@ class _Allowance:
         deviation = math.inf
         if size:
             deviation = abs(number - reference) / size
-        return f"{reference:.6g} in the reference ({deviation:.1e} off, {self.tolerance:.1e} allowed)"
+        return (
+            f"{reference:.6g} in the reference ({deviation:.1e} off, {self.tolerance:.1e} allowed)"
+        )
 
 
 def _other_loss(
@@ -284,7 +290,9 @@ def _other_average(cell: Cell, loss: float, reference: Snapshot, tolerance: floa
     for factor, names in factors.items():
         weights = _equal_weights(loss / factor, reference, tolerance)
         if weights:
-            product = f"{weights[0]} counts alike, times {factor}, the number of {' or of '.join(names)}"
+            product = (
+                f"{weights[0]} counts alike, times {factor}, the number of {' or of '.join(names)}"
+            )
             return f": here {product}, there {reference_weights[0]}"
     return ""
 
@@ -298,7 +306,9 @@ def _equal_weights(loss: float, reference: Snapshot, tolerance: float) -> list[s
     return names
 
 
-def _times_a_factor(number: float, reference: float, factors: Mapping[str, int], tolerance: float) -> str:
+def _times_a_factor(
+    number: float, reference: float, factors: Mapping[str, int], tolerance: float
+) -> str:
     """Return which plain factor a number is off by, as ``gradients`` says it; an empty text if it is off by none."""
     ratio = math.inf
     if reference:
@@ -318,7 +328,10 @@ def _same_rows(cell: Cell) -> str:
 
 
 def _other_norms(
-    snapshots: tuple[Snapshot, ...], reference: Snapshot, allowance: _Allowance, factors: Mapping[str, int]
+    snapshots: tuple[Snapshot, ...],
+    reference: Snapshot,
+    allowance: _Allowance,
+    factors: Mapping[str, int],
 ) -> Iterator[str]:
     """Yield a finding for each rank that reports another gradient norm than the reference; a trainer may report none."""
     expected = reference.grad_norm
@@ -373,7 +386,10 @@ class _OtherNumber:
 
 
 def _other_hyperparameters(
-    cell: Cell, snapshots: tuple[Snapshot, ...], numbers_by_rank: list[_Numbers], expected: list[_Numbers]
+    cell: Cell,
+    snapshots: tuple[Snapshot, ...],
+    numbers_by_rank: list[_Numbers],
+    expected: list[_Numbers],
 ) -> Iterator[str]:
     """Yield a finding for parameters that are updated with another hyperparameter than in the reference.
 
@@ -384,7 +400,9 @@ def _other_hyperparameters(
         expected: Those in the reference: of its only rank, or of none.
     """
     expected_by_name = expected[0] if expected else {}
-    ranks_by_number: dict[_OtherNumber, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    ranks_by_number: dict[_OtherNumber, dict[str, list[int]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for snapshot, numbers in zip(snapshots, numbers_by_rank, strict=True):
         for name in numbers.keys() & expected_by_name.keys():
             for other in _unequal(numbers[name], expected_by_name[name]):
@@ -427,7 +445,9 @@ class _NumbersOfParameters:
         for nth, step in enumerate(snapshot.steps):
             place = snapshot.rank, nth
             if step.gradients:
-                self._group_of[place] = {self._names(info.name): info.group for info in step.gradients}
+                self._group_of[place] = {
+                    self._names(info.name): info.group for info in step.gradients
+                }
             for name, group in self._group_of.get(place, {}).items():
                 if group < len(step.param_groups):
                     numbers[name] = step.param_groups[group]
@@ -462,8 +482,12 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             ranks = named_ranks(copy.ranks, cell.world_size)
             if len(copy.ranks) > 1:
                 ranks = f"{ranks} together"
-            norms = f"norm {copy.norm:.6g}; {expected:.6g} in the reference ({tolerance:.0e} allowed)"
-            finding = f"the gradients that the optimizer gets have {norms}{tied_apart(cell, trained)}"
+            norms = (
+                f"norm {copy.norm:.6g}; {expected:.6g} in the reference ({tolerance:.0e} allowed)"
+            )
+            finding = (
+                f"the gradients that the optimizer gets have {norms}{tied_apart(cell, trained)}"
+            )
             yield f"step {step + 1}: {ranks}: {finding}"
         if is_wrong:
             return
@@ -477,7 +501,9 @@ class _NormOfCopy:
     norm: float
 
 
-def _norms_of_copies(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Iterator[_NormOfCopy]:
+def _norms_of_copies(
+    cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]
+) -> Iterator[_NormOfCopy]:
     """Yield the norm of the gradients of each copy of the model."""
     holders_by_rank: dict[int, tuple[int, ...]] = {}
     square_by_rank: dict[int, float] = {}

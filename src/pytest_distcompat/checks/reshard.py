@@ -37,9 +37,7 @@ def _why_not_comparable_by_name(cell: Cell) -> str | None:
     if cell.option("save_only_model"):
         return "checkpoints hold the model alone: there is no training to resume"
     if not cell.option("use_orig_params"):
-        return (
-            "FSDP1 keeps flat parameters: they have no names by which the shards of two world sizes could be compared"
-        )
+        return "FSDP1 keeps flat parameters: they have no names by which the shards of two world sizes could be compared"
     return None
 
 
@@ -132,7 +130,9 @@ def _described_mesh(run: RunTrace) -> str:
 def _why_not_portable(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why the check does not apply to the cell; None if it does."""
     if cell.strategy not in driver.portable:
-        return f"the driver does not claim that another strategy loads a checkpoint of {cell.strategy}"
+        return (
+            f"the driver does not claim that another strategy loads a checkpoint of {cell.strategy}"
+        )
     if cell.option("save_only_model"):
         return "checkpoints hold the model alone: there is no training to resume"
     if _moves_weights_only(cell):
@@ -255,7 +255,9 @@ def _other_losses(cell: Cell, train: RunTrace, port: RunTrace, when: str) -> Ite
     compares = _losses_are_comparable(cell, train, port)
     tolerance = 2 * precision_of_products(cell, train).loss_tolerance
     for nth in range(2):
-        expected_losses = {snapshot.rank: snapshot.loss for snapshot in train.at("step", SAVED + nth)}
+        expected_losses = {
+            snapshot.rank: snapshot.loss for snapshot in train.at("step", SAVED + nth)
+        }
         for snapshot in port.at("step", nth):
             expected = expected_losses.get(snapshot.rank)
             if compares and (snapshot.loss is None or expected is None):
@@ -267,7 +269,9 @@ def _other_losses(cell: Cell, train: RunTrace, port: RunTrace, when: str) -> Ite
                 continue
             if not math.isclose(snapshot.loss, expected, rel_tol=tolerance):
                 loss = f"loss {nth + 1} {when} is {snapshot.loss:.6g}"
-                expectation = f"{expected:.6g} in the run that never stopped ({tolerance:.0e} allowed)"
+                expectation = (
+                    f"{expected:.6g} in the run that never stopped ({tolerance:.0e} allowed)"
+                )
                 yield f"rank {snapshot.rank}: {loss}; {expectation}"
 
 

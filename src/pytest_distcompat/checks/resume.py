@@ -77,7 +77,9 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"rank {after.rank}: the gradient scaler is at {after.scaler}; saved at {before.scaler}"
         if before.scheduler != after.scheduler:
             yield f"rank {after.rank}: scheduler is at {after.scheduler!r}; saved at {before.scheduler!r}"
-    yield from _later_steps(cell, train, resumed, compares_groups=_same_groups_loaded(saved, loaded))
+    yield from _later_steps(
+        cell, train, resumed, compares_groups=_same_groups_loaded(saved, loaded)
+    )
 
 
 def _first_infinite_losses(train: RunTrace) -> list[str]:
@@ -110,7 +112,9 @@ def _same_groups_loaded(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...
     return not differences
 
 
-def _later_steps(cell: Cell, train: RunTrace, resumed: RunTrace, *, compares_groups: bool) -> Iterator[str]:
+def _later_steps(
+    cell: Cell, train: RunTrace, resumed: RunTrace, *, compares_groups: bool
+) -> Iterator[str]:
     """Yield findings for the two steps after the load that are not those of the uninterrupted run after the save.
 
     Numbers of param groups are compared if ``compares_groups``: those that differ at the load differ after every later step.
@@ -125,7 +129,9 @@ def _later_steps(cell: Cell, train: RunTrace, resumed: RunTrace, *, compares_gro
         yield from every_rank(steps, cell.world_size, f"step {nth + 1} after the load")
         if nth == 0:
             for before, after in pairs(expected, steps):
-                yield from other_mode(before, after, "step 1 after the load", "in the run that never stopped")
+                yield from other_mode(
+                    before, after, "step 1 after the load", "in the run that never stopped"
+                )
         for text in _other_losses(nth, expected, steps, tolerance):
             yield f"{text}{tied_apart(cell, train)}"
         if compares_groups:
@@ -142,7 +148,9 @@ _Tensors = Mapping[str, _Value]
 _Buffers = Mapping[str, Collection[_Value]]
 
 
-def _without_nonpersistent_buffers(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
+def _without_nonpersistent_buffers(
+    cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]
+) -> tuple[Snapshot, ...]:
     """Return the snapshots without buffers that are not persistent: a fresh process makes those anew."""
     if run.unwrapped is None or not run.unwrapped.buffers:
         return snapshots
@@ -171,7 +179,9 @@ def _buffers_of_ranks(snapshots: tuple[Snapshot, ...]) -> _Buffers:
     return values
 
 
-def same_state(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers | None = None) -> Iterator[str]:
+def same_state(
+    before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers | None = None
+) -> Iterator[str]:
     """Yield findings for state that an action changed although it must not."""
     yield from _same_model(before, after, action, anywhere or {})
     where = f"rank {after.rank}"
@@ -195,7 +205,9 @@ def _optimizer_states(snapshot: Snapshot) -> _Tensors:
     return states
 
 
-def _same_model(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers) -> Iterator[str]:
+def _same_model(
+    before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers
+) -> Iterator[str]:
     """Yield findings for changed parameters and buffers; a buffer may also have any of its values in ``anywhere``."""
     parameters = _tensors(before.parameters)
     parameters_after = _tensors(after.parameters)
@@ -273,12 +285,16 @@ def _other_losses(
     for before, after in pairs(expected, resumed):
         if before.loss is None or after.loss is None:
             yield f"rank {after.rank}: no loss to compare; expected step() to return it"
-        elif math.isfinite(before.loss) and not math.isclose(before.loss, after.loss, rel_tol=tolerance):
+        elif math.isfinite(before.loss) and not math.isclose(
+            before.loss, after.loss, rel_tol=tolerance
+        ):
             loss = f"loss {nth + 1} after the load is {after.loss:.6g}"
             yield f"rank {after.rank}: {loss}; {before.loss:.6g} in the run that never stopped"
 
 
-def _other_numbers(nth: int, expected: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]) -> Iterator[str]:
+def _other_numbers(
+    nth: int, expected: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]
+) -> Iterator[str]:
     """Yield findings for numbers of param groups after a step; those of the last step affect no loss."""
     when = f"after step {nth + 1} of the resumed run"
     for before, after in pairs(expected, resumed):

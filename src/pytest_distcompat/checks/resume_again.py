@@ -31,7 +31,11 @@ def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
 
 @check(
     scenario=RESUME_AGAIN,
-    until=(("train", "step", 9), ("second", "step", SECOND_STEPS - 1), ("third", "step", THIRD_STEPS - 1)),
+    until=(
+        ("train", "step", 9),
+        ("second", "step", SECOND_STEPS - 1),
+        ("third", "step", THIRD_STEPS - 1),
+    ),
     order=10,
     not_applicable=_tested_elsewhere,
     costly=True,
@@ -64,7 +68,9 @@ def resume_again(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _followed(train, third, SAVED + SECOND_SAVED, THIRD_STEPS, "second load")
 
 
-def _followed(train: RunTrace, resumed: RunTrace, first: int, steps: int, load: str) -> Iterator[str]:
+def _followed(
+    train: RunTrace, resumed: RunTrace, first: int, steps: int, load: str
+) -> Iterator[str]:
     """Yield the findings of the first step of a resumed run that is not that of the run that never stopped.
 
     Args:

@@ -86,7 +86,9 @@ def _with_values(infos: Iterable[ParameterInfo]) -> dict[str, ParameterInfo]:
     return with_values
 
 
-def _expected_values(cell: Cell, kind: Kind, loaded: ParameterInfo, dtypes: Collection[str]) -> set[str]:
+def _expected_values(
+    cell: Cell, kind: Kind, loaded: ParameterInfo, dtypes: Collection[str]
+) -> set[str]:
     """Return the digests that a parameter or a flat master may have; none if its dtype is a finding of ``dtypes``."""
     flat_masters = STRATEGIES.get(cell.strategy).flat_masters
     if kind == "master" or flat_masters:

@@ -72,7 +72,9 @@ class Capability:
         for cell, reason in self.reasons.items():
             if reason:
                 cells_by_reason.setdefault(reason, []).append(cell)
-        for reason in sorted(cells_by_reason, key=lambda reason: len(cells_by_reason[reason]), reverse=True):
+        for reason in sorted(
+            cells_by_reason, key=lambda reason: len(cells_by_reason[reason]), reverse=True
+        ):
             cells = cells_by_reason[reason]
             yield f"    {len(cells)} not: {reason} [{_first_of([cell.id for cell in cells])}]"
 
@@ -131,7 +133,9 @@ def capability(
 ) -> Capability:
     """Return which cells of the full profile the driver can run on the device; ``whole``: with their checks."""
     names = (STRATEGIES.names(), PRECISIONS.names())
-    cells = profiles.cells("full", Matrix(), driver=driver, names=names, world_size=world_size, device=device)
+    cells = profiles.cells(
+        "full", Matrix(), driver=driver, names=names, world_size=world_size, device=device
+    )
     reasons = {cell: unsupported_reason(driver, cell, device) for cell in cells}
     able = [cell for cell in cells if not reasons[cell]]
     applicable = applying(issues, concerned(driver), device)
@@ -152,7 +156,9 @@ def _concerns_whole_cells(issue: Expectation) -> bool:
     return issue.strict or issue.kind == "refuses"
 
 
-def _checks_on_meshes(driver: type[Driver], reasons: dict[Cell, str | None]) -> dict[Cell, dict[str, str | None]]:
+def _checks_on_meshes(
+    driver: type[Driver], reasons: dict[Cell, str | None]
+) -> dict[Cell, dict[str, str | None]]:
     """Return why each check has no verdict in the cells that can run on a mesh of several dimensions.
 
     Args:
@@ -167,7 +173,8 @@ def _checks_on_meshes(driver: type[Driver], reasons: dict[Cell, str | None]) -> 
         for cell in cells:
             if not reasons[cell]:
                 checks[cell] = {
-                    check.name: not_applicable(check, cell, driver, {}) for check in CHECKS.by_name.values()
+                    check.name: not_applicable(check, cell, driver, {})
+                    for check in CHECKS.by_name.values()
                 }
     return checks
 

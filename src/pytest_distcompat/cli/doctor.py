@@ -28,13 +28,29 @@ def add(commands: Any) -> None:
         description="Look at this machine and its packages; run no test. Exit code 0: no problem, 1: at least one.",
     )
     doctor.add_argument(
-        "--driver", action="append", metavar="NAME", help="only this driver (module:attribute: your own)"
+        "--driver",
+        action="append",
+        metavar="NAME",
+        help="only this driver (module:attribute: your own)",
     )
-    doctor.add_argument("--gpus", type=int, default=0, metavar="N", help="fewer visible GPUs than that are a problem")
     doctor.add_argument(
-        "--known", type=Path, action="append", default=[], metavar="FILE", help="more known issues (TOML)"
+        "--gpus",
+        type=int,
+        default=0,
+        metavar="N",
+        help="fewer visible GPUs than that are a problem",
     )
-    doctor.add_argument("--all", action="store_true", help="show why other cells cannot run, and each known issue")
+    doctor.add_argument(
+        "--known",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="more known issues (TOML)",
+    )
+    doctor.add_argument(
+        "--all", action="store_true", help="show why other cells cannot run, and each known issue"
+    )
     doctor.add_argument("--strict", action="store_true", help="a warning is a problem")
     doctor.set_defaults(call=_doctor, finds_drivers=True)
 
@@ -45,7 +61,9 @@ def _doctor(options: argparse.Namespace) -> int:
     from pytest_distcompat.known import read_file, shipped
 
     if options.gpus < 0:
-        raise UsageProblem(f"--gpus {options.gpus} is not right: expected a whole number of at least 0")
+        raise UsageProblem(
+            f"--gpus {options.gpus} is not right: expected a whole number of at least 0"
+        )
     names = options.driver or list(DRIVERS.names())
     drivers = [find_driver(name) for name in names]
     issues: list[KnownIssue] = []
@@ -64,7 +82,9 @@ def _doctor(options: argparse.Namespace) -> int:
         inspected = replace(inspected, torch=torch.result())
     findings = list(_findings(inspected, options.gpus, capabilities))
     known = issues_here(issues, drivers, inspected.device)
-    print("\n".join(_lines(inspected, world_size, capabilities, known, findings, whole=options.all)))
+    print(
+        "\n".join(_lines(inspected, world_size, capabilities, known, findings, whole=options.all))
+    )
     failing = {"problem"}
     if options.strict:
         failing.add("warning")
@@ -86,7 +106,9 @@ def _verdict(findings: Sequence[Finding], *, failed: bool, strict: bool) -> str:
     return f"verdict: {word}: {', '.join(parts)}"
 
 
-def _findings(inspected: Machine, wanted_gpus: int, capabilities: Sequence[Capability]) -> Iterator[Finding]:
+def _findings(
+    inspected: Machine, wanted_gpus: int, capabilities: Sequence[Capability]
+) -> Iterator[Finding]:
     """Yield what is wrong with the packages and the machine, and whether GPUs or cells are missing."""
     yield from machine.package_findings()
     yield from machine.findings(inspected)
@@ -156,7 +178,11 @@ def _devices(inspected: Machine) -> Iterator[str]:
     yield f"ranks talk through {gloo} on the CPU; for GPUs there is {nccl}"
     library = inspected.nccl
     if library is not None:
-        sharing = "takes several ranks of one GPU" if library.shares_gpus else f"takes one rank a GPU. {CURE}"
+        sharing = (
+            "takes several ranks of one GPU"
+            if library.shares_gpus
+            else f"takes one rank a GPU. {CURE}"
+        )
         yield f"ranks load {library} ({library.path}), which {sharing}"
 
 

@@ -105,7 +105,9 @@ def this_machine() -> Machine:
         tmp=_free(Path(tempfile.gettempdir())),
         hostname=name,
         resolves=_resolves(name),
-        loopback=names_loopback(HOSTS.read_text(encoding="utf-8", errors="replace") if HOSTS.exists() else ""),
+        loopback=names_loopback(
+            HOSTS.read_text(encoding="utf-8", errors="replace") if HOSTS.exists() else ""
+        ),
         unreachable=loopback.problem(),
         compiler=has_compiler(),
         nccl=nccl.library(),
@@ -116,7 +118,9 @@ def torch_infos() -> dict[str, Any]:
     """Return facts about torch, as ``Machine.torch`` has them. Starts a Python process that imports it."""
     command = [sys.executable, "-m", "pytest_distcompat.cli.torch_facts"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"torch was not imported within {IMPORT_TIMEOUT_S:g} s"}
     if done.returncode:
@@ -171,7 +175,9 @@ def findings(machine: Machine) -> Iterator[Finding]:
     if machine.torch and not error:
         yield from _gpu_findings(machine)
         if not machine.torch["gloo"]:
-            yield Finding("problem", "this torch has no gloo, without which no ranks meet on the CPU")
+            yield Finding(
+                "problem", "this torch has no gloo, without which no ranks meet on the CPU"
+            )
     yield from _environment_findings(machine)
     yield from _system_findings(machine)
 
@@ -182,18 +188,26 @@ def _gpu_findings(machine: Machine) -> Iterator[Finding]:
     count = len(machine.gpus)
     if count and not (torch["cuda"] or torch["hip"]):
         yield Finding(
-            "problem", f"{count} GPUs are here, and this torch is built for the CPU only: install one for CUDA"
+            "problem",
+            f"{count} GPUs are here, and this torch is built for the CPU only: install one for CUDA",
         )
     elif machine.visible and not torch["gpus"]:
         yield Finding(
-            "problem", "torch cannot use the GPUs (torch.cuda.is_available() is False): is the driver too old?"
+            "problem",
+            "torch cannot use the GPUs (torch.cuda.is_available() is False): is the driver too old?",
         )
     elif len(machine.visible) != len(torch["gpus"]):
-        yield Finding("warning", f"{len(machine.visible)} GPUs are visible, and torch sees {len(torch['gpus'])}")
+        yield Finding(
+            "warning",
+            f"{len(machine.visible)} GPUs are visible, and torch sees {len(torch['gpus'])}",
+        )
     if machine.visible and torch["gpus"] and not torch["has_nccl"]:
         yield Finding("problem", "this torch has no NCCL, without which no ranks meet on GPUs")
     if count and selection is not None and not selection.strip():
-        yield Finding("warning", f"CUDA_VISIBLE_DEVICES is empty: none of {count} GPUs is used, runs are on the CPU")
+        yield Finding(
+            "warning",
+            f"CUDA_VISIBLE_DEVICES is empty: none of {count} GPUs is used, runs are on the CPU",
+        )
     elif count and selection is not None and len(machine.visible) < len(selection.split(",")):
         problem = f"CUDA_VISIBLE_DEVICES={selection} names what is not here, or one GPU twice"
         yield Finding("problem", f"{problem}: CUDA shows {len(machine.visible)} of {count} GPUs")
@@ -214,37 +228,53 @@ def _environment_findings(machine: Machine) -> Iterator[Finding]:
     overriding = [f"{name}={environ[name]}" for name in LAUNCHER_VARIABLES if name in environ]
     if overriding:
         yield Finding(
-            "warning", f"{', '.join(overriding)}: accelerate obeys the environment before your trainer's settings"
+            "warning",
+            f"{', '.join(overriding)}: accelerate obeys the environment before your trainer's settings",
         )
-    offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE") if environ.get(name)]
+    offline = [
+        name
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+        if environ.get(name)
+    ]
     if offline:
         problem = f"{', '.join(offline)}: nothing is downloaded"
         yield Finding(
-            "note", f"{problem}; what your own trainer loads must be in the cache (the built-in models need nothing)"
+            "note",
+            f"{problem}; what your own trainer loads must be in the cache (the built-in models need nothing)",
         )
 
 
 def _system_findings(machine: Machine) -> Iterator[Finding]:
     if machine.shm is None or machine.shm < LEAST_SHM:
         size = "is not there" if machine.shm is None else f"has {machine.shm >> 20} MiB free"
-        yield Finding("warning", f"{SHM} {size}; ranks share memory there: docker run --shm-size=1g, or --ipc=host")
+        yield Finding(
+            "warning",
+            f"{SHM} {size}; ranks share memory there: docker run --shm-size=1g, or --ipc=host",
+        )
     if machine.tmp is not None and machine.tmp < LEAST_TMP:
         problem = f"{tempfile.gettempdir()} has {machine.tmp >> 20} MiB free"
-        yield Finding("warning", f"{problem}; checkpoints are kept there: set TMPDIR, or --basetemp")
+        yield Finding(
+            "warning", f"{problem}; checkpoints are kept there: set TMPDIR, or --basetemp"
+        )
     if not machine.resolves:
         problem = f"the name of this machine, {machine.hostname}, does not resolve within {RESOLVE_TIMEOUT_S:g} s"
         yield Finding(
-            "warning", f"{problem}: gloo may wait for it, or fail; add it to /etc/hosts or set GLOO_SOCKET_IFNAME"
+            "warning",
+            f"{problem}: gloo may wait for it, or fail; add it to /etc/hosts or set GLOO_SOCKET_IFNAME",
         )
     if machine.unreachable:
         yield Finding("problem", machine.unreachable)
     if not machine.loopback:
-        problem = (
-            f"{HOSTS} does not name ::1: torch's store asks a name server who 127.0.0.1 is, for each rank of each group"
+        problem = f"{HOSTS} does not name ::1: torch's store asks a name server who 127.0.0.1 is, for each rank of each group"
+        yield Finding(
+            "warning",
+            f"{problem}, and one that drops a query costs 5 s; add '::1 localhost' to {HOSTS}",
         )
-        yield Finding("warning", f"{problem}, and one that drops a query costs 5 s; add '::1 localhost' to {HOSTS}")
     if not machine.compiler:
-        yield Finding("warning", "there is no C++ compiler: inductor (compile) and DeepSpeed's offload cannot be run")
+        yield Finding(
+            "warning",
+            "there is no C++ compiler: inductor (compile) and DeepSpeed's offload cannot be run",
+        )
 
 
 def installed() -> dict[str, str]:
@@ -267,7 +297,11 @@ def extensions() -> dict[str, list[str]]:
         "check": CHECKS,
         "executor": Registry("pytest_distcompat.executors", object, "executor", has_modules=False),
     }
-    return {kind: list(registry.extensions) for kind, registry in registries.items() if registry.extensions}
+    return {
+        kind: list(registry.extensions)
+        for kind, registry in registries.items()
+        if registry.extensions
+    }
 
 
 def package_findings() -> Iterator[Finding]:
@@ -278,9 +312,7 @@ def package_findings() -> Iterator[Finding]:
     for requirement in _requirements(OURS, STACK):
         # The driver of accelerate gives its reason, below.
         if requirement.name != "accelerate" and not _fits(requirement, installed_versions):
-            problem = (
-                f"{requirement.name} {installed_versions[requirement.name]} is older than what {OURS} was tried with"
-            )
+            problem = f"{requirement.name} {installed_versions[requirement.name]} is older than what {OURS} was tried with"
             yield Finding("problem", f"{problem}: {requirement}")
     if "accelerate" in installed_versions:
         yield from _accelerate_findings(installed_versions["accelerate"])

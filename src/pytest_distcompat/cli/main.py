@@ -84,7 +84,10 @@ def _tell(problem: str) -> None:
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Have SIGTERM in the block end the process as an exception, so that processes are ended and directories removed."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
         # Whoever calls this function handles it.
         yield
         return

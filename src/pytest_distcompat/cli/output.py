@@ -22,7 +22,9 @@ def report_file(text: str) -> Path:
     """Return the path of a report's file. Raises ArgumentTypeError if its suffix is that of no format."""
     path = Path(text)
     if path.suffix not in FORMATS:
-        raise argparse.ArgumentTypeError(f"{text!r}: the suffix says the format. Known: {', '.join(FORMATS)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: the suffix says the format. Known: {', '.join(FORMATS)}"
+        )
     return path
 
 
@@ -48,7 +50,9 @@ def write_reports(paths: Iterable[Path], report: Report) -> None:
             write_report(path, report)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]], indent: str = "  ") -> Iterator[str]:
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[object]], indent: str = "  "
+) -> Iterator[str]:
     """Yield a line for the heads and one for each row, in columns of equal width."""
     lines = [list(heads)]
     lines += [list(map(str, row)) for row in rows]

@@ -28,7 +28,9 @@ def add(commands: Any) -> None:
     )
     diff.add_argument("before", type=Path, metavar="LAST.json")
     diff.add_argument("after", type=Path, metavar="TODAY.json")
-    diff.add_argument("--allow-missing", action="store_true", help="what is missing today is no news")
+    diff.add_argument(
+        "--allow-missing", action="store_true", help="what is missing today is no news"
+    )
     diff.add_argument("--json", action="store_true", help="write the differences as JSON")
     diff.set_defaults(call=_diff)
     merged = commands.add_parser(
@@ -39,14 +41,30 @@ def add(commands: Any) -> None:
     )
     merged.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json")
     merged.add_argument(
-        "-o", "--output", type=report_file, required=True, action="append", metavar="FILE", help=WRITTEN
+        "-o",
+        "--output",
+        type=report_file,
+        required=True,
+        action="append",
+        metavar="FILE",
+        help=WRITTEN,
     )
     merged.set_defaults(call=_merge, whole=True)
     shown = commands.add_parser(
-        "report", help="a report in other formats", description="Write a JSON report in other formats."
+        "report",
+        help="a report in other formats",
+        description="Write a JSON report in other formats.",
     )
     shown.add_argument("reports", type=Path, nargs=1, metavar="REPORT.json")
-    shown.add_argument("-o", "--output", type=report_file, required=True, action="append", metavar="FILE", help=WRITTEN)
+    shown.add_argument(
+        "-o",
+        "--output",
+        type=report_file,
+        required=True,
+        action="append",
+        metavar="FILE",
+        help=WRITTEN,
+    )
     shown.set_defaults(call=_merge, whole=False)
     nights = commands.add_parser(
         "trend",
@@ -55,7 +73,12 @@ def add(commands: Any) -> None:
     )
     nights.add_argument("directory", type=Path, metavar="DIR")
     nights.add_argument(
-        "-o", "--output", type=Path, default=Path("trend.html"), metavar="FILE", help="default: %(default)s"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("trend.html"),
+        metavar="FILE",
+        help="default: %(default)s",
     )
     nights.set_defaults(call=_trend)
 

@@ -56,14 +56,28 @@ def add(commands: Any) -> None:
         help="only settings in this state: with values of their type, of rules, left out, or neither",
     )
     parser.add_argument(
-        "--driver", action="append", metavar="NAME", help="only of this driver (default: all built-in ones)"
+        "--driver",
+        action="append",
+        metavar="NAME",
+        help="only of this driver (default: all built-in ones)",
     )
-    parser.add_argument("--pairs", metavar="STRATEGY", help="try all pairs of values under this strategy")
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="pair only what passed alone in this report of the profile sweep"
+        "--pairs", metavar="STRATEGY", help="try all pairs of values under this strategy"
     )
     parser.add_argument(
-        "-o", "--output", type=report_file, default=[], action="append", metavar="FILE", help=f"of the pairs, {WRITTEN}"
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="pair only what passed alone in this report of the profile sweep",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=report_file,
+        default=[],
+        action="append",
+        metavar="FILE",
+        help=f"of the pairs, {WRITTEN}",
     )
     parser.set_defaults(call=_settings, finds_drivers=True)
 
@@ -77,7 +91,9 @@ def _settings(options: argparse.Namespace) -> int:
             raise UsageProblem("--output is for --pairs")
         chosen = {name: _chosen(name, options) for name in names}
         if options.names and not any(chosen.values()):
-            raise UsageProblem(f"no setting of {', '.join(names)} is named {' or '.join(options.names)}")
+            raise UsageProblem(
+                f"no setting of {', '.join(names)} is named {' or '.join(options.names)}"
+            )
         return max(_list(name, settings, options) for name, settings in chosen.items())
     began = clock.wall()
     verdicts: list[Verdict] = []
@@ -192,7 +208,9 @@ def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
                 failing_parts.append(part)
                 print(f"{' + '.join(part)}\n    {how}")
                 verdict = verdict_by_row[part]
-                command = f"distcompat trace {driver} {shlex.quote(verdict.cell)} --check {verdict.check}"
+                command = (
+                    f"distcompat trace {driver} {shlex.quote(verdict.cell)} --check {verdict.check}"
+                )
                 print(f"    {command}", flush=True)
                 verdicts.append(_of_pairs(verdict, driver, strategy, len(row), command))
     return verdicts
@@ -215,13 +233,17 @@ def _values_to_pair(
             continue
         values = list(setting.values)
         if options.report:
-            values = [value for value in values if passed.get(cell_of((f"{setting.name}={value}",)).id)]
+            values = [
+                value for value in values if passed.get(cell_of((f"{setting.name}={value}",)).id)
+            ]
         if values:
             values_by_name[setting.name] = values
     return values_by_name
 
 
-def _first_failure(runner: Runner, driver: str, cell: Cell, known: Sequence[Expectation]) -> Verdict | None:
+def _first_failure(
+    runner: Runner, driver: str, cell: Cell, known: Sequence[Expectation]
+) -> Verdict | None:
     """Return the verdict of the first check of a sweep that fails or is refused in the cell; None if all pass."""
     from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import find_driver
@@ -243,4 +265,6 @@ def _of_pairs(verdict: Verdict, driver: str, strategy: str, size: int, command: 
     suite = f"pairs under {strategy}"
     text = f"{verdict.message}\n\nthe smallest part that fails of a row of {size} settings"
     nodeid = f"{suite} of {driver}::test[{verdict.cell}:{verdict.check}]"
-    return dataclasses.replace(verdict, message=text, reproduce=command, suite=suite, driver=driver, nodeid=nodeid)
+    return dataclasses.replace(
+        verdict, message=text, reproduce=command, suite=suite, driver=driver, nodeid=nodeid
+    )

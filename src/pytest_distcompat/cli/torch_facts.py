@@ -17,7 +17,9 @@ def infos() -> dict[str, Any]:
     return {
         "cuda": torch.version.cuda or "",
         "hip": torch.version.hip or "",
-        "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if usable else [],
+        "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        if usable
+        else [],
         "nccl": ".".join(map(str, version())) if has_nccl and usable else "",
         "has_nccl": has_nccl,
         "gloo": distributed.is_available() and distributed.is_gloo_available(),

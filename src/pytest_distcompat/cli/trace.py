@@ -28,14 +28,32 @@ def add(commands: Any) -> None:
         help="train one cell; show names, dtypes, placements",
         description="Train one cell, show what its ranks saw. Exit code 0: it trained and no check that was named fails; else 1.",
     )
-    trace.add_argument("driver", metavar="DRIVER", help="torch, accelerate, trainer, deepspeed, or module:attribute")
-    trace.add_argument("cell", metavar="CELL", help="as the matrix names it: fsdp2-bf16_upcast-w2-compile")
-    trace.add_argument("--check", action="append", default=[], metavar="NAME", help="ask this check too")
     trace.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs, if there are enough"
+        "driver",
+        metavar="DRIVER",
+        help="torch, accelerate, trainer, deepspeed, or module:attribute",
     )
-    trace.add_argument("--timeout", type=float, metavar="SECONDS", help="of a run (default: as --distcompat-timeout)")
-    trace.add_argument("--keep", type=Path, metavar="DIRECTORY", help="leave checkpoints and logs there")
+    trace.add_argument(
+        "cell", metavar="CELL", help="as the matrix names it: fsdp2-bf16_upcast-w2-compile"
+    )
+    trace.add_argument(
+        "--check", action="append", default=[], metavar="NAME", help="ask this check too"
+    )
+    trace.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: GPUs, if there are enough",
+    )
+    trace.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="of a run (default: as --distcompat-timeout)",
+    )
+    trace.add_argument(
+        "--keep", type=Path, metavar="DIRECTORY", help="leave checkpoints and logs there"
+    )
     trace.set_defaults(call=_trace, finds_drivers=True)
 
 
@@ -49,7 +67,9 @@ def _trace(options: argparse.Namespace) -> int:
     cell = Cell.parse(options.cell)
     checks = [CHECKS.get(name) for name in options.check]
     if options.timeout is not None and not 0 < options.timeout < float("inf"):
-        raise UsageProblem(f"--timeout {options.timeout:g} is not right: expected a number of seconds above 0")
+        raise UsageProblem(
+            f"--timeout {options.timeout:g} is not right: expected a number of seconds above 0"
+        )
     with contextlib.ExitStack() as end:
         store = options.keep or end.enter_context(temporary_directory())
         with named_in_errors(f"--keep {store}"):
@@ -57,7 +77,9 @@ def _trace(options: argparse.Namespace) -> int:
         return _run(options, driver, cell, checks, store.resolve())
 
 
-def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path) -> int:
+def _run(
+    options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path
+) -> int:
     from pytest_distcompat.drivers import unsupported_reason
     from pytest_distcompat.engine import choose_device, local_runner, not_applicable, run_check
     from pytest_distcompat.known import applying, concerned, shipped
@@ -207,7 +229,9 @@ def _model(run: RunTrace) -> Iterator[str]:
     stepped = run.first("step")
     if stepped is not None and stepped.optimizer is not None:
         optimizer = stepped.optimizer
-        keys = dict.fromkeys(f"{state.key} {state.dtype}" for state in (*optimizer.masters, *optimizer.states))
+        keys = dict.fromkeys(
+            f"{state.key} {state.dtype}" for state in (*optimizer.masters, *optimizer.states)
+        )
         kept_state = f"; keeps {', '.join(keys)}" if keys else ""
         entries = f"{optimizer.entries} entries on rank 0, {optimizer.foreign} foreign"
         yield f"  optimizer {' > '.join(optimizer.chain)}; {entries}{kept_state}"

@@ -17,7 +17,15 @@ from pytest_distcompat.registry import Registry
 
 DRIVERS: Registry[type[Driver]] = Registry(__name__, Driver, "driver")  # type: ignore[arg-type]  # holds the classes themselves
 
-__all__ = ["DRIVERS", "Calls", "Driver", "TinyDriver", "find_driver", "preload_of", "unsupported_reason"]
+__all__ = [
+    "DRIVERS",
+    "Calls",
+    "Driver",
+    "TinyDriver",
+    "find_driver",
+    "preload_of",
+    "unsupported_reason",
+]
 
 
 def find_driver(name: str) -> type[Driver]:
@@ -27,7 +35,9 @@ def find_driver(name: str) -> type[Driver]:
         return DRIVERS.get(name)
     # An absolute name: a relative one would be of this package.
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise UsageProblem(f"driver {name!r}: expected module:attribute, or one of {', '.join(DRIVERS.names())}")
+        raise UsageProblem(
+            f"driver {name!r}: expected module:attribute, or one of {', '.join(DRIVERS.names())}"
+        )
     try:
         driver = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
@@ -39,11 +49,17 @@ def find_driver(name: str) -> type[Driver]:
     except KeyboardInterrupt:
         raise
     except SystemExit as error:
-        raise UsageProblem(f"driver {name!r}: {module_name} exits when it is imported, with {error.code!r}") from error
+        raise UsageProblem(
+            f"driver {name!r}: {module_name} exits when it is imported, with {error.code!r}"
+        ) from error
     except BaseException as error:  # a module may raise anything when it is imported
-        raise UsageProblem(f"driver {name!r}: {type(error).__name__} when it is imported: {error}") from error
+        raise UsageProblem(
+            f"driver {name!r}: {type(error).__name__} when it is imported: {error}"
+        ) from error
     if not (isinstance(driver, type) and issubclass(driver, Driver)):
-        raise UsageProblem(f"driver {name!r} is {driver!r}; expected a subclass of pytest_distcompat.Driver")
+        raise UsageProblem(
+            f"driver {name!r} is {driver!r}; expected a subclass of pytest_distcompat.Driver"
+        )
     check_declared(driver, name)
     return driver
 

@@ -17,7 +17,9 @@ CLIP_VALUE = 0.01
 #: What ``slower`` multiplies learning rates by.
 SLOWER = 0.5
 #: Why walks under FSDP1 on the CPU have no call of accelerate that takes the whole state dict.
-OFFLOADS = "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989"
+OFFLOADS = (
+    "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989"
+)
 #: What walks under ZeRO-3 lack.
 NO_SECOND_LOAD = {
     "load*": "under ZeRO-3 a checkpoint cannot be loaded after one was saved, says load_checkpoint's documentation"
@@ -46,7 +48,9 @@ class Calls:
     #: Strategy -> code that makes the trainer of ``model``, for the script that shows a walk without this plugin.
     script: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, trainer: Any, directory: Path, ranks: Sequence[int], position: int = 0) -> None:
+    def __init__(
+        self, trainer: Any, directory: Path, ranks: Sequence[int], position: int = 0
+    ) -> None:
         self.trainer = trainer
         self.directory = directory
         self.ranks = ranks
@@ -95,7 +99,9 @@ class Calls:
 
     @training
     def step(
-        self, clip: Literal["norm", "value", "no"] = "norm", zero: Literal["none", "zeros", "keep"] = "none"
+        self,
+        clip: Literal["norm", "value", "no"] = "norm",
+        zero: Literal["none", "zeros", "keep"] = "none",
     ) -> float:
         """Train on a batch: forward, backward, clip, step optimizer and scheduler, zero gradients or keep them."""
         loss = self.backward(last=True)
@@ -191,7 +197,9 @@ class Calls:
         """Load the last checkpoint in the same process group, with or without the state of optimizer and scheduler."""
         states = copy.deepcopy(self.saved)
         loaded = (True, optimizer, scheduler)
-        for stateful, state, is_loaded in zip((self.model, *self._stateful()), states, loaded, strict=True):
+        for stateful, state, is_loaded in zip(
+            (self.model, *self._stateful()), states, loaded, strict=True
+        ):
             if is_loaded:
                 stateful.load_state_dict(state)
 
@@ -217,7 +225,11 @@ class Calls:
                 tensors[name] = parameter
             elif of == "grad" and parameter.grad is not None:
                 tensors[name] = parameter.grad
-            elif of == "optimizer_state" and parameter in state and state[parameter].get("exp_avg") is not None:
+            elif (
+                of == "optimizer_state"
+                and parameter in state
+                and state[parameter].get("exp_avg") is not None
+            ):
                 tensors[name] = state[parameter]["exp_avg"]
         return tensors
 

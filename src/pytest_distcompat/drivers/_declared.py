@@ -23,14 +23,18 @@ def check_declared(driver: type[Driver], name: str) -> None:
         raise UsageProblem(
             f"driver {name!r}: portable is {driver.portable!r:.200}; expected a mapping of strategy to strategy"
         )
-    if not isinstance(inspect.getattr_static(driver, "unsupported_reason"), (classmethod, staticmethod)):
+    if not isinstance(
+        inspect.getattr_static(driver, "unsupported_reason"), (classmethod, staticmethod)
+    ):
         # Called on the class, a plain method would take the cell for ``self``.
         raise UsageProblem(
             f"driver {name!r}: unsupported_reason is no classmethod; expected unsupported_reason(cls, cell, device)"
         )
     for option in driver.options:
         if option not in OPTIONS:
-            raise UsageProblem(f"driver {name!r}: options: no option named {option!r}. Known: {', '.join(OPTIONS)}")
+            raise UsageProblem(
+                f"driver {name!r}: options: no option named {option!r}. Known: {', '.join(OPTIONS)}"
+            )
     _check_strategies(name, "reshards", driver.reshards)
     _check_strategies(name, "portable", (*driver.portable, *driver.portable.values()))
 
@@ -41,7 +45,9 @@ def _check_names(driver: type[Driver], name: str, attribute: str) -> None:
     if isinstance(value, property):
         return
     if not isinstance(value, (tuple, list)) or not all(isinstance(item, str) for item in value):
-        raise UsageProblem(f"driver {name!r}: {attribute} is {value!r:.200}; expected a tuple of names")
+        raise UsageProblem(
+            f"driver {name!r}: {attribute} is {value!r:.200}; expected a tuple of names"
+        )
 
 
 def _check_strategies(name: str, attribute: str, strategies: Iterable[str]) -> None:

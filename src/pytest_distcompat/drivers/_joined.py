@@ -11,7 +11,9 @@ import torch
 class Joined(torch.optim.Optimizer):
     """Optimizer with the groups and the state of several, which step together."""
 
-    def __init__(self, params: Iterable[Any], make: Callable[[Any], list[torch.optim.Optimizer]]) -> None:
+    def __init__(
+        self, params: Iterable[Any], make: Callable[[Any], list[torch.optim.Optimizer]]
+    ) -> None:
         """Make the optimizers by ``make(params)``."""
         self.parts = make(list(params))
         groups = []

@@ -53,7 +53,9 @@ def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
     return first_reason(
         # It would hang, and a known issue never covers a hang.
         (
-            fsdp1 and bool(cell.option("activation_checkpointing")) and cell.option("wrap_policy") == "size",
+            fsdp1
+            and bool(cell.option("activation_checkpointing"))
+            and cell.option("wrap_policy") == "size",
             (
                 "recomputed modules then hold several of FSDP1's units: one rank gathers for the recomputation while another "
                 "reduces gradients, and both wait (docs/upstream.md)"
@@ -119,7 +121,9 @@ def whole_state(model: Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def clip_on_meshes(parameters: Iterable[torch.Tensor], max_norm: float, stages: Any = None) -> float:
+def clip_on_meshes(
+    parameters: Iterable[torch.Tensor], max_norm: float, stages: Any = None
+) -> float:
     """Clip gradients of parameters on different meshes, which torch's function cannot put together; return their norm.
 
     Args:
@@ -172,7 +176,9 @@ def recompute(model: Module, blocks: Iterable[Module], cell: Cell) -> None:
     if cell.option("activation_checkpointing") == "selective":
         from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _products())
+        settings["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, _products()
+        )
     apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, **settings),

@@ -97,7 +97,9 @@ _parsed = cache(Requirement)
 release = cache(version_of)
 
 
-def fsdp_for_release(settings: Mapping[str, Any], release: Version) -> tuple[dict[str, Any], dict[str, str]]:
+def fsdp_for_release(
+    settings: Mapping[str, Any], release: Version
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return overriding arguments and environment variables for FSDP in that release of transformers."""
     # The variables are those of ``accelerate launch``.
     # https://huggingface.co/docs/transformers/v4.57.1/en/main_classes/trainer

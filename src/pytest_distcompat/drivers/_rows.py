@@ -20,7 +20,9 @@ SPLIT = 4
 EPOCHS = 2
 
 #: torchdata's loader knows itself where it is.
-_STATEFUL = {"use_stateful_dataloader": {"use_stateful_dataloader": True, "use_seedable_sampler": True}}
+_STATEFUL = {
+    "use_stateful_dataloader": {"use_stateful_dataloader": True, "use_seedable_sampler": True}
+}
 #: Loader of accelerate -> what is set in DataLoaderConfiguration and, of the rest, in DataLoader.
 _ACCELERATE: dict[str, dict[str, Any]] = {
     "shuffle": {},
@@ -53,7 +55,9 @@ def _expected(settings: Mapping[str, Any]) -> Loader:
     )
 
 
-ACCELERATE: dict[str, Loader] = {name: _expected(settings) for name, settings in _ACCELERATE.items()}
+ACCELERATE: dict[str, Loader] = {
+    name: _expected(settings) for name, settings in _ACCELERATE.items()
+}
 
 
 def _iterable(rows: Sequence[Any]) -> Any:
@@ -79,7 +83,9 @@ def accelerate_loader(name: str, count: int, device: str = "cpu") -> tuple[Any, 
     for key in ("batch_size", "drop_last", "num_workers", "shuffle"):
         if key in settings:
             arguments[key] = settings.pop(key)
-    accelerator = Accelerator(cpu=device == "cpu", dataloader_config=DataLoaderConfiguration(**settings))
+    accelerator = Accelerator(
+        cpu=device == "cpu", dataloader_config=DataLoaderConfiguration(**settings)
+    )
     set_seed(0)
     data: Any = range(count)
     if iterable:
@@ -143,16 +149,27 @@ _TRAINER: dict[str, dict[str, Any]] = {
 }
 #: Trainer counts steps, which are others at another world size.
 TRAINER: dict[str, Loader] = {
-    name: Loader("iterable" not in name, dropped="drop_last" in name, moves=False) for name in _TRAINER
+    name: Loader("iterable" not in name, dropped="drop_last" in name, moves=False)
+    for name in _TRAINER
 }
 
 
-def _trainer(count: int, directory: Path, settings: Mapping[str, Any], device: str, world: int = 1, **more: Any) -> Any:
+def _trainer(
+    count: int,
+    directory: Path,
+    settings: Mapping[str, Any],
+    device: str,
+    world: int = 1,
+    **more: Any,
+) -> Any:
     """Return a Trainer of a model that records the rows that it is fed, by epoch, and returns them."""
     import torch
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    rows = [{"x": torch.tensor([float(row)]), "labels": torch.tensor([float(row)])} for row in range(count)]
+    rows = [
+        {"x": torch.tensor([float(row)]), "labels": torch.tensor([float(row)])}
+        for row in range(count)
+    ]
 
     class _Recorder(torch.nn.Module):
         def __init__(self) -> None:
@@ -204,7 +221,12 @@ def _trainer(count: int, directory: Path, settings: Mapping[str, Any], device: s
     )
     data = _iterable(rows) if iterable else rows
     trainer = Trainer(
-        model=_Recorder(), args=arguments, train_dataset=data, eval_dataset=data, callbacks=[_Epochs()], **more
+        model=_Recorder(),
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=[_Epochs()],
+        **more,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -215,7 +237,9 @@ def trainer_rows(
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Train two epochs, or what is left of them after a checkpoint."""
     trainer = _trainer(count, directory / name, _TRAINER[name], device, world)
-    saved = sorted((directory / name).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    saved = sorted(
+        (directory / name).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2])
+    )
     checkpoint: str | None = None
     if start in RESUME_AT:
         checkpoint = str(saved[RESUME_AT.index(start)])
@@ -238,7 +262,9 @@ def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
     # Trainer makes its output directory, although it saves nothing.
     with tempfile.TemporaryDirectory() as directory:
         for name in ("shuffle", "dispatch_batches", "iterable", "iterable, dispatch_batches=False"):
-            trainer = _trainer(count, Path(directory), _TRAINER[name], device, compute_metrics=compute)
+            trainer = _trainer(
+                count, Path(directory), _TRAINER[name], device, compute_metrics=compute
+            )
             evaluated = trainer.evaluate()
             for key in ("loss", "rows", "mean"):
                 metrics[f"{name}: {key}"] = float(evaluated[f"eval_{key}"])
@@ -261,7 +287,9 @@ def deepspeed_rows(count: int, backend: str) -> Iterator[tuple[int, Sequence[int
     model = torch.nn.Linear(1, 1)
     config = {"train_micro_batch_size_per_gpu": BATCH}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = deepspeed.initialize(model=model, optimizer=optimizer, config=config, training_data=range(count))
+    made = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, training_data=range(count)
+    )
     for epoch in range(EPOCHS):
         for batch in made[2]:
             yield epoch, batch.tolist()
@@ -283,7 +311,9 @@ def torch_rows(
 
     dropped = TORCH[name].dropped
     data: Any = range(count)
-    sampler: DistributedSampler[int] = DistributedSampler(data, ranks, rank, TORCH[name].shuffled, drop_last=dropped)
+    sampler: DistributedSampler[int] = DistributedSampler(
+        data, ranks, rank, TORCH[name].shuffled, drop_last=dropped
+    )
     loader = DataLoader(data, BATCH, sampler=sampler, drop_last=dropped)
     for epoch in range(start[0], EPOCHS):
         sampler.set_epoch(epoch)

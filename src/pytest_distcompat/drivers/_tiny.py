@@ -231,7 +231,11 @@ class TinyDriver(Driver):
         for name, module in model.named_modules():
             if isinstance(module, linear):
                 last = name
-        quantize_(model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, linear) and name != last)
+        quantize_(
+            model,
+            Int8WeightOnlyConfig(),
+            lambda module, name: isinstance(module, linear) and name != last,
+        )
         return model, [last]
 
     def make_optimizer(self, model: Module) -> Any:
@@ -256,7 +260,9 @@ class TinyDriver(Driver):
     def make_with_settings(self, optimizer_class: Any, groups: Any, **arguments: Any) -> Any:
         """Return an optimizer of that class, with the driver's rate and decay and what the cell sets of its arguments."""
         settings = {"lr": LEARNING_RATE, "weight_decay": DECAY, **arguments}
-        return optimizer_class(groups, **self.cell.with_settings(optimizer_class.__name__, settings))
+        return optimizer_class(
+            groups, **self.cell.with_settings(optimizer_class.__name__, settings)
+        )
 
     def compile_nothing(self) -> None:
         """Have an optimizer that compiles itself run uncompiled on the CPU, where its first step would take minutes."""
@@ -315,7 +321,10 @@ class TinyDriver(Driver):
                 decayed.append(parameter)
         if not self.cell.option("param_groups"):
             return parameters
-        return [{"params": decayed, "weight_decay": DECAY}, {"params": undecayed, "weight_decay": 0.0}]
+        return [
+            {"params": decayed, "weight_decay": DECAY},
+            {"params": undecayed, "weight_decay": 0.0},
+        ]
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
         """Return a scheduler that multiplies the learning rate by 0.95 every ``every`` calls; of several optimizers a list."""
@@ -337,7 +346,10 @@ class TinyDriver(Driver):
 
     def batch_of(self, index: int, rank: int) -> Batch:
         """Return the micro-batch of any rank at that index of the epoch, on this rank's device."""
-        return {name: value.to(self.world.device) for name, value in self.tiny.batch(index, rank).items()}
+        return {
+            name: value.to(self.world.device)
+            for name, value in self.tiny.batch(index, rank).items()
+        }
 
     def _joined(self, index: int, ranks: int) -> Batch:
         """Return the rows of that micro-batch of all ranks as one."""
@@ -438,7 +450,10 @@ class TinyDriver(Driver):
         import torch
 
         model.eval()
-        if model is not self.model and len({parameter.dtype for parameter in model.parameters()}) > 1:
+        if (
+            model is not self.model
+            and len({parameter.dtype for parameter in model.parameters()}) > 1
+        ):
             # Trained weights in float32 beside frozen ones in bfloat16 cannot be multiplied.
             model.float()
         with torch.no_grad():
@@ -516,7 +531,9 @@ def _first_trained_layer(model: Module) -> Module:
     return trained[0]
 
 
-def _averages(losses: list[float], tokens: list[int], ranks: int, accumulate: int) -> dict[str, float]:
+def _averages(
+    losses: list[float], tokens: list[int], ranks: int, accumulate: int
+) -> dict[str, float]:
     """Return a step's loss by what has an equal weight in it, from the loss and the tokens of each micro-batch.
 
     Micro-batches are ordered rank by rank.
@@ -546,7 +563,9 @@ def _weighted_mean(values: list[float], weights: list[int]) -> float:
 
 def _model_reason(cell: Cell, tiny: TinyModel, device: str) -> str | None:
     """Return why the model cannot be trained on the device, or its checkpoints not be kept on each node; None if it can."""
-    other_parallelism = cell.dp_size < cell.world_size or cell.ep > 1 or cell.option("dp_replicate") != 1
+    other_parallelism = (
+        cell.dp_size < cell.world_size or cell.ep > 1 or cell.option("dp_replicate") != 1
+    )
     return first_reason(
         (
             cell.per_node and (other_parallelism or bool(tiny.driver)),
@@ -618,7 +637,9 @@ def _dtypes_reason(cell: Cell, tiny: TinyModel) -> str | None:
     )
 
 
-def _not_quantized(cell: Cell, tiny: TinyModel, masters: str, device: str, *, flat: bool) -> str | None:
+def _not_quantized(
+    cell: Cell, tiny: TinyModel, masters: str, device: str, *, flat: bool
+) -> str | None:
     """Return why a cell's optimizer would have no state in 8 bits, or cannot step; None if it has and can.
 
     Args:
@@ -657,7 +678,9 @@ def _not_quantized(cell: Cell, tiny: TinyModel, masters: str, device: str, *, fl
 
 def _no_quantized_base(cell: Cell, driver: str) -> str | None:
     """Return why the cell cannot train an adapter on a quantized model; None if it can. Measured with torchao 0.18."""
-    broadcasts_parameters = cell.strategy == "fsdp1" or (cell.strategy == "ddp" and driver != "torch")
+    broadcasts_parameters = cell.strategy == "fsdp1" or (
+        cell.strategy == "ddp" and driver != "torch"
+    )
     return first_reason(
         (
             cell.strategy == "fsdp2",

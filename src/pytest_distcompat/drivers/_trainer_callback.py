@@ -74,7 +74,9 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:  # noqa: C9
             self.step.close()
             control.should_save = state.global_step in save_after_steps
 
-        def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **_: Any) -> None:
+        def on_log(
+            self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **_: Any
+        ) -> None:
             if "loss" in logs:  # the last log is a summary without one
                 driver.read_trainer()
                 driver.grad_norm = logs.get("grad_norm")

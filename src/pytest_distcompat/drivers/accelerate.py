@@ -29,13 +29,19 @@ if TYPE_CHECKING:
 #: What ``accelerator.backward`` does alone under DeepSpeed.
 _ENGINE = {
     **dict.fromkeys(
-        ("step(clip*", "step(zero*", "zero_grad*"), "DeepSpeed's engine clips and zeroes gradients in backward"
+        ("step(clip*", "step(zero*", "zero_grad*"),
+        "DeepSpeed's engine clips and zeroes gradients in backward",
     ),
     "micro*": "under DeepSpeed accelerate counts micro-batches itself, by gradient_accumulation_steps",
-    **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "DeepSpeed's optimizer partitions what it was built with"),
+    **dict.fromkeys(
+        ("freeze*", "unfreeze*", "add_group*"),
+        "DeepSpeed's optimizer partitions what it was built with",
+    ),
 }
 _FSDP1 = dict.fromkeys(("get_state_dict*", "export*"), OFFLOADS)
-_WRAPPED = dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so")
+_WRAPPED = dict.fromkeys(
+    ("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so"
+)
 _WHOLE_STATE = {"load(optimizer=False*": "load_state loads everything"}
 _VALUE = {"step(clip='value'*": "accelerate raises: use clip_grad_norm_ instead"}
 
@@ -98,7 +104,8 @@ class AccelerateCalls(Calls):
     }
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "*": dict.fromkeys(
-            ("load_weights*", "load(*scheduler=False*"), "load_state loads a torch scheduler in any case"
+            ("load_weights*", "load(*scheduler=False*"),
+            "load_state loads a torch scheduler in any case",
         ),
         "ddp": _WRAPPED | _WHOLE_STATE,
         "fsdp1": _WRAPPED | _VALUE | _FSDP1 | _WHOLE_STATE,
@@ -173,9 +180,13 @@ class AccelerateCalls(Calls):
         return gathered[: len(outputs)]
 
     @observer
-    def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, **more: Any) -> Any:
+    def unwrap_model(
+        self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, **more: Any
+    ) -> Any:
         """Take all wrappers off."""
-        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper, keep_torch_compile, **more)
+        return self.accelerator.unwrap_model(
+            self.model, keep_fp32_wrapper, keep_torch_compile, **more
+        )
 
     @observer
     def get_state_dict(self, unwrap: bool = True, **more: Any) -> Any:
@@ -185,7 +196,9 @@ class AccelerateCalls(Calls):
     @observer
     def export(self, safe_serialization: bool = True, **more: Any) -> Any:
         """Write the weights by ``save_model``."""
-        self.accelerator.save_model(self.model, str(self.exports), safe_serialization=safe_serialization, **more)
+        self.accelerator.save_model(
+            self.model, str(self.exports), safe_serialization=safe_serialization, **more
+        )
         return self.written("model.safetensors" if safe_serialization else "pytorch_model.bin")
 
 
@@ -210,7 +223,11 @@ class AccelerateDriver(TinyDriver):
         "conflict",
     )
     sources: ClassVar[tuple[Source, ...]] = (
-        Source("FullyShardedDataParallelPlugin", "accelerate.FullyShardedDataParallelPlugin", ("fsdp1", "fsdp2")),
+        Source(
+            "FullyShardedDataParallelPlugin",
+            "accelerate.FullyShardedDataParallelPlugin",
+            ("fsdp1", "fsdp2"),
+        ),
         Source(
             "DeepSpeedPlugin",
             "accelerate.DeepSpeedPlugin",
@@ -218,8 +235,16 @@ class AccelerateDriver(TinyDriver):
             becomes="pytest_distcompat.drivers.accelerate.json_of",
         ),
         Source("Accelerator", "accelerate.Accelerator", ("ddp", "fsdp2", "zero2")),
-        Source("GradientAccumulationPlugin", "accelerate.utils.GradientAccumulationPlugin", ("ddp", "fsdp2", "zero2")),
-        Source("DataLoaderConfiguration", "accelerate.DataLoaderConfiguration", ("ddp", "fsdp2", "zero2")),
+        Source(
+            "GradientAccumulationPlugin",
+            "accelerate.utils.GradientAccumulationPlugin",
+            ("ddp", "fsdp2", "zero2"),
+        ),
+        Source(
+            "DataLoaderConfiguration",
+            "accelerate.DataLoaderConfiguration",
+            ("ddp", "fsdp2", "zero2"),
+        ),
         Source("TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("ddp", "fsdp2")),
         Source("", "accelerate.utils.dataclasses.KwargsHandler", ("ddp", "fsdp2"), "subclasses"),
         Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero2",), "keys"),
@@ -234,14 +259,24 @@ class AccelerateDriver(TinyDriver):
         Source("AdamW8bit", "torchao.optim.AdamW8bit", ("ddp", "fsdp2")),
         Source("Accelerator", "accelerate.Accelerator", ("ddp", "zero2"), "environment"),
         Source(
-            "FullyShardedDataParallelPlugin", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"
+            "FullyShardedDataParallelPlugin",
+            "accelerate.FullyShardedDataParallelPlugin",
+            ("fsdp2",),
+            "environment",
         ),
         Source("DeepSpeedPlugin", "accelerate.DeepSpeedPlugin", ("zero2",), "environment"),
-        Source("TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("fsdp2",), "environment"),
+        Source(
+            "TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("fsdp2",), "environment"
+        ),
     )
     libraries: ClassVar[tuple[str, ...]] = ("accelerate", "torch", "deepspeed")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
-    portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2", "zero1": "fsdp2", "zero2": "fsdp2", "zero3": "fsdp2"}
+    portable: ClassVar[Mapping[str, str]] = {
+        "fsdp1": "fsdp2",
+        "zero1": "fsdp2",
+        "zero2": "fsdp2",
+        "zero3": "fsdp2",
+    }
     order: ClassVar[int] = 1
     live_calls: ClassVar[type[Calls]] = AccelerateCalls
     loaders: ClassVar[Mapping[str, Loader]] = _rows.ACCELERATE
@@ -260,7 +295,8 @@ class AccelerateDriver(TinyDriver):
                 f"accelerate has no {cell.strategy}",
             ),
             (
-                bool(cell.option("conflict")) and PRECISIONS.get(cell.precision).compute == "float32",
+                bool(cell.option("conflict"))
+                and PRECISIONS.get(cell.precision).compute == "float32",
                 "accelerate sets no precision for fp32, so the JSON cannot contradict it",
             ),
         )
@@ -290,7 +326,9 @@ class AccelerateDriver(TinyDriver):
             settings |= on_cpu(settings)
         settings.setdefault("kwargs_handlers", []).extend(handlers)
         self._recompute(model)
-        self.accelerator = Accelerator(**self.cell.with_settings("Accelerator", self._with_objects(settings)))
+        self.accelerator = Accelerator(
+            **self.cell.with_settings("Accelerator", self._with_objects(settings))
+        )
         if self.cell.tp > 1:
             # accelerate wants a model that is cut already: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
             mesh = self.accelerator.torch_device_mesh["tp"]
@@ -308,7 +346,9 @@ class AccelerateDriver(TinyDriver):
         rows = len(data) // (self.epoch * self.cell.dp_size)
         loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]  # a list is a dataset
         objects = (loader, model, *optimizers, *schedulers)
-        self.loader, self.model, *prepared = self.accelerator.prepare(*objects, **self.cell.settings("prepare"))
+        self.loader, self.model, *prepared = self.accelerator.prepare(
+            *objects, **self.cell.settings("prepare")
+        )
         count = len(optimizers)
         if count > 1:
             self.optimizer = prepared[:count]
@@ -326,7 +366,9 @@ class AccelerateDriver(TinyDriver):
         accumulation = cell.settings("GradientAccumulationPlugin")
         if accumulation:
             steps = {"num_steps": settings.pop("gradient_accumulation_steps")}
-            settings["gradient_accumulation_plugin"] = utils.GradientAccumulationPlugin(**steps | accumulation)
+            settings["gradient_accumulation_plugin"] = utils.GradientAccumulationPlugin(
+                **steps | accumulation
+            )
         loading = cell.settings("DataLoaderConfiguration")
         if loading:
             settings["dataloader_config"] = DataLoaderConfiguration(**loading)
@@ -360,7 +402,11 @@ class AccelerateDriver(TinyDriver):
         settings: dict[str, Any] = {"backend": "inductor" if mode is True else "aot_eager"}
         if mode == "regional":
             settings["use_regional_compilation"] = True
-        return {"dynamo_plugin": TorchDynamoPlugin(**self.cell.with_settings("TorchDynamoPlugin", settings))}
+        return {
+            "dynamo_plugin": TorchDynamoPlugin(
+                **self.cell.with_settings("TorchDynamoPlugin", settings)
+            )
+        }
 
     def _recompute(self, model: Any) -> None:
         """Turn on activation checkpointing in the model; for FSDP accelerate does it."""
@@ -379,7 +425,11 @@ class AccelerateDriver(TinyDriver):
         from accelerate.utils import AORecipeKwargs
         from torchao.float8 import Float8LinearConfig
 
-        return [AORecipeKwargs(config=Float8LinearConfig(emulate=self.world.device == "cpu", pad_inner_dim=True))]
+        return [
+            AORecipeKwargs(
+                config=Float8LinearConfig(emulate=self.world.device == "cpu", pad_inner_dim=True)
+            )
+        ]
 
     def micro_loss(self, batch: Batch) -> Any:
         """Return the loss of a micro-batch, of which the loader of a sequence's ranks has given a part."""
@@ -508,9 +558,13 @@ def check_version(version: str) -> None:
 
     first, after = TESTED_RELEASES
     if Version(version) < Version(first):
-        raise RuntimeError(f"accelerate {version} cannot run FSDP2 on CPU ranks; {first} or newer is needed")
+        raise RuntimeError(
+            f"accelerate {version} cannot run FSDP2 on CPU ranks; {first} or newer is needed"
+        )
     if Version(version) >= Version(after):
-        problem = f"accelerate {version}: running FSDP and DeepSpeed on CPU was tested below {after} only"
+        problem = (
+            f"accelerate {version}: running FSDP and DeepSpeed on CPU was tested below {after} only"
+        )
         warnings.warn(f"{problem}; believe the check 'active'", stacklevel=2)
 
 
@@ -542,5 +596,9 @@ def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
         PartialState().distributed_type = DistributedType.MULTI_GPU
         return {}
     if "deepspeed_plugin" in settings:
-        return {"kwargs_handlers": [InitProcessGroupKwargs(backend="gloo", timeout=timedelta(minutes=10))]}
+        return {
+            "kwargs_handlers": [
+                InitProcessGroupKwargs(backend="gloo", timeout=timedelta(minutes=10))
+            ]
+        }
     return {"cpu": True}

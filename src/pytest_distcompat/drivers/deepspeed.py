@@ -51,16 +51,23 @@ _SCRIPT = """
 class DeepSpeedCalls(Calls):
     """Calls of a DeepSpeed engine, which clips and zeroes gradients itself."""
 
-    script: ClassVar[Mapping[str, str]] = {f"zero{stage}": _SCRIPT.replace("STAGE", str(stage)) for stage in range(4)}
+    script: ClassVar[Mapping[str, str]] = {
+        f"zero{stage}": _SCRIPT.replace("STAGE", str(stage)) for stage in range(4)
+    }
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "*": {
             **dict.fromkeys(
-                ("step(clip*", "step(zero*"), "the engine clips as its JSON says, and zeroes gradients in step()"
+                ("step(clip*", "step(zero*"),
+                "the engine clips as its JSON says, and zeroes gradients in step()",
             ),
-            **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "the engine partitions what it was built with"),
+            **dict.fromkeys(
+                ("freeze*", "unfreeze*", "add_group*"),
+                "the engine partitions what it was built with",
+            ),
             "load(*load_module_only=*": "load_weights does that",
             **dict.fromkeys(
-                ("save(*save_latest=False*", "save(*exclude_frozen_parameters=True*"), "leaves out what load needs"
+                ("save(*save_latest=False*", "save(*exclude_frozen_parameters=True*"),
+                "leaves out what load needs",
             ),
         },
         "zero0": _WITHOUT_ZERO,
@@ -112,7 +119,10 @@ class DeepSpeedCalls(Calls):
     def load(self, optimizer: bool = True, scheduler: bool = True, **more: Any) -> None:
         """Load by ``load_checkpoint``."""
         self.model.load_checkpoint(
-            str(self.directory), load_optimizer_states=optimizer, load_lr_scheduler_states=scheduler, **more
+            str(self.directory),
+            load_optimizer_states=optimizer,
+            load_lr_scheduler_states=scheduler,
+            **more,
         )
 
     def load_weights(self, **more: Any) -> None:
@@ -144,7 +154,9 @@ class DeepSpeedCalls(Calls):
     @observer
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
         """Take the module's state dict, which ZeRO-3 has shards of."""
-        state = self.model.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters, **more)
+        state = self.model.module_state_dict(
+            exclude_frozen_parameters=exclude_frozen_parameters, **more
+        )
         if self.trainer.strategy.shards:
             return None
         return state
@@ -152,7 +164,9 @@ class DeepSpeedCalls(Calls):
     @observer
     def export(self, exclude_frozen_parameters: bool = False, **more: Any) -> Any:
         """Write the weights by ``save_16bit_model``."""
-        self.model.save_16bit_model(str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters, **more)
+        self.model.save_16bit_model(
+            str(self.exports), exclude_frozen_parameters=exclude_frozen_parameters, **more
+        )
         return self.written("pytorch_model.bin")
 
     @observer
@@ -177,7 +191,12 @@ class DeepSpeedDriver(TinyDriver):
         "conflict",
     )
     sources: ClassVar[tuple[Source, ...]] = (
-        Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero1", "zero2", "zero3"), "keys"),
+        Source(
+            "ds_config",
+            "deepspeed.runtime.config.DeepSpeedConfig",
+            ("zero1", "zero2", "zero3"),
+            "keys",
+        ),
         Source("initialize", "deepspeed.initialize", ("zero2", "zero3")),
         Source("save_checkpoint", "deepspeed.DeepSpeedEngine.save_checkpoint", ("zero2", "zero3")),
         Source("load_checkpoint", "deepspeed.DeepSpeedEngine.load_checkpoint", ("zero2", "zero3")),
@@ -244,7 +263,9 @@ class DeepSpeedDriver(TinyDriver):
             deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)
         if self.cell.ep > 1:
             _expert.spread_by_deepspeed(self.raw, self.cell.ep, self.world.rank)
-        initialized = deepspeed.initialize(**self.cell.with_settings("initialize", self._arguments(config)))
+        initialized = deepspeed.initialize(
+            **self.cell.with_settings("initialize", self._arguments(config))
+        )
         self.model, self.optimizer, _, self.scheduler = initialized
         mode = self.cell.option("compile")
         if mode:
@@ -323,7 +344,10 @@ class DeepSpeedDriver(TinyDriver):
     def _named(self, part: str) -> dict[str, Any]:
         """Return what the JSON has in that part: Muon's name, and what the cell's settings put there."""
         # DeepSpeed's own Muon alone knows which matrices a flat partition has parts of. Its own AdamW would be compiled.
-        muon = {"type": "Muon", "params": {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True}}
+        muon = {
+            "type": "Muon",
+            "params": {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True},
+        }
         config: dict[str, Any] = {}
         if self.cell.option("optimizer") == "muon":
             config["optimizer"] = muon
@@ -337,7 +361,9 @@ class DeepSpeedDriver(TinyDriver):
             return groups
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-        return split_params_into_different_moe_groups_for_optimizer({"params": groups, "name": "all"})
+        return split_params_into_different_moe_groups_for_optimizer(
+            {"params": groups, "name": "all"}
+        )
 
     def step(self, number: int) -> float:
         """Run forward and backward of each micro-batch; the engine scales, reduces, clips and steps the scheduler."""
@@ -380,7 +406,9 @@ class DeepSpeedDriver(TinyDriver):
     def save(self, directory: Path) -> None:
         """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""
         settings = self.tag | self.cell.settings("save_checkpoint")
-        self.model.save_checkpoint(str(directory), client_state={"ranks": self.world.size}, **settings)
+        self.model.save_checkpoint(
+            str(directory), client_state={"ranks": self.world.size}, **settings
+        )
         self.save_random(directory)
 
     def load(self, directory: Path) -> None:
@@ -424,7 +452,11 @@ class DeepSpeedDriver(TinyDriver):
 
             shards = directory.parent / "shards"
             self.model.save_checkpoint(str(shards))
-            state = get_fp32_state_dict_from_zero_checkpoint(str(shards)) if self.world.rank == 0 else {}
+            state = (
+                get_fp32_state_dict_from_zero_checkpoint(str(shards))
+                if self.world.rank == 0
+                else {}
+            )
         if self.world.rank == 0:
             _options.write_whole(self.raw, state, directory)
 

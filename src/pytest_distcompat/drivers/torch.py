@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 
 #: Why parameters of a wrapped model cannot be frozen: DDP's, and FSDP1's, which are one flat tensor.
-_FIXED = (
-    "DDP reduces what was trainable when it wrapped the model: DistributedDataParallel's documentation warns of changes"
-)
+_FIXED = "DDP reduces what was trainable when it wrapped the model: DistributedDataParallel's documentation warns of changes"
 _NO_FSDP1 = "FSDP1 flattens what was trainable when it wrapped the model"
 
 
@@ -93,7 +91,10 @@ class TorchCalls(Calls):
         return super().clip_norm()
 
     def _state(self, optimizer: bool = True, scheduler: bool = True) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            get_model_state_dict,
+            get_optimizer_state_dict,
+        )
 
         state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         if optimizer:
@@ -111,7 +112,10 @@ class TorchCalls(Calls):
 
     def load(self, optimizer: bool = True, scheduler: bool = True) -> None:
         """Load in place what is wanted of the checkpoint, then set it."""
-        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
         from torch.distributed.checkpoint.state_dict_loader import load
 
         state = self._state(optimizer, scheduler)
@@ -128,7 +132,9 @@ class TorchCalls(Calls):
         return self.model.module
 
     @observer
-    def state_dict(self, how: Literal["full_state_dict", "cpu_offload", "ignore_frozen_params", "own"] = "own") -> Any:
+    def state_dict(
+        self, how: Literal["full_state_dict", "cpu_offload", "ignore_frozen_params", "own"] = "own"
+    ) -> Any:
         """Take the model's state dict: its own, or by ``get_model_state_dict`` with an option."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -141,16 +147,23 @@ class TorchCalls(Calls):
         return {name: tensor for name, tensor in state.items() if "frozen" not in name}
 
     @observer
-    def optimizer_state(self, how: Literal["full_state_dict", "flatten_optimizer_state_dict", "own"] = "own") -> Any:
+    def optimizer_state(
+        self, how: Literal["full_state_dict", "flatten_optimizer_state_dict", "own"] = "own"
+    ) -> Any:
         """Take the optimizer's state dict: its own, or by ``get_optimizer_state_dict`` with an option."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_optimizer_state_dict,
+        )
 
         if how == "own":
             self.trainer.optimizer.state_dict()
             return None
         settings: dict[str, Any] = {how: True}
         options = StateDictOptions(**settings)
-        state_dict: Any = get_optimizer_state_dict(self.model, self.trainer.optimizer, options=options)
+        state_dict: Any = get_optimizer_state_dict(
+            self.model, self.trainer.optimizer, options=options
+        )
         moments: dict[str, Any] = {}
         if how == "full_state_dict":
             for name, state in state_dict.get("state", {}).items():
@@ -164,19 +177,27 @@ class TorchCalls(Calls):
         return moments
 
     @observer
-    def gather(self, how: Literal["summon_full_params", "full_tensor", "unshard"] = "summon_full_params") -> Any:
+    def gather(
+        self, how: Literal["summon_full_params", "full_tensor", "unshard"] = "summon_full_params"
+    ) -> Any:
         """Look at whole parameters."""
         import torch
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         if how == "full_tensor":
             with torch.no_grad():
-                return {name: parameter.full_tensor() for name, parameter in self.model.named_parameters()}
+                return {
+                    name: parameter.full_tensor()
+                    for name, parameter in self.model.named_parameters()
+                }
         if how == "unshard":
             units = [module for module in self.model.modules() if hasattr(module, "unshard")]
             for unit in units:
                 unit.unshard()
-            parameters = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+            parameters = {
+                name: parameter.detach().clone()
+                for name, parameter in self.model.named_parameters()
+            }
             for unit in units:
                 unit.reshard()
             return parameters
@@ -207,16 +228,30 @@ class TorchDriver(TinyDriver):
     )
     sources: ClassVar[tuple[Source, ...]] = (
         Source("DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel", ("ddp",)),
-        Source("FullyShardedDataParallel", "torch.distributed.fsdp.FullyShardedDataParallel", ("fsdp1",)),
-        Source("MixedPrecision", "torch.distributed.fsdp.MixedPrecision", ("fsdp1",), precision="bf16_upcast"),
+        Source(
+            "FullyShardedDataParallel",
+            "torch.distributed.fsdp.FullyShardedDataParallel",
+            ("fsdp1",),
+        ),
+        Source(
+            "MixedPrecision",
+            "torch.distributed.fsdp.MixedPrecision",
+            ("fsdp1",),
+            precision="bf16_upcast",
+        ),
         Source("fully_shard", "torch.distributed.fsdp.fully_shard", ("fsdp2",)),
         Source(
-            "MixedPrecisionPolicy", "torch.distributed.fsdp.MixedPrecisionPolicy", ("fsdp2",), precision="bf16_upcast"
+            "MixedPrecisionPolicy",
+            "torch.distributed.fsdp.MixedPrecisionPolicy",
+            ("fsdp2",),
+            precision="bf16_upcast",
         ),
         Source("prefetch", "pytest_distcompat.strategies.fsdp2.Prefetch", ("fsdp2",)),
         Source("CPUOffloadPolicy", "torch.distributed.fsdp.CPUOffloadPolicy", ("fsdp2",)),
         Source(
-            "StateDictOptions", "torch.distributed.checkpoint.state_dict.StateDictOptions", ("ddp", "fsdp1", "fsdp2")
+            "StateDictOptions",
+            "torch.distributed.checkpoint.state_dict.StateDictOptions",
+            ("ddp", "fsdp1", "fsdp2"),
         ),
         Source("compile", "torch.compile", ("ddp", "fsdp2")),
         Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "fsdp1", "fsdp2")),
@@ -228,7 +263,10 @@ class TorchDriver(TinyDriver):
     )
     libraries: ClassVar[tuple[str, ...]] = ("torch",)
     # The llama has too few heads.
-    needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {**TinyDriver.needs_options, "tp_4": {"model": "mlp"}}
+    needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        **TinyDriver.needs_options,
+        "tp_4": {"model": "mlp"},
+    }
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
     order: ClassVar[int] = 0
@@ -297,7 +335,9 @@ class TorchDriver(TinyDriver):
             self.saving_group = distributed.new_group(backend="gloo")
         if self.cell.cp > 1:
             sizes = (self.cell.dp_size, self.cell.cp, self.cell.tp)
-            self.context = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))["cp"]
+            self.context = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))[
+                "cp"
+            ]
         self.raw = model
         if self.cell.pp > 1:
             self._build_stages(model, device)
@@ -314,7 +354,9 @@ class TorchDriver(TinyDriver):
         self.flat = True
         self.pipeline = _pipeline.Pipeline(self.tiny.stages, self.cell, device)
         self.pp_group = self.pipeline.group
-        modules = {number: self._wrap(stage, device) for number, stage in self.pipeline.keep(model).items()}
+        modules = {
+            number: self._wrap(stage, device) for number, stage in self.pipeline.keep(model).items()
+        }
         if len(modules) == 1:
             (self.model,) = modules.values()
         else:
@@ -363,7 +405,11 @@ class TorchDriver(TinyDriver):
             return self._pipelined(number)
         total = 0.0
         for batch, last in self.batches(number):
-            with self._synchronised(last), self._autocast(), _context.attending(self.model, self.context):
+            with (
+                self._synchronised(last),
+                self._autocast(),
+                _context.attending(self.model, self.context),
+            ):
                 loss = self.micro_loss(batch) / self.accumulate
                 scaled: Any = loss
                 if self.scaler:
@@ -439,7 +485,9 @@ class TorchDriver(TinyDriver):
 
         if self.strategy.wrapper != "DDP" or not self.precision.mixed:
             return contextlib.nullcontext()
-        return torch.autocast(torch.device(self.world.device).type, dtype=getattr(torch, self.precision.compute))
+        return torch.autocast(
+            torch.device(self.world.device).type, dtype=getattr(torch, self.precision.compute)
+        )
 
     def _options(self) -> Any:
         from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -481,7 +529,9 @@ class TorchDriver(TinyDriver):
                 torch.save(state, directory / "checkpoint.pt")
             return
         if self.cell.option("async_save"):
-            self.saving = async_save(state, checkpoint_id=directory, process_group=self.saving_group)
+            self.saving = async_save(
+                state, checkpoint_id=directory, process_group=self.saving_group
+            )
         else:
             save(state, checkpoint_id=directory)
 
@@ -497,7 +547,9 @@ class TorchDriver(TinyDriver):
         else:
             # What it saves keeps the form of what it loaded, so that stages can load it again. By names there are no lists.
             keys = FileSystemReader(directory).read_metadata().state_dict_metadata
-            self.flat |= not {"optimizer.param_groups", "optimizer.param_groups.0.params"} & keys.keys()
+            self.flat |= (
+                not {"optimizer.param_groups", "optimizer.param_groups.0.params"} & keys.keys()
+            )
             state = self._state()
             load(state, checkpoint_id=directory)
         if self.cell.option("save_only_model"):

@@ -36,11 +36,19 @@ if TYPE_CHECKING:
 
 #: The only decaying schedule that does not depend on how many steps are left. Before transformers 5 the time scale is not
 #: passed on, and the rate hardly changes.
-SCHEDULE: dict[str, Any] = {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 10}}
+SCHEDULE: dict[str, Any] = {
+    "lr_scheduler_type": "inverse_sqrt",
+    "lr_scheduler_kwargs": {"timescale": 10},
+}
 
 
 #: Option ``optimizer`` -> its name in TrainingArguments, which have none for Muon.
-OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd", "adafactor": "adafactor", "adam8bit": "adamw_torch_8bit"}
+OPTIMIZERS = {
+    "adamw": "adamw_torch",
+    "sgd": "sgd",
+    "adafactor": "adafactor",
+    "adam8bit": "adamw_torch_8bit",
+}
 #: Trainer's names of optimizers of torch -> torch's.
 TORCH_OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
 
@@ -52,10 +60,16 @@ class TrainerCalls(Calls):
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "*": {
             **dict.fromkeys(
-                ("step(clip*", "step(zero*", "micro*", "zero_grad*"), "Trainer clips and zeroes gradients itself"
+                ("step(clip*", "step(zero*", "micro*", "zero_grad*"),
+                "Trainer clips and zeroes gradients itself",
             ),
-            **dict.fromkeys(("skip*", "new_epoch*", "mode*", "load*"), "Trainer's own loop decides that"),
-            **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so"),
+            **dict.fromkeys(
+                ("skip*", "new_epoch*", "mode*", "load*"), "Trainer's own loop decides that"
+            ),
+            **dict.fromkeys(
+                ("freeze*", "unfreeze*", "add_group*"),
+                "what was trainable when it was wrapped stays so",
+            ),
         },
         "fsdp1": dict.fromkeys(("get_state_dict*", "save_model*"), OFFLOADS),
     }
@@ -125,8 +139,15 @@ class TrainerDriver(TinyDriver):
             ("ddp", "fsdp2", "zero2"),
             becomes="pytest_distcompat.drivers.trainer.json_of",
         ),
-        Source("fsdp_config", "pytest_distcompat.drivers.trainer.read_fsdp_config", ("fsdp1", "fsdp2"), "keys"),
-        Source("fsdp_config", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"),
+        Source(
+            "fsdp_config",
+            "pytest_distcompat.drivers.trainer.read_fsdp_config",
+            ("fsdp1", "fsdp2"),
+            "keys",
+        ),
+        Source(
+            "fsdp_config", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"
+        ),
         Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "zero2", "zero3")),
     )
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -192,7 +213,11 @@ class TrainerDriver(TinyDriver):
         """Return Trainer's own two param groups for the reference: norms and biases without weight decay."""
         from transformers import Trainer
 
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trained = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         decay = self.setting_or_default(
             DECAY, "TrainingArguments.weight_decay", "ds_config.optimizer.params.weight_decay"
         )
@@ -208,7 +233,10 @@ class TrainerDriver(TinyDriver):
                 decayed.append(parameter)
             else:
                 undecayed.append(parameter)
-        return [{"params": decayed, "weight_decay": decay}, {"params": undecayed, "weight_decay": 0.0}]
+        return [
+            {"params": decayed, "weight_decay": decay},
+            {"params": undecayed, "weight_decay": 0.0},
+        ]
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:  # noqa: ARG002 - Trainer's is of steps
         """Return the schedule of ``arguments`` for the reference, made as Trainer makes it."""
@@ -259,7 +287,10 @@ class TrainerDriver(TinyDriver):
         recomputed_by_fsdp = "fsdp" in self.cell.strategy and not self.in_parts
         if self.cell.option("activation_checkpointing") and not recomputed_by_fsdp:
             recomputation = self.cell.with_settings("checkpoint", {"use_reentrant": False})
-            settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": recomputation}
+            settings |= {
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": recomputation,
+            }
         mode = self.cell.option("compile")
         if mode not in {False, "partial"}:
             settings["torch_compile"] = True
@@ -278,7 +309,9 @@ class TrainerDriver(TinyDriver):
 
         assert self.strategy.transformers is not None
         arguments = dict(self.strategy.transformers(self.precision, self.cell, self.wrap_spec))
-        overrides, variables = _releases.fsdp_for_release(arguments, Version(transformers.__version__))
+        overrides, variables = _releases.fsdp_for_release(
+            arguments, Version(transformers.__version__)
+        )
         return {**arguments, **overrides}, variables
 
     def _mixed_precision(self) -> dict[str, Any]:
@@ -377,7 +410,9 @@ class TrainerDriver(TinyDriver):
 
     def load_in_parts(self, kind: Any, directory: str) -> Any:
         """Return a model of that class, of whose weights each rank has read its part."""
-        return kind.from_pretrained(directory, distributed_config=_fsdp.distributed_config(self.cell))
+        return kind.from_pretrained(
+            directory, distributed_config=_fsdp.distributed_config(self.cell)
+        )
 
     def optimizer_class(self) -> tuple[Any, dict[str, Any]] | None:
         """Return the class of the optimizer and its arguments, where TrainingArguments have no name for it."""
@@ -393,11 +428,15 @@ class TrainerDriver(TinyDriver):
         if chosen:
             optimizer_class, class_arguments = chosen
             return optimizer_class(self.groups(model), **class_arguments)
-        named = self.setting_or_default(OPTIMIZERS[str(self.cell.option("optimizer"))], "TrainingArguments.optim")
+        named = self.setting_or_default(
+            OPTIMIZERS[str(self.cell.option("optimizer"))], "TrainingArguments.optim"
+        )
         if named == "adafactor":
             from transformers.optimization import Adafactor
 
-            return self.make_with_settings(Adafactor, self.groups(model), scale_parameter=False, relative_step=False)
+            return self.make_with_settings(
+                Adafactor, self.groups(model), scale_parameter=False, relative_step=False
+            )
         if named not in TORCH_OPTIMIZERS:
             return super().make_optimizer(model)
         from torch import optim
@@ -407,7 +446,9 @@ class TrainerDriver(TinyDriver):
             if argument:
                 key, value = argument.split("=")
                 arguments[key] = json.loads(value)
-        return self.make_with_settings(getattr(optim, TORCH_OPTIMIZERS[named]), self.groups(model), **arguments)
+        return self.make_with_settings(
+            getattr(optim, TORCH_OPTIMIZERS[named]), self.groups(model), **arguments
+        )
 
     @property
     def optimizer_arguments(self) -> str | None:
@@ -447,7 +488,9 @@ class TrainerDriver(TinyDriver):
         if self.tiny.without_loss:
             return lambda outputs, *_, **__: loss_to_targets(outputs)
 
-        def loss(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
+        def loss(
+            outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None
+        ) -> torch.Tensor:
             from torch.nn import functional
 
             # In transformers 4.50 an evaluation has no number.
@@ -464,7 +507,9 @@ class TrainerDriver(TinyDriver):
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the rows that Trainer trains on."""
-        return _rows.trainer_rows(loader, count, start, directory, world=self.world.size, device=self.world.device)
+        return _rows.trainer_rows(
+            loader, count, start, directory, world=self.world.size, device=self.world.device
+        )
 
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate by ``Trainer.evaluate``."""
@@ -514,7 +559,10 @@ def _as_lists(row: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 #: Model -> the experts that transformers' plan spreads. The files of other models name each expert by itself.
-EXPERTS = {"hf:gpt_oss": "model.layers.*.mlp.experts", "hf:granitemoe_swa": "model.layers.*.block_sparse_moe.experts"}
+EXPERTS = {
+    "hf:gpt_oss": "model.layers.*.mlp.experts",
+    "hf:granitemoe_swa": "model.layers.*.block_sparse_moe.experts",
+}
 #: Model -> the layers that transformers' plan cuts, of those with experts; the plan of gpt_oss cuts the last layer alone.
 LAYERS = {
     "hf:granitemoe_swa": {
@@ -525,7 +573,9 @@ LAYERS = {
     }
 }
 #: Options that were tried on a model that transformers cuts while it loads it.
-BESIDE = frozenset({"model", "tp", "ep", "save_only_model", "grad_accum", "activation_checkpointing"})
+BESIDE = frozenset(
+    {"model", "tp", "ep", "save_only_model", "grad_accum", "activation_checkpointing"}
+)
 
 
 def _trainer_reason(cell: Cell, device: str) -> str | None:

@@ -92,13 +92,17 @@ def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
     return [_name_row(name, unwrapped.get(name), live.get(name), files_by_key) for name in names]
 
 
-def _live_parameters(cell: Cell, run: RunTrace, unwrapped_keys: set[str]) -> dict[str, ParameterInfo]:
+def _live_parameters(
+    cell: Cell, run: RunTrace, unwrapped_keys: set[str]
+) -> dict[str, ParameterInfo]:
     """Return the wrapped model's parameters on the lowest rank, by the name that they have in the unwrapped model."""
     trained = run.first("build")
     if trained is None:
         return {}
     strategy = STRATEGIES.get(cell.strategy)
-    return {strategy.canonical(info.name, cell, unwrapped_keys): info for info in trained.parameters}
+    return {
+        strategy.canonical(info.name, cell, unwrapped_keys): info for info in trained.parameters
+    }
 
 
 def _files_by_key(run: RunTrace) -> dict[str, list[str]]:
@@ -116,7 +120,10 @@ def _files_by_key(run: RunTrace) -> dict[str, list[str]]:
 
 
 def _name_row(
-    name: str, unwrapped: ParameterInfo | None, live: ParameterInfo | None, files_by_key: Mapping[str, list[str]]
+    name: str,
+    unwrapped: ParameterInfo | None,
+    live: ParameterInfo | None,
+    files_by_key: Mapping[str, list[str]],
 ) -> dict[str, Any]:
     """Return a row of the table of names, as the report's schema has it."""
     row: dict[str, Any] = {

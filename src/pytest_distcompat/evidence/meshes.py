@@ -33,7 +33,9 @@ def mesh(cell: Cell, run: RunTrace) -> dict[str, Any] | None:
     if not parameters_by_rank or (len(dims) < 2 and cell.tp * cell.pp == 1):
         return None
     dim_rows = [{"name": dim.name, "size": dim.size} for dim in dims]
-    coordinates = [_coordinate(list(parameters.values()), dims) for parameters in parameters_by_rank]
+    coordinates = [
+        _coordinate(list(parameters.values()), dims) for parameters in parameters_by_rank
+    ]
     if not _tell_ranks_apart(coordinates, dims):
         # Parameters lie on no mesh that does.
         dim_rows = [{"name": "rank", "size": run.world_size}]
@@ -58,7 +60,10 @@ def _parameters_by_rank(cell: Cell, run: RunTrace) -> list[_Parameters]:
     strategy = STRATEGIES.get(cell.strategy)
     parameters_by_rank = []
     for snapshot in run.at("build"):
-        parameters = {strategy.canonical(info.name, cell, unwrapped_keys): info for info in snapshot.parameters}
+        parameters = {
+            strategy.canonical(info.name, cell, unwrapped_keys): info
+            for info in snapshot.parameters
+        }
         parameters_by_rank.append(parameters)
     return parameters_by_rank
 

@@ -128,7 +128,9 @@ def _read_stored(directory: Path) -> StoredRun:
     done_path = directory / DONE
     if done_path.exists():
         done = json.loads(done_path.read_text(encoding="utf-8"))
-    return StoredRun(directory, decode(SuitePayload, request["payload"]), request["world_size"], done)
+    return StoredRun(
+        directory, decode(SuitePayload, request["payload"]), request["world_size"], done
+    )
 
 
 def add_evidence(report: Report, runs: Iterable[StoredRun], *, trainings: bool = True) -> None:

@@ -61,7 +61,11 @@ def _numbers(run: RunTrace) -> dict[str, list[float | None]]:
     evaluated = run.first("evaluate")
     if evaluated is not None:
         numbers["outputs"] = [_sum([output]) for output in evaluated.outputs]
-    return {name: values for name, values in numbers.items() if any(value is not None for value in values)}
+    return {
+        name: values
+        for name, values in numbers.items()
+        if any(value is not None for value in values)
+    }
 
 
 def _square_sum(snapshots: Sequence[Snapshot]) -> float | None:
@@ -95,7 +99,12 @@ def _files(run: RunTrace) -> dict[str, str]:
 
 def _format_of(file: FileInfo) -> str:
     """Return a file's format and what it holds, with a digest of its keys, shapes and dtypes."""
-    content = [list(file.keys), sorted(file.shapes.items()), sorted(file.dtypes.items()), sorted(file.files.items())]
+    content = [
+        list(file.keys),
+        sorted(file.shapes.items()),
+        sorted(file.dtypes.items()),
+        sorted(file.files.items()),
+    ]
     return f"{file.format} {file.holds} {_hash(content)}".strip()
 
 

@@ -40,7 +40,19 @@ KINDS: dict[str, Callable[..., Expectation]] = {
     "may_refuse": may_refuse,
 }
 
-_TEXTS = ("id", "link", "reason", "match", "also", "kind", "device", "fixed_in", "script", "test", "until")
+_TEXTS = (
+    "id",
+    "link",
+    "reason",
+    "match",
+    "also",
+    "kind",
+    "device",
+    "fixed_in",
+    "script",
+    "test",
+    "until",
+)
 #: The keys that an issue needs, and those that one that is shipped needs besides, since others read it too.
 _NEEDED = ("reason", "match")
 _NEEDED_IF_SHIPPED = ("id", "link", "reason", "check", "match")
@@ -170,10 +182,14 @@ def read_file(path: Path, needed: Iterable[str] = _NEEDED) -> tuple[KnownIssue, 
         raise UsageProblem(f"known issues {path}: {error}") from error
     if data.get("version") != FORMAT:
         version = data.get("version")
-        raise UsageProblem(f"known issues {path}: version is {version!r}; this release reads version {FORMAT}")
+        raise UsageProblem(
+            f"known issues {path}: version is {version!r}; this release reads version {FORMAT}"
+        )
     unknown = sorted(set(data) - {"version", "issue"})
     if unknown:
-        raise UsageProblem(f"known issues {path}: no key named {unknown[0]!r}. Known: issue, version")
+        raise UsageProblem(
+            f"known issues {path}: no key named {unknown[0]!r}. Known: issue, version"
+        )
     return _issues(data.get("issue", []), f"known issues {path}: issue", needed)
 
 
@@ -203,7 +219,9 @@ def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> Known
     except (InvalidRequirement, UsageProblem) as error:
         raise UsageProblem(f"{where}: {error}") from error
     except re.error as error:
-        raise UsageProblem(f"{where}: test={entry['test']!r} is no regular expression: {error}") from error
+        raise UsageProblem(
+            f"{where}: test={entry['test']!r} is no regular expression: {error}"
+        ) from error
     return issue
 
 
@@ -281,7 +299,11 @@ def _sets(cells: Any) -> list[Mapping[str, Any]]:
     """Return the sets of cells, from one table or a list of them. Raises UsageProblem for an empty list."""
     if isinstance(cells, Mapping):
         return [cells]
-    if not isinstance(cells, list) or not cells or not all(isinstance(table, Mapping) for table in cells):
+    if (
+        not isinstance(cells, list)
+        or not cells
+        or not all(isinstance(table, Mapping) for table in cells)
+    ):
         raise UsageProblem(f"cells={cells!r}: expected a table of facets, or a list of such")
     return cells
 
@@ -301,7 +323,9 @@ def concerned(driver: type[Driver]) -> tuple[str, ...]:
     return (*driver.libraries, f"driver:{driver.name}")
 
 
-def concerning(issues: Iterable[KnownIssue], libraries: Iterable[str], device: str) -> tuple[KnownIssue, ...]:
+def concerning(
+    issues: Iterable[KnownIssue], libraries: Iterable[str], device: str
+) -> tuple[KnownIssue, ...]:
     """Return the issues of a driver with these libraries, in the installed versions.
 
     Issues that name neither check nor test come last, since others are more specific.
@@ -320,7 +344,9 @@ def _names_nothing(issue: KnownIssue) -> bool:
     return not issue.strict and not issue.test and issue.check == (_EVERY,)
 
 
-def applying(issues: Iterable[KnownIssue], libraries: Iterable[str], device: str) -> tuple[Expectation, ...]:
+def applying(
+    issues: Iterable[KnownIssue], libraries: Iterable[str], device: str
+) -> tuple[Expectation, ...]:
     """Return the expectations of the issues that apply to all items, without those that name a ``test``."""
     expectations: list[Expectation] = []
     for issue in concerning(issues, libraries, device):

@@ -19,9 +19,16 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    dynamic_rendezvous,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from pytest_distcompat import clock
@@ -94,7 +101,11 @@ def _store_on(listening: socket.socket, host: str = loopback.HOST) -> Any:
     """Return a store that listens on that socket, and owns it from then on."""
     port = listening.getsockname()[1]
     file = listening.detach()
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": file}
+    options: dict[str, Any] = {
+        "is_master": True,
+        "wait_for_workers": False,
+        "master_listen_fd": file,
+    }
     try:
         return TCPStore(host, port, **options)
     except NotImplementedError:
@@ -136,11 +147,16 @@ class WaitingAgent(LocalElasticAgent):
         # RuntimeError: the store is gone with the agent that had it, which has left.
         with contextlib.suppress(RuntimeError):
             if nodes > 1 and store.add("distcompat/left", 1) < nodes:
-                clock.wait_until(lambda: store.add("distcompat/left", 0) == nodes, math.inf, every=0.01)
+                clock.wait_until(
+                    lambda: store.add("distcompat/left", 0) == nodes, math.inf, every=0.01
+                )
 
 
 def run(
-    request: Request, entrypoint: Callable[[str], None], start_method: str, listens: Callable[[int], None]
+    request: Request,
+    entrypoint: Callable[[str], None],
+    start_method: str,
+    listens: Callable[[int], None],
 ) -> dict[str, Any]:
     """Run one request under torchrun's agent; ``listens`` is called with the port of the store that this node opens for all.
 
@@ -214,7 +230,10 @@ def _rendezvous(request: Request, listens: Callable[[int], None]) -> OneNode | S
 
 
 def _agent(
-    request: Request, entrypoint: Callable[[str], None], start_method: str, rendezvous: OneNode | SeveralNodes
+    request: Request,
+    entrypoint: Callable[[str], None],
+    start_method: str,
+    rendezvous: OneNode | SeveralNodes,
 ) -> WaitingAgent:
     spec = WorkerSpec(
         role="default",

@@ -142,7 +142,9 @@ class Watch:
         active = None
         self.undo.close()
         for mapping in sorted(_shared_memory() - self._shared):
-            self.findings.add(f"memory that processes share ({mapping}) is mapped at import", EVERY_TEST)
+            self.findings.add(
+                f"memory that processes share ({mapping}) is mapped at import", EVERY_TEST
+            )
 
     @property
     def libraries(self) -> list[str]:
@@ -162,7 +164,9 @@ class Watch:
             file = str(getattr(module, "__file__", None) or "")
             if any(fnmatch.fnmatch(Path(file).name, pattern) for pattern in own):
                 self._own.add(os.path.realpath(file))
-            with self._running(_Importing(module.__name__, os.path.realpath(file), self.is_own(file))):
+            with self._running(
+                _Importing(module.__name__, os.path.realpath(file), self.is_own(file))
+            ):
                 execute(loader, module)
 
         kind.exec_module = exec_module
@@ -355,7 +359,9 @@ class Watch:
     def _is_named_elsewhere(self, file: str) -> bool:
         """Tell whether the text of another loaded module of the user's has the name of this one."""
         name = re.compile(rf"\b{re.escape(Path(file).stem)}\b")
-        loaded_files = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
+        loaded_files = {
+            str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())
+        }
         for other in loaded_files:
             if not self.is_own(other) or os.path.realpath(other) == file:
                 continue
@@ -402,7 +408,11 @@ def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) ->
 def _user_of_environment(frame: FrameType | None) -> tuple[bool, FrameType | None]:
     """Return whether ``setdefault`` was called, and the frame of who called a function that reads or sets variables."""
     by_default = False
-    while frame is not None and frame.f_globals.get("__name__") in {"os", "collections.abc", __name__}:
+    while frame is not None and frame.f_globals.get("__name__") in {
+        "os",
+        "collections.abc",
+        __name__,
+    }:
         by_default = by_default or frame.f_code.co_name == "setdefault"
         frame = frame.f_back
     return by_default, frame
@@ -432,7 +442,19 @@ _SETS_THREADS = "sets how many threads torch uses"
 _WITHOUT_CLOCK = frozenset({"sleep", "mktime", "strptime", "asctime", "get_clock_info", "tzset"})
 #: Functions of ``os`` that change files or processes.
 _CHANGING = (
-    *("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "truncate", "mkfifo", "mknod"),
+    *(
+        "mkdir",
+        "rmdir",
+        "unlink",
+        "remove",
+        "rename",
+        "replace",
+        "link",
+        "symlink",
+        "truncate",
+        "mkfifo",
+        "mknod",
+    ),
     *("fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "kill", "killpg"),
 )
 #: By module and name of a C function, what it reads or changes.
@@ -460,7 +482,13 @@ for _name in _CHANGING:
 _DECIDED_BY = {_SETS_THREADS: "OMP_NUM_THREADS"}
 _CLOCK_METHODS = frozenset({"now", "utcnow", "today"})
 #: Modules that read the clock and write files for their own purposes, such as logging and import, not for their callers.
-_PASSED_OVER = {"importlib", "_frozen_importlib", "_frozen_importlib_external", "logging", "warnings"}
+_PASSED_OVER = {
+    "importlib",
+    "_frozen_importlib",
+    "_frozen_importlib_external",
+    "logging",
+    "warnings",
+}
 _PASSED_OVER |= {"_pytest", "pytest", "pluggy", "hypothesis"}
 #: How the paths of shared memory begin that no file keeps.
 _UNKEPT_MEMORY = ("/dev/zero", "/dev/shm/", "/memfd:", "/SYSV")  # noqa: S108 - as there
@@ -512,8 +540,14 @@ def _is_installed(file: str) -> bool:
 @functools.lru_cache(maxsize=4)
 def _installed_in(path: tuple[str, ...]) -> tuple[str, ...]:
     """Return how the paths of installed files begin, for an interpreter with that ``sys.path``."""
-    directories = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    directories += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
+    directories = [
+        sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    ]
+    directories += [
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        str(Path(__file__).parents[1]),
+    ]
     prefixes = [f"{os.path.realpath(directory)}{os.sep}" for directory in directories]
     for entry in path:
         if not entry or f"{os.path.realpath(entry)}{os.sep}" in prefixes:

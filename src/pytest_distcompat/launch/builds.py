@@ -40,7 +40,10 @@ class BuildLock:
 
 def is_waiting(frames: Iterable[Frame]) -> bool:
     """Tell whether a thread with these frames waits for another build, in a function of torch."""
-    return any(frame.file.endswith("/torch/utils/file_baton.py") and frame.function == "wait" for frame in frames)
+    return any(
+        frame.file.endswith("/torch/utils/file_baton.py") and frame.function == "wait"
+        for frame in frames
+    )
 
 
 def remove_abandoned(seconds: float, environment: Mapping[str, str]) -> None:

@@ -29,7 +29,9 @@ def cut(peers: Collection[int], port: int, keep: Collection[int]) -> None:
     of this process's own stay, and so do those to the store whose file descriptors are in ``keep``.
     """
     connections = _connections()
-    peers_addresses = {tuple(connection.laddr) for connection in connections if connection.pid in peers}
+    peers_addresses = {
+        tuple(connection.laddr) for connection in connections if connection.pid in peers
+    }
     for connection in connections:
         if connection.pid != os.getpid() or _port(connection.laddr) == port:
             # Another process's, or one that came to a store of this process's own.

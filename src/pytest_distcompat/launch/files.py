@@ -36,7 +36,11 @@ class Files:
         Of each: a crash's stack in one file must not hide the last lines of another.
         """
         lines: list[str] = []
-        for path in (*captured_files(self.run, rank), *_logs(self.run, rank - self.first), log_file(self.run, rank)):
+        for path in (
+            *captured_files(self.run, rank),
+            *_logs(self.run, rank - self.first),
+            log_file(self.run, rank),
+        ):
             text = read_end(path, BYTES_READ, self.since.get(path, 0))
             before_crash, crash = _split_at_crash(text.splitlines())
             lines += before_crash[-LINES_SHOWN:]

@@ -117,7 +117,9 @@ class ForkServers:
             descriptors += ends_of_server
         # Popen must live as long as this object, although its exit code is never read.
         with log.open("wb") as file:
-            self._process = subprocess.Popen(command, pass_fds=descriptors, stdout=file, stderr=file)
+            self._process = subprocess.Popen(
+                command, pass_fds=descriptors, stdout=file, stderr=file
+            )
         self.pids.append(self._process.pid)
         self._close_ends(side)
 
@@ -130,7 +132,9 @@ class ForkServers:
         """Wait until all serve, and return by side and kind their statuses."""
         statuses = []
         for side in range(SIDES):
-            statuses.append({kind: servers[side].status() for kind, servers in self._servers.items()})
+            statuses.append(
+                {kind: servers[side].status() for kind, servers in self._servers.items()}
+            )
         return statuses
 
     def choose(self, kind: str, turn: int | None, world_size: int) -> None:
@@ -175,7 +179,9 @@ def _step(rank: int, world_size: int) -> int:
     return rank
 
 
-def serve(ends: Ends, status: Mapping[str, Any], at_end: Callable[[], None] = lambda: None) -> NoReturn:
+def serve(
+    ends: Ends, status: Mapping[str, Any], at_end: Callable[[], None] = lambda: None
+) -> NoReturn:
     """Write this process's status, and fork ranks on request until no other process can ask; then call ``at_end``."""
     code = 1
     unimported.keep_visible()

@@ -96,7 +96,9 @@ class Hosted:
         """Start the supervisor, which starts the command."""
         self._status = self.directory / "launcher.json"
         self._output = self.directory / "launcher.log"
-        self._watchdog = Watchdog(Request("", {}, self.world_size, str(self.directory), self.timeout))
+        self._watchdog = Watchdog(
+            Request("", {}, self.world_size, str(self.directory), self.timeout)
+        )
         self._pids: dict[int, int] = {}
         #: When ranks were first seen gone: a rank that is killed cannot log its end.
         self._exited_at: dict[int, float] = {}
@@ -200,7 +202,11 @@ class Hosted:
         return self.unreported
 
     def _launch_error(
-        self, ending: Ending, status: Mapping[str, Any] | None, surviving: Sequence[int], output: str
+        self,
+        ending: Ending,
+        status: Mapping[str, Any] | None,
+        surviving: Sequence[int],
+        output: str,
     ) -> str:
         """Return what went wrong apart from the ranks, below the output that shows it; empty if nothing did."""
         failed_probes = sorted(self.directory.glob("probe-*.failed"))
@@ -215,7 +221,9 @@ class Hosted:
         shown = "\n".join(output.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:])
         return f"last output of {self.name}:\n{shown}\n\n{headline}" if shown else headline
 
-    def _launch_problem(self, ending: Ending, status: Mapping[str, Any] | None, surviving: Sequence[int]) -> str:
+    def _launch_problem(
+        self, ending: Ending, status: Mapping[str, Any] | None, surviving: Sequence[int]
+    ) -> str:
         """Return in one line what went wrong in the launcher or with the number of ranks; empty if nothing did."""
         code = status["code"] if status else None
         if status and status["problem"]:
@@ -241,7 +249,11 @@ class Hosted:
             return f"rank {ranks} announced itself too; expected {self.world_size} ranks"
         if announced:
             return ""
-        end = f"time limit of {self.timeout:g} s" if ending.timed_out else f"{self.name} ended ({exit_name(code)})"
+        end = (
+            f"time limit of {self.timeout:g} s"
+            if ending.timed_out
+            else f"{self.name} ended ({exit_name(code)})"
+        )
         return (
             f"{end}, and no process announced itself as a rank: none had RANK in its environment or made a process group "
             "(is Python started with -E, -I or -S, or without its environment?)"
@@ -302,4 +314,7 @@ class TorchrunLauncher(Launcher):
 
 
 #: The launchers that ``--distcompat-launcher`` names.
-LAUNCHERS: dict[str, type[WarmLauncher | TorchrunLauncher]] = {"warm": WarmLauncher, "torchrun": TorchrunLauncher}
+LAUNCHERS: dict[str, type[WarmLauncher | TorchrunLauncher]] = {
+    "warm": WarmLauncher,
+    "torchrun": TorchrunLauncher,
+}

@@ -22,7 +22,15 @@ from pytest_distcompat.launch.at_import import Findings
 from pytest_distcompat.launch.environment import OF_THE_AGENT
 from pytest_distcompat.launch.forensics.ending import exit_name
 from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION
-from pytest_distcompat.launch.process import alive, await_exit, descendants, kill, kill_and_wait, let_tidy_up, tidies_up
+from pytest_distcompat.launch.process import (
+    alive,
+    await_exit,
+    descendants,
+    kill,
+    kill_and_wait,
+    let_tidy_up,
+    tidies_up,
+)
 from pytest_distcompat.launch.request import ANY_MODULE, Request, Warmth, in_new_process
 from pytest_distcompat.launch.temporary import OwnedDirectory
 
@@ -134,13 +142,17 @@ class LauncherProcess:
             return SESSION
         return LIBRARIES
 
-    def receive(self, deadline: float, others: Sequence[socket.socket] = ()) -> dict[str, Any] | None:
+    def receive(
+        self, deadline: float, others: Sequence[socket.socket] = ()
+    ) -> dict[str, Any] | None:
         """Return the process's next answer.
 
         None when the deadline passes, when there is something to read from another socket, or when the process is gone.
         """
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._channel, *others], [], [], max(0.0, deadline - clock.now()))
+            ready, _, _ = select.select(
+                [self._channel, *others], [], [], max(0.0, deadline - clock.now())
+            )
             if self._channel not in ready:
                 return None
             try:
@@ -163,7 +175,9 @@ class LauncherProcess:
         log = self._last_output()
         if not self.dead:
             hangs = "a module or a conftest.py hangs at import, or needs more time (--distcompat-warm-timeout)"
-            return f"{log}\nthe launcher process did not get ready within {self._timeout:g} s: {hangs}"
+            return (
+                f"{log}\nthe launcher process did not get ready within {self._timeout:g} s: {hangs}"
+            )
         if "ModuleNotFoundError: No module named 'torch'" in log:
             return f"{log}\ntorch is not installed: {GET_TORCH}"
         return f"{log}\nthe launcher process died {when} ({exit_name(self._process.poll())})"

@@ -32,7 +32,12 @@ class Registered(dict[Any, Any]):  # noqa: PLW1641 - a dict has no hash either
 #: Names of those of torch's settings, below ``torch``, that ``_named_flags`` does not find by itself; an older release may lack
 #: some. Functions are called.
 _FLAGS = (
-    *("get_default_dtype", "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_cache_enabled"),
+    *(
+        "get_default_dtype",
+        "is_grad_enabled",
+        "is_inference_mode_enabled",
+        "is_autocast_cache_enabled",
+    ),
     *(
         "is_anomaly_enabled",
         "is_deterministic_algorithms_warn_only_enabled",
@@ -41,7 +46,11 @@ _FLAGS = (
     ),
     *("autograd.is_multithreading_enabled", "multiprocessing.get_sharing_strategy"),
     *(f"backends.cuda.{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "math", "cudnn")),
-    *("backends.mha.get_fastpath_enabled", "backends.opt_einsum.enabled", "backends.opt_einsum.strategy"),
+    *(
+        "backends.mha.get_fastpath_enabled",
+        "backends.opt_einsum.enabled",
+        "backends.opt_einsum.strategy",
+    ),
     *("backends.cudnn.benchmark_limit", "backends.fp32_precision"),
     *(f"backends.{kind}.fp32_precision" for kind in ("cuda.matmul", "cudnn", "mkldnn")),
     *(f"__future__.get_{kind}_module_params_on_conversion" for kind in ("overwrite", "swap")),
@@ -58,13 +67,42 @@ _SMALLEST_NORMAL = sys.float_info.min
 #: The functions of torch that are replaced most often: by tests, and by DeepSpeed while it builds a model in parts.
 _patched = attrgetter(
     *("empty", "zeros", "ones", "full", "tensor", "randn", "save", "load"),
-    *("Tensor.backward", "autograd.backward", "optim.Optimizer.zero_grad", "nn.utils.clip_grad_norm_"),
-    *(f"nn.Module.{name}" for name in ("__init__", "__call__", "to", "state_dict", "load_state_dict")),
+    *(
+        "Tensor.backward",
+        "autograd.backward",
+        "optim.Optimizer.zero_grad",
+        "nn.utils.clip_grad_norm_",
+    ),
+    *(
+        f"nn.Module.{name}"
+        for name in ("__init__", "__call__", "to", "state_dict", "load_state_dict")
+    ),
 )
 _patched_collectives = attrgetter(
-    *("init_process_group", "destroy_process_group", "is_initialized", "get_rank", "get_world_size", "new_group"),
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single", "barrier"),
-    *("broadcast", "broadcast_object_list", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *(
+        "init_process_group",
+        "destroy_process_group",
+        "is_initialized",
+        "get_rank",
+        "get_world_size",
+        "new_group",
+    ),
+    *(
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_to_all_single",
+        "barrier",
+    ),
+    *(
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+    ),
     *("scatter", "send", "recv", "isend", "irecv"),
 )
 #: By module: the dicts of hooks that are called for all modules, and for all optimizers.
@@ -120,7 +158,9 @@ def _named_flags(core: Any) -> Callable[[Any], list[object]]:
     return _values(*_FLAGS, *getters)
 
 
-_file_options = _values("get_default_load_endianness", "get_crc32_options", "get_default_mmap_options")
+_file_options = _values(
+    "get_default_load_endianness", "get_crc32_options", "get_default_mmap_options"
+)
 
 
 def _loading_and_saving(serialization: Any) -> list[object]:
@@ -213,7 +253,10 @@ SETTINGS: _Settings = {
     "how torch loads and saves": ("torch.serialization", _loading_and_saving),
     # torch has only private names for these two.
     "how torch prints": ("torch._tensor_str", lambda module: dict(vars(module.PRINT_OPTS))),
-    "hooks for saved tensors": ("torch._C", lambda core: core._autograd._top_saved_tensors_default_hooks(True)),  # noqa: SLF001
+    "hooks for saved tensors": (
+        "torch._C",
+        lambda core: core._autograd._top_saved_tensors_default_hooks(True),  # noqa: SLF001
+    ),
     "the debug level of torch.distributed": ("torch.distributed", methodcaller("get_debug_level")),
     # 0 as long as CUDA is not initialised.
     "what torch does about waiting for the GPU": (
@@ -222,10 +265,20 @@ SETTINGS: _Settings = {
     ),
     "how torch recomputes": (
         "torch.utils.checkpoint",
-        _values("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled", "DefaultDeviceType._default_device_type"),
+        _values(
+            "_enable_checkpoint_early_stop",
+            "_checkpoint_debug_enabled",
+            "DefaultDeviceType._default_device_type",
+        ),
     ),
-    "the level of forward differentiation": ("torch.autograd.forward_ad", _values("_current_level")),
-    "how distributions check their arguments": ("torch.distributions", _values("Distribution._validate_args")),
+    "the level of forward differentiation": (
+        "torch.autograd.forward_ad",
+        _values("_current_level"),
+    ),
+    "how distributions check their arguments": (
+        "torch.distributions",
+        _values("Distribution._validate_args"),
+    ),
     "how batches are collated": (
         "torch.utils.data._utils.collate",
         lambda collate: Registered(collate.default_collate_fn_map),
@@ -237,8 +290,14 @@ SETTINGS: _Settings = {
     "fx's settings": ("torch.fx.experimental._config", _get_hash),
     "torch.distributed's settings": ("torch.distributed.config", _get_hash),
     "torch.compiler's settings": ("torch.compiler.config", _get_hash),
-    "numpy's settings": ("numpy", _values("geterr", "geterrcall", "get_printoptions", "getbufsize")),
-    "how numpy prints polynomials": ("numpy.polynomial._polybase", attrgetter("ABCPolyBase._use_unicode")),
+    "numpy's settings": (
+        "numpy",
+        _values("geterr", "geterrcall", "get_printoptions", "getbufsize"),
+    ),
+    "how numpy prints polynomials": (
+        "numpy.polynomial._polybase",
+        attrgetter("ABCPolyBase._use_unicode"),
+    ),
     "how decimal numbers are computed": ("decimal", _decimal_contexts),
     "asyncio's event loops": ("asyncio.events", _asyncio),
     "how long a field of csv may be": ("csv", methodcaller("field_size_limit")),
@@ -257,5 +316,8 @@ SINGLETONS: _Settings = {
         methodcaller("is_configured"),
     ),
     # As long as a TrainingArguments lives, transformers takes all models for ZeRO-3's.
-    "transformers' ZeRO-3 mode": ("transformers.integrations.deepspeed", methodcaller("is_deepspeed_zero3_enabled")),
+    "transformers' ZeRO-3 mode": (
+        "transformers.integrations.deepspeed",
+        methodcaller("is_deepspeed_zero3_enabled"),
+    ),
 }

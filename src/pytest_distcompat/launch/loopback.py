@@ -19,12 +19,13 @@ def problem() -> str:
     try:
         addresses = _addresses()
     except OSError as error:
-        return (
-            f"{HOST} does not resolve ({error.strerror}): ranks cannot meet there; add '127.0.0.1 {HOST}' to /etc/hosts"
-        )
+        return f"{HOST} does not resolve ({error.strerror}): ranks cannot meet there; add '127.0.0.1 {HOST}' to /etc/hosts"
     for family, address in addresses:
         # For a datagram socket this only looks up the route.
-        with contextlib.suppress(OSError), contextlib.closing(_Socket(family, socket.SOCK_DGRAM)) as probe:
+        with (
+            contextlib.suppress(OSError),
+            contextlib.closing(_Socket(family, socket.SOCK_DGRAM)) as probe,
+        ):
             probe.connect((address, 9))
             return ""
     return f"no loopback interface: ranks cannot meet at {HOST}; `ip link set lo up`"

@@ -55,7 +55,11 @@ def library_path() -> Path | None:
     for entry in os.environ.get("LD_PRELOAD", "").replace(":", " ").split():
         if Path(entry).name.startswith("libnccl.so"):
             return Path(entry)
-    directories = [*_package_directories("nvidia.nccl"), *_package_directories("torch"), Path(sys.prefix)]
+    directories = [
+        *_package_directories("nvidia.nccl"),
+        *_package_directories("torch"),
+        Path(sys.prefix),
+    ]
     for directory in directories:
         path = directory / "lib" / "libnccl.so.2"
         if path.exists():
@@ -105,7 +109,9 @@ def _asked(path: Path) -> Library | None:
 def _ask_in_a_process(path: Path) -> Library | None:
     command = [sys.executable, "-c", _ASK, str(path)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return None
     code = done.stdout.strip()

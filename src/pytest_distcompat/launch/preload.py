@@ -70,7 +70,9 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
     """
     extend_import_path(warmth["path"])
     if warmth["device"] != "cpu":
-        nccl.tell(nccl.Library(Path(known["path"]), tuple(known["version"])) for known in warmth["nccl"])
+        nccl.tell(
+            nccl.Library(Path(known["path"]), tuple(known["version"])) for known in warmth["nccl"]
+        )
         answer_without_cuda(GpuFacts(**warmth["gpus"]))
         postpone_nvml()
     import_modules((*MODULES_OF_EVERY_RANK, *warmth["modules"]), dump_at)
@@ -261,7 +263,9 @@ def answer_without_cuda(gpus: GpuFacts) -> None:
     if gpus.capability is not None:
         major, minor = gpus.capability
         cuda.get_device_capability = answer(cuda.get_device_capability, lambda: (major, minor))
-        triton.has_triton = answer(triton.has_triton, lambda: triton.has_triton_package() and major >= _OF_TRITON)
+        triton.has_triton = answer(
+            triton.has_triton, lambda: triton.has_triton_package() and major >= _OF_TRITON
+        )
 
 
 def postpone_nvml() -> None:
@@ -328,7 +332,9 @@ def _unfit(threads_of_libraries: Counter[str]) -> str:
     if torch is not None and torch.cuda.is_initialized():
         return "it initialised CUDA, which does not survive a fork"
     # The thread of faulthandler's timer that was cancelled may take a moment to end.
-    clock.wait_until(lambda: native_threads() <= threads_of_libraries, THREADS_END_TIMEOUT_S, every=0.01)
+    clock.wait_until(
+        lambda: native_threads() <= threads_of_libraries, THREADS_END_TIMEOUT_S, every=0.01
+    )
     extra = native_threads() - threads_of_libraries
     if not extra:
         return ""

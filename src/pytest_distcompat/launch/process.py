@@ -26,7 +26,17 @@ TIDY_TIMEOUT_S = 4.0
 _TIDYING_PROCESSES = ("multiprocessing.resource_tracker", "torch_shm_manager")
 
 #: Device files of accelerators: NVIDIA (also Jetson's, and in WSL), AMD, Intel, Ascend, Cambricon, and the kernel's own class.
-_ACCELERATORS = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd", "dri/renderD*", "davinci*", "cambricon*", "accel*")
+_ACCELERATORS = (
+    "nvidia*",
+    "nvhost*",
+    "nvmap",
+    "dxg",
+    "kfd",
+    "dri/renderD*",
+    "davinci*",
+    "cambricon*",
+    "accel*",
+)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -231,6 +241,7 @@ def sweep_shared_memory(ranks: Iterable[int], master_port: int) -> None:
     (https://github.com/deepspeedai/DeepSpeed, csrc/cpu/comm/shm.cpp). Uid, port and rank make sure that they are ours.
     """
     for rank in ranks:
-        for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer*_{os.getuid()}_*_{master_port}_{rank}"):  # noqa: S108 - that is where they are
+        buffers = f"deepspeed_allreduce_buffer*_{os.getuid()}_*_{master_port}_{rank}"
+        for path in Path("/dev/shm").glob(buffers):  # noqa: S108 - that is where they are
             with contextlib.suppress(OSError):
                 path.unlink()

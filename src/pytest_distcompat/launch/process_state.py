@@ -69,7 +69,14 @@ _ALSO_PATCHED = (copy, json, math, pickle, random, shutil, socket, subprocess)
 #: The levels for which logging has names of its own.
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 #: Python's own handlers for text that does not fit its encoding.
-_ERROR_HANDLERS = ("strict", "ignore", "replace", "xmlcharrefreplace", "backslashreplace", "namereplace")
+_ERROR_HANDLERS = (
+    "strict",
+    "ignore",
+    "replace",
+    "xmlcharrefreplace",
+    "backslashreplace",
+    "namereplace",
+)
 #: prctl(2): pdeathsig, dumpable, keepcaps, securebits, timerslack, child subreaper, no_new_privs, thp_disable.
 _GET_PDEATHSIG, _GET_NAME, _GET_CHILD_SUBREAPER = 2, 16, 37
 _GETTERS_OF_PRCTL = (3, 7, 27, 30, 39, 42)
@@ -104,11 +111,20 @@ def _state_in_the_kernel() -> dict[str, Any]:
         # The remaining time is less each time.
         "timers": [any(signal.getitimer(timer)) for timer in _TIMERS],
         "resource limits": list(map(resource.getrlimit, _RESOURCES)),
-        "user, group and session": (os.getresuid(), os.getresgid(), os.getgroups(), os.getpgid(0), os.getsid(0)),
+        "user, group and session": (
+            os.getresuid(),
+            os.getresgid(),
+            os.getgroups(),
+            os.getpgid(0),
+            os.getsid(0),
+        ),
         "prctl settings": _kernel_settings(),
         "how numbers are rounded": _libm.fegetround(),
         "which operations on numbers raise a signal": _libm.fegetexcept(),
-        "its personality and its turn to be killed": (_libc.personality(_READ_PERSONALITY), _oom_score()),
+        "its personality and its turn to be killed": (
+            _libc.personality(_READ_PERSONALITY),
+            _oom_score(),
+        ),
         "the CPUs it may use": (
             os.sched_getaffinity(0),
             os.getpriority(os.PRIO_PROCESS, 0),
@@ -141,7 +157,9 @@ def _state_of_python() -> dict[str, Any]:
         "the locale": locale.setlocale(locale.LC_ALL),
         "the time zone": (time.tzname, time.timezone),
         "builtins, os or time": [tuple(vars(module).values()) for module in _PATCHED],
-        "functions of the standard library": [tuple(vars(module).values()) for module in _ALSO_PATCHED],
+        "functions of the standard library": [
+            tuple(vars(module).values()) for module in _ALSO_PATCHED
+        ],
         "what is to be done at exit": _at_exit(),
         "multiprocessing's start method": multiprocessing.get_start_method(allow_none=True),
         "multiprocessing's interpreter": multiprocessing.spawn.get_executable(),
@@ -423,8 +441,20 @@ class _Loggers:
         for name, logger in loggers.items():
             if isinstance(logger, logging.PlaceHolder):
                 continue
-            if logger.level or logger.handlers or logger.filters or logger.disabled or not logger.propagate:
-                self.set[name] = (logger.level, logger.propagate, logger.disabled, *logger.filters, *logger.handlers)
+            if (
+                logger.level
+                or logger.handlers
+                or logger.filters
+                or logger.disabled
+                or not logger.propagate
+            ):
+                self.set[name] = (
+                    logger.level,
+                    logger.propagate,
+                    logger.disabled,
+                    *logger.filters,
+                    *logger.handlers,
+                )
 
     def __eq__(self, before: object) -> bool:
         if not isinstance(before, _Loggers):

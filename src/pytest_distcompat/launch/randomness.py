@@ -82,7 +82,9 @@ def _seeds_of_python(before: Any, after: Any) -> bool:
     """Tell whether Python's generator was seeded between these states: drawing alone does not lead from one to the other."""
     replay = random.Random()  # noqa: S311 - it repeats what another one drew
     replay.setstate(before)
-    return not _reached(after[1], lambda: replay.getstate()[1], lambda: replay.getrandbits(32 * _WORDS))
+    return not _reached(
+        after[1], lambda: replay.getstate()[1], lambda: replay.getrandbits(32 * _WORDS)
+    )
 
 
 def _seeds_of_numpy(before: Any, after: Any) -> bool:
@@ -92,7 +94,9 @@ def _seeds_of_numpy(before: Any, after: Any) -> bool:
     return not _reached(after[1], lambda: replay.get_state()[1], lambda: replay.bytes(4 * _WORDS))
 
 
-def _reached(goal: Sequence[int], state: Callable[[], Sequence[int]], draw: Callable[[], object]) -> bool:
+def _reached(
+    goal: Sequence[int], state: Callable[[], Sequence[int]], draw: Callable[[], object]
+) -> bool:
     """Tell whether a generator gets to a state by drawing alone, however many words of the state are used up."""
     for _ in range(_MOST_DRAWS):
         if list(state()[:_WORDS]) == list(goal[:_WORDS]):

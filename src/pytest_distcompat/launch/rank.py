@@ -28,7 +28,12 @@ from pytest_distcompat.events import Done, Error, Event, Start, has_ended, of_ki
 from pytest_distcompat.excerpt import explained
 from pytest_distcompat.launch import pristine_builtins, randomness, unimported
 from pytest_distcompat.launch.forensics import deaths, flight_recorder
-from pytest_distcompat.launch.forensics.stacks import STACK_SIGNAL, format_error, request_stack, stack_file
+from pytest_distcompat.launch.forensics.stacks import (
+    STACK_SIGNAL,
+    format_error,
+    request_stack,
+    stack_file,
+)
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.launch.process import die_with_parent, flush, run_exit_functions
 from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
@@ -115,14 +120,18 @@ def prepare(request: Request) -> None:
 def perform(request: Request, *, by_hand: bool = False, debugged: int | None = None) -> None:
     """Call the target of the request. A failure is reported and ends this process."""
     number = int(os.environ["RANK"])
-    with contextlib.closing(RankLog(request.directory, number, by_hand=by_hand, debugged=debugged)) as log:
+    with contextlib.closing(
+        RankLog(request.directory, number, by_hand=by_hand, debugged=debugged)
+    ) as log:
         own = pristine_builtins.own_pid()
         log.write(Start(own, deaths.out_of_memory_kills()))
         try:
             module, _, function = request.target.partition(":")
             target = getattr(importlib.import_module(module), function)
             target(request.payload, log)
-        except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
+        except (
+            BaseException
+        ) as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
             debug(log, error)
             # The rank may have reported one before.
             if not of_kind(Error, read_events(request.directory, number)):
@@ -188,7 +197,9 @@ def leave_failed(directory: str | Path, world_size: int) -> NoReturn:
 
 def report_error(log: RankLog, error: BaseException) -> None:
     """Log the error."""
-    log.write(Error(type(error).__name__, message_of(error), format_error(error), lost=lost_peer(error)))
+    log.write(
+        Error(type(error).__name__, message_of(error), format_error(error), lost=lost_peer(error))
+    )
 
 
 def message_of(error: BaseException) -> str:

@@ -20,7 +20,14 @@ class RankLog:
     then the rank in which the user wants a debugger.
     """
 
-    def __init__(self, directory: str | Path, rank: int, *, by_hand: bool = False, debugged: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        rank: int,
+        *,
+        by_hand: bool = False,
+        debugged: int | None = None,
+    ) -> None:
         self.path = Path(directory) / f"rank-{rank}.jsonl"
         self.rank = rank
         self.by_hand = by_hand
@@ -49,7 +56,9 @@ class RankLog:
             written = pristine_builtins.write_to(self._file, raw)
             raw = raw[written:]
         if isinstance(event, Error) and self._terminal is not None:
-            shown = f"\nrank {self.rank}: {event.message}\n{event.text}\n".encode("utf-8", "replace")
+            shown = f"\nrank {self.rank}: {event.message}\n{event.text}\n".encode(
+                "utf-8", "replace"
+            )
             pristine_builtins.write_to(self._terminal, shown)
 
     def close(self) -> None:

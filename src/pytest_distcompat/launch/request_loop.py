@@ -41,7 +41,9 @@ class Store:
 
         # A request may change the environment.
         self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        self._store = TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+        )
         self._can_list = hasattr(self._store, "list_keys")
         self._agent_keys = set(self._store.list_keys()) if self._can_list else set()
         self._initial_keys = self._store.num_keys()
@@ -167,7 +169,9 @@ class ReusedRank:
                 problems.append(error)
 
         # A thread that hangs can be left behind: the end of the process does not wait for it.
-        thread = threading.Thread(target=destroy, name="distcompat: destroys the process group", daemon=True)
+        thread = threading.Thread(
+            target=destroy, name="distcompat: destroys the process group", daemon=True
+        )
         thread.start()
         thread.join(seconds)
         for problem in problems:
@@ -192,7 +196,11 @@ class ReusedRank:
                 return lambda _: False
             self._group_checks += 1
             expected = float(self._group_checks * distributed.get_world_size())
-            device = "cpu" if distributed.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+            device = (
+                "cpu"
+                if distributed.get_backend() == "gloo"
+                else torch.device("cuda", torch.cuda.current_device())
+            )
             count = torch.full((), float(self._group_checks), dtype=torch.float32, device=device)
             work = distributed.all_reduce(count, async_op=True)
         except Exception:
@@ -238,7 +246,9 @@ def _serve(reused: ReusedRank, socket_path: str, number: int, requests: list[Req
         for line in channel.makefile("r", encoding="utf-8"):
             requests[:] = [Request(**pristine_builtins.decode(line))]
             changed = _perform(reused, requests[-1])
-            channel.sendall(f"{pristine_builtins.encode({'rank': number, 'changed': changed})}\n".encode())
+            channel.sendall(
+                f"{pristine_builtins.encode({'rank': number, 'changed': changed})}\n".encode()
+            )
             # For the next request: now no process waits for this one.
             randomness.renew()
     for call in reversed(reused.at_end):

@@ -35,7 +35,9 @@ class Reuse:
 class ReusedRanks:
     """A run of ranks that are started for the request ``first`` and then wait for requests on a socket."""
 
-    def __init__(self, first: Request, reuse: Reuse, socket_path: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, first: Request, reuse: Reuse, socket_path: Path, environment: Mapping[str, str]
+    ) -> None:
         self.reuse = reuse
         self.environment = dict(environment)
         self.uses = 0

@@ -20,7 +20,13 @@ from typing import Any, NoReturn
 from pytest_distcompat import clock
 from pytest_distcompat.launch import preload, rank, unimported
 from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION, Ends, ForkServers, serve
-from pytest_distcompat.launch.process import adopt_orphans, alive, children, die_with_parent, reap_adopted
+from pytest_distcompat.launch.process import (
+    adopt_orphans,
+    alive,
+    children,
+    die_with_parent,
+    reap_adopted,
+)
 from pytest_distcompat.launch.request import Request, in_new_process
 
 #: How long fork servers may take to run their exit functions, in seconds.
@@ -65,7 +71,9 @@ def main(channel_descriptor: str, warmth: str) -> None:
             outcome = {"exit_codes": None, "launch_error": traceback.format_exc()}
         channel.sendall(f"{json.dumps(outcome)}\n".encode())
     servers.dismiss()
-    clock.wait_until(lambda: not any(alive(pid) for pid in servers.pids), SERVERS_END_TIMEOUT_S, every=0.01)
+    clock.wait_until(
+        lambda: not any(alive(pid) for pid in servers.pids), SERVERS_END_TIMEOUT_S, every=0.01
+    )
 
 
 def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict[str, Any]]:
@@ -75,7 +83,9 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
     dump_at = clock.now() + 0.9 * warmth_fields["timeout"]
     servers = ForkServers((LIBRARIES, SESSION) if warmth_fields["call"] else (LIBRARIES,))
     # It imports everything itself, while this process imports torch for itself and for the servers of the first side.
-    servers.spawn(1, in_new_process("serve_alone", warmth, str(dump_at)), Path(warmth).with_name(LOGS[1]))
+    servers.spawn(
+        1, in_new_process("serve_alone", warmth, str(dump_at)), Path(warmth).with_name(LOGS[1])
+    )
     # A warning that the user made an error is an error in ranks only.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -124,7 +134,10 @@ def _serve(ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: 
 
 
 def _serve_session(
-    ends: Mapping[str, Ends], warmth_fields: Mapping[str, Any], dump_at: float, libraries_descriptor: int
+    ends: Mapping[str, Ends],
+    warmth_fields: Mapping[str, Any],
+    dump_at: float,
+    libraries_descriptor: int,
 ) -> NoReturn:
     """Be the fork server that collects tests, in a fork of the one that has imported libraries.
 

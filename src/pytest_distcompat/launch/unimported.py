@@ -79,7 +79,13 @@ def _record_imports(undo: contextlib.ExitStack) -> None:
     original = builtins.__import__
 
     # The parameters of ``builtins.__import__``, which callers may give by name.
-    def record(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # noqa: A002
+    def record(
+        name: str,
+        globals: Any = None,  # noqa: A002
+        locals: Any = None,  # noqa: A002
+        fromlist: Any = (),
+        level: int = 0,
+    ) -> Any:
         module = original(name, globals, locals, fromlist, level)
         if _running:
             names = _imported[_running[-1]]
@@ -185,7 +191,12 @@ def _give_back(name: str) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds hidden modules."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:  # noqa: ARG002
+    def find_spec(
+        self,
+        name: str,
+        path: object = None,  # noqa: ARG002
+        target: object = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
         """Return a spec like the module's own whose loader gives it back."""
         module = _hidden.get(name)
         if module is None:

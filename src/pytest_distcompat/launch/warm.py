@@ -93,7 +93,9 @@ class WarmLauncher:
         if reused is None:
             environ = environment.of_ranks(os.environ, self._device, request.world_size)
             ranks = environment.adapted(request, process.base, self._device)
-            reused = self._reused = ReusedRanks(ranks, reuse, process.directory / "reused", {**environ, **request.set})
+            reused = self._reused = ReusedRanks(
+                ranks, reuse, process.directory / "reused", {**environ, **request.set}
+            )
             process.send(reused.start_request)
         request = environment.adapted(request, reused.environment, self._device)
         reused.send(request)
@@ -123,7 +125,9 @@ class WarmLauncher:
         ending = self._dismiss_reused(process, self._reused, Watchdog(self._reused.start_request))
         return f"between two tests {ending.headline()}; new ranks were started"
 
-    def _dismiss_reused(self, process: LauncherProcess, reused: ReusedRanks, watch: Watchdog) -> Ending:
+    def _dismiss_reused(
+        self, process: LauncherProcess, reused: ReusedRanks, watch: Watchdog
+    ) -> Ending:
         """End reused ranks, and return their end as that of the watched request."""
         self._reused = None
         reused.dismiss()
@@ -159,7 +163,11 @@ class WarmLauncher:
                 process.stop_agent()
 
     def _conclude(
-        self, process: LauncherProcess, watch: Watchdog, answer: Mapping[str, Any] | None, **more: Any
+        self,
+        process: LauncherProcess,
+        watch: Watchdog,
+        answer: Mapping[str, Any] | None,
+        **more: Any,
     ) -> Ending:
         """Return how the request ended, once its ranks are gone."""
         left_over = kill(process.strays())
@@ -168,7 +176,9 @@ class WarmLauncher:
             self.close(farewell=False)
         return ending
 
-    def _ending(self, process: LauncherProcess, watch: Watchdog, answer: Mapping[str, Any], **more: Any) -> Ending:
+    def _ending(
+        self, process: LauncherProcess, watch: Watchdog, answer: Mapping[str, Any], **more: Any
+    ) -> Ending:
         """Return how the watched request ended, with what the agent answered."""
         more["notice"] = more.get("notice") or self._notice(process, watch.request)
         return watch.conclude(

@@ -178,7 +178,9 @@ def own_directory(path: Path) -> Path:
         if not_own is None:
             return path
         problem = f"was open to others (mode {mode & 0o777:o}, expected 700), and {not_own} in it is not yours alone"
-    raise UsageProblem(f"leases cannot be kept in {path}: it {problem}. To make a new one: {command}")
+    raise UsageProblem(
+        f"leases cannot be kept in {path}: it {problem}. To make a new one: {command}"
+    )
 
 
 def _close_to_others(path: Path) -> str | None:

@@ -37,7 +37,9 @@ class Inventory:
     def __post_init__(self) -> None:
         """Raise UsageProblem for an inventory that is empty or names a device twice."""
         if not self.ids or len(set(self.ids)) < len(self.ids):
-            raise UsageProblem(f"an inventory needs at least one device and each once, not {list(self.ids)}")
+            raise UsageProblem(
+                f"an inventory needs at least one device and each once, not {list(self.ids)}"
+            )
 
     @property
     def words(self) -> str:
@@ -61,7 +63,9 @@ class Inventory:
             raise UsageProblem(f"a lease is of at least 1, not {ranks}")
         least = -(-ranks // self.ranks_each)
         if self.kind == "gpu" and least > len(self.ids):
-            raise UsageProblem(f"{ranks} ranks need {least} GPUs; there are {len(self.ids)}: {', '.join(self.ids)}")
+            raise UsageProblem(
+                f"{ranks} ranks need {least} GPUs; there are {len(self.ids)}: {', '.join(self.ids)}"
+            )
         return min(ranks, len(self.ids))
 
     def environment(self, ids: Sequence[str]) -> dict[str, str]:
@@ -78,7 +82,11 @@ class Inventory:
 
 
 def gpus(
-    most: int | None = None, ranks_each: int = 1, wanted: Sequence[str] = (), *, runs_share: bool = False
+    most: int | None = None,
+    ranks_each: int = 1,
+    wanted: Sequence[str] = (),
+    *,
+    runs_share: bool = False,
 ) -> Inventory:
     """Return the first ``most`` GPUs that are visible to this process, or all of them.
 

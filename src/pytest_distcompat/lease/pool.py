@@ -162,7 +162,9 @@ class Pool:
         self._notified: set[str] = set()
 
     @contextlib.contextmanager
-    def lease(self, ranks: int, *, who: str, timeout: float = TIMEOUT, whole: bool = False) -> Iterator[Lease]:
+    def lease(
+        self, ranks: int, *, who: str, timeout: float = TIMEOUT, whole: bool = False
+    ) -> Iterator[Lease]:
         """Lease devices for so many ranks inside the block, all at once.
 
         A thread that holds devices already gets those: a test that was lent GPUs starts its scripts on them. If it could wait
@@ -185,13 +187,19 @@ class Pool:
         if shares:
             # Rounded up.
             places = -(-ranks // count)
-        mine = tuple(device for device in self.inventory.ids if self._path(device, "lock") in _ranks_by_lock())
+        mine = tuple(
+            device
+            for device in self.inventory.ids
+            if self._path(device, "lock") in _ranks_by_lock()
+        )
         if mine:
             yield self._lend_again(mine, count, places, who)
             return
         requested_at = clock.now()
         with contextlib.ExitStack() as locks:
-            names_by_device, waited_for = self._take(count, places, who, requested_at + timeout, locks)
+            names_by_device, waited_for = self._take(
+                count, places, who, requested_at + timeout, locks
+            )
             ids = tuple(names_by_device)
             names = tuple(itertools.chain(*names_by_device.values()))
             leaks_of_dead = self._await_dead_holders(names)
@@ -202,9 +210,13 @@ class Pool:
             before = measure(ids) if self.inventory.kind == "gpu" else {}
             self._write_records(names, who, since, {} if shares else before)
             grant = _Grant(names, who, requested_at, granted_at, waited_for, before, measure)
-            lease = Lease(ids, self.inventory.environment(ids), self.inventory.places, leaks_of_dead)
+            lease = Lease(
+                ids, self.inventory.environment(ids), self.inventory.places, leaks_of_dead
+            )
             owner = os.getpid()
-            ranks_by_lock = {self._path(device, "lock"): places or self.inventory.ranks_each for device in ids}
+            ranks_by_lock = {
+                self._path(device, "lock"): places or self.inventory.ranks_each for device in ids
+            }
             try:
                 with _held_by_this_thread(ranks_by_lock):
                     yield lease
@@ -225,7 +237,9 @@ class Pool:
                 who[name] = dead_holder.who
         return self._await_free(before, who, self._used_memory)
 
-    def _write_records(self, names: Sequence[str], who: str, since: float, before: Mapping[str, int]) -> None:
+    def _write_records(
+        self, names: Sequence[str], who: str, since: float, before: Mapping[str, int]
+    ) -> None:
         """Write for others who holds these devices, and how much of their memory was in use before."""
         for name in names:
             holder = Holder(name, who, os.getpid(), since, before.get(name), self._run)
@@ -233,7 +247,9 @@ class Pool:
 
     def _end(self, lease: Lease, grant: _Grant) -> None:
         """Wait until the lease's memory is free, note what stays in use, and remove its records."""
-        lease.own_leak = self._await_free(grant.before, dict.fromkeys(lease.ids, grant.who), grant.measure)
+        lease.own_leak = self._await_free(
+            grant.before, dict.fromkeys(lease.ids, grant.who), grant.measure
+        )
         lease.leak += lease.own_leak
         for name in grant.names:
             self._path(name, "json").unlink(missing_ok=True)
@@ -257,11 +273,15 @@ class Pool:
     def _lend_again(self, mine: tuple[str, ...], count: int, places: int, who: str) -> Lease:
         """Return a lease of devices that this thread holds. Raises UsageProblem if it holds too few."""
         if self.inventory.kind == "gpu" and count > len(mine):
-            raise UsageProblem(f"{who}: {count} GPUs are needed, and the test that starts it was lent {len(mine)}")
+            raise UsageProblem(
+                f"{who}: {count} GPUs are needed, and the test that starts it was lent {len(mine)}"
+            )
         ids = mine[:count]
         ranks = min(_ranks_by_lock()[self._path(device, "lock")] for device in ids)
         if places > ranks:
-            raise UsageProblem(f"{who}: {places} ranks need a GPU, and what starts them has it for {ranks}")
+            raise UsageProblem(
+                f"{who}: {places} ranks need a GPU, and what starts them has it for {ranks}"
+            )
         return Lease(ids, self.inventory.environment(ids), self.inventory.places)
 
     @property
@@ -360,7 +380,11 @@ class Pool:
         return {device: taken[device] for device in in_order}, tuple(watch.waited_for)
 
     def _lock_free(
-        self, count: int, places: int, taken: dict[str, tuple[str, ...]], locks: contextlib.ExitStack
+        self,
+        count: int,
+        places: int,
+        taken: dict[str, tuple[str, ...]],
+        locks: contextlib.ExitStack,
     ) -> None:
         """Lock what is free now, until ``count`` devices are taken; of places those on the devices with the fewest runs first.
 
@@ -385,7 +409,10 @@ class Pool:
             if not self._lock(device, own):
                 return ()
             # Their holders have locked the device's file, but a cleaner may have removed it. CPU slots have no places.
-            if self.inventory.kind == "gpu" and self._directory.claimed(device) not in ([], [device]):
+            if self.inventory.kind == "gpu" and self._directory.claimed(device) not in (
+                [],
+                [device],
+            ):
                 return ()
             locks.push(own.pop_all())
         return (device,)
@@ -395,7 +422,9 @@ class Pool:
         names: list[str] = []
         with contextlib.ExitStack() as own:
             try:
-                own.callback(self._directory.lock(self._path(device, "lock").name, shared=True).close)
+                own.callback(
+                    self._directory.lock(self._path(device, "lock").name, shared=True).close
+                )
             except TakenError:
                 return ()
             for name in place_names(device, self.inventory.places):
@@ -444,7 +473,9 @@ class Pool:
         with contextlib.ExitStack() as lock:
             return not self._lock(name, lock)
 
-    def _await_free(self, before: Mapping[str, int], who: Mapping[str, str], measure: Memory) -> tuple[Leak, ...]:
+    def _await_free(
+        self, before: Mapping[str, int], who: Mapping[str, str], measure: Memory
+    ) -> tuple[Leak, ...]:
         """Wait until these devices use no more memory than ``before``, and return what stays in use as leaks of its holders."""
         deadline = clock.now() + self.free_timeout
         while True:
@@ -460,13 +491,17 @@ class Pool:
 
     def _timeout_message(self, count: int, who: str, taken: Container[str]) -> str:
         """Return who holds the devices that were not to be had, and who waits for them."""
-        lines = [f"{who}: no {count} of {len(self.inventory.ids)} {self.inventory.words} to be had in time"]
+        lines = [
+            f"{who}: no {count} of {len(self.inventory.ids)} {self.inventory.words} to be had in time"
+        ]
         for device in self.inventory.ids:
             if device in taken:
                 continue
             for holder in self._holders(device):
                 since = time.strftime("%H:%M:%S", time.localtime(holder.since))
-                lines.append(f"  {holder.id} is held by {holder.who} (pid {holder.pid or 'unknown'}) since {since}")
+                lines.append(
+                    f"  {holder.id} is held by {holder.who} (pid {holder.pid or 'unknown'}) since {since}"
+                )
         for ticket in self._queue.waiting():
             if set(ticket.ids) & set(self.inventory.ids):
                 lines.append(f"  {ticket.who} (pid {ticket.pid}) waits for {ticket.count}")

@@ -126,11 +126,15 @@ class Watch:
     def _notify_in_time(self, blockers: list[Blocker], stuck: set[Blocker], waited: float) -> None:
         """Notify the user of blockers that are new, later if all are workers of the same session."""
         assert self.notify is not None
-        of_others = [blocker for blocker in blockers if blocker in stuck or self._of_other_run(blocker)]
+        of_others = [
+            blocker for blocker in blockers if blocker in stuck or self._of_other_run(blocker)
+        ]
         notify_after = NOTIFY_AFTER_S if of_others else NOTIFY_OF_WORKERS_AFTER_S
         if waited < notify_after:
             return
-        news = [blocker for blocker in of_others or blockers if _session(blocker) not in self.notified]
+        news = [
+            blocker for blocker in of_others or blockers if _session(blocker) not in self.notified
+        ]
         if news:
             self.notified.update(_session(blocker) for blocker in news)
             self.notify(self._notice("waits for", news))

@@ -38,7 +38,10 @@ Rules = tuple[tuple[str, int], ...]
 #: Rules for causal language models. The first that matches decides.
 RULES: Rules = (
     (r".*vocab_size.*", VOCABULARY),
-    (r"(.*_)?(num|n)_(hidden_|decoder_|encoder_)?layers?|(encoder|decoder)_layers|n_layer|depth|num_blocks", 2),
+    (
+        r"(.*_)?(num|n)_(hidden_|decoder_|encoder_)?layers?|(encoder|decoder)_layers|n_layer|depth|num_blocks",
+        2,
+    ),
     (r"(num|n)_(experts|routed_experts|local_experts)|moe_num_experts", 4),
     (r"num_experts_per_tok|moe_k|moe_top_?k|num_selected_experts|top_k_experts", 2),
     (r"n_group|topk_group|n_groups|mamba_n_groups", 1),
@@ -51,7 +54,10 @@ RULES: Rules = (
         32,
     ),
     (r"(.*_)?(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_dim|dim_ff)", 64),
-    (r"(.*_)?(max_position_embeddings|n_positions|max_target_positions|max_source_positions|seq_length|n_ctx)", 64),
+    (
+        r"(.*_)?(max_position_embeddings|n_positions|max_target_positions|max_source_positions|seq_length|n_ctx)",
+        64,
+    ),
     (r"rotary_dim", 4),
     (r"(sliding_window|attention_window|window_size|local_window)", 8),
     (r"first_k_dense_replace|num_dense_layers|num_nextn_predict_layers", 1),

@@ -22,15 +22,21 @@ FIXED: dict[str, dict[str, Any]] = {
 _DEFAULTS = "no model can be made of its config's defaults, and these rules do not know which values it needs"
 _LAYERS = "its config lists values for each of its many layers, so that two layers cannot be asked for by number"
 
-_ROUNDED = "rounding decides: one bit of its gradients moves loss or norms by more than the tolerance"
-_NOTHING_LEARNED = "its gradients are zero from the second step on: neither rounding nor anything else shows"
+_ROUNDED = (
+    "rounding decides: one bit of its gradients moves loss or norms by more than the tolerance"
+)
+_NOTHING_LEARNED = (
+    "its gradients are zero from the second step on: neither rounding nor anything else shows"
+)
 _TIMM_OR_ROUNDING = f"in what is found {_ROUNDED}; or it needs timm"
 _SCIPY_OR_ROUNDING = f"{_ROUNDED}; or it needs scipy"
 _SIZES_OR_ROUNDING = f"{_ROUNDED}; or sizes follow from others"
 _NO_SIZES = "its config has no default for sizes of its head"
 _TIMM = "it needs timm"
 _SIZES = "sizes of its parts follow from each other in ways that these rules do not know"
-_CODES = "its text needs a token for each feature of image or audio, and each counts them in its own way"
+_CODES = (
+    "its text needs a token for each feature of image or audio, and each counts them in its own way"
+)
 
 #: Model type or class -> why there is no tiny model of it, or none of that class.
 BLANK: dict[str, str] = {

@@ -21,7 +21,9 @@ SAMPLES, FRAMES = 8000, 64
 #: Tasks with a label for each token, and with one for each row. Outputs of other tasks learn fixed targets.
 LABELS_OF_TOKENS = r".*_lm|speech_seq_2_seq|image_text_to_text|token_classification"
 OTHER_LABELS = r"ctc|(document_)?question_answering"
-LABELS_OF_ROWS = r"(sequence|image|video|audio)_classification|multiple_choice|next_sentence_prediction"
+LABELS_OF_ROWS = (
+    r"(sequence|image|video|audio)_classification|multiple_choice|next_sentence_prediction"
+)
 
 
 def batch_of(kind: type[Any], config: Any, task: str, step: int, rank: int) -> Batch:
@@ -107,7 +109,9 @@ class _Inputs:
 
     def labels_of_rows(self) -> torch.Tensor:
         """Return a class for each row."""
-        classes = {"multiple_choice": CHOICES, "next_sentence_prediction": 2}.get(self.task, CLASSES)
+        classes = {"multiple_choice": CHOICES, "next_sentence_prediction": 2}.get(
+            self.task, CLASSES
+        )
         return self.integers(0, classes)
 
     def labels_of_tokens(self, input_ids: torch.Tensor | None, prompt: int) -> torch.Tensor:

@@ -101,7 +101,9 @@ def _tp_plan(*layers: str) -> dict[str, str]:
 
 
 #: MLP as nn.Module: odd sizes (uneven shards, of thirteen features), a persistent and a non-persistent buffer, a frozen layer.
-MLP_MODEL = _classifier("mlp", "MLP", ignored_module="frozen", tp_plan=_tp_plan("blocks.*.linear"), order=2)
+MLP_MODEL = _classifier(
+    "mlp", "MLP", ignored_module="frozen", tp_plan=_tp_plan("blocks.*.linear"), order=2
+)
 #: One block that each forward uses two times, and a layer whose weight is used outside its own forward. The parameters are
 #: views of one storage, and attributes are handed on to the block.
 TWICE = _classifier("twice", "Twice", order=3)
@@ -145,8 +147,16 @@ MOE_FUSED = _classifier(
 )
 #: Mixture of experts by DeepSpeed's own layer, whose experts its engine can spread over ranks.
 MOE_DEEPSPEED = _classifier(
-    "moe_deepspeed", "DeepSpeedMixture", frozen_modules=(), experts="moe", driver="deepspeed", spread=2.5, order=12
+    "moe_deepspeed",
+    "DeepSpeedMixture",
+    frozen_modules=(),
+    experts="moe",
+    driver="deepspeed",
+    spread=2.5,
+    order=12,
 )
 #: MLP whose layers are wide enough for quantized optimizer state, on each of four ranks that shard it. 2.1e-3 measured in
 #: bf16_upcast, with optimizer state in 8 bits up to 6.8e-3.
-WIDE = _classifier("wide", "MLP", 128, ignored_module="frozen", largest=128**2, spread=10.0, order=13)
+WIDE = _classifier(
+    "wide", "MLP", 128, ignored_module="frozen", largest=128**2, spread=10.0, order=13
+)

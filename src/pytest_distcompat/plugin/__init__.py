@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 _MARK = "distcompat"
 # Defined here and not in rank_session: a session without distributed tests does not import that module.
 _IN_USE: pytest.StashKey[bool] = pytest.StashKey()
-_COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # the items before any plugin changed their order
+_COLLECTED: pytest.StashKey[list[pytest.Item]] = (
+    pytest.StashKey()
+)  # the items before any plugin changed their order
 # Whether this process applies the known issues that the user declares to its reports.
 _APPLIES_KNOWN: pytest.StashKey[bool] = pytest.StashKey()
 
@@ -80,7 +82,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     settings = []
     for name in names:
         setting = options.setting(config, name)
-        settings.append(f"{name.removeprefix('distcompat_')} {setting.text} (from {setting.origin})")
+        settings.append(
+            f"{name.removeprefix('distcompat_')} {setting.text} (from {setting.origin})"
+        )
     return [f"distcompat: {', '.join(settings)}; {session.device} x {session.world_size}"]
 
 
@@ -102,7 +106,9 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
         line += f", budget {budget.seconds:g} s in order @{budget.seed}"
     lines = [f"distcompat: {line}"]
     if OPTIONS["model"].default == "mlp":
-        lines.append("distcompat: transformers is not installed: the built-in drivers train the model mlp by default")
+        lines.append(
+            "distcompat: transformers is not installed: the built-in drivers train the model mlp by default"
+        )
     return lines
 
 
@@ -126,7 +132,12 @@ def pytest_make_collect_report(
     """Add a hint if a module of distributed tests imports one of the repository that pytest does not find."""
     report = yield
     call: Any = getattr(report, "call", None)
-    if not report.failed or not isinstance(collector, pytest.Module) or call is None or call.excinfo is None:
+    if (
+        not report.failed
+        or not isinstance(collector, pytest.Module)
+        or call is None
+        or call.excinfo is None
+    ):
         return report
     hint = hint_of(call.excinfo.value, collector.config.rootpath)
     if hint and _MARK in collector.path.read_text(encoding="utf-8", errors="replace"):
@@ -165,7 +176,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         try:
             arguments = declare.read_mark(mark)
         except ValueError as problem:
-            raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {problem}") from None
+            raise pytest.Collector.CollectError(
+                f"{metafunc.definition.nodeid}: {problem}"
+            ) from None
         if arguments.has_cells:
             declare.parametrize(metafunc, arguments, session_of(metafunc.config))
     elif "distcompat_case" in metafunc.fixturenames and metafunc.cls is not None:
@@ -178,7 +191,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
     """Leave out tests of other shards, check the marked ones, and find out whether there are distributed tests."""
     collected = list(items)
     yield
@@ -208,7 +223,9 @@ def _is_of_suite(item: pytest.Item) -> bool:
     return "distcompat_case" in getattr(item, "fixturenames", ())
 
 
-def _prepare_for_ranks(config: pytest.Config, items: list[pytest.Item], collected: list[pytest.Item]) -> None:
+def _prepare_for_ranks(
+    config: pytest.Config, items: list[pytest.Item], collected: list[pytest.Item]
+) -> None:
     """Prepare a session with distributed tests, whose items were ``collected`` in that order."""
     if config.getoption("forked", False):
         from pytest_distcompat.plugin.session import FORKED
@@ -346,7 +363,9 @@ def pytest_runtest_makereport(
     return report
 
 
-def _finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+def _finish_report(
+    item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
+) -> None:
     """Put into a report what the ranks say: of a marked test, of a case of a suite, or of a test that starts scripts."""
     if item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash:
         from pytest_distcompat.plugin.marked import outcome

@@ -71,8 +71,12 @@ def _debug(failed: FailedRun, terminal: Any) -> None:
 
     if failed.rank is None:
         terminal.sep(">", "no debugger")
-        terminal.line("No rank raised an exception at which a debugger could stop. To look into the run, put")
-        terminal.line(f"torch.distributed.breakpoint(rank=0) where it should stop, and run: {failed.command}")
+        terminal.line(
+            "No rank raised an exception at which a debugger could stop. To look into the run, put"
+        )
+        terminal.line(
+            f"torch.distributed.breakpoint(rank=0) where it should stop, and run: {failed.command}"
+        )
         return
     # The command of a run over several nodes ends with a comment that says on which node it starts.
     run, comment, node = failed.command.partition("  # ")
@@ -86,7 +90,16 @@ def _debug(failed: FailedRun, terminal: Any) -> None:
         terminal.line(f"{reason}, rank {failed.rank} stops where it failed with:")
         terminal.line(f"{run} {DEBUG_OPTION} {failed.rank}{comment}{node}")
         return
-    terminal.sep(">", f"the run again: rank {failed.rank} stops where it fails (q goes on with the tests)")
+    terminal.sep(
+        ">", f"the run again: rank {failed.rank} stops where it fails (q goes on with the tests)"
+    )
     _, *arguments = shlex.split(failed.command)
-    launch = [sys.executable, "-m", "torch.distributed.run", *arguments, DEBUG_OPTION, str(failed.rank)]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *arguments,
+        DEBUG_OPTION,
+        str(failed.rank),
+    ]
     subprocess.run(launch, check=False)

@@ -54,7 +54,9 @@ def apply_known_issues(
     marked = item.get_closest_marker(MARK) is not None
     if marked or item.stash.get(STARTS_RANKS, False):
         outcome = outcome or item.stash.get(OUTCOME, None)
-        declared_of(item.config.stash[SESSION]).apply_to_report(item, report, cell_of(item), outcome, hard=hard)
+        declared_of(item.config.stash[SESSION]).apply_to_report(
+            item, report, cell_of(item), outcome, hard=hard
+        )
     if APPLIED in item.stash:
         setattr(report, ATTRIBUTE, asdict(item.stash[APPLIED]))
 
@@ -114,7 +116,9 @@ class Declared:
                 issues.append(issue)
         return tuple(issues)
 
-    def note_verdict(self, item: pytest.Item, known: Iterable[KnownIssue], cell: Cell, verdict: Verdict) -> None:
+    def note_verdict(
+        self, item: pytest.Item, known: Iterable[KnownIssue], cell: Cell, verdict: Verdict
+    ) -> None:
         """Note which of the user's issues cover an item of a suite, and which of them excuse its failure."""
         applied = AppliedIssues()
         item.stash[APPLIED] = applied
@@ -136,7 +140,13 @@ class Declared:
                 applied.used.append(issue.where)
 
     def apply_to_report(
-        self, item: pytest.Item, report: pytest.TestReport, cell: Cell | None, outcome: Outcome | None, *, hard: bool
+        self,
+        item: pytest.Item,
+        report: pytest.TestReport,
+        cell: Cell | None,
+        outcome: Outcome | None,
+        *,
+        hard: bool,
     ) -> None:
         """Turn a declared failure into an xfail, and a pass where a failure is declared strictly into a failure.
 
@@ -238,7 +248,9 @@ def _text_of_failure(report: pytest.TestReport, outcome: Outcome | None) -> str:
 
 def _matching(covering: Mapping[str, Expectation], text: str) -> dict[str, Expectation]:
     """Return the issues whose expectation matches the text of a failure."""
-    return {where: expectation for where, expectation in covering.items() if expectation.matches(text)}
+    return {
+        where: expectation for where, expectation in covering.items() if expectation.matches(text)
+    }
 
 
 def _fail_unexpected_pass(report: pytest.TestReport, covering: Mapping[str, Expectation]) -> None:

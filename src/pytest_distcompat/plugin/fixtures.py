@@ -36,7 +36,8 @@ def cell(request: pytest.FixtureRequest) -> Cell:
     param = getattr(request, "param", None)
     if not isinstance(param, Cell):
         pytest.fail(
-            "fixture 'cell' needs @pytest.mark.distcompat(strategies=[...]) or precisions=, options=", pytrace=False
+            "fixture 'cell' needs @pytest.mark.distcompat(strategies=[...]) or precisions=, options=",
+            pytrace=False,
         )
     return param
 

@@ -12,7 +12,10 @@ from pytest_distcompat.launch.process import do_nothing
 
 def install(config: pytest.Config) -> None:
     """Have SIGTERM end the session as Ctrl-C does, unless somebody else handles it."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):
         signal.signal(signal.SIGTERM, _interrupt)
         config.add_cleanup(_restore)
 

@@ -98,7 +98,9 @@ def count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int 
             raise UsageProblem(f"{text[:20]!r} is too large: expected at most {LARGEST_COUNT}.")
         if not text.isdecimal() or int(text) < least:
             also = "".join([f", or {keyword!r}" for keyword in keywords])
-            raise UsageProblem(f"{text!r} is not right: expected a whole number of at least {least}{also}.")
+            raise UsageProblem(
+                f"{text!r} is not right: expected a whole number of at least {least}{also}."
+            )
         return int(text)
 
     return read
@@ -187,7 +189,9 @@ def _report(text: str, base: Path) -> tuple[Path, ...]:
             paths.append(base / line.strip())
     for path in paths:
         if path.suffix not in FORMATS:
-            raise UsageProblem(f"{str(path)!r}: the suffix says the format. Known: {', '.join(FORMATS)}.")
+            raise UsageProblem(
+                f"{str(path)!r}: the suffix says the format. Known: {', '.join(FORMATS)}."
+            )
         if not path.absolute().parent.is_dir():
             raise UsageProblem(f"{str(path)!r}: there is no directory {path.absolute().parent}.")
         if path.is_dir():

@@ -62,7 +62,9 @@ def note_nodes(session: DistcompatSession, items: Iterable[pytest.Item]) -> None
             session.shares = True
 
 
-def write_demands(session: DistcompatSession, collected: Sequence[pytest.Item], items: Sequence[pytest.Item]) -> None:
+def write_demands(
+    session: DistcompatSession, collected: Sequence[pytest.Item], items: Sequence[pytest.Item]
+) -> None:
     """Write the demands into the store.
 
     Args:
@@ -154,7 +156,11 @@ def keep_durations(session: DistcompatSession, exitstatus: int) -> None:
     """Write the durations of the session's demands to the cache, unless it was interrupted."""
     cache = getattr(session.config, "cache", None)
     demands = read_demands(session)
-    if exitstatus not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} or cache is None or demands is None:
+    if (
+        exitstatus not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
+        or cache is None
+        or demands is None
+    ):
         return
     from pytest_distcompat.lease import read_timeline
 

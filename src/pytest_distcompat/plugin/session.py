@@ -151,7 +151,9 @@ class DistcompatSession:
             return self.gpus or devices.CPU_WORLD_SIZE
         problem = self.too_large(requested.value)
         if problem:
-            raise pytest.UsageError(f"--distcompat-world-size {requested.value} ({requested.origin}): {problem}")
+            raise pytest.UsageError(
+                f"--distcompat-world-size {requested.value} ({requested.origin}): {problem}"
+            )
         return int(requested.value)
 
     @property
@@ -378,7 +380,9 @@ class DistcompatSession:
         from pytest_distcompat.leased import LeasedLauncher
 
         return LeasedLauncher(
-            TorchrunLauncher(Warmth(), device=self.device, plain=True), lambda: self.pool, self.notice
+            TorchrunLauncher(Warmth(), device=self.device, plain=True),
+            lambda: self.pool,
+            self.notice,
         )
 
     @property
@@ -403,7 +407,9 @@ class DistcompatSession:
         """The pool that leases devices to the runs of all sessions of this user."""
         from pytest_distcompat.lease import Pool
 
-        scheduled: Pool | None = self.config.hook.pytest_distcompat_pool(session=self, inventory=self.inventory)
+        scheduled: Pool | None = self.config.hook.pytest_distcompat_pool(
+            session=self, inventory=self.inventory
+        )
         if scheduled is not None:
             return scheduled
         return Pool(None, self.inventory, **self.pool_options)
@@ -524,7 +530,11 @@ class DistcompatSession:
     def say(self, text: str) -> None:
         """Print a message to stderr now, past pytest's capture. An xdist worker shares the stderr of its controller."""
         capture: Any = self.config.pluginmanager.getplugin("capturemanager")
-        uncaptured = capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext()
+        uncaptured = (
+            capture.global_and_fixture_disabled()
+            if capture is not None
+            else contextlib.nullcontext()
+        )
         with uncaptured:
             # The leading newline ends a line of dots that pytest may be writing.
             print(f"\ndistcompat: {visible(text)}", file=sys.stderr, flush=True)  # noqa: T201 - a warning is shown only at the end of the session

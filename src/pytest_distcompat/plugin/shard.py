@@ -33,7 +33,9 @@ def read_shard(text: str) -> Shard | None:
         return None
     match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UsageProblem(f"{text!r} is not right: expected one part of several, as 1/3, 2/3 or 3/3.")
+        raise UsageProblem(
+            f"{text!r} is not right: expected one part of several, as 1/3, 2/3 or 3/3."
+        )
     return Shard(int(match[1]), int(match[2]))
 
 
@@ -61,7 +63,9 @@ def divide(sizes: Mapping[str, float], last: Report | None, count: int) -> list[
     return where_earliest.shards
 
 
-def _seconds_of_runs(sizes: Mapping[str, float], last: Report | None) -> dict[str, dict[str, float]]:
+def _seconds_of_runs(
+    sizes: Mapping[str, float], last: Report | None
+) -> dict[str, dict[str, float]]:
     """Return the runs that each unit needs, by their ids, each with its seconds."""
     runs = _recorded_runs(last) if last is not None else {}
     known = []
@@ -114,7 +118,9 @@ class _Option:
     added: float
 
 
-def _place(order: Sequence[str], seconds: Mapping[str, Mapping[str, float]], count: int, weight: int) -> _Division:
+def _place(
+    order: Sequence[str], seconds: Mapping[str, Mapping[str, float]], count: int, weight: int
+) -> _Division:
     """Place units one after the other, each in the shard that ends earliest with it.
 
     Args:

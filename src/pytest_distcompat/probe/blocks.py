@@ -72,5 +72,13 @@ def multiplies(module: Module) -> bool:
     """Tell whether the module is a layer that only multiplies by a matrix: a Linear or a convolution."""
     from torch import nn
 
-    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    kinds = (
+        nn.Linear,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ConvTranspose1d,
+        nn.ConvTranspose2d,
+        nn.ConvTranspose3d,
+    )
     return isinstance(module, kinds) and not list(module.children())

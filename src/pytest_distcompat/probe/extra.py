@@ -46,7 +46,9 @@ def _attribute(driver: Any, name: str) -> Any:
     value = driver
     for part in name.split("."):
         if not hasattr(value, part):
-            raise TypeError(f"extra_state names {name!r}, and {type(value).__name__} has no attribute {part!r}")
+            raise TypeError(
+                f"extra_state names {name!r}, and {type(value).__name__} has no attribute {part!r}"
+            )
         value = getattr(value, part)
     return value
 
@@ -83,4 +85,6 @@ def _parts(value: Any, name: str) -> Iterable[tuple[Any, Any]]:
         # An array of numpy, or a number of it.
         return [("bytes", hashlib.sha256(value.tobytes()).hexdigest()[:16])]
     expected = "expected a tensor, a module, a number, text, a collection of them, or an object with state_dict()"
-    raise TypeError(f"extra_state {name!r} has a {type(value).__name__}: {value!r:.100}; {expected}")
+    raise TypeError(
+        f"extra_state {name!r} has a {type(value).__name__}: {value!r:.100}; {expected}"
+    )

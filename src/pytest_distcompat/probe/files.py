@@ -64,7 +64,9 @@ def read_saved(directory: Path) -> tuple[FileInfo, ...]:
             if not content:
                 continue
             if holds == "model":
-                digests = {f"{file.key_prefix}{key}": digest(value) for key, value in content.items()}
+                digests = {
+                    f"{file.key_prefix}{key}": digest(value) for key, value in content.items()
+                }
                 infos.append(FileInfo(file.name, "", holds, tuple(digests), digests=digests))
             else:
                 keys = dict.fromkeys(str(key) for key in content)
@@ -103,7 +105,12 @@ def _index(path: Path, name: str) -> FileInfo:
     file_by_key = dict(index["weight_map"].items())
     metadata = index.get("metadata") or {}
     return FileInfo(
-        name, "index", "index", tuple(file_by_key), files=file_by_key, total_size=metadata.get("total_size")
+        name,
+        "index",
+        "index",
+        tuple(file_by_key),
+        files=file_by_key,
+        total_size=metadata.get("total_size"),
     )
 
 
@@ -246,7 +253,9 @@ def _dcp(directory: Path, name: str) -> Iterator[FileInfo]:
             parameter, _, _ = inner.removeprefix("state.").rpartition(".")
             with_state[parameter] = None
     if sizes:
-        yield FileInfo(name, "dcp", "model", tuple(sizes), {key: size for key, size in sizes.items() if size})
+        yield FileInfo(
+            name, "dcp", "model", tuple(sizes), {key: size for key, size in sizes.items() if size}
+        )
     if with_state:
         yield FileInfo(name, "dcp", "optimizer", tuple(with_state))
 
@@ -346,9 +355,13 @@ def _deepspeed_shapes(data: Mapping[str, Any], name: str) -> Iterator[FileInfo]:
     frozen_shapes = data.get("frozen_param_shapes") or {}
     frozen = {str(key): tuple(shape) for key, shape in frozen_shapes.items()}
     if trained:
-        yield FileInfo(f"{name}:param_shapes", "deepspeed", "model", tuple(trained), _uncut(data, trained))
+        yield FileInfo(
+            f"{name}:param_shapes", "deepspeed", "model", tuple(trained), _uncut(data, trained)
+        )
     if frozen:
-        yield FileInfo(f"{name}:frozen_param_shapes", "deepspeed", "model", tuple(frozen), _uncut(data, frozen))
+        yield FileInfo(
+            f"{name}:frozen_param_shapes", "deepspeed", "model", tuple(frozen), _uncut(data, frozen)
+        )
 
 
 def _optimizer_state(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -366,7 +379,11 @@ def _of_average(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return the state dict of the averaged model, if it is that of ``torch.optim.swa_utils.AveragedModel``; else itself."""
     # It has the model as ``module`` and counts in ``n_averaged``, a buffer:
     # https://docs.pytorch.org/docs/stable/generated/torch.optim.swa_utils.AveragedModel.html
-    inner = {key.removeprefix("module."): value for key, value in state.items() if str(key).startswith("module.")}
+    inner = {
+        key.removeprefix("module."): value
+        for key, value in state.items()
+        if str(key).startswith("module.")
+    }
     if "n_averaged" in state and len(inner) == len(state) - 1:
         return inner
     return state
@@ -374,10 +391,16 @@ def _of_average(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 def _shapes(state: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a state dict; of sharded tensors the global shape."""
-    return {str(key): tuple(value.size()) for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return {
+        str(key): tuple(value.size())
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
-def _uncut(data: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _uncut(
+    data: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes with the full one for each tensor of which a rank of DeepSpeed's AutoTP has saved its shard."""
     # The file itself says so, for its conversion (https://github.com/deepspeedai/DeepSpeed/pull/7908): a pattern of names, the
     # shapes of the ranks' shards, and the full shape.

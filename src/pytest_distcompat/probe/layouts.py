@@ -201,7 +201,9 @@ class Expert:
             data_parallel = MeshDim("dp_shard", len(self.replicas), self.replicas.index(rank), FLAT)
             same_expert = self.replicas
         else:
-            data_parallel = MeshDim("dp_replicate", len(self.replicas), self.replicas.index(rank), REPLICATE)
+            data_parallel = MeshDim(
+                "dp_replicate", len(self.replicas), self.replicas.index(rank), REPLICATE
+            )
             same_expert = (rank,)
         expert_parallel = MeshDim("ep", len(self.peers), self.peers.index(rank), STAGE)
         holders: list[int] = []
@@ -306,7 +308,9 @@ def _layout(names: tuple[str, ...], place: MeshPlace, placements: tuple[Placemen
     # The ranks that hold one copy together: along a dimension that shards all of them, along one that replicates those with this
     # rank's index.
     selection: list[int | slice] = []
-    for name, size, index, placement in zip(names, place.sizes, place.coordinate, placements, strict=True):
+    for name, size, index, placement in zip(
+        names, place.sizes, place.coordinate, placements, strict=True
+    ):
         dims.append(MeshDim(name, size, index, placement.text))
         selection.append(index if placement.dim is None else slice(None))
     holders = torch.tensor(place.ranks).view(place.sizes)[tuple(selection)].flatten().tolist()
@@ -314,14 +318,18 @@ def _layout(names: tuple[str, ...], place: MeshPlace, placements: tuple[Placemen
 
 
 @functools.lru_cache(maxsize=1024)
-def _starts(shape: tuple[int, ...], place: MeshPlace, placements: tuple[Placement, ...]) -> torch.Tensor | None:
+def _starts(
+    shape: tuple[int, ...], place: MeshPlace, placements: tuple[Placement, ...]
+) -> torch.Tensor | None:
     """Return where the runs of a DTensor's local part start in the flattened whole of this shape; None for one run from 0."""
     cuts: list[tuple[int, int, int, int]] = []
     # A rank that is no part of the mesh has no coordinate, so for it nothing is sharded.
     for size, index, placement in zip(place.sizes, place.coordinate, placements, strict=False):
         if placement.dim is not None:
             cuts.append((placement.dim, placement.split_factor, size, index))
-    local_indices = [torch.tensor(indices, dtype=torch.int64) for indices in held_indices(shape, cuts)]
+    local_indices = [
+        torch.tensor(indices, dtype=torch.int64) for indices in held_indices(shape, cuts)
+    ]
     sharded_dims = [dim for dim, size in enumerate(shape) if len(local_indices[dim]) != size]
     is_empty = any(len(indices) == 0 for indices in local_indices)
     if not sharded_dims or is_empty:
@@ -392,7 +400,9 @@ def alike_ranks(tensors: Iterable[Any], size: int) -> list[tuple[int, ...]]:
     shardings: set[_Sharding] = set()
     for tensor in tensors:
         if hasattr(tensor, "placements"):
-            shardings.add(_Sharding(tuple(tensor.shape), _place(tensor.device_mesh), _placements(tensor)))
+            shardings.add(
+                _Sharding(tuple(tensor.shape), _place(tensor.device_mesh), _placements(tensor))
+            )
     groups: dict[Any, list[int]] = {}
     for rank in range(size):
         local_shapes = tuple(sharding.local_shape(rank) for sharding in shardings)

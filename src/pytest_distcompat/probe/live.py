@@ -16,10 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.blocks import declared_blocks, is_a, join, multiplies, named_blocks, unwrapped
+from pytest_distcompat.probe.blocks import (
+    declared_blocks,
+    is_a,
+    join,
+    multiplies,
+    named_blocks,
+    unwrapped,
+)
 from pytest_distcompat.probe.layouts import autotp_cut, layout_of, named_parameters, wrapper_layouts
 from pytest_distcompat.probe.optimizer import entries, master_copies
-from pytest_distcompat.probe.tensors import digest, digest_rounded, dtype_name, local_of, stored_dtype, zero3_shard
+from pytest_distcompat.probe.tensors import (
+    digest,
+    digest_rounded,
+    dtype_name,
+    local_of,
+    stored_dtype,
+    zero3_shard,
+)
 from pytest_distcompat.trace import STAGE, Layout, MeshDim, ModelInfo, ParameterInfo, UnwrappedInfo
 
 if TYPE_CHECKING:
@@ -95,7 +109,11 @@ def _linear_count(model: Module) -> int:
     """Return how many layers can be converted to 8 bits: products in 8 bits need sizes that are divisible by 16."""
     count = 0
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0:
+        if (
+            isinstance(module, torch.nn.Linear)
+            and module.in_features % 16 == 0
+            and module.out_features % 16 == 0
+        ):
             count += 1
     return count
 
@@ -122,7 +140,9 @@ def parameter_info(name: str, tensor: torch.Tensor, *, persistent: bool = False)
     )
 
 
-def read_model(model: Module, optimizer: Any, trainer_world_size: int | None, pp_group: Any = None) -> ModelInfo:
+def read_model(
+    model: Module, optimizer: Any, trainer_world_size: int | None, pp_group: Any = None
+) -> ModelInfo:
     """Return the live model, or this rank's stage of it: its wrappers, and each parameter as this rank stores it.
 
     Args:
@@ -152,7 +172,9 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None, pp
         trainer_world_size=None if trainer_world_size is None else int(trainer_world_size),
         backend=str(distributed.get_backend()) if has_group else "",
         zero_stage=zero_stage,
-        units=_named(model, lambda module: isinstance(module, (FSDPModule, FullyShardedDataParallel))),
+        units=_named(
+            model, lambda module: isinstance(module, (FSDPModule, FullyShardedDataParallel))
+        ),
         checkpointed=_named(model, _is_checkpointed),
         compiled=compiled_modules(model),
         float8=sum(_computes_in_8_bits(module) for module in model.modules()),
@@ -199,7 +221,10 @@ def _computes_in_8_bits(module: Module) -> bool:
 def _is_checkpointed(module: Module) -> bool:
     """Tell whether the module's activations are recomputed, by a wrapper or by transformers' attribute."""
     # fully_shard replaces the class by a subclass: FSDPCheckpointWrapper.
-    return is_a(module, "CheckpointWrapper") or getattr(module, "gradient_checkpointing", False) is True
+    return (
+        is_a(module, "CheckpointWrapper")
+        or getattr(module, "gradient_checkpointing", False) is True
+    )
 
 
 def compiled_modules(model: Module) -> tuple[str, ...]:
@@ -208,7 +233,10 @@ def compiled_modules(model: Module) -> tuple[str, ...]:
     # when it changes.
 
     def is_compiled(module: Module) -> bool:
-        return is_a(module, "OptimizedModule") or getattr(module, "_compiled_call_impl", None) is not None
+        return (
+            is_a(module, "OptimizedModule")
+            or getattr(module, "_compiled_call_impl", None) is not None
+        )
 
     return _named(model, is_compiled)
 
@@ -216,7 +244,9 @@ def compiled_modules(model: Module) -> tuple[str, ...]:
 def _is_te_linear(module: Module) -> bool:
     """Tell whether it is a linear layer of Transformer Engine, which need not be installed."""
     # ``in_features`` marks a linear layer. Its weight does not, because it may be a flat shard.
-    return type(module).__module__.startswith("transformer_engine") and hasattr(module, "in_features")
+    return type(module).__module__.startswith("transformer_engine") and hasattr(
+        module, "in_features"
+    )
 
 
 def _graph_count() -> int:
@@ -273,14 +303,18 @@ def live_parameter_info(
     kind = "Tensor"
     local = parameter
     layout = layouts.get(id(parameter)) or layout_of(parameter)
-    if hasattr(parameter, "ds_shape"):  # ZeRO-3: the parameter itself is empty between uses, its shard is beside it
+    if hasattr(
+        parameter, "ds_shape"
+    ):  # ZeRO-3: the parameter itself is empty between uses, its shard is beside it
         shape = tuple(parameter.ds_shape)
         kind = "ZeRO-3"
         local = zero3_shard(parameter)
     elif hasattr(parameter, "placements"):
         kind = "DTensor"
         local = local_of(parameter)
-    elif isinstance(parameter, FlatParameter):  # which checks an attribute: its class is nn.Parameter
+    elif isinstance(
+        parameter, FlatParameter
+    ):  # which checks an attribute: its class is nn.Parameter
         kind = "FlatParameter"
     elif layout.flat:
         # With use_orig_params each parameter is a one-dimensional view of this rank's part of the flat one (maybe empty).
@@ -301,7 +335,9 @@ def live_parameter_info(
     )
 
 
-def read_parts(model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[str, ...] = ()) -> UnwrappedInfo:
+def read_parts(
+    model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[str, ...] = ()
+) -> UnwrappedInfo:
     """Return the unwrapped model, though some of its modules are wrapped by now.
 
     Args:
@@ -342,7 +378,9 @@ def read_parts(model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[
     )
 
 
-def _without_duplicates(parameters: list[ParameterInfo], tied: list[tuple[str, ...]]) -> list[ParameterInfo]:
+def _without_duplicates(
+    parameters: list[ParameterInfo], tied: list[tuple[str, ...]]
+) -> list[ParameterInfo]:
     """Return the parameters, of tied ones only that with the first name, as ``named_parameters`` does."""
     further_names: set[str] = set()
     for group in tied:
@@ -364,7 +402,9 @@ def _read_part(part: Module, known: Mapping[int, UnwrappedInfo]) -> UnwrappedInf
     return read_unwrapped(part)
 
 
-def _parts(module: Module, name: str, known: Mapping[int, UnwrappedInfo]) -> Iterator[tuple[str, Module]]:
+def _parts(
+    module: Module, name: str, known: Mapping[int, UnwrappedInfo]
+) -> Iterator[tuple[str, Module]]:
     """Divide a model into parts: yield the modules that ``_read_part`` can read, each with its name in the unwrapped model.
 
     These are the known modules; modules with no known module inside, as large as possible; and each module that has known ones
@@ -379,7 +419,10 @@ def _parts(module: Module, name: str, known: Mapping[int, UnwrappedInfo]) -> Ite
 
 def _read_without_children(module: Module) -> UnwrappedInfo:
     """Return the parameters and buffers of the module itself, without those of its children."""
-    parameters = [parameter_info(name, parameter) for name, parameter in module.named_parameters(recurse=False)]
+    parameters = [
+        parameter_info(name, parameter)
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
     not_saved = _not_saved(module)
     buffers: list[ParameterInfo] = []
     for name, buffer in module.named_buffers(recurse=False):
@@ -411,6 +454,9 @@ def _partitioned(model: Module, unwrapped: UnwrappedInfo) -> UnwrappedInfo:
         if live is not None and hasattr(live, "ds_shape"):
             shape = tuple(live.ds_shape)
             dtype = dtype_name(live.dtype)
-            info = replace(info, shape=shape, local_numel=int(live.ds_numel), dtype=dtype, digest="")  # noqa: PLW2901
-        parameters.append(info)
+            numel = int(live.ds_numel)
+            partitioned = replace(info, shape=shape, local_numel=numel, dtype=dtype, digest="")
+            parameters.append(partitioned)
+        else:
+            parameters.append(info)
     return replace(unwrapped, parameters=tuple(parameters))

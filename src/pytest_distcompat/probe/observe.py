@@ -21,7 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -37,7 +40,13 @@ from pytest_distcompat.probe.layouts import secondary_ranks
 from pytest_distcompat.probe.optimizer import numbers_of, read_gradients
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, stored_dtype, valueless
 from pytest_distcompat.probe.weights import logits_of, read_weights
-from pytest_distcompat.trace import WITHOUT_GRADIENT, CollectiveInfo, DropoutInfo, StepInfo, TokenWeights
+from pytest_distcompat.trace import (
+    WITHOUT_GRADIENT,
+    CollectiveInfo,
+    DropoutInfo,
+    StepInfo,
+    TokenWeights,
+)
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -114,8 +123,12 @@ class Observer:
         self._reached: Any = WeakIdKeyDictionary()
         #: The modules of the model to which hooks are attached.
         self._attached: Any = WeakIdKeyDictionary()
-        register_optimizer_step_pre_hook(guarded("before an optimizer's step, its gradients", self._pre_step))
-        register_optimizer_step_post_hook(guarded("after an optimizer's step, its state", self._post_step))
+        register_optimizer_step_pre_hook(
+            guarded("before an optimizer's step, its gradients", self._pre_step)
+        )
+        register_optimizer_step_post_hook(
+            guarded("after an optimizer's step, its state", self._post_step)
+        )
         self.record_operator = guarded("an operator", self._record_operator)
 
     def attach(self, model: Module) -> None:
@@ -123,7 +136,9 @@ class Observer:
         self._attached.update(dict.fromkeys(model.modules()))
         self.attach_to_layers(model)
         model.register_forward_pre_hook(Hook(self.record_inputs), with_kwargs=True)
-        model.register_forward_hook(Hook(self._guarded("what a model returned", self._await_gradient)))
+        model.register_forward_hook(
+            Hook(self._guarded("what a model returned", self._await_gradient))
+        )
 
     def attach_to_built(self, model: Module) -> None:
         """Register hooks on layers that a trainer has put in the place of the given ones.
@@ -191,7 +206,9 @@ class Observer:
 
     def _await_gradient(self, _module: Module, _inputs: Any, output: Any) -> None:
         """Have the weights of tokens recorded once the gradient of the model's logits is there, in the first steps."""
-        if torch.compiler.is_compiling() or not (self.active and torch.is_grad_enabled() and self.trainer()[2]):
+        if torch.compiler.is_compiling() or not (
+            self.active and torch.is_grad_enabled() and self.trainer()[2]
+        ):
             return
         logits = logits_of(output)
         if logits is None or valueless(logits):
@@ -322,14 +339,21 @@ class Observer:
 
     def _forward_hook(self) -> Hook:
         def hook(_module: Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if self.active and inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
+            if (
+                self.active
+                and inputs
+                and isinstance(inputs[0], torch.Tensor)
+                and isinstance(output, torch.Tensor)
+            ):
                 self.compute.add(dtype_name(output.dtype))
 
         return Hook(self._guarded("a forward hook of a layer", hook))
 
     def _dropout_hook(self, name: str) -> Hook:
         def hook(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            if torch.compiler.is_compiling() or not (self.active and module.training and torch.is_grad_enabled()):
+            if torch.compiler.is_compiling() or not (
+                self.active and module.training and torch.is_grad_enabled()
+            ):
                 return
             with self.aside():
                 info = read_dropout(name, module.p, inputs[0], output)
@@ -366,7 +390,9 @@ class Observer:
                 gradients.append(local_of(tensor.grad))
         with self.aside():
             model, trainers_optimizer, single = self.trainer()
-            square, holders, singles = read_gradients(model, trainers_optimizer, group_by_tensor, single=single)
+            square, holders, singles = read_gradients(
+                model, trainers_optimizer, group_by_tensor, single=single
+            )
             self._step = StepInfo(
                 optimizer=type(optimizer).__name__,
                 master=_dtypes_of(group_by_tensor),
@@ -387,7 +413,12 @@ class Observer:
                 continue
             for key, value in values.items():
                 # A scalar beside them (NAdam's ``mu_product``) is no state of the elements.
-                if key != "step" and isinstance(value, torch.Tensor) and value.numel() and value.dim():
+                if (
+                    key != "step"
+                    and isinstance(value, torch.Tensor)
+                    and value.numel()
+                    and value.dim()
+                ):
                     self._state.add(stored_dtype(value))
         if self._stepping == id(optimizer) and self._step is not None:
             self.steps.append(dataclasses.replace(self._step, state=tuple(sorted(self._state))))
@@ -446,7 +477,9 @@ def digest_of_inputs(values: Any) -> str:
 
 
 #: The dtypes of the factors of matrix products in 8 bits.
-FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+FLOAT8 = frozenset(
+    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+)
 
 
 #: Operators that multiply matrices, attention's among them.

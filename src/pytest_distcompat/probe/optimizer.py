@@ -125,7 +125,11 @@ def owner_names(model: Module, optimizer: Any) -> dict[int, str]:
 
 
 def read_optimizer(
-    model: Module, optimizer: Any, *, whole: bool = True, without_gradient: frozenset[int] = frozenset()
+    model: Module,
+    optimizer: Any,
+    *,
+    whole: bool = True,
+    without_gradient: frozenset[int] = frozenset(),
 ) -> OptimizerInfo:
     """Return the parameters that the optimizer holds and every tensor of its state; several optimizers count as one.
 
@@ -167,12 +171,16 @@ def read_optimizer(
         chain=type_names,
         entries=len(optimized),
         foreign=0 if partitioned else len(unowned),
-        states=tuple(_states(model, optimizer, stepping, owners=owners, layouts=layouts, partition=partition)),
+        states=tuple(
+            _states(model, optimizer, stepping, owners=owners, layouts=layouts, partition=partition)
+        ),
         partitioned=partitioned,
         masters=masters,
         accumulates=_accumulation_dtype(optimizer),
         param_groups=tuple(groups),
-        without_gradient=tuple(sorted(owners[parameter] for parameter in without_gradient & owners.keys())),
+        without_gradient=tuple(
+            sorted(owners[parameter] for parameter in without_gradient & owners.keys())
+        ),
     )
 
 
@@ -266,7 +274,9 @@ def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
     return value.shape == local_of(parameter).shape
 
 
-def _state(owner: str, key: str, value: Any, layout: Layout, starts: torch.Tensor | None = None) -> StateInfo:
+def _state(
+    owner: str, key: str, value: Any, layout: Layout, starts: torch.Tensor | None = None
+) -> StateInfo:
     """Return one entry of the state.
 
     Args:
@@ -326,7 +336,9 @@ def _masters(model: Module, inner: Any, layout: Layout) -> Iterator[StateInfo]:
             yield _state(name, key, moment, layout_of_part, starts)
 
 
-def _zero3_moments(parameter: Any, keys: Iterable[str], numel: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _zero3_moments(
+    parameter: Any, keys: Iterable[str], numel: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the ``numel`` elements that this rank has of each moment of a ZeRO-3 parameter, with the moment's key."""
     from deepspeed.utils import safe_get_local_optimizer_state
 
@@ -361,7 +373,9 @@ def flat_masters(model: Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
             yield name, parameter, mapping.hp_fragment
 
 
-def fragment_place(parameter: Any, layout: Layout, experts: Mapping[int, Expert]) -> tuple[Layout, torch.Tensor | None]:
+def fragment_place(
+    parameter: Any, layout: Layout, experts: Mapping[int, Expert]
+) -> tuple[Layout, torch.Tensor | None]:
     """Return the layout of this rank's part of a master, and where its runs start where that does not follow from the layout.
 
     Args:
@@ -416,7 +430,9 @@ def read_scheduler(scheduler: Any) -> str:
 
 def _read_scheduler(scheduler: Any) -> str:
     if not hasattr(scheduler, "state_dict") and not hasattr(scheduler, "__dict__"):
-        description = f"self.scheduler of the driver is a {type(scheduler).__name__}: {scheduler!r:.100}"
+        description = (
+            f"self.scheduler of the driver is a {type(scheduler).__name__}: {scheduler!r:.100}"
+        )
         raise TypeError(f"{description}; expected the scheduler, None, or of several a list")
     if hasattr(scheduler, "state_dict"):
         attributes = dict(scheduler.state_dict())
@@ -424,7 +440,11 @@ def _read_scheduler(scheduler: Any) -> str:
         attributes = dict(vars(scheduler))
     # A scheduler counts its calls since it was made; that count is no state of training.
     attributes.pop("_step_count", None)
-    state = {key: value for key, value in attributes.items() if isinstance(value, (int, float, list, str))}
+    state = {
+        key: value
+        for key, value in attributes.items()
+        if isinstance(value, (int, float, list, str))
+    }
     text = json.dumps(state, sort_keys=True, default=repr)
     rates: Any = None
     # A user's own scheduler may lack this method, and DeepSpeed's OneCycle raises before its first step.
@@ -541,4 +561,6 @@ def _gradients_of_fragments(
         start = master.storage_offset() - partition.tensor.storage_offset()
         gradient = partition.tensor.grad.reshape(-1).narrow(0, start, master.numel())
         layout_of_part, _ = fragment_place(parameter, layout, experts)
-        yield GradientInfo(name, master.numel(), square_of(gradient), layout_of_part, partition.group)
+        yield GradientInfo(
+            name, master.numel(), square_of(gradient), layout_of_part, partition.group
+        )

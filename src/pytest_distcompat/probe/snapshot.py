@@ -41,11 +41,15 @@ def read_snapshot_fields(
     ``without_gradient`` has the ``id`` of each tensor that had no gradient in the optimizer's steps; the model is a stage of
     the pipeline that the ranks of ``pp_group`` hold. Raises TypeError for something else.
     """
-    require_module(model, "the driver's self.model", "build() is to set it to the model as the trainer has it")
+    require_module(
+        model, "the driver's self.model", "build() is to set it to the model as the trainer has it"
+    )
     fields: dict[str, Any] = {"scheduler": read_scheduler(scheduler), "memory": peak_memory(device)}
     fields["products"] = read_products(device)
     if optimizer is not None:
-        fields["optimizer"] = read_optimizer(model, optimizer, whole=whole, without_gradient=without_gradient)
+        fields["optimizer"] = read_optimizer(
+            model, optimizer, whole=whole, without_gradient=without_gradient
+        )
     if whole:
         fields["model"] = read_model(model, optimizer, trainer_world_size, pp_group)
         fields["rng"] = read_rng(device)
@@ -92,7 +96,9 @@ def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
     """Return the numbers of a ``torch.amp.GradScaler``, or those of DeepSpeed's loss scaler, which its optimizers have."""
     if scaler is not None:
         state = scaler.state_dict()
-        return {key: float(value) for key, value in state.items() if isinstance(value, (int, float))}
+        return {
+            key: float(value) for key, value in state.items() if isinstance(value, (int, float))
+        }
     for link in links(optimizer):
         if hasattr(link, "loss_scale"):
             return {"scale": float(link.loss_scale), **_hysteresis(link)}
@@ -147,7 +153,9 @@ def peak_memory(device: str) -> int:
 def sample(output: torch.Tensor) -> tuple[float, ...]:
     """Return at most ``SAMPLED`` evenly spaced numbers of the output, rounded to 6 digits. Raises TypeError for no tensor."""
     if not hasattr(output, "detach"):
-        raise TypeError(f"evaluate() returned {output!r:.100}; expected a tensor: what the model computes, not a loss")
+        raise TypeError(
+            f"evaluate() returned {output!r:.100}; expected a tensor: what the model computes, not a loss"
+        )
     flat = output.detach().float().cpu().reshape(-1)
     step = max(1, flat.numel() // SAMPLED)
     return tuple(round(value, 6) for value in flat[::step][:SAMPLED].tolist())

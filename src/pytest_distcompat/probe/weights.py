@@ -19,7 +19,12 @@ def logits_of(output: Any) -> torch.Tensor | None:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or hasattr(logits, "placements"):
         return None
-    if not (logits.requires_grad and logits.is_floating_point() and logits.dim() >= 2 and logits.shape[-1] > 1):
+    if not (
+        logits.requires_grad
+        and logits.is_floating_point()
+        and logits.dim() >= 2
+        and logits.shape[-1] > 1
+    ):
         return None
     return logits
 

@@ -99,7 +99,9 @@ def _ordered_groups(results: Iterable[Verdict]) -> list[list[Verdict]]:
     return sorted(groups.values(), key=position)
 
 
-def _only_earlier_cause(group: Iterable[Verdict], first_cause_of_cell: Mapping[tuple[str, str], int]) -> int | None:
+def _only_earlier_cause(
+    group: Iterable[Verdict], first_cause_of_cell: Mapping[tuple[str, str], int]
+) -> int | None:
     """Return the number of the cause that was found before in these cells; None if there is none, or several."""
     numbers = set()
     for result in group:

@@ -20,7 +20,17 @@ from pytest_distcompat.status import Verdict
 #: The statuses that are less than a verdict of real ranks.
 WEAKER = frozenset({"skipped", "simulated"})
 #: The settings that select cells.
-SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "nodes", "gpus", "budget", "shard")
+SELECTING = (
+    "strategies",
+    "precisions",
+    "drivers",
+    "profile",
+    "world_size",
+    "nodes",
+    "gpus",
+    "budget",
+    "shard",
+)
 #: The counts in the last line: a suite that stops running shows in the first three.
 COUNTED = ("selected", "ran", "skipped", "unreached", "red", "known", "fixed?")
 
@@ -174,7 +184,9 @@ def _add_verdict(comparison: Comparison, earlier: Verdict | None, result: Verdic
         comparison.fixed.append(change)
 
 
-def _add_red(comparison: Comparison, earlier: Verdict | None, result: Verdict, change: Change) -> None:
+def _add_red(
+    comparison: Comparison, earlier: Verdict | None, result: Verdict, change: Change
+) -> None:
     """Add a verdict that is red now: newly broken, or broken as it was, perhaps with another message."""
     had_teardown_error = earlier is not None and bool(earlier.teardown)
     if result.teardown and not had_teardown_error:
@@ -194,7 +206,9 @@ def _wording_without_paths(result: Verdict) -> str:
     return re.sub(r"\S*/\S*", "", wording(result))
 
 
-def _add_vanished(comparison: Comparison, before: Report, after: Report, paired: Iterable[Verdict]) -> None:
+def _add_vanished(
+    comparison: Comparison, before: Report, after: Report, paired: Iterable[Verdict]
+) -> None:
     """Add the earlier verdicts for which there is no later one, those of skipped cells aside."""
     unreached = set(after.unreached)
     paired_ids = {id(verdict) for verdict in paired}
@@ -266,8 +280,12 @@ class _Pairing:
 
     def keep_moved_suites(self) -> None:
         """Leave out, from here on, the suites that both reports have."""
-        self._before = [verdict for verdict in self._before if verdict.place not in self._suites_after]
-        self._after = [later for later in self._after if later.verdict.place not in self._suites_before]
+        self._before = [
+            verdict for verdict in self._before if verdict.place not in self._suites_after
+        ]
+        self._after = [
+            later for later in self._after if later.verdict.place not in self._suites_before
+        ]
 
     def pair(self, key: Callable[[Verdict], Hashable]) -> None:
         """Pair the verdicts that have no partner yet and are equal in this key, the first with the first."""

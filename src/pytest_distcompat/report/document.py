@@ -123,7 +123,9 @@ class Report:
         if data["format"] != FORMAT:
             raise UsageProblem(f"format {data['format']!r} is not known here; expected {FORMAT}")
         if _too_deep(data):
-            raise UsageProblem(f"is no report: more than {MAX_DEPTH} objects and lists are inside one another")
+            raise UsageProblem(
+                f"is no report: more than {MAX_DEPTH} objects and lists are inside one another"
+            )
         for problem in _problems(_schema(), data):
             raise UsageProblem(f"is no report: {problem}")
         return cls(
@@ -144,7 +146,9 @@ class Report:
         except ValueError as error:
             raise UsageProblem(f"{path}: {error}") from None
         except RecursionError:
-            raise UsageProblem(f"{path}: is no report: too many objects and lists are inside one another") from None
+            raise UsageProblem(
+                f"{path}: is no report: too many objects and lists are inside one another"
+            ) from None
 
 
 def counts(report: Report) -> dict[str, int]:
@@ -171,7 +175,11 @@ def facets(cell: str) -> Mapping[str, Any]:
         parsed = Cell.parse(cell)
     except ValueError:
         return {}
-    values = {"strategy": parsed.strategy, "precision": parsed.precision, "world_size": parsed.world_size}
+    values = {
+        "strategy": parsed.strategy,
+        "precision": parsed.precision,
+        "world_size": parsed.world_size,
+    }
     if parsed.nodes > 1:
         values["nodes"] = parsed.nodes
     return {**values, **dict(parsed.options)}
@@ -206,7 +214,9 @@ def _too_deep(data: Any) -> bool:
 
 @functools.cache
 def _schema() -> dict[str, Any]:
-    schema: dict[str, Any] = json.loads(Path(__file__).with_name("schema.json").read_text(encoding="utf-8"))
+    schema: dict[str, Any] = json.loads(
+        Path(__file__).with_name("schema.json").read_text(encoding="utf-8")
+    )
     return schema
 
 
@@ -238,7 +248,9 @@ def _problems(schema: Mapping[str, Any], data: Any, where: str = "") -> Iterator
             yield from _problems(schema["items"], value, f"{where}[{number}]")
 
 
-def _object_problems(schema: Mapping[str, Any], data: Mapping[str, Any], where: str) -> Iterator[str]:
+def _object_problems(
+    schema: Mapping[str, Any], data: Mapping[str, Any], where: str
+) -> Iterator[str]:
     """Yield the problems of an object: needed keys that it lacks, then those of its values."""
     place = f" in {where}" if where else ""
     for name in schema.get("needed", ()):

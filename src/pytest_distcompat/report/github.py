@@ -45,7 +45,9 @@ class Annotation:
             properties["line"] = str(self.line)
         if self.title:
             properties["title"] = self.title
-        properties_text = ",".join(f"{name}={_escaped_property(value)}" for name, value in properties.items())
+        properties_text = ",".join(
+            f"{name}={_escaped_property(value)}" for name, value in properties.items()
+        )
         return f"::error {properties_text}::{_escaped(self.message)}"
 
 
@@ -89,7 +91,9 @@ def _of_other_tests(junit: Path, report: Report) -> Iterator[Annotation]:
             continue
         # Lines are counted from 0 there.
         line = int(case.get("line", "-1")) + 1
-        yield Annotation(visible(name), visible(failure.get("message", "")), case.get("file", ""), line)
+        yield Annotation(
+            visible(name), visible(failure.get("message", "")), case.get("file", ""), line
+        )
 
 
 def _failure(case: ET.Element) -> ET.Element | None:

@@ -69,7 +69,9 @@ def html(report: Report) -> str:
 
 def trend_html(trend: Trend) -> str:
     """Return the page of a trend, which runs and loads as little as that of a report."""
-    return _render("trend", trend=trend, kinds=KINDS, changes=changes, linked=linked, sparkline=sparkline)
+    return _render(
+        "trend", trend=trend, kinds=KINDS, changes=changes, linked=linked, sparkline=sparkline
+    )
 
 
 def sparkline(values: Sequence[float | None]) -> str:

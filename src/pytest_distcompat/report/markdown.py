@@ -76,7 +76,9 @@ def _page(report: Report) -> Iterator[str]:
     session = report.session
     runs = session.get("runs", 0)
     device = session.get("device", "?")
-    yield escape(f"{len(report.results)} results, {runs} runs, device {device}; {_versions(report)}")
+    yield escape(
+        f"{len(report.results)} results, {runs} runs, device {device}; {_versions(report)}"
+    )
     yield from ("", escape(counts_text(report)))
     if session.get("baseline"):
         yield from ("", "## Since the baseline", "")

@@ -189,7 +189,9 @@ def _missing_shards(sessions: Sequence[_Session]) -> list[str]:
             if units and number not in reported_shards:
                 lines.append(f"shard {number}/{len(plan)} is missing: {shortened(units)}")
     if lines and len(shards_by_plan) > 1:
-        lines.append("the shards divided the tests in different ways; expected the same tests and baseline for all")
+        lines.append(
+            "the shards divided the tests in different ways; expected the same tests and baseline for all"
+        )
     return lines
 
 

@@ -21,7 +21,9 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 BATCH = 512
 
 
-def with_device_seconds(results: Sequence[Verdict], timeline: Iterable[Mapping[str, Any]]) -> list[Verdict]:
+def with_device_seconds(
+    results: Sequence[Verdict], timeline: Iterable[Mapping[str, Any]]
+) -> list[Verdict]:
     """Return the verdicts with the seconds of all devices that their items leased, by ``report.session["timeline"]``."""
     seconds: Counter[str] = Counter()
     for entry in timeline:
@@ -78,7 +80,9 @@ def _spans(report: Report) -> list[Any]:
 
     session = report.session
     recorder = _Recorder(session)
-    job = TraceContextTextMapPropagator().extract({"traceparent": os.environ.get("TRACEPARENT", "")})
+    job = TraceContextTextMapPropagator().extract(
+        {"traceparent": os.environ.get("TRACEPARENT", "")}
+    )
     red = sum(result.red for result in report.results)
     session_span = _Span(
         "session",
@@ -128,7 +132,9 @@ class _Recorder:
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self._tracer = provider.get_tracer("pytest_distcompat")
         # Before Python 3.11 a final Z is not read.
-        self._session_began = datetime.fromisoformat(session["began"].replace("Z", "+00:00")).timestamp()
+        self._session_began = datetime.fromisoformat(
+            session["began"].replace("Z", "+00:00")
+        ).timestamp()
 
     def record(self, span: _Span, parent: Any) -> Any:
         """Record a span below the one of the context ``parent``; return its own context."""
@@ -139,7 +145,9 @@ class _Recorder:
             if value not in (None, ""):
                 attributes[f"distcompat.{name}"] = value
         begin = self._nanoseconds(span.begin)
-        recorded = self._tracer.start_span(span.name, parent, attributes=attributes, start_time=begin)
+        recorded = self._tracer.start_span(
+            span.name, parent, attributes=attributes, start_time=begin
+        )
         if span.error:
             recorded.set_status(trace.Status(trace.StatusCode.ERROR, span.error))
         recorded.end(self._nanoseconds(span.end))

@@ -20,7 +20,12 @@ Line = tuple[Span, ...]
 _Entry = dict[str, Any]
 
 #: The statuses whose reasons are listed, each with the word before them.
-_TITLES = {"known": "known", "simulated": "weaker than ok", "skipped": "not run", "refused": "refused"}
+_TITLES = {
+    "known": "known",
+    "simulated": "weaker than ok",
+    "skipped": "not run",
+    "refused": "refused",
+}
 #: How many of the slowest runs, and of the causes of failure, are shown.
 SLOWEST = 5
 CAUSES = 20
@@ -42,7 +47,9 @@ def cut(text: str, length: int) -> str:
     return f"{text[: length - 3]}..."
 
 
-def matrix_text(results: Iterable[Verdict], cells: Iterable[Row] = (), width: int = 0) -> Iterator[Line]:
+def matrix_text(
+    results: Iterable[Verdict], cells: Iterable[Row] = (), width: int = 0
+) -> Iterator[Line]:
     """Yield each suite's matrix, then each reason for what is known, not run, refused or not applicable.
 
     A matrix wider than ``width`` characters continues in a further block, unless ``width`` is 0.
@@ -185,7 +192,10 @@ def settings_text(results: Iterable[Verdict]) -> Iterator[Line]:
                 spans.append((verdict.status.word, verdict.status.style))
             yield tuple(spans)
         if len(rows) > SETTINGS:
-            yield _line(f"  and {len(rows) - SETTINGS} more, which the HTML and Markdown reports have", "dim")
+            yield _line(
+                f"  and {len(rows) - SETTINGS} more, which the HTML and Markdown reports have",
+                "dim",
+            )
 
 
 def follows(cause: Cause) -> str:

@@ -272,7 +272,9 @@ def trend(reports: Iterable[Report]) -> Trend:
     verdicts_by_check = _verdicts_by_check(sessions)
     histories = [_history(verdicts, nights, first_equal) for verdicts in verdicts_by_check.values()]
     turns = tuple(_value_turns(sessions))
-    return Trend(tuple(_compared(nights, histories)), tuple(histories), _costs_by_cell(sessions), turns)
+    return Trend(
+        tuple(_compared(nights, histories)), tuple(histories), _costs_by_cell(sessions), turns
+    )
 
 
 def _reduced(report: Report) -> _Session:
@@ -288,7 +290,9 @@ def _reduced(report: Report) -> _Session:
     for row in merged.rows:
         if row.memory:
             peak_memory[f"{row.place}[{row.cell}]"] = max(row.memory)
-    values = {f"{row.cell} ({row.driver})": digest_of(row.values) for row in merged.rows if row.values}
+    values = {
+        f"{row.cell} ({row.driver})": digest_of(row.values) for row in merged.rows if row.values
+    }
     return _Session(night, merged.results, peak_memory, values)
 
 
@@ -378,7 +382,9 @@ def _stretches(verdicts: Sequence[Verdict | None]) -> list[_Stretch]:
     return stretches
 
 
-def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], first_equal: Sequence[int]) -> History:
+def _history(
+    verdicts: Sequence[Verdict | None], nights: Sequence[Night], first_equal: Sequence[int]
+) -> History:
     """Return the history of one check in one cell: when it was last red, and between which nights it turned.
 
     Args:
@@ -411,7 +417,9 @@ def _history(verdicts: Sequence[Verdict | None], nights: Sequence[Night], first_
         kind = "flaky"
     else:
         kind = "fixed"
-    return History(last_red.last, statuses, kind, before, last_red.first_night, until, changed, mended)
+    return History(
+        last_red.last, statuses, kind, before, last_red.first_night, until, changed, mended
+    )
 
 
 def _status(verdict: Verdict | None) -> Status | None:
@@ -435,7 +443,9 @@ def _last_red_position(stretches: Sequence[_Stretch]) -> int | None:
     return last
 
 
-def _turns_with_equal_versions(verdicts: Sequence[Verdict | None], first_equal: Sequence[int]) -> Counter[int]:
+def _turns_with_equal_versions(
+    verdicts: Sequence[Verdict | None], first_equal: Sequence[int]
+) -> Counter[int]:
     """Count how often a check turned red, or back, between nights with equal versions, by the first of these nights."""
     red_before: dict[int, bool] = {}
     turns: Counter[int] = Counter()

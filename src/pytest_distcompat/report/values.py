@@ -62,7 +62,12 @@ class ValueChange:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as the JSON of a comparison has it."""
-        return {"driver": self.driver, "cell": self.cell, "extent": self.extent.name.lower(), "what": self.what}
+        return {
+            "driver": self.driver,
+            "cell": self.cell,
+            "extent": self.extent.name.lower(),
+            "what": self.what,
+        }
 
 
 def value_changes(before: Report, after: Report) -> list[ValueChange]:
@@ -92,7 +97,9 @@ def _first_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> st
     """Return what differs first, of what both have; empty if nothing does."""
     digests_before: Mapping[str, str] = before.get("digests", {})
     digests_after: Mapping[str, str] = after.get("digests", {})
-    differing_digests = [name for name, digest in digests_after.items() if digests_before.get(name, digest) != digest]
+    differing_digests = [
+        name for name, digest in digests_after.items() if digests_before.get(name, digest) != digest
+    ]
     differing_pairs = [pair for pair in _number_pairs(before, after) if pair.before != pair.after]
     if not differing_pairs:
         return differing_digests[0] if differing_digests else ""
@@ -159,7 +166,9 @@ def _numeric_difference(was: Row, row: Row) -> tuple[float, bool]:
     Later steps enlarge a difference. So the first step in which numbers differ may be off by a few roundings only, and all
     steps by what parity allows.
     """
-    differing_pairs = [pair for pair in _number_pairs(was.values, row.values) if pair.before != pair.after]
+    differing_pairs = [
+        pair for pair in _number_pairs(was.values, row.values) if pair.before != pair.after
+    ]
     if not differing_pairs:
         return 0.0, False
     first_step = min(_step_of_number(pair) for pair in differing_pairs)

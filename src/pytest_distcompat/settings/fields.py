@@ -191,10 +191,22 @@ def _variables(source: Source, target: Any) -> Iterator[Field]:
         if changed is None:
             continue
         usable = made_by_spelling.keys() - {"null"}
-        accepted = [spelling for spelling in dict.fromkeys(spellings_by_field[changed]) if spelling in usable]
+        accepted = [
+            spelling
+            for spelling in dict.fromkeys(spellings_by_field[changed])
+            if spelling in usable
+        ]
         if accepted:
             places = (f"{source.name}.{changed}",)
-            yield Field(f"env.{variable}", "str", "", tuple(accepted), source.strategies, source.precision, places)
+            yield Field(
+                f"env.{variable}",
+                "str",
+                "",
+                tuple(accepted),
+                source.strategies,
+                source.precision,
+                places,
+            )
 
 
 def _variable_spellings(member: _Member) -> list[str]:
@@ -208,7 +220,9 @@ def _variable_spellings(member: _Member) -> list[str]:
     return spellings
 
 
-def _changed_field(names: Iterable[str], base: Mapping[str, Any], others: Collection[Mapping[str, Any]]) -> str | None:
+def _changed_field(
+    names: Iterable[str], base: Mapping[str, Any], others: Collection[Mapping[str, Any]]
+) -> str | None:
     """Return the first of these fields that has another value in any of the others, None if there is none."""
     for name in names:
         if any(fields[name] != base[name] for fields in others):
@@ -216,7 +230,9 @@ def _changed_field(names: Iterable[str], base: Mapping[str, Any], others: Collec
     return None
 
 
-def _in_environment(target: Any, variables: Mapping[str, str], read: dict[str, Any]) -> dict[str, Any]:
+def _in_environment(
+    target: Any, variables: Mapping[str, str], read: dict[str, Any]
+) -> dict[str, Any]:
     """Return the fields of what is made with these variables, and fill in what was read; no fields if it is refused."""
     was = os.environ
     # What is set meanwhile is forgotten.
@@ -230,7 +246,9 @@ def _in_environment(target: Any, variables: Mapping[str, str], read: dict[str, A
     return {name: getattr(made, name, None) for name in inspect.signature(target).parameters}
 
 
-def _json_keys_by_field(becomes: Callable[[Any], Mapping[str, Any]], target: Any) -> dict[str, tuple[str, ...]]:
+def _json_keys_by_field(
+    becomes: Callable[[Any], Mapping[str, Any]], target: Any
+) -> dict[str, tuple[str, ...]]:
     """Return, for each field, the keys of DeepSpeed's JSON that other values of it change."""
     try:
         base = dict(_leaves("ds_config", becomes(target())))

@@ -24,7 +24,9 @@ def covering_rows(values: Mapping[str, Sequence[str]]) -> list[_Row]:
     try:
         from covertable import make
     except ImportError:
-        raise UsageProblem("pairs need covertable: pip install 'pytest-distcompat[pairwise]'") from None
+        raise UsageProblem(
+            "pairs need covertable: pip install 'pytest-distcompat[pairwise]'"
+        ) from None
     levels_by_field = []
     for name, field_values in values.items():
         settings = [f"{name}={value}" for value in field_values]
@@ -59,7 +61,9 @@ def smallest(row: _Row, fails: Callable[[_Row], bool]) -> _Row:
         size = max(size // 2, 1)
 
 
-def reduced_failures(row: _Row, outcome: Outcome, known: Collection[_Row] = ()) -> Iterator[tuple[_Row, str]]:
+def reduced_failures(
+    row: _Row, outcome: Outcome, known: Collection[_Row] = ()
+) -> Iterator[tuple[_Row, str]]:
     """Yield each smallest failing part of a row, with its outcome.
 
     A part that fails loses its last setting, and the rest of the row is tried again: a refusal must not hide other pairs.

@@ -27,7 +27,18 @@ _AUTO = "auto"
 #: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``. ``older``: of releases before today's. ``axis``:
 #: the facet of a cell, with a value, that asks what is excluded. ``places``: other settings that say the same.
 _KEYS = {
-    *("values", "excluded", "without", "options", "precision", "strategies", "checks", "twice", "beside", "older"),
+    *(
+        "values",
+        "excluded",
+        "without",
+        "options",
+        "precision",
+        "strategies",
+        "checks",
+        "twice",
+        "beside",
+        "older",
+    ),
     *("axis", "places"),
 }
 
@@ -76,7 +87,9 @@ def rules() -> list[dict[str, Any]]:
     for rule in all_rules:
         unknown_keys = set(rule) - _KEYS - {"fields", "reason"}
         if not rule.get("reason") or not rule.get("fields") or unknown_keys:
-            raise ValueError(f"rules.json: {rule}: expected fields, a reason, and any of {', '.join(sorted(_KEYS))}")
+            raise ValueError(
+                f"rules.json: {rule}: expected fields, a reason, and any of {', '.join(sorted(_KEYS))}"
+            )
     return all_rules
 
 
@@ -127,7 +140,9 @@ def contradiction(settings: Iterable[str]) -> tuple[str, ...]:
     for rule in rules():
         if "twice" not in rule:
             continue
-        same = [setting for name, setting in setting_by_name.items() if _matches(name, rule["fields"])]
+        same = [
+            setting for name, setting in setting_by_name.items() if _matches(name, rule["fields"])
+        ]
         values = {setting.partition("=")[2] for setting in same}
         if len(values) > 1:
             return tuple(same)
@@ -179,7 +194,9 @@ def ruled(field_read: Field, known: Collection[str] = ()) -> Setting:
         state=state,
         values=() if state == "excluded" else values,
         reason=rule.get("reason", ""),
-        strategies=tuple(strategy for strategy in field_read.strategies if strategy in allowed_strategies),
+        strategies=tuple(
+            strategy for strategy in field_read.strategies if strategy in allowed_strategies
+        ),
         precision=rule.get("precision", field_read.precision),
         options=rule.get("options", {}),
         without=tuple(rule.get("without", ())),
@@ -222,9 +239,13 @@ def read(sources: tuple[Source, ...], shared: Path | None = None) -> tuple[Field
 
 def _read(data: str) -> str:
     """Return the JSON of the fields of these sources, from a process that imports the libraries."""
-    process = subprocess.run([sys.executable, "-m", __package__, data], capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, "-m", __package__, data], capture_output=True, text=True, check=False
+    )
     if process.returncode:
-        raise UsageProblem(f"the settings of the installed libraries cannot be read: {process.stderr.strip()[-2000:]}")
+        raise UsageProblem(
+            f"the settings of the installed libraries cannot be read: {process.stderr.strip()[-2000:]}"
+        )
     return process.stdout
 
 
@@ -235,5 +256,7 @@ def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[S
         same = fields.get(field_read.name, field_read)
         strategies = dict.fromkeys((*same.strategies, *field_read.strategies))
         places = dict.fromkeys((*same.places, *field_read.places))
-        fields[field_read.name] = dataclasses.replace(same, strategies=tuple(strategies), places=tuple(places))
+        fields[field_read.name] = dataclasses.replace(
+            same, strategies=tuple(strategies), places=tuple(places)
+        )
     return [ruled(field_read, fields) for field_read in fields.values()]

@@ -1,8 +1,23 @@
 """Registry of strategies: how state is split over the ranks, what must hold then, and each library's backend config."""
 
 from pytest_distcompat.registry import Registry
-from pytest_distcompat.strategies._base import MAX_NORM, OPTION_WRAPPERS, Dtypes, Strategy, WrapSpec, first_reason
+from pytest_distcompat.strategies._base import (
+    MAX_NORM,
+    OPTION_WRAPPERS,
+    Dtypes,
+    Strategy,
+    WrapSpec,
+    first_reason,
+)
 
 STRATEGIES: Registry[Strategy] = Registry(__name__, Strategy, "strategy")
 
-__all__ = ["MAX_NORM", "OPTION_WRAPPERS", "STRATEGIES", "Dtypes", "Strategy", "WrapSpec", "first_reason"]
+__all__ = [
+    "MAX_NORM",
+    "OPTION_WRAPPERS",
+    "STRATEGIES",
+    "Dtypes",
+    "Strategy",
+    "WrapSpec",
+    "first_reason",
+]

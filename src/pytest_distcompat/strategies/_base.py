@@ -42,7 +42,9 @@ class Dtypes:
 MAX_NORM = 1.0
 
 #: Options that only DeepSpeed's strategies have -> why torch's strategies have none.
-DEEPSPEED_OPTIONS = dict.fromkeys(("conflict", "grad_accum_dtype_fp32"), "only DeepSpeed's JSON has this option")
+DEEPSPEED_OPTIONS = dict.fromkeys(
+    ("conflict", "grad_accum_dtype_fp32"), "only DeepSpeed's JSON has this option"
+)
 #: Why a strategy without sharded parameters has no options for them.
 NO_SHARDS = "parameters are not sharded"
 
@@ -188,7 +190,9 @@ class Strategy:
         # The name without all of them.
         return next(self._candidates(segments, removable, known))
 
-    def _candidates(self, segments: list[str], removable: set[str], known: set[str]) -> Iterator[str]:
+    def _candidates(
+        self, segments: list[str], removable: set[str], known: set[str]
+    ) -> Iterator[str]:
         """Yield the name without all removable segments, then without fewer and fewer of them."""
         inserted = [index for index, segment in enumerate(segments) if segment in removable]
         for count in range(len(inserted), -1, -1):

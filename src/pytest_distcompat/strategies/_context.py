@@ -123,7 +123,9 @@ def attend(
     query_positions = torch.arange(first, first + part_length, device=query.device)
     key_positions = torch.arange(keys.shape[2], device=query.device)
     causal = query_positions[:, None] >= key_positions
-    output = scaled_dot_product_attention(query, keys, values, attn_mask=causal, scale=scaling, enable_gqa=True)
+    output = scaled_dot_product_attention(
+        query, keys, values, attn_mask=causal, scale=scaling, enable_gqa=True
+    )
     return output.transpose(1, 2).contiguous(), None
 
 

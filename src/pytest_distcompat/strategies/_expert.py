@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 #: Options that were tried beside DeepSpeed's own expert parallelism, and beside that of FSDP2.
 BESIDE_DEEPSPEED = frozenset({"model", "ep", "grad_accum", "set"})
-BESIDE_TP = BESIDE_DEEPSPEED | {"tp", "state_dict", "save_only_model", "param_groups", "reshard_after_forward"}
+BESIDE_TP = BESIDE_DEEPSPEED | {
+    "tp",
+    "state_dict",
+    "save_only_model",
+    "param_groups",
+    "reshard_after_forward",
+}
 BESIDE = BESIDE_TP | {"compile", "activation_checkpointing", "dp_replicate"}
 
 
@@ -180,7 +186,9 @@ class Exchange:
 
         all_to_all: Any = all_to_all_single
         output = rows.new_empty(sum(received), math.prod(rows.shape[1:]))
-        exchanged: torch.Tensor = all_to_all(output, rows.contiguous(), received, sent, group=self.mesh.get_group())
+        exchanged: torch.Tensor = all_to_all(
+            output, rows.contiguous(), received, sent, group=self.mesh.get_group()
+        )
         return exchanged
 
 

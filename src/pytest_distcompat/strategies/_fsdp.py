@@ -24,7 +24,14 @@ def dtypes(precision: Precision) -> Dtypes:
     # As in the table of https://huggingface.co/blog/deepspeed-to-fsdp-and-back; accelerate sets the reduce dtype to the
     # compute dtype (``FullyShardedDataParallelPlugin.set_mixed_precision``).
     master, compute = precision.master, precision.compute
-    return Dtypes(storage=master, compute=compute, reduce=compute, gradient=master, master=master, state=master)
+    return Dtypes(
+        storage=master,
+        compute=compute,
+        reduce=compute,
+        gradient=master,
+        master=master,
+        state=master,
+    )
 
 
 def policy(version: int, precision: Precision, cell: Cell) -> Any:
@@ -58,7 +65,9 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
     names = tuple(name.removesuffix("_size") for name in sizes)
     if cell.pp == 1:
         return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=names)
-    all_stages = init_device_mesh(device.type, (cell.pp, *sizes.values()), mesh_dim_names=("pp", *names))
+    all_stages = init_device_mesh(
+        device.type, (cell.pp, *sizes.values()), mesh_dim_names=("pp", *names)
+    )
     return all_stages[names]
 
 
@@ -98,7 +107,10 @@ def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> di
     if cell.option("wrap_policy") == "size":
         settings |= {"auto_wrap_policy": "size_based_wrap", "min_num_params": wrap.min_num_params}
     else:
-        settings |= {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": list(wrap.blocks)}
+        settings |= {
+            "auto_wrap_policy": "transformer_based_wrap",
+            "transformer_cls_names_to_wrap": list(wrap.blocks),
+        }
     if wrap.ignored_modules:
         # A regular expression: https://huggingface.co/docs/accelerate/package_reference/fsdp
         names = [re.escape(name) for name in wrap.ignored_modules]
@@ -110,7 +122,9 @@ def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> di
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
         # Synchronising module states needs a GPU; the ranks start from the same seed anyway.
         settings["sync_module_states"] = False
-        settings["reshard_after_forward"] = "FULL_SHARD" if cell.option("reshard_after_forward") else "SHARD_GRAD_OP"
+        settings["reshard_after_forward"] = (
+            "FULL_SHARD" if cell.option("reshard_after_forward") else "SHARD_GRAD_OP"
+        )
     settings = cell.with_settings("FullyShardedDataParallelPlugin", settings)
     return {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings), **_parallelism_config(cell)}
 
@@ -152,11 +166,20 @@ def arguments(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) ->
     if cell.option("wrap_policy") == "size":
         settings |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": wrap.min_num_params}
     elif wrap.blocks:
-        settings |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": list(wrap.blocks)}
+        settings |= {
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": list(wrap.blocks),
+        }
     else:
         # Trainer takes an empty list for a class without a name.
         settings["auto_wrap_policy"] = "NO_WRAP"
     if version == 1:
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
-        settings["reshard_after_forward"] = "full_shard" if cell.option("reshard_after_forward") else "shard_grad_op"
-    return {"fsdp": True, "fsdp_config": cell.with_settings("fsdp_config", settings), **_parallelism_config(cell)}
+        settings["reshard_after_forward"] = (
+            "full_shard" if cell.option("reshard_after_forward") else "shard_grad_op"
+        )
+    return {
+        "fsdp": True,
+        "fsdp_config": cell.with_settings("fsdp_config", settings),
+        **_parallelism_config(cell),
+    }

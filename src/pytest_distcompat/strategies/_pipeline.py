@@ -191,7 +191,9 @@ class Pipeline:
 
         # Each schedule has its own: a stage keeps the number of micro-batches of the last one that was made ready in it.
         stages = [
-            PipelineStage(module, number, self.cell.stages, self.device, group=self.group, **self.shapes)
+            PipelineStage(
+                module, number, self.cell.stages, self.device, group=self.group, **self.shapes
+            )
             for number, module in self.modules.items()
         ]
         schedule_class: Any = get_schedule_class(str(self.cell.option("pp_schedule")))
@@ -214,7 +216,9 @@ class Pipeline:
                 # The copy waits for a sum over parts of layers; pickle takes what is there.
                 sent = self.modules[number](received).clone()
             message = [sent]
-            distributed.broadcast_object_list(message, group=self.group, group_src=number % self.cell.pp)
+            distributed.broadcast_object_list(
+                message, group=self.group, group_src=number % self.cell.pp
+            )
             received = message[0]
         return received
 

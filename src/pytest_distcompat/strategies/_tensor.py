@@ -39,7 +39,9 @@ SEQUENCE_STYLES = ("sequence", "norm", "gather")
 #: Style -> DeepSpeed's name for how it shards a weight.
 AUTOTP_PARTITIONS = {"colwise": "column", "colwise_gather": "column", "rowwise": "row"}
 #: Options that were tried beside DeepSpeed's AutoTP.
-BESIDE_AUTOTP = frozenset({"model", "tp", "activation_checkpointing", "grad_accum", "param_groups", "frozen", "set"})
+BESIDE_AUTOTP = frozenset(
+    {"model", "tp", "activation_checkpointing", "grad_accum", "param_groups", "frozen", "set"}
+)
 
 
 def unsupported_reason(cell: Cell, plan: Mapping[str, str]) -> str | None:
@@ -111,7 +113,9 @@ def autotp_plan(cell: Cell) -> dict[str, Any]:
     return {"partition_config": {"use_default_specs": False, "layer_specs": layers}}
 
 
-def parallelize(model: Module, mesh: DeviceMesh, plan: Mapping[str, str], experts: str = "", *, sequence: bool) -> None:
+def parallelize(
+    model: Module, mesh: DeviceMesh, plan: Mapping[str, str], experts: str = "", *, sequence: bool
+) -> None:
     """Shard the model's layers in place.
 
     Args:
@@ -157,15 +161,22 @@ def _style(name: str, *, sequence: bool) -> Any:
     prepare_input = functools.partial(PrepareModuleInput, use_local_output=True)
     if name == "gather" and keyword:
         return prepare_input(
-            input_kwarg_layouts={keyword: part_of_sequence}, desired_input_kwarg_layouts={keyword: full}
+            input_kwarg_layouts={keyword: part_of_sequence},
+            desired_input_kwarg_layouts={keyword: full},
         )
     makers: dict[str, Any] = {
         "colwise": ColwiseParallel,
-        "colwise_gather": lambda: ColwiseParallel(input_layouts=between_layers, output_layouts=full),
+        "colwise_gather": lambda: ColwiseParallel(
+            input_layouts=between_layers, output_layouts=full
+        ),
         "rowwise": lambda: RowwiseParallel(output_layouts=between_layers),
         "rowwise_split": lambda: RowwiseParallel(input_layouts=full, output_layouts=full),
-        "sequence": lambda: prepare_input(input_layouts=(full,), desired_input_layouts=(part_of_sequence,)),
+        "sequence": lambda: prepare_input(
+            input_layouts=(full,), desired_input_layouts=(part_of_sequence,)
+        ),
         "norm": lambda: SequenceParallel(use_local_output=True),
-        "gather": lambda: prepare_input(input_layouts=(part_of_sequence,), desired_input_layouts=(full,)),
+        "gather": lambda: prepare_input(
+            input_layouts=(part_of_sequence,), desired_input_layouts=(full,)
+        ),
     }
     return makers[name]()

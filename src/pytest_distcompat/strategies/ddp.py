@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies import _fsdp
-from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, NO_SHARDS, Dtypes, Strategy, WrapSpec
+from pytest_distcompat.strategies._base import (
+    DEEPSPEED_OPTIONS,
+    NO_SHARDS,
+    Dtypes,
+    Strategy,
+    WrapSpec,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +26,18 @@ def _dtypes(precision: Precision) -> Dtypes:
     # Mixed precision is autocast here: parameters and gradients keep the master's dtype, so gradients are reduced in it.
     master = precision.master
     return Dtypes(
-        storage=master, compute=precision.compute, reduce=master, gradient=master, master=master, state=master
+        storage=master,
+        compute=precision.compute,
+        reduce=master,
+        gradient=master,
+        master=master,
+        state=master,
     )
 
 
-def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec) -> Module:
+def _torch(
+    model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec
+) -> Module:
     from torch.nn.parallel import DistributedDataParallel
 
     wrap.prepare(model)
@@ -72,7 +85,8 @@ DDP = Strategy(
         "state_dict_full": "DDP has one form of state dict, the full one",
         "cpu_offload": "DDP has nothing to offload",
         **dict.fromkeys(
-            ("tp_2", "tp_4"), "DistributedDataParallel takes no DTensors: it broadcasts them with plain tensors"
+            ("tp_2", "tp_4"),
+            "DistributedDataParallel takes no DTensors: it broadcasts them with plain tensors",
         ),
         "reduce_dtype_fp32": "gradients travel in the dtype that they are stored in",
         **DEEPSPEED_OPTIONS,

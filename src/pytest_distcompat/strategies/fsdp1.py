@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from pytest_distcompat.precisions import Precision
 
 
-def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec) -> Module:
+def _torch(
+    model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec
+) -> Module:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -39,7 +41,9 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         "device_mesh": mesh,
         "ignored_modules": wrap.modules_to_ignore(model),
     }
-    wrapped = FullyShardedDataParallel(model, **cell.with_settings("FullyShardedDataParallel", settings))
+    wrapped = FullyShardedDataParallel(
+        model, **cell.with_settings("FullyShardedDataParallel", settings)
+    )
     # Blocks are recomputed inside the units, as in its tutorial: around them units are gathered twice, and ``get_state_dict``
     # leaves ``_fsdp_wrapped_module`` in the optimizer's names.
     wrap.prepare(model)
@@ -69,7 +73,10 @@ FSDP1 = Strategy(
     accelerate=functools.partial(_fsdp.plugin, 1),
     transformers=functools.partial(_fsdp.arguments, 1),
     options={
-        **dict.fromkeys(("tp_2", "tp_4"), "of both, torch composes only FSDP2 with tensor parallelism on one mesh"),
+        **dict.fromkeys(
+            ("tp_2", "tp_4"),
+            "of both, torch composes only FSDP2 with tensor parallelism on one mesh",
+        ),
         "meta_init": "FSDP1 fills what was made on the meta device by synchronising module states, which needs a GPU",
         "cpu_offload": "FSDP1 offloads from an accelerator to the CPU, and there is none",
         "cpu_ram_efficient_loading": "FSDP1 then synchronises module states, which needs a GPU",

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from pytest_distcompat.precisions import Precision
 
 
-def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec) -> Module:
+def _torch(
+    model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec
+) -> Module:
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -31,7 +33,9 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     if cell.tp > 1:
         # Under expert parallelism experts are sharded along both dimensions at once, below.
         experts_name = wrap.experts if cell.ep == 1 else ""
-        _tensor.parallelize(model, mesh["tp"], wrap.tp_plan, experts_name, sequence=bool(cell.option("sp")))
+        _tensor.parallelize(
+            model, mesh["tp"], wrap.tp_plan, experts_name, sequence=bool(cell.option("sp"))
+        )
         dimensions = mesh.mesh_dim_names or ()
         mesh = mesh[tuple(name for name in dimensions if name != "tp")]
     # Looked up before a wrapper that recomputes it takes its name.
@@ -60,7 +64,9 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     if prefetch:
         Prefetch(**prefetch).apply(blocks)
     if full_state is not None:
-        _load_weights(model, full_state, torch.device("cpu") if cell.option("cpu_offload") else device)
+        _load_weights(
+            model, full_state, torch.device("cpu") if cell.option("cpu_offload") else device
+        )
     return model
 
 
@@ -74,7 +80,9 @@ def _offload_policy(cell: Cell, device: torch.device) -> Any:
     return CPUOffloadPolicy(**cell.with_settings("CPUOffloadPolicy", settings))
 
 
-def _shard_experts(experts: Module, cell: Cell, device: torch.device, settings: dict[str, Any]) -> None:
+def _shard_experts(
+    experts: Module, cell: Cell, device: torch.device, settings: dict[str, Any]
+) -> None:
     """Shard a module of experts in place: by expert, by column under tensor parallelism, and what is left of both by FSDP2.
 
     Its mesh has the dimension ``ep`` beside those of the other layers. The ranks of ``ep`` are ``dp_shard`` ranks of the other
@@ -139,7 +147,9 @@ def _load_weights(model: Module, full_state: dict[str, torch.Tensor], device: to
 
     model.to_empty(device=device)
     saved: dict[str, Any] = {name: full_state[name] for name in model.state_dict()}
-    set_model_state_dict(model, saved, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    set_model_state_dict(
+        model, saved, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(full_state[name])

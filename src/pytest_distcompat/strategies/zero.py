@@ -19,7 +19,14 @@ def _dtypes(precision: Precision) -> Dtypes:
     # DeepSpeed always keeps float32 masters (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Since 0.18 it has a
     # low-precision mode too (``bf16_master_weights_and_grads``), which is what bf16_pure asks for.
     master, compute = precision.master, precision.compute
-    return Dtypes(storage=compute, compute=compute, reduce=compute, gradient=master, master=master, state=master)
+    return Dtypes(
+        storage=compute,
+        compute=compute,
+        reduce=compute,
+        gradient=master,
+        master=master,
+        state=master,
+    )
 
 
 def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
@@ -100,10 +107,16 @@ def _sequence_parallel(cell: Cell) -> dict[str, Any]:
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
-    return {"parallelism_config": ParallelismConfig(sp_size=cell.cp, dp_shard_size=cell.dp_size, sp_handler=handler)}
+    return {
+        "parallelism_config": ParallelismConfig(
+            sp_size=cell.cp, dp_shard_size=cell.dp_size, sp_handler=handler
+        )
+    }
 
 
-def _transformers(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
+def _transformers(
+    stage: int, precision: Precision, cell: Cell, wrap: WrapSpec
+) -> Mapping[str, Any]:
     """Return the JSON, "auto" for what TrainingArguments set: https://huggingface.co/docs/transformers/deepspeed."""
     import deepspeed  # noqa: F401 - without_shared_memory patches it
 
@@ -111,7 +124,11 @@ def _transformers(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) 
 
     without_shared_memory()
     settings = config(stage, precision, cell)
-    set_by_arguments = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    set_by_arguments = (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
     settings |= dict.fromkeys(set_by_arguments, "auto")
     return {"deepspeed": cell.with_settings("ds_config", settings), **_sequence_parallel(cell)}
 

@@ -140,9 +140,14 @@ def _spawn_fixture(cls: Any, values: Mapping[str, Any]) -> None:
     arguments = (cls.__module__, cls.__name__, _free_port(), values)
     try:
         multiprocessing.spawn(_run_fixture, args=arguments, nprocs=cls.world_size)
-    except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+    except (
+        multiprocessing.ProcessRaisedException,
+        multiprocessing.ProcessExitedException,
+    ) as error:
         text = str(error).strip()
-        headline = f"rank {error.error_index} of the fixture {cls.__name__}: {text.splitlines()[-1]}"
+        headline = (
+            f"rank {error.error_index} of the fixture {cls.__name__}: {text.splitlines()[-1]}"
+        )
         raise RunFailedError(f"{headline}\n\n{text}") from None
 
 
@@ -161,7 +166,12 @@ def _run_fixture(rank: int, module: str, name: str, port: str, values: Mapping[s
     for variable in list(os.environ):
         if variable.startswith("TORCHELASTIC_"):
             del os.environ[variable]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size}
     import torch
 
@@ -188,7 +198,9 @@ def pytest_collection_modifyitems(
     deselected_by_size = _deselected_by_size(collected, selected)
     if not deselected_by_size or "WORLD_SIZE" in os.environ:
         return
-    others = config.pluginmanager.subset_hook_caller("pytest_collection_modifyitems", [sys.modules[__name__]])
+    others = config.pluginmanager.subset_hook_caller(
+        "pytest_collection_modifyitems", [sys.modules[__name__]]
+    )
     restored: set[pytest.Item] = set()
     for size, candidates in deselected_by_size.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -225,8 +237,12 @@ def _deselected_by_size(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marks, for ``--strict-markers``."""
-    config.addinivalue_line("markers", f"{_SIZE}(n): run the test on n ranks of a process group; n may be a list.")
-    config.addinivalue_line("markers", f"{_DEVICES}(n): the test starts ranks itself; lend it n devices, or skip it.")
+    config.addinivalue_line(
+        "markers", f"{_SIZE}(n): run the test on n ranks of a process group; n may be a list."
+    )
+    config.addinivalue_line(
+        "markers", f"{_DEVICES}(n): the test starts ranks itself; lend it n devices, or skip it."
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -234,7 +250,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sizes = _sizes(metafunc.definition)
     if len(sizes) > 1:
         metafunc.fixturenames.append(_SIZES)
-        values = [pytest.param(size, marks=pytest.mark.distcompat(world_size=size), id=f"w{size}") for size in sizes]
+        values = [
+            pytest.param(size, marks=pytest.mark.distcompat(world_size=size), id=f"w{size}")
+            for size in sizes
+        ]
         metafunc.parametrize(_SIZES, values, indirect=True)
 
 
@@ -264,11 +283,15 @@ def _sizes(item: Any) -> list[int]:
     else:
         where = f"{item.nodeid}: @pytest.mark.{_SIZE}"
         if len(mark.args) != 1:
-            raise pytest.Collector.CollectError(f"{where} takes a number of ranks, or a list of them")
+            raise pytest.Collector.CollectError(
+                f"{where} takes a number of ranks, or a list of them"
+            )
         declared = mark.args[0]
         sizes = _listed(declared)
         if not _are_sizes(sizes):
-            raise pytest.Collector.CollectError(f"{where}({declared!r}): expected whole numbers above 0")
+            raise pytest.Collector.CollectError(
+                f"{where}({declared!r}): expected whole numbers above 0"
+            )
     if sizes == [1] and not issubclass(test_class, DistributedTest):
         return []
     return sizes
@@ -291,7 +314,9 @@ def distcompat_size(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lease]:
+def distcompat_lent(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Lease]:
     """Lease devices for a test that starts ranks itself; its processes see no others."""
     mark = request.node.get_closest_marker(_DEVICES)
     session = session_of(request.config)
@@ -316,7 +341,9 @@ def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         cause = "which may be pytest's own process: it uses a GPU too"
         session.notice(f"{request.node.nodeid}: {'; '.join(leaks)}, {cause}")
     elif leaks:
-        request.node.stash[_LEAKED] = "\n".join((*leaks, f"reproduce: {session.reproduce(request.node)}"))
+        request.node.stash[_LEAKED] = "\n".join(
+            (*leaks, f"reproduce: {session.reproduce(request.node)}")
+        )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -40,7 +40,9 @@ HEARTBEAT_S, STREAM_S = 1.0, 0.02
 SAID_S = 1.0
 
 
-def join(host: str, port: int, token: bytes, name: str, wait: float, *, with_parent: bool = False) -> int:
+def join(
+    host: str, port: int, token: bytes, name: str, wait: float, *, with_parent: bool = False
+) -> int:
     """Join the pytest session that listens there, and serve it to its end. Return the exit code.
 
     Raises:
@@ -72,7 +74,9 @@ def _connect(host: str, port: int, token: bytes, wait: float) -> Channel:
             raise UsageProblem(f"{host}:{port}: {error}") from None
         except OSError as error:
             if clock.now() > deadline:
-                raise UsageProblem(f"{host}:{port}: no session to join in {wait:g} s ({error})") from None
+                raise UsageProblem(
+                    f"{host}:{port}: no session to join in {wait:g} s ({error})"
+                ) from None
             clock.sleep(0.2)
 
 
@@ -119,13 +123,20 @@ class _Agent:
             elif message["do"] == "get_warm":
                 self._channel.send({"is": "warm", "problem": self._launcher.get_warm()})
             elif message["do"] == "write":
-                self._channel.send({"is": "written", "problem": _problem_of_writing(Path(message["path"]))})
+                self._channel.send(
+                    {"is": "written", "problem": _problem_of_writing(Path(message["path"]))}
+                )
             elif message["do"] == "run":
                 try:
                     part = self._part(message)
                 except (OSError, UsageProblem) as error:
                     # A full disk, say, or a GPU that a scheduler counts and NVML does not.
-                    part = {"is": "ended", "processes": {}, "known": {"launch_error": str(error)}, "output": {}}
+                    part = {
+                        "is": "ended",
+                        "processes": {},
+                        "known": {"launch_error": str(error)},
+                        "output": {},
+                    }
                 self._channel.send(part)
 
     def _pool(self, given: tuple[str, ...]) -> Pool:
@@ -135,8 +146,12 @@ class _Agent:
         # GPUs that a scheduler gave the run are the run's alone.
         runs_share = welcome["runs_share"] and not given
         each = welcome["ranks_each"]
-        inventory = gpus(welcome["gpus"], each, given, runs_share=runs_share) if cuda else cpu_slots()
-        return Pool(None, inventory, timeline=self._spans, session=welcome["timeline"], notify=self._say)
+        inventory = (
+            gpus(welcome["gpus"], each, given, runs_share=runs_share) if cuda else cpu_slots()
+        )
+        return Pool(
+            None, inventory, timeline=self._spans, session=welcome["timeline"], notify=self._say
+        )
 
     def _say(self, text: str) -> None:
         self._channel.send({"is": "waits", "text": text})
@@ -156,7 +171,9 @@ class _Agent:
         if fields["payload"].get("per_node"):
             payload = decode(SuitePayload, fields["payload"])
             directory = Path(message["request"]["directory"])
-            fields["payload"] = dataclasses.asdict(payload.on_node(directory, self._owned.path / "runs"))
+            fields["payload"] = dataclasses.asdict(
+                payload.on_node(directory, self._owned.path / "runs")
+            )
         self._given = tuple(message["gpus"])
         devices: tuple[str, ...] = ()
         if message["place"] and self._given:
@@ -169,7 +186,9 @@ class _Agent:
         request = Request(**fields)
         if message["place"]:
             place = Place(**message["place"])
-            self._launcher.listens = lambda port: self._channel.send({"is": "listens", "store": [place.address, port]})
+            self._launcher.listens = lambda port: self._channel.send(
+                {"is": "listens", "store": [place.address, port]}
+            )
         streaming = threading.Thread(target=self._stream, args=(request,), daemon=True)
         self._stopped.clear()
         streaming.start()
@@ -183,13 +202,19 @@ class _Agent:
         known = {"launch_error": ending.launch_error}
         part: dict[str, Any] = {"is": "ended", "processes": {}, "known": known, "devices": devices}
         if watch is not None:
-            processes = {rank: dataclasses.asdict(process) for rank, process in watch.processes.items()}
+            processes = {
+                rank: dataclasses.asdict(process) for rank, process in watch.processes.items()
+            }
             part |= {"processes": processes, "known": watch.known}
         part["leaks"] = ending.leaks
         part["spans"] = [dataclasses.asdict(span) for span in read_timeline(self._spans)]
         shutil.rmtree(self._spans, ignore_errors=True)
-        part["output"] = {rank: dict(written(self._run, rank, request.here.start)) for rank in request.here}
-        part["recorded"] = {path.name: path.read_text(encoding="utf-8") for path in recorded_files(self._run)}
+        part["output"] = {
+            rank: dict(written(self._run, rank, request.here.start)) for rank in request.here
+        }
+        part["recorded"] = {
+            path.name: path.read_text(encoding="utf-8") for path in recorded_files(self._run)
+        }
         shutil.rmtree(self._run, ignore_errors=True)
         return part
 
@@ -200,13 +225,18 @@ class _Agent:
         while not last:
             last = self._stopped.wait(STREAM_S)
             for rank, offset in sent.items():
-                with contextlib.suppress(FileNotFoundError), (self._run / f"rank-{rank}.jsonl").open("rb") as file:
+                with (
+                    contextlib.suppress(FileNotFoundError),
+                    (self._run / f"rank-{rank}.jsonl").open("rb") as file,
+                ):
                     file.seek(offset)
                     raw = file.read()
                     lines = raw[: raw.rfind(b"\n") + 1]
                     if lines:
                         sent[rank] += len(lines)
-                        self._channel.send({"is": "log", "rank": rank, "lines": lines.decode("utf-8", "replace")})
+                        self._channel.send(
+                            {"is": "log", "rank": rank, "lines": lines.decode("utf-8", "replace")}
+                        )
 
     def _receive(self) -> None:
         try:
@@ -217,7 +247,9 @@ class _Agent:
                 elif message["do"] == "log":
                     with (
                         contextlib.suppress(OSError),
-                        (self._run / f"rank-{message['rank']}.jsonl").open("a", encoding="utf-8") as file,
+                        (self._run / f"rank-{message['rank']}.jsonl").open(
+                            "a", encoding="utf-8"
+                        ) as file,
                     ):
                         file.write(message["lines"])
                 elif message["do"] == "stop":

@@ -180,7 +180,9 @@ def _mac(key: bytes, text: bytes) -> bytes:
 class Listener:
     """Listens on one interface, and calls ``admit`` in a thread of its own with the channel of each proved peer."""
 
-    def __init__(self, host: str, port: int, token: bytes, admit: Callable[[Channel], None]) -> None:
+    def __init__(
+        self, host: str, port: int, token: bytes, admit: Callable[[Channel], None]
+    ) -> None:
         self._token = token
         self._admit = admit
         self._socket = loopback.listen(host, port)

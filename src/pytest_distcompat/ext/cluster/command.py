@@ -30,14 +30,27 @@ def add(commands: Any) -> None:
         help="be a further node of a pytest session",
         description="Join a pytest session that was started with --distcompat-nodes, and run its ranks here until it ends.",
     )
-    join.add_argument("session", metavar="HOST:PORT", help="where that pytest listens (--distcompat-listen)")
-    join.add_argument("--token-file", required=True, metavar="FILE", help="the session's token; - for standard input")
+    join.add_argument(
+        "session", metavar="HOST:PORT", help="where that pytest listens (--distcompat-listen)"
+    )
+    join.add_argument(
+        "--token-file",
+        required=True,
+        metavar="FILE",
+        help="the session's token; - for standard input",
+    )
     join.add_argument(
         "--name",
         default=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         help="the node's name in verdicts (default: Slurm's, else the host's)",
     )
-    join.add_argument("--wait", type=float, default=60, metavar="SECONDS", help="how long to wait for the session (60)")
+    join.add_argument(
+        "--wait",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="how long to wait for the session (60)",
+    )
     join.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
     join.set_defaults(call=_join)
     sbatch = commands.add_parser(
@@ -47,9 +60,19 @@ def add(commands: Any) -> None:
         epilog="example: distcompat sbatch --nodes 2 --gpus-per-node 8 --time 00:30:00 -- tests/test_matrix.py > night.sbatch",
     )
     sbatch.add_argument("--nodes", type=int, default=2, help="number of nodes (2)")
-    sbatch.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="GPUs of each node (0: CPU and gloo)")
-    sbatch.add_argument("--time", default="01:00:00", help="Slurm's time limit of the job (01:00:00)")
-    sbatch.add_argument("--partition", default="", help="Slurm's partition (default: the cluster's)")
+    sbatch.add_argument(
+        "--gpus-per-node",
+        type=int,
+        default=0,
+        metavar="N",
+        help="GPUs of each node (0: CPU and gloo)",
+    )
+    sbatch.add_argument(
+        "--time", default="01:00:00", help="Slurm's time limit of the job (01:00:00)"
+    )
+    sbatch.add_argument(
+        "--partition", default="", help="Slurm's partition (default: the cluster's)"
+    )
     sbatch.add_argument("pytest", nargs="*", metavar="ARGUMENT", help="what pytest runs")
     sbatch.set_defaults(call=_sbatch)
 
@@ -63,17 +86,30 @@ def _join(options: argparse.Namespace) -> int:
     from_stdin = options.token_file == "-"  # noqa: S105 - a file's name
     with named_in_errors(f"--token-file {options.token_file}"):
         try:
-            token = sys.stdin.readline() if from_stdin else Path(options.token_file).read_text("utf-8")
+            token = (
+                sys.stdin.readline() if from_stdin else Path(options.token_file).read_text("utf-8")
+            )
         except UnicodeDecodeError:
-            raise UsageProblem(f"--token-file {options.token_file}: it is no text in UTF-8") from None
+            raise UsageProblem(
+                f"--token-file {options.token_file}: it is no text in UTF-8"
+            ) from None
     if not token.strip():
         raise UsageProblem(f"--token-file {options.token_file}: there is no token in it")
-    return agent.join(host, port, token.strip().encode(), options.name, options.wait, with_parent=options.with_parent)
+    return agent.join(
+        host,
+        port,
+        token.strip().encode(),
+        options.name,
+        options.wait,
+        with_parent=options.with_parent,
+    )
 
 
 def _sbatch(options: argparse.Namespace) -> int:
     if options.nodes < 1:
-        raise UsageProblem(f"--nodes {options.nodes} is not right: expected a whole number of at least 1")
+        raise UsageProblem(
+            f"--nodes {options.nodes} is not right: expected a whole number of at least 1"
+        )
     if options.gpus_per_node < 0:
         raise UsageProblem(
             f"--gpus-per-node {options.gpus_per_node} is not right: expected a whole number of at least 0"
@@ -96,7 +132,10 @@ def _sbatch(options: argparse.Namespace) -> int:
     of_nodes = ("--distcompat-nodes", str(options.nodes), "--distcompat-executor", "slurm")
     gpus = ("--distcompat-gpus", str(options.gpus_per_node))
     pytest = [sys.executable, "-m", "pytest", *of_nodes, *gpus, *options.pytest]
-    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in wanted.items() if value)]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{name}={value}" for name, value in wanted.items() if value),
+    ]
     lines += [f"cd {shlex.quote(str(Path.cwd()))}", f"exec {shlex.join(pytest)}"]
     print("\n".join(lines))
     return 0

@@ -32,7 +32,9 @@ def facts(root: str, own: Iterable[str], device: str) -> dict[str, Any]:
     }
 
 
-def differences(name: str, found: Mapping[str, Any], first: str, wanted: Mapping[str, Any]) -> Iterator[str]:
+def differences(
+    name: str, found: Mapping[str, Any], first: str, wanted: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield in what the node ``name`` differs from the node ``first``.
 
     Args:

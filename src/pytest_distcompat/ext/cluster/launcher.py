@@ -187,7 +187,12 @@ class NodesLauncher(Launcher):
     """Launcher that runs requests of several nodes on node agents, and others by the launcher ``on_one_node``."""
 
     def __init__(
-        self, on_one_node: Launcher, executor: Executor, settings: Settings, warmth: Warmth, session: str
+        self,
+        on_one_node: Launcher,
+        executor: Executor,
+        settings: Settings,
+        warmth: Warmth,
+        session: str,
     ) -> None:
         self._on_one_node = on_one_node
         self._executor = executor
@@ -373,12 +378,16 @@ class NodesLauncher(Launcher):
             name = self._spare.pop(0)
             process = self._executor.start_one(self._join, name, self._token)
             if process is not None:
-                self._settings.say(f"{self._lost()[-1].name} is lost; {name} has the runs from now on")
+                self._settings.say(
+                    f"{self._lost()[-1].name} is lost; {name} has the runs from now on"
+                )
                 self._processes.append(process)
                 self._await_agent(process)
 
     def _await_agent(self, process: subprocess.Popen[str]) -> None:
-        clock.wait_until(lambda: bool(self._joined()) or process.poll() is not None, self._settings.wait)
+        clock.wait_until(
+            lambda: bool(self._joined()) or process.poll() is not None, self._settings.wait
+        )
 
     def _joined(self) -> list[Node]:
         """Return the nodes that have joined and are there."""
@@ -398,7 +407,9 @@ class NodesLauncher(Launcher):
                 texts.append(f"{node.name} cannot write in {shared} ({problem})")
         for node, path in files.items():
             if not path.exists():
-                texts.append(f"pytest on {socket.gethostname()} does not see what {node.name} wrote in {shared}")
+                texts.append(
+                    f"pytest on {socket.gethostname()} does not see what {node.name} wrote in {shared}"
+                )
         shutil.rmtree(directory, ignore_errors=True)
         if not texts:
             return ""
@@ -449,7 +460,9 @@ class NodesLauncher(Launcher):
         requested_at = clock.now()
         with self.devices(nodes, request.world_size // request.nodes, who) as given:
             granted_at = clock.now()
-            run = _Run(nodes, request.from_here(), self._environment, self._settings, self._taken, given)
+            run = _Run(
+                nodes, request.from_here(), self._environment, self._settings, self._taken, given
+            )
             ending = run.run()
             if run.devices:
                 # One node that leases devices has noted them itself.
@@ -467,7 +480,9 @@ class NodesLauncher(Launcher):
                     append(Path(self._settings.timeline), span)
             return ending
 
-    def devices(self, nodes: Sequence[Node], ranks: int, who: str) -> contextlib.AbstractContextManager[Given]:
+    def devices(
+        self, nodes: Sequence[Node], ranks: int, who: str
+    ) -> contextlib.AbstractContextManager[Given]:
         """Hold devices for so many ranks on each of these nodes, or on pytest's own, if the executor's scheduler counts them."""
         self._start()
         settings = self._settings
@@ -560,7 +575,9 @@ class _Run:
         #: Since when some node has been suspended; counted anew after this process was stopped itself.
         self._suspended_since = self._looked_at
         #: The variables of the environment that tests have set, and those that they have removed.
-        self._set = {name: value for name, value in os.environ.items() if self.environment.get(name) != value}
+        self._set = {
+            name: value for name, value in os.environ.items() if self.environment.get(name) != value
+        }
         self._unset = [name for name in self.environment if name not in os.environ]
         if not self.settings.node:
             # A node that leases devices says for which test.
@@ -624,7 +641,9 @@ class _Run:
         node = self.nodes[number]
         place = {}
         if not self.settings.node:
-            place = dataclasses.asdict(Place(number, len(self.nodes), node.channel.peer, store, run_id))
+            place = dataclasses.asdict(
+                Place(number, len(self.nodes), node.channel.peer, store, run_id)
+            )
         message = {
             "do": "run",
             "request": dataclasses.asdict(self.request),
@@ -705,14 +724,18 @@ class _Run:
                 suspended.append(node)
         if suspended and not self._suspended:
             names = ", ".join(node.name for node in suspended)
-            self.settings.say(f"{names}: stopped, as in a suspended job, or very busy; time limits wait")
+            self.settings.say(
+                f"{names}: stopped, as in a suspended job, or very busy; time limits wait"
+            )
         if not self._suspended or now - self._looked_at > clock.GAP_S:
             self._suspended_since = now
         self._suspended = suspended
         self._looked_at = now
         if now - self._suspended_since > SUSPENDED_S:
             for node in suspended:
-                node.lose(f"its agent has not run for {SUSPENDED_S / 60:g} minutes, though the node answers")
+                node.lose(
+                    f"its agent has not run for {SUSPENDED_S / 60:g} minutes, though the node answers"
+                )
 
     def _is_over(self, running: Sequence[Node]) -> bool:
         """Tell whether the time limit has passed on all nodes that still run their parts."""
@@ -788,7 +811,9 @@ class _Run:
         for rank, texts in output.items():
             for kind, text in texts.items():
                 logs = self._directory / "logs" / "nodes" / "attempt_0" / rank
-                path = self._directory / f"rank-{rank}.log" if kind == "log" else logs / f"{kind}.log"
+                path = (
+                    self._directory / f"rank-{rank}.log" if kind == "log" else logs / f"{kind}.log"
+                )
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
 

@@ -33,7 +33,9 @@ def _address(text: str) -> tuple[str, int] | None:
         return None
     host, port = read_address(text)
     if host == "0.0.0.0":  # noqa: S104 - it is refused
-        raise UsageProblem(f"{text!r} is no address that other nodes can reach: expected that of one interface.")
+        raise UsageProblem(
+            f"{text!r} is no address that other nodes can reach: expected that of one interface."
+        )
     return host, port or 0
 
 
@@ -46,7 +48,9 @@ def _token(text: str, base: Path) -> str:
     except OSError as error:
         raise UsageProblem(f"{text!r}: {error.strerror}.") from None
     if len(token) < 16:
-        raise UsageProblem(f"{text!r}: expected a token of at least 16 characters, as `openssl rand -hex 32` makes it.")
+        raise UsageProblem(
+            f"{text!r}: expected a token of at least 16 characters, as `openssl rand -hex 32` makes it."
+        )
     return token
 
 
@@ -97,7 +101,9 @@ def pytest_distcompat_session(session: DistcompatSession) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_distcompat_over_nodes(session: DistcompatSession, launcher: Launcher, warmth: Warmth) -> NodesLauncher:
+def pytest_distcompat_over_nodes(
+    session: DistcompatSession, launcher: Launcher, warmth: Warmth
+) -> NodesLauncher:
     """Return a launcher for runs of several nodes too."""
     from pytest_distcompat.ext.cluster.session_nodes import nodes_launcher
 
@@ -116,7 +122,9 @@ class NodesOfSession:
         """Wait until all nodes have joined; return what is wrong with them, empty if nothing is."""
         return self._launcher.ready()
 
-    def pytest_distcompat_pool(self, session: DistcompatSession, inventory: Inventory) -> Pool | None:
+    def pytest_distcompat_pool(
+        self, session: DistcompatSession, inventory: Inventory
+    ) -> Pool | None:
         """Return a pool that asks the scheduler for devices, if it counts them."""
         launcher = self._launcher
         if not launcher.accounts or not session.gpus:
@@ -124,7 +132,10 @@ class NodesOfSession:
         from pytest_distcompat.ext.cluster.pool import ScheduledPool
 
         return ScheduledPool(
-            None, inventory, ask=lambda ranks, who: launcher.devices([], ranks, who), **session.pool_options
+            None,
+            inventory,
+            ask=lambda ranks, who: launcher.devices([], ranks, who),
+            **session.pool_options,
         )
 
     @pytest.hookimpl(wrapper=True)

@@ -81,12 +81,18 @@ def _why_no_executor(session: DistcompatSession, executor: Executor, token: obje
     has_no_token = bool(executor.hint) and not token
     has_workers = bool(executor.hint) and bool(session.worker)
     reason = first_reason(
-        (cold, "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes"),
+        (
+            cold,
+            "cold torchrun runs on one node; expected no --distcompat-launcher torchrun beside several nodes",
+        ),
         (
             shares_gpus,
             "its nodes would share GPUs, which NCCL refuses; expected --distcompat-gpus 0, or another executor",
         ),
-        (has_no_token, "expected --distcompat-token-file FILE, with the token that nodes join with"),
+        (
+            has_no_token,
+            "expected --distcompat-token-file FILE, with the token that nodes join with",
+        ),
         (has_workers, "each worker of xdist would need nodes of its own; expected no -n"),
     )
     return reason or ""

@@ -67,10 +67,14 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
         if terminated:
             text = f"{name_ranks(terminated)} received SIGTERM, which ends a process that has no handler of its own"
             return Outcome("failed", text, hard=True)
-        unexpected = next((phase.text for phase in phases.values() if phase.text.startswith(STRICT_XPASS)), "")
+        unexpected = next(
+            (phase.text for phase in phases.values() if phase.text.startswith(STRICT_XPASS)), ""
+        )
         properties = of_all_ranks({rank: phase.properties for rank, phase in phases.items()})
         return Outcome("failed" if unexpected else SAME, unexpected, properties=properties)
-    all_skip = len(phases) == len(pids) and all(phase.outcome == "skipped" for phase in phases.values())
+    all_skip = len(phases) == len(pids) and all(
+        phase.outcome == "skipped" for phase in phases.values()
+    )
     events: dict[int, list[Event]] = {rank: [Start(pid, rank=rank)] for rank, pid in pids.items()}
     processes = dict.fromkeys(pids, RankProcess())
     for rank, report in reports.items():
@@ -81,7 +85,11 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
     timed_out = any(report.stuck for report in reports.values())
     outcome = merge(conclude(events, processes, timed_out=timed_out, timeout=limit))
     goes_on = any(phase.when == "setup" and phase.outcome == "passed" for phase in phases.values())
-    return dataclasses.replace(outcome, kind=POSTPONED) if outcome.kind == "xfailed" and goes_on else outcome
+    return (
+        dataclasses.replace(outcome, kind=POSTPONED)
+        if outcome.kind == "xfailed" and goes_on
+        else outcome
+    )
 
 
 def _events(report: PhaseReport, phase: Phase, *, all_skip: bool) -> Iterator[Event]:

@@ -95,7 +95,9 @@ class Inside:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note an error of collection."""
         if report.failed:
-            self._collection_errors.append(f"{report.nodeid}: {report.longreprtext.strip().splitlines()[-1]}")
+            self._collection_errors.append(
+                f"{report.nodeid}: {report.longreprtext.strip().splitlines()[-1]}"
+            )
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -103,8 +105,13 @@ class Inside:
         self._pytest = session
         if session.config.option.collectonly:
             return
-        self._lockstep = Lockstep(self._world.rank, self._world.size, self._termination, self._overrun)
-        collection = {"items": [item.nodeid for item in session.items], "errors": self._collection_errors}
+        self._lockstep = Lockstep(
+            self._world.rank, self._world.size, self._termination, self._overrun
+        )
+        collection = {
+            "items": [item.nodeid for item in session.items],
+            "errors": self._collection_errors,
+        }
         limit = float(self._session.setting("warm_timeout").value)
         try:
             problem = differences(self._lockstep.exchange(collection, limit))
@@ -113,7 +120,9 @@ class Inside:
         if problem and self._world.rank == 0:
             raise pytest.UsageError(f"pytest inside a launch: {problem}")
         if problem:
-            pytest.exit(f"pytest inside a launch: {problem}", returncode=pytest.ExitCode.USAGE_ERROR)
+            pytest.exit(
+                f"pytest inside a launch: {problem}", returncode=pytest.ExitCode.USAGE_ERROR
+            )
 
     # Tests.
 
@@ -127,7 +136,9 @@ class Inside:
         if "shared_dir" in getattr(item, "fixturenames", ()):
             assert self._lockstep is not None
             base = session_basetemp(item.config)
-            path = self._lockstep.from_rank_zero(lambda: tempfile.mkdtemp(prefix="shared-", dir=base))
+            path = self._lockstep.from_rank_zero(
+                lambda: tempfile.mkdtemp(prefix="shared-", dir=base)
+            )
             item.config.stash[SHARED] = Path(path)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -150,7 +161,10 @@ class Inside:
     def _begin(self, item: pytest.Item, when: Literal["setup", "call", "teardown"]) -> None:
         if when == "setup":
             mark = mark_of(item)
-            limit = min((mark.timeout if mark else None) or self._session.timeout, item.stash.get(TIME_LIMIT, math.inf))
+            limit = min(
+                (mark.timeout if mark else None) or self._session.timeout,
+                item.stash.get(TIME_LIMIT, math.inf),
+            )
             self._item, self._cut, self._postponed = item, False, None
             self._limit, self._deadline = limit, clock.now() + limit
         self._when, self._phases = when, Phases()
@@ -160,7 +174,11 @@ class Inside:
 
     def _unsupported_reason(self, item: pytest.Item) -> str:
         """Return why the test cannot run on these ranks; empty if it can."""
-        starting = [reason for name, reason in _STARTING.items() if name in getattr(item, "fixturenames", ())]
+        starting = [
+            reason
+            for name, reason in _STARTING.items()
+            if name in getattr(item, "fixturenames", ())
+        ]
         if starting:
             launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "a launcher"
             return f"{starting[0]} of its own: run pytest without {launcher}"
@@ -178,10 +196,17 @@ class Inside:
         report = yield
         mark_exception(report, call, item.config.rootpath)
         lockstep = self._lockstep
-        if self._calling or (lockstep is not None and lockstep.in_phase and call.when != self._when):
+        if self._calling or (
+            lockstep is not None and lockstep.in_phase and call.when != self._when
+        ):
             # A report of a subtest, which other ranks need not have: during the call, or, with when="call", during a fixture.
             return report
-        if (self._over or self._cut) and call.when != "call" and report.failed and getattr(report, LOST, False):
+        if (
+            (self._over or self._cut)
+            and call.when != "call"
+            and report.failed
+            and getattr(report, LOST, False)
+        ):
             # A fixture that waits for its peers once more: the report of the call has the cause already.
             report.outcome, report.longrepr = "passed", None
         if lockstep is None or self._over:
@@ -190,7 +215,9 @@ class Inside:
             # Another plugin's hook raised before the hook here was called.
             self._begin(item, report.when)
         try:
-            outcome, cut, over = lockstep.end(self._phases.of(report), group=self._has_group(call.when))
+            outcome, cut, over = lockstep.end(
+                self._phases.of(report), group=self._has_group(call.when)
+            )
         except Gone as problem:
             pytest.exit(str(problem), returncode=pytest.ExitCode.TESTS_FAILED)
         self._cut = self._cut or cut
@@ -223,12 +250,18 @@ class Inside:
             return False
         return True
 
-    def _apply_known_issues(self, item: pytest.Item, report: pytest.TestReport, outcome: Outcome) -> None:
+    def _apply_known_issues(
+        self, item: pytest.Item, report: pytest.TestReport, outcome: Outcome
+    ) -> None:
         if report.when == "call" and self._session.own:
             apply_known_issues(item, report, hard=outcome.hard, outcome=outcome)
 
     def _command(self, item: pytest.Item) -> str:
-        command = self._session.reproduce(item) if isinstance(item, pytest.Function) else f"pytest {item.nodeid}"
+        command = (
+            self._session.reproduce(item)
+            if isinstance(item, pytest.Function)
+            else f"pytest {item.nodeid}"
+        )
         return f"torchrun --nproc-per-node {self._world.size} -m {command}"
 
     # The end.
@@ -237,7 +270,9 @@ class Inside:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Give every rank an exit code that is no better than any other's."""
         if self._lockstep is not None:
-            session.exitstatus = self._lockstep.end_session(int(exitstatus), self._reason_to_leave(session))
+            session.exitstatus = self._lockstep.end_session(
+                int(exitstatus), self._reason_to_leave(session)
+            )
 
     def _reason_to_leave(self, session: pytest.Session) -> str:
         """Return what ended the session on this rank before all its tests had run; empty if nothing did."""
@@ -258,7 +293,12 @@ class Inside:
         """End this process, whose main thread will not return; rank 0 reports the outcome first. Runs in a thread."""
         item, session = self._item, self._pytest
         try:
-            if self._world.rank == 0 and outcome is not None and item is not None and session is not None:
+            if (
+                self._world.rank == 0
+                and outcome is not None
+                and item is not None
+                and session is not None
+            ):
                 self._report(item, session, outcome)
         finally:
             if self._lockstep is not None:
@@ -293,13 +333,25 @@ def differences(collections: Mapping[int, Mapping[str, list[str]]]) -> str:
             continue
         lines = [
             f"  only rank {0 if line[0] == '-' else rank}: {line[1:]}"
-            for line in difflib.unified_diff(sorted(first["items"]), sorted(other["items"]), lineterm="", n=0)
+            for line in difflib.unified_diff(
+                sorted(first["items"]), sorted(other["items"]), lineterm="", n=0
+            )
             if line[0] in "-+" and line[:3] not in {"---", "+++"}
         ]
         if not lines:
-            index = next(n for n, (a, b) in enumerate(zip(first["items"], other["items"], strict=True)) if a != b)
+            index = next(
+                n
+                for n, (a, b) in enumerate(zip(first["items"], other["items"], strict=True))
+                if a != b
+            )
             pair = f"rank 0 has {first['items'][index]}, rank {rank} has {other['items'][index]}"
             return f"the ranks have their tests in different orders: as number {index + 1} {pair}"
-        more = [f"  and {len(lines) - _DIFFERENCES_SHOWN} more"] if len(lines) > _DIFFERENCES_SHOWN else []
-        return "\n".join(["the ranks have collected different tests:", *lines[:_DIFFERENCES_SHOWN], *more])
+        more = (
+            [f"  and {len(lines) - _DIFFERENCES_SHOWN} more"]
+            if len(lines) > _DIFFERENCES_SHOWN
+            else []
+        )
+        return "\n".join(
+            ["the ranks have collected different tests:", *lines[:_DIFFERENCES_SHOWN], *more]
+        )
     return ""

@@ -20,7 +20,11 @@ from pytest_distcompat.ext.inside.termination import Termination
 from pytest_distcompat.launch import connections
 from pytest_distcompat.launch.forensics.collectives import read_wait_state
 from pytest_distcompat.launch.forensics.flight_recorder import dumps
-from pytest_distcompat.launch.forensics.stalled_ranks import StallDetector, in_torch, may_wait_for_work
+from pytest_distcompat.launch.forensics.stalled_ranks import (
+    StallDetector,
+    in_torch,
+    may_wait_for_work,
+)
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.launch.rank import GRACE
 from pytest_distcompat.plugin.marked.outcome import Outcome
@@ -71,7 +75,11 @@ class Lockstep:
     """
 
     def __init__(
-        self, rank: int, size: int, termination: Termination, overrun: Callable[[Outcome | None], None]
+        self,
+        rank: int,
+        size: int,
+        termination: Termination,
+        overrun: Callable[[Outcome | None], None],
     ) -> None:
         self.rank, self.size = rank, size
         self.termination = termination
@@ -84,11 +92,19 @@ class Lockstep:
         self._step: Step | None = None
         self._number = 0
         #: Names of the keys that each phase sets in the store.
-        self._names = ("problem", "outcome", "shared", *range(size), *(f"waiting/{rank}" for rank in range(size)))
+        self._names = (
+            "problem",
+            "outcome",
+            "shared",
+            *range(size),
+            *(f"waiting/{rank}" for rank in range(size)),
+        )
         self.pids: dict[int, int] = {}
         self._hosts: dict[int, str] = {}
         self._closing = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="distcompat-lockstep", daemon=True)
+        self._watcher = threading.Thread(
+            target=self._watch, name="distcompat-lockstep", daemon=True
+        )
 
     # Once a session.
 
@@ -104,7 +120,9 @@ class Lockstep:
             if text is None:
                 since = self.termination.since
                 reason = (
-                    "ended before it had collected its tests" if since else f"has collected no tests in {timeout:g} s"
+                    "ended before it had collected its tests"
+                    if since
+                    else f"has collected no tests in {timeout:g} s"
                 )
                 raise Gone(f"rank {rank} {reason}")
             received = json.loads(text)
@@ -119,7 +137,9 @@ class Lockstep:
         """
         self._closing.set()
         if reason:
-            self._store_client.put(f"reason/{self.rank}", json.dumps({"time": clock.now(), "reason": reason}))
+            self._store_client.put(
+                f"reason/{self.rank}", json.dumps({"time": clock.now(), "reason": reason})
+            )
         self._store_client.put(f"left/{self.rank}", str(status))
         deadline = clock.now() + REPORT_DELAY_S
         statuses = [self._await(f"left/{rank}", deadline, of=rank) for rank in range(self.size)]
@@ -159,7 +179,9 @@ class Lockstep:
         assert step is not None
         self.termination.wait(0)
         terminated = self.termination.since > 0
-        report = PhaseReport(self.rank, step.location, clock.now(), phase, group=group, terminated=terminated)
+        report = PhaseReport(
+            self.rank, step.location, clock.now(), phase, group=group, terminated=terminated
+        )
         if not self._send(step, report):
             # The time limit came first: the watcher ends this process.
             threading.Event().wait()
@@ -193,7 +215,9 @@ class Lockstep:
             step.reported = True
             if report.problem:
                 self._store_client.put(f"{step.number}/problem", report.problem)
-            self._store_client.put(f"{step.number}/{self.rank}", dataclasses.replace(report, cut=step.cut).to_text())
+            self._store_client.put(
+                f"{step.number}/{self.rank}", dataclasses.replace(report, cut=step.cut).to_text()
+            )
         return True
 
     def _conclude(self, step: Step) -> dict[str, Any]:
@@ -204,18 +228,33 @@ class Lockstep:
                 if text := self._store_client.get(f"{step.number}/{rank}"):
                     reports[rank] = decode(PhaseReport, json.loads(text))
             missing = set(range(self.size)) - set(reports)
-            late = clock.now() > step.deadline + REPORT_DELAY_S or self.termination.since > TERMINATION_DELAY_S / 2
+            late = (
+                clock.now() > step.deadline + REPORT_DELAY_S
+                or self.termination.since > TERMINATION_DELAY_S / 2
+            )
             gone = [
-                rank for rank in missing if self._is_gone(rank) or self._store_client.get(f"left/{rank}") is not None
+                rank
+                for rank in missing
+                if self._is_gone(rank) or self._store_client.get(f"left/{rank}") is not None
             ]
             if late or self._store_client.lost or (gone and len(gone) == len(missing)):
                 break
             clock.sleep(POLL)
-        elsewhere = {rank: report.location for rank, report in reports.items() if report.location != step.location}
-        reasons = {rank: report for rank in set(range(self.size)) - set(reports) if (report := self._left(step, rank))}
+        elsewhere = {
+            rank: report.location
+            for rank, report in reports.items()
+            if report.location != step.location
+        }
+        reasons = {
+            rank: report
+            for rank in set(range(self.size)) - set(reports)
+            if (report := self._left(step, rank))
+        }
         outcome = agree({**reports, **reasons}, self.pids, step.limit)
         if elsewhere:
-            others = "; ".join(f"rank {rank} is at {location}" for rank, location in elsewhere.items())
+            others = "; ".join(
+                f"rank {rank} is at {location}" for rank, location in elsewhere.items()
+            )
             text = f"ranks do not run the same tests: rank 0 is at {step.location}; {others}"
             outcome = Outcome("failed", text, hard=True)
         over = (
@@ -245,7 +284,12 @@ class Lockstep:
         return PhaseReport(rank, step.location, said["time"], phase)
 
     def _await(
-        self, key: str, deadline: float, *, of: int | None = None, termination_delay: float = REPORT_DELAY_S
+        self,
+        key: str,
+        deadline: float,
+        *,
+        of: int | None = None,
+        termination_delay: float = REPORT_DELAY_S,
     ) -> str | None:
         """Wait for a key, and return its text; None if it does not come.
 
@@ -283,7 +327,9 @@ class Lockstep:
                 self._cut_connections(step, GRACE)
             # If another rank, whose limit was a little earlier, is stuck, then so is this one: it reports its stack too.
             if clock.now() > step.deadline or problem == STUCK or terminated:
-                report = PhaseReport(self.rank, step.location, clock.now(), stuck=not terminated, stack=_stacks())
+                report = PhaseReport(
+                    self.rank, step.location, clock.now(), stuck=not terminated, stack=_stacks()
+                )
                 if self._send(step, report):
                     self._give_up(step)
 
@@ -307,7 +353,8 @@ class Lockstep:
             self._store_client.put(f"{step.number}/waiting/{self.rank}", "yes" if waiting else "")
         others = set(range(self.size)) - {self.rank}
         return waiting and all(
-            self._store_client.get(f"{step.number}/{rank}") or self._store_client.get(f"{step.number}/waiting/{rank}")
+            self._store_client.get(f"{step.number}/{rank}")
+            or self._store_client.get(f"{step.number}/waiting/{rank}")
             for rank in others
         )
 
@@ -319,7 +366,9 @@ class Lockstep:
         with self._lock:
             if not step.reported:
                 step.cut = True
-                peers = {pid for rank, pid in self.pids.items() if self._hosts[rank] == self._host} - {os.getpid()}
+                peers = {
+                    pid for rank, pid in self.pids.items() if self._hosts[rank] == self._host
+                } - {os.getpid()}
                 connections.cut(peers, self._port, self._own_connections)
 
 

@@ -19,7 +19,11 @@ def is_rank() -> bool:
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Take the terminal from all ranks but rank 0."""
-    if is_rank() and not early_config.pluginmanager.is_blocked("distcompat") and os.environ["RANK"] != "0":
+    if (
+        is_rank()
+        and not early_config.pluginmanager.is_blocked("distcompat")
+        and os.environ["RANK"] != "0"
+    ):
         from pytest_distcompat.plugin.on_ranks.rank_output import no_terminal
 
         no_terminal(early_config)

@@ -22,7 +22,9 @@ class StoreClient:
     def __init__(self, rank: int, size: int) -> None:
         self._store = _store(rank, size)
         # An older torch cannot list the keys; then none are cleared.
-        self._initial_keys = set(self._store.list_keys()) if hasattr(self._store, "list_keys") else None
+        self._initial_keys = (
+            set(self._store.list_keys()) if hasattr(self._store, "list_keys") else None
+        )
         self._lock = threading.RLock()
         self.lost = False
 

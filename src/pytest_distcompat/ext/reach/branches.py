@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from coverage.plugin import FileReporter
 
 #: Names in a condition that say: it reads a setting.
-_SETTING = re.compile(r"config|args|plugin|handler|setting|option|policy|environ|getenv|kwargs", re.IGNORECASE)
+_SETTING = re.compile(
+    r"config|args|plugin|handler|setting|option|policy|environ|getenv|kwargs", re.IGNORECASE
+)
 #: How a branch out of its function is written where others have a line.
 LEAVES = "exit"
 
@@ -240,7 +242,9 @@ class _Scope:
     def _reads_input(self, condition: ast.expr) -> bool:
         """Tell whether a condition reads an argument of the function, or a setting."""
         for node in ast.walk(condition):
-            if isinstance(node, ast.Name) and (node.id in self.arguments or _SETTING.search(node.id)):
+            if isinstance(node, ast.Name) and (
+                node.id in self.arguments or _SETTING.search(node.id)
+            ):
                 return True
             if isinstance(node, ast.Attribute) and _SETTING.search(node.attr):
                 return True
@@ -292,7 +296,9 @@ class _Scopes:
         # of ``def f(): ...`` is on the line of its definition.
         first = node.body[0].lineno - 1
         last = node.end_lineno or node.lineno
-        scope = _Scope(".".join(names), first, last, self._is_public(names), _argument_names(node.args))
+        scope = _Scope(
+            ".".join(names), first, last, self._is_public(names), _argument_names(node.args)
+        )
         self._scopes.append(scope)
         for line in range(first + 1, last + 1):
             # Functions inside it come later, and take their lines from it.
@@ -307,7 +313,11 @@ class _Scopes:
         return not self._in_private_module
 
     def _function(self, scope: _Scope) -> Function:
-        lines = [line for line in range(scope.first + 1, scope.last + 1) if self._innermost[line] is scope]
+        lines = [
+            line
+            for line in range(scope.first + 1, scope.last + 1)
+            if self._innermost[line] is scope
+        ]
         return Function(scope.name, scope.first, bits_of(lines), scope.public)
 
 

@@ -92,8 +92,12 @@ def read_change(text: str) -> tuple[str, list[ChangedPlace]]:
         return package, list(places_of_diff(library, _read(Path(where))))
     old, separator, new = where.partition("..")
     if not separator:
-        raise UsageProblem(f"{where!r} is not right: expected two directories as OLD_DIR..NEW_DIR, or a .diff file.")
-    return package, list(changed_places(library, _package_directory(old, package), _package_directory(new, package)))
+        raise UsageProblem(
+            f"{where!r} is not right: expected two directories as OLD_DIR..NEW_DIR, or a .diff file."
+        )
+    return package, list(
+        changed_places(library, _package_directory(old, package), _package_directory(new, package))
+    )
 
 
 def files_outside(text: str) -> list[str]:
@@ -107,9 +111,13 @@ def files_outside(text: str) -> list[str]:
     directories = [_package_directory(old, package), _package_directory(new, package)]
     for directory in directories:
         names.update(path.relative_to(directory).as_posix() for path in directory.rglob("*.py"))
-        covered.update(path.relative_to(directory).as_posix() for path in BY_NAME[package].files(directory))
+        covered.update(
+            path.relative_to(directory).as_posix() for path in BY_NAME[package].files(directory)
+        )
     before, after = directories
-    return [name for name in sorted(names - covered) if _bytes(before / name) != _bytes(after / name)]
+    return [
+        name for name in sorted(names - covered) if _bytes(before / name) != _bytes(after / name)
+    ]
 
 
 def _bytes(path: Path) -> bytes:
@@ -166,7 +174,11 @@ def _code_lines(source: str) -> list[str]:
         if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         first = node.body[0] if node.body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and first.end_lineno:
+        if (
+            isinstance(first, ast.Expr)
+            and isinstance(first.value, ast.Constant)
+            and first.end_lineno
+        ):
             for number in range(first.lineno, first.end_lineno + 1):
                 lines[number - 1] = ""
     return ["" if line.lstrip().startswith("#") else line for line in lines]
@@ -254,7 +266,9 @@ class _Block:
         text = [*self._added, *self._removed.values()][0]
         defines = not self._removed and bool(_DEFINITION.match(text))
         after = self._old_first - 1
-        yield ChangedPlace(self._file, self._new_first, tuple(self._removed), after, text.strip(), defines)
+        yield ChangedPlace(
+            self._file, self._new_first, tuple(self._removed), after, text.strip(), defines
+        )
 
 
 def _is_code(text: str) -> bool:

@@ -22,12 +22,20 @@ def add(commands: Any) -> None:
         help="which branches of the stack the cells execute, and which none does",
         description="Show the map that pytest wrote with --distcompat-reach FILE. Several files, of shards, are one map.",
     )
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a map; that of each shard")
-    parser.add_argument("--library", metavar="NAME", help="only this library, with all its functions and branches")
     parser.add_argument(
-        "--cell", metavar="CELL", help="only what these cells execute: an id or a pattern (fsdp2-*, accelerate/*)"
+        "files", type=Path, nargs="+", metavar="FILE", help="a map; that of each shard"
     )
-    parser.add_argument("--missing", action="store_true", help="list the branches that no cell reaches")
+    parser.add_argument(
+        "--library", metavar="NAME", help="only this library, with all its functions and branches"
+    )
+    parser.add_argument(
+        "--cell",
+        metavar="CELL",
+        help="only what these cells execute: an id or a pattern (fsdp2-*, accelerate/*)",
+    )
+    parser.add_argument(
+        "--missing", action="store_true", help="list the branches that no cell reaches"
+    )
     parser.add_argument(
         "--compare",
         type=Path,
@@ -60,7 +68,9 @@ def add(commands: Any) -> None:
         help="with --changed or --compare: of the cells whose values differ in these reports, the functions that do",
     )
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write a page of the map too")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the map of all files into one")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the map of all files into one"
+    )
     parser.set_defaults(call=_reach)
 
 
@@ -95,14 +105,24 @@ def _selected(options: argparse.Namespace) -> ReachMap:
     if options.library:
         known = found.libraries()
         if options.library not in known:
-            raise UsageProblem(f"--library {options.library}: it is not in the map. Known: {', '.join(known)}.")
-        found.files = {file_id: file for file_id, file in found.files.items() if file_id.library == options.library}
-        found.executed = {file_id: one for file_id, one in found.executed.items() if file_id in found.files}
+            raise UsageProblem(
+                f"--library {options.library}: it is not in the map. Known: {', '.join(known)}."
+            )
+        found.files = {
+            file_id: file
+            for file_id, file in found.files.items()
+            if file_id.library == options.library
+        }
+        found.executed = {
+            file_id: one for file_id, one in found.executed.items() if file_id in found.files
+        }
     if options.cell:
         cells = sorted({context.cell for context in found.contexts()})
         found = found.only(options.cell)
         if not found.contexts():
-            raise UsageProblem(f"--cell {options.cell}: none of the {len(cells)} cells in the map: {', '.join(cells)}.")
+            raise UsageProblem(
+                f"--cell {options.cell}: none of the {len(cells)} cells in the map: {', '.join(cells)}."
+            )
     return found
 
 
@@ -121,7 +141,9 @@ def _lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
         yield ""
         yield f"new branches that some cell reaches: {len(news.reached)}"
         yield ""
-        yield from missing(news.lost, "branches that a cell of the earlier release reaches, and none of this one")
+        yield from missing(
+            news.lost, "branches that a cell of the earlier release reaches, and none of this one"
+        )
     elif options.missing:
         yield from missing(unreached(found, found.libraries()), "branches that no cell reaches")
     elif options.library:
@@ -139,7 +161,9 @@ def _value_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
     from pytest_distcompat.report.values import value_changes
 
     if not options.changed and not options.compare:
-        raise UsageProblem("--values needs what has changed: --changed PACKAGE@OLD_DIR..NEW_DIR, or --compare EARLIER")
+        raise UsageProblem(
+            "--values needs what has changed: --changed PACKAGE@OLD_DIR..NEW_DIR, or --compare EARLIER"
+        )
     before, after = options.values
     changes = value_changes(Report.read(before), Report.read(after))
     earlier = read_map(options.compare) if options.compare else None
@@ -149,14 +173,21 @@ def _value_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
 
 
 def _changed_lines(options: argparse.Namespace, found: ReachMap) -> Iterator[str]:
-    from pytest_distcompat.ext.reach.changed import files_outside, old_release, reached_places, read_change
+    from pytest_distcompat.ext.reach.changed import (
+        files_outside,
+        old_release,
+        reached_places,
+        read_change,
+    )
     from pytest_distcompat.ext.reach.selection import check_release, file_lines, select, summary
     from pytest_distcompat.ext.reach.text import changed, changed_unexecuted
 
     text = options.changed
     library, places = read_change(text)
     if library not in found.libraries():
-        raise UsageProblem(f"--changed {text}: {library} is not in the map. Known: {', '.join(found.libraries())}.")
+        raise UsageProblem(
+            f"--changed {text}: {library} is not in the map. Known: {', '.join(found.libraries())}."
+        )
     check_release(found, library, old_release(text))
     reached = reached_places(found, places)
     if options.select:

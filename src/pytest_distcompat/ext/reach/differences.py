@@ -54,7 +54,9 @@ class _Profile:
     taken: Counter[tuple[str, str]]
 
 
-def function_differences(earlier: ReachMap, later: ReachMap, change: ValueChange) -> list[FunctionDifference]:
+def function_differences(
+    earlier: ReachMap, later: ReachMap, change: ValueChange
+) -> list[FunctionDifference]:
     """Return the functions that the cell of a change executes, before its values differ, and that differ between the maps."""
     actions = actions_before(change)
     place = f"{change.driver}/{change.cell}"
@@ -79,7 +81,9 @@ def actions_before(change: ValueChange) -> frozenset[str] | None:
     return _BUILDS | {"step"} if "step" in words else None
 
 
-def _profiles(reach_map: ReachMap, file_id: FileId, place: str, actions: frozenset[str] | None) -> dict[str, _Profile]:
+def _profiles(
+    reach_map: ReachMap, file_id: FileId, place: str, actions: frozenset[str] | None
+) -> dict[str, _Profile]:
     """Return the profile of each function of a file by its name; none of a file that the map has not."""
     if file_id not in reach_map.files:
         return {}
@@ -100,7 +104,10 @@ def _profiles(reach_map: ReachMap, file_id: FileId, place: str, actions: frozens
 
 
 def _profile(
-    file_reach: FileReach, function: Function, executed: Executed, branches: Sequence[tuple[Branch, bool]]
+    file_reach: FileReach,
+    function: Function,
+    executed: Executed,
+    branches: Sequence[tuple[Branch, bool]],
 ) -> _Profile:
     texts = [(branch.text, branch.target_text) for branch, _ in branches]
     taken = Counter((branch.text, branch.target_text) for branch, is_taken in branches if is_taken)
@@ -126,7 +133,10 @@ def _difference(before: _Profile | None, after: _Profile | None) -> str:
 
 
 def difference_lines(
-    changes: Iterable[ValueChange], earlier: ReachMap | None, later: ReachMap, places: Sequence[PlaceReach]
+    changes: Iterable[ValueChange],
+    earlier: ReachMap | None,
+    later: ReachMap,
+    places: Sequence[PlaceReach],
 ) -> Iterator[str]:
     """Yield the lines about cells whose values changed, those together of which the same functions and places differ.
 
@@ -140,7 +150,9 @@ def difference_lines(
     for change in changes:
         lines = [f"  {line}" for line in _changed_places(change, places)]
         if earlier is not None:
-            lines += [f"  {difference}" for difference in function_differences(earlier, later, change)]
+            lines += [
+                f"  {difference}" for difference in function_differences(earlier, later, change)
+            ]
         alike.setdefault(tuple(lines), []).append(change)
     for lines_alike, cells in alike.items():
         for change in cells:
@@ -158,6 +170,8 @@ def _changed_places(change: ValueChange, places: Sequence[PlaceReach]) -> Iterat
     for place_reach in places:
         place = place_reach.place
         for context in place_reach.contexts:
-            if context.place == f"{change.driver}/{change.cell}" and (actions is None or context.action in actions):
+            if context.place == f"{change.driver}/{change.cell}" and (
+                actions is None or context.action in actions
+            ):
                 yield f"{place.file}:{place.line} {place_reach.function}: {place.text}"
                 break

@@ -170,7 +170,9 @@ class FileReach:
 
     def counts(self) -> Counts:
         """Return the numbers of the file."""
-        reached_functions = [function for function in self.file.functions if function.body & self.union.lines]
+        reached_functions = [
+            function for function in self.file.functions if function.body & self.union.lines
+        ]
         return Counts(
             functions=len(self.file.functions),
             reached_functions=len(reached_functions),
@@ -187,7 +189,9 @@ class FileReach:
 
     def functions(self) -> Iterator[FunctionReach]:
         """Yield the functions with their branches, by line."""
-        branches = grouped((branch_reach.branch.function, branch_reach) for branch_reach in self.branches())
+        branches = grouped(
+            (branch_reach.branch.function, branch_reach) for branch_reach in self.branches()
+        )
         for function in self.file.functions:
             # Of several functions with one name, such as a property's getter and setter, the first has all branches.
             own_branches = tuple(branches.pop(function.name, ()))
@@ -197,12 +201,16 @@ class FileReach:
         """Return the contexts that execute any of these lines, which are bits."""
         if not lines & self.union.lines:
             return ()
-        contexts = [context for context, executed in self._executed.items() if executed.lines & lines]
+        contexts = [
+            context for context, executed in self._executed.items() if executed.lines & lines
+        ]
         return tuple(sorted(contexts))
 
     def contexts_of_branches(self, branches: int) -> tuple[Context, ...]:
         """Return the contexts that execute any of these branches, which are bits."""
         if not branches & self.union.branches:
             return ()
-        contexts = [context for context, executed in self._executed.items() if executed.branches & branches]
+        contexts = [
+            context for context, executed in self._executed.items() if executed.branches & branches
+        ]
         return tuple(sorted(contexts))

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from importlib import resources
 
 from pytest_distcompat.ext.reach.map import BranchReach, Counts, FileReach, ReachMap
-from pytest_distcompat.ext.reach.text import ORDER, cells_text, counts_of, headline, titled, unreached
+from pytest_distcompat.ext.reach.text import (
+    ORDER,
+    cells_text,
+    counts_of,
+    headline,
+    titled,
+    unreached,
+)
 from pytest_distcompat.report.html import POLICY
 
 
@@ -45,4 +52,6 @@ def page(found: ReachMap) -> str:
 def _part(found: ReachMap, library: str) -> LibraryPart:
     missing = sorted(unreached(found, [library]), key=lambda one: one.order)
     files = [found.coverage_of(file_id) for file_id in found.files if file_id.library == library]
-    return LibraryPart(library, titled(found, library), counts_of(found, library), tuple(missing), tuple(files))
+    return LibraryPart(
+        library, titled(found, library), counts_of(found, library), tuple(missing), tuple(files)
+    )

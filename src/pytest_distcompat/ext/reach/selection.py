@@ -34,7 +34,9 @@ class SelectedCell:
         return f"{self.cell}: {', '.join(self.actions)}"
 
 
-def select(reach_map: ReachMap, reached: Sequence[PlaceReach], turns: int | None = None) -> list[SelectedCell]:
+def select(
+    reach_map: ReachMap, reached: Sequence[PlaceReach], turns: int | None = None
+) -> list[SelectedCell]:
     """Return the cells that execute changed places, in the order to run them.
 
     The next cell is always the one that executes most of what no earlier cell of its turn does, where a place counts more the
@@ -87,7 +89,9 @@ def _import_users(reach_map: ReachMap, reached: Sequence[PlaceReach]) -> dict[st
     return users
 
 
-def _merged(first: dict[str, set[Executed]], second: dict[str, set[Executed]]) -> dict[str, set[Executed]]:
+def _merged(
+    first: dict[str, set[Executed]], second: dict[str, set[Executed]]
+) -> dict[str, set[Executed]]:
     merged = {cell: set(places) for cell, places in first.items()}
     for cell, places in second.items():
         merged.setdefault(cell, set()).update(places)

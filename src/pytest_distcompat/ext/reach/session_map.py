@@ -66,7 +66,10 @@ class SessionMap:
             if session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
         else:
-            self._lines += [f"reach: {headline(found)}", f"reach: {path}, shown by: distcompat reach {path}"]
+            self._lines += [
+                f"reach: {headline(found)}",
+                f"reach: {path}, shown by: distcompat reach {path}",
+            ]
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -35,7 +35,9 @@ create table reached (file integer, context integer, executed integer);
 def write_map(path: Path, reach_map: ReachMap) -> None:
     """Write a map to a file, in place of what is there. Raises OSError."""
     # SQLite would write to the old file, which may be of another program.
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.absolute().parent) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix=f".{path.name}-", dir=path.absolute().parent
+    ) as directory:
         partial = Path(directory) / path.name
         with contextlib.closing(sqlite3.connect(partial)) as database, database:
             database.executescript(_TABLES)
@@ -56,7 +58,13 @@ def _write_file(database: sqlite3.Connection, file_number: int, file: SourceFile
     file_row = (file_number, file.id.library, file.id.path, _blob(file.statements))
     database.execute("insert into file values (?, ?, ?, ?)", file_row)
     for function in file.functions:
-        function_row = (file_number, function.name, function.first, _blob(function.body), function.public)
+        function_row = (
+            file_number,
+            function.name,
+            function.first,
+            _blob(function.body),
+            function.public,
+        )
         database.execute("insert into function values (?, ?, ?, ?, ?)", function_row)
     for number, branch in enumerate(file.branches):
         branch_row = (
@@ -97,9 +105,13 @@ def read_map(path: Path) -> ReachMap:
         UsageProblem: There is none, or not of this format; the message names the file.
     """
     if not path.is_file():
-        raise UsageProblem(f"{path}: there is no such file; expected one that --distcompat-reach wrote")
+        raise UsageProblem(
+            f"{path}: there is no such file; expected one that --distcompat-reach wrote"
+        )
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        ) as database:
             ((version,),) = database.execute("pragma user_version")
             if version != FORMAT:
                 raise UsageProblem(f"{path}: expected a map of format {FORMAT}, found {version}")
@@ -120,14 +132,22 @@ def _read(database: sqlite3.Connection) -> ReachMap:
         file_ids[number] = file_id
         file_functions = tuple(functions.get(number, ()))
         file_branches = tuple(branches.get(number, ()))
-        reach_map.files[file_id] = SourceFile(file_id, file_functions, file_branches, _bits(statements))
+        reach_map.files[file_id] = SourceFile(
+            file_id, file_functions, file_branches, _bits(statements)
+        )
     contexts: dict[int, Context] = {}
-    for number, driver, cell, action in database.execute("select id, driver, cell, action from context"):
+    for number, driver, cell, action in database.execute(
+        "select id, driver, cell, action from context"
+    ):
         contexts[number] = Context(driver, cell, action)
     executed: dict[int, Executed] = {}
-    for number, lines, taken_branches in database.execute("select id, lines, branches from executed"):
+    for number, lines, taken_branches in database.execute(
+        "select id, lines, branches from executed"
+    ):
         executed[number] = Executed(_bits(lines), _bits(taken_branches))
-    for file_number, context_number, executed_number in database.execute("select file, context, executed from reached"):
+    for file_number, context_number, executed_number in database.execute(
+        "select file, context, executed from reached"
+    ):
         by_context = reach_map.executed.setdefault(file_ids[file_number], {})
         by_context[contexts[context_number]] = executed[executed_number]
     return reach_map

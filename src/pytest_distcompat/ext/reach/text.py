@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_distcompat.ext.reach.branches import Branch
 from pytest_distcompat.ext.reach.changed import CellReach, PlaceReach, cells_by_specificity
-from pytest_distcompat.ext.reach.map import BranchReach, Context, Counts, FileReach, FunctionReach, ReachMap
+from pytest_distcompat.ext.reach.map import (
+    BranchReach,
+    Context,
+    Counts,
+    FileReach,
+    FunctionReach,
+    ReachMap,
+)
 from pytest_distcompat.grouping import grouped
 
 #: The columns of a terminal that lines fit in.
@@ -63,7 +70,9 @@ def library_table(reach_map: ReachMap) -> Iterator[str]:
     yield _row("library", "files", "functions", "branches")
     for library in reach_map.libraries():
         counts = counts_of(reach_map, library)
-        yield _numbers(titled(reach_map, library), f"{counts.reached_files} of {counts.files}", counts)
+        yield _numbers(
+            titled(reach_map, library), f"{counts.reached_files} of {counts.files}", counts
+        )
 
 
 def file_table(reach_map: ReachMap, library: str) -> Iterator[str]:
@@ -77,7 +86,9 @@ def file_table(reach_map: ReachMap, library: str) -> Iterator[str]:
 
 def counts_of(reach_map: ReachMap, library: str) -> Counts:
     """Return the numbers of a library."""
-    return Counts.total(file_reach.counts() for file_reach in reach_map.coverage_of_library(library))
+    return Counts.total(
+        file_reach.counts() for file_reach in reach_map.coverage_of_library(library)
+    )
 
 
 def _row(name: str, files: str, functions: str, branches: str) -> str:
@@ -105,7 +116,9 @@ def _functions_of_file(file_reach: FileReach) -> Iterator[str]:
         return
     yield ""
     yield fitted(f"{file_reach.file.id}: {counts.reached_branches} of {counts.branches} branches")
-    public_first = sorted(file_reach.functions(), key=lambda function_reach: not function_reach.function.public)
+    public_first = sorted(
+        file_reach.functions(), key=lambda function_reach: not function_reach.function.public
+    )
     for function_reach in public_first:
         yield from _function_lines(function_reach)
 
@@ -137,7 +150,9 @@ def cells_text(contexts: Sequence[Context]) -> str:
     # Dicts, because they keep the order and have each only once.
     cells = list(dict.fromkeys(context.place for context in contexts))
     actions = dict.fromkeys(context.action for context in contexts)
-    text = f"{_counted(len(cells), 'cell')} in {' '.join(actions)}: {', '.join(cells[:CELLS_NAMED])}"
+    text = (
+        f"{_counted(len(cells), 'cell')} in {' '.join(actions)}: {', '.join(cells[:CELLS_NAMED])}"
+    )
     if len(cells) > CELLS_NAMED:
         text += ", ..."
     return text
@@ -193,7 +208,8 @@ def changed_unexecuted(places: Sequence[PlaceReach]) -> Iterator[str]:
     unexecuted = _unexecuted(places)
     yield f"places that no cell executes: {len(unexecuted)}"
     lines_by_function = grouped(
-        (f"{place_reach.place.file} {place_reach.function}", place_reach) for place_reach in unexecuted
+        (f"{place_reach.place.file} {place_reach.function}", place_reach)
+        for place_reach in unexecuted
     )
     for function, function_places in lines_by_function.items():
         lines = [str(place_reach.place.line) for place_reach in function_places]
@@ -201,13 +217,17 @@ def changed_unexecuted(places: Sequence[PlaceReach]) -> Iterator[str]:
     definitions = [place_reach for place_reach in places if place_reach.place.defines]
     yield f"new functions and classes: {len(definitions)}"
     for place_reach in definitions:
-        yield fitted(f"  {place_reach.place.file}:{place_reach.place.line} {place_reach.place.text}")
+        yield fitted(
+            f"  {place_reach.place.file}:{place_reach.place.line} {place_reach.place.text}"
+        )
     yield _on_import_line(places)
 
 
 def _unexecuted(places: Sequence[PlaceReach]) -> list[PlaceReach]:
     """Return the places in functions of the old release that no cell executes."""
-    return [place_reach for place_reach in places if place_reach.function and not place_reach.contexts]
+    return [
+        place_reach for place_reach in places if place_reach.function and not place_reach.contexts
+    ]
 
 
 def _on_import_line(places: Sequence[PlaceReach]) -> str:

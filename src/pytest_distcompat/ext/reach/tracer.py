@@ -37,7 +37,11 @@ class RankTracer:
         self._path = path
         self._libraries = installed_libraries()
         # A pattern means to coverage what it means to pathlib. By all files' names a rank would begin half a second later.
-        patterns = [f"{directory}/{part}" for library, directory in self._libraries.items() for part in library.parts]
+        patterns = [
+            f"{directory}/{part}"
+            for library, directory in self._libraries.items()
+            for part in library.parts
+        ]
         self._coverage = Coverage(data_file=None, config_file=False, branch=True, include=patterns)
         self._coverage.set_option("run:disable_warnings", _WARNINGS)
 
@@ -79,7 +83,9 @@ class RankTracer:
 
     def _file_id(self, path: Path) -> FileId:
         library, directory = next(
-            (library, directory) for library, directory in self._libraries.items() if path.is_relative_to(directory)
+            (library, directory)
+            for library, directory in self._libraries.items()
+            if path.is_relative_to(directory)
         )
         return FileId(library.name, path.relative_to(directory).as_posix())
 

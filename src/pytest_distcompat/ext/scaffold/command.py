@@ -24,7 +24,10 @@ from pytest_distcompat.failures import UsageProblem
 ADOPT = "https://github.com/pytest-distcompat/pytest-distcompat/blob/main/docs/adopt.md"
 #: The profile of a session without options, which takes seconds rather than minutes.
 KEY, VALUE = "distcompat_profile", "smoke"
-STRATEGIES: dict[str, tuple[str, ...]] = {"deepspeed": ("zero1", "zero3"), "torch": ("ddp", "fsdp2")}
+STRATEGIES: dict[str, tuple[str, ...]] = {
+    "deepspeed": ("zero1", "zero3"),
+    "torch": ("ddp", "fsdp2"),
+}
 
 
 class _Template(string.Template):
@@ -40,9 +43,23 @@ def add(commands: Any) -> None:
         help="write the suite, the settings and the workflow into a repository",
         description="Find out what the repository has, write what it lacks, change no file.",
     )
-    init.add_argument("directory", type=Path, nargs="?", default=Path(), metavar="DIRECTORY", help="default: this one")
-    init.add_argument("--driver", default="", metavar="NAME", help="a built-in driver, or module:attribute of your own")
-    init.add_argument("--dry-run", action="store_true", help="say what would be written, write nothing")
+    init.add_argument(
+        "directory",
+        type=Path,
+        nargs="?",
+        default=Path(),
+        metavar="DIRECTORY",
+        help="default: this one",
+    )
+    init.add_argument(
+        "--driver",
+        default="",
+        metavar="NAME",
+        help="a built-in driver, or module:attribute of your own",
+    )
+    init.add_argument(
+        "--dry-run", action="store_true", help="say what would be written, write nothing"
+    )
     init.set_defaults(call=_init)
 
 
@@ -56,7 +73,9 @@ def _init(options: argparse.Namespace) -> int:
         _write(repository.root, path, text, dry_run=options.dry_run)
     for line in _notes(repository, options.driver):
         print(line)
-    print("a red cell prints the line that declares it: paste that into expect, or mend the trainer")
+    print(
+        "a red cell prints the line that declares it: paste that into expect, or mend the trainer"
+    )
     suite = repository.tests / "test_distcompat.py"
     change_directory = ""
     if options.directory.resolve() != Path.cwd():
@@ -119,7 +138,10 @@ def _files(repository: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
         lines += [setting.line for setting in _pytest_settings(repository, chosen)]
         yield relative(settings.file, repository.root), "\n".join(lines) + "\n"
     if repository.on_github:
-        yield Path(".github/workflows/distcompat.yml"), _workflow_text(repository, chosen, suite_file)
+        yield (
+            Path(".github/workflows/distcompat.yml"),
+            _workflow_text(repository, chosen, suite_file),
+        )
 
 
 def _driver_text(repository: Repository, chosen: str) -> str:
@@ -185,7 +207,9 @@ def _workflow_text(repository: Repository, chosen: str, suite_file: Path) -> str
     install = f"'pytest-distcompat[{','.join(extras)}]'"
     if repository.installs:
         install = f". {install}"
-    return _filled("workflow.yml", install=install, version=__version__, tests=suite_file.as_posix())
+    return _filled(
+        "workflow.yml", install=install, version=__version__, tests=suite_file.as_posix()
+    )
 
 
 def _filled(template: str, **values: str) -> str:

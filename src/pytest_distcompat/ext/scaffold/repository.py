@@ -12,9 +12,18 @@ from pathlib import Path
 from pytest_distcompat.ext.scaffold.pytest_settings import Settings, relative, settings_of
 
 #: Library to the built-in driver; a library comes before those that it uses.
-DRIVERS = {"transformers": "trainer", "accelerate": "accelerate", "deepspeed": "deepspeed", "torch": "torch"}
+DRIVERS = {
+    "transformers": "trainer",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "torch": "torch",
+}
 #: What wraps a model, to its strategy.
-STRATEGY_OF = {"fully_shard": "fsdp2", "FullyShardedDataParallel": "fsdp1", "DistributedDataParallel": "ddp"}
+STRATEGY_OF = {
+    "fully_shard": "fsdp2",
+    "FullyShardedDataParallel": "fsdp1",
+    "DistributedDataParallel": "ddp",
+}
 #: Directories whose code is not the repository's own.
 _FOREIGN = {"node_modules", "build", "dist", "site-packages", "docs"}
 
@@ -76,7 +85,9 @@ class _Inspection:
                 self.classes.setdefault(kind, Class(module, name, top))
             else:
                 relative_path = path.relative_to(self.root)
-                self.nameless.append(f"{relative_path}: no import can name that file, so {name} has no driver")
+                self.nameless.append(
+                    f"{relative_path}: no import can name that file, so {name} has no driver"
+                )
 
 
 def inspect_repository(root: Path) -> Repository:
@@ -89,7 +100,9 @@ def inspect_repository(root: Path) -> Repository:
         # Skip dangling links, directories named *.py and files that are no Python.
         with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
             inspection.add(path)
-    pythonpath = [relative(root / settings_directory / name, root) for name in settings.listed("pythonpath")]
+    pythonpath = [
+        relative(root / settings_directory / name, root) for name in settings.listed("pythonpath")
+    ]
     return Repository(
         root,
         tests,
@@ -202,7 +215,11 @@ def _strategy_of_loop(tree: ast.Module) -> str:
 def _calls_backward(tree: ast.Module) -> bool:
     """Tell whether a module calls a method ``backward`` of anything."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "backward"
+        ):
             return True
     return False
 

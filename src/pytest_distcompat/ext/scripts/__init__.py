@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from pytest_distcompat.ext.scripts.result import ScriptRun
     from pytest_distcompat.ext.scripts.roundtrip import RoundTrip, resume_roundtrip
 
-__all__ = ["Parity", "RoundTrip", "ScriptRun", "launch", "parity", "resume_roundtrip", "write_configuration"]
+__all__ = [
+    "Parity",
+    "RoundTrip",
+    "ScriptRun",
+    "launch",
+    "parity",
+    "resume_roundtrip",
+    "write_configuration",
+]
 
 _HOME = {
     "Parity": "rank_parity",

@@ -61,7 +61,10 @@ def _patch_accelerate(state: ModuleType) -> None:
         finally:
             busy.clear()
         for handler in settings.pop("kwargs_handlers", ()):
-            kwargs = {**handler.to_kwargs(), **{name: value for name, value in kwargs.items() if value is not None}}
+            kwargs = {
+                **handler.to_kwargs(),
+                **{name: value for name, value in kwargs.items() if value is not None},
+            }
         original(self, settings.pop("cpu", cpu), **kwargs)
         import accelerate
 

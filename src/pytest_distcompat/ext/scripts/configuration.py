@@ -23,13 +23,19 @@ __tracebackhide__ = hides_frames
 #: Other names of a strategy's file in accelerate's examples and in adopters' repositories.
 FILE_ALIASES = {"ddp": ("multi_gpu", "ddp_config")}
 #: Settings that a script's own arguments also control: the JSON sets them to "auto".
-_LEFT_TO_THE_SCRIPT = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_LEFT_TO_THE_SCRIPT = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 _MIXED = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 #: Keys of ``fsdp_config`` in transformers -> in accelerate's file; empty for keys that it lacks.
 _RENAMED = {"cpu_offload": "offload_params", "transformer_layer_cls_to_wrap": ""}
 
 
-def find_configuration(given: str | Path | None, cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
+def find_configuration(
+    given: str | Path | None, cell: Cell, directory: Path, blocks: Sequence[str] = ()
+) -> Path:
     """Return the file for ``accelerate launch``: the given one, the cell's in a given directory, or a new one.
 
     Raises UsageProblem if a given directory has no file for the cell, or no file can describe the cell.
@@ -39,14 +45,20 @@ def find_configuration(given: str | Path | None, cell: Cell, directory: Path, bl
     path = Path(given).resolve()
     if path.is_file():
         return path
-    names = [f"{cell.strategy}-{cell.precision}", cell.strategy, *FILE_ALIASES.get(cell.strategy, ())]
+    names = [
+        f"{cell.strategy}-{cell.precision}",
+        cell.strategy,
+        *FILE_ALIASES.get(cell.strategy, ()),
+    ]
     looked_for: list[str] = []
     for name, suffix in itertools.product(names, ("yaml", "yml", "json")):
         candidate = path / f"{name}.{suffix}"
         if candidate.is_file():
             return candidate
         looked_for.append(candidate.name)
-    raise UsageProblem(f"{given}: no configuration for {cell.strategy}; looked for {', '.join(looked_for)}")
+    raise UsageProblem(
+        f"{given}: no configuration for {cell.strategy}; looked for {', '.join(looked_for)}"
+    )
 
 
 def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
@@ -97,13 +109,18 @@ def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
         del settings["mixed_precision"]
         settings["distributed_type"] = "DEEPSPEED"
         file = _write_deepspeed_json(cell, path.with_suffix(".deepspeed.json"))
-        settings["deepspeed_config"] = {"deepspeed_config_file": str(file), "zero3_init_flag": False}
+        settings["deepspeed_config"] = {
+            "deepspeed_config_file": str(file),
+            "zero3_init_flag": False,
+        }
     elif "fsdp" in cell.strategy:
         settings["distributed_type"] = "FSDP"
         settings["fsdp_config"] = _fsdp(cell, blocks)
         sizes = parallelism(cell)
         if sizes:
-            settings["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
+            settings["parallelism_config"] = {
+                f"parallelism_config_{name}": size for name, size in sizes.items()
+            }
     return settings
 
 
@@ -126,7 +143,12 @@ def _dynamo(cell: Cell) -> dict[str, Any]:
         backend = "INDUCTOR"
     elif mode == "regional":
         backend = "AOT_EAGER"
-    return {"dynamo_config": {"dynamo_backend": backend, "dynamo_use_regional_compilation": mode == "regional"}}
+    return {
+        "dynamo_config": {
+            "dynamo_backend": backend,
+            "dynamo_use_regional_compilation": mode == "regional",
+        }
+    }
 
 
 def _write_deepspeed_json(cell: Cell, file: Path) -> Path:

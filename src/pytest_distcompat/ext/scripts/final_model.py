@@ -42,7 +42,9 @@ def check_final_model(
     return [f"{path}: {finding}" for finding in _compare(run, cell, loaded, saved_name)]
 
 
-def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Callable[[str], str]) -> Iterator[str]:
+def _compare(
+    run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Callable[[str], str]
+) -> Iterator[str]:
     """Yield the differences between the trained model and the one that was read.
 
     ``read`` is what ``scripts.reading`` answered. ``stored`` in it says that the values are those of the files themselves,
@@ -81,7 +83,9 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
     end = last * STRIDE + END
     saved = [Snapshot(0, "train", "files", end + nth, files=tuple(files)) for nth in (1, 2)]
     train = RunTrace("train", run.world_size, (first, *trained, *saved), cell=cell.id)
-    reload = RunTrace("reload", 1, (Snapshot(0, "reload", "reload", 0, unwrapped=loaded),), cell=cell.id)
+    reload = RunTrace(
+        "reload", 1, (Snapshot(0, "reload", "reload", 0, unwrapped=loaded),), cell=cell.id
+    )
     yield from same_values(train, reload, only=only)
 
 
@@ -102,7 +106,9 @@ def _missing_model(run: RunTrace, trained: Iterable[Snapshot], last: int) -> str
     return f"the model of {ranks} was gone at the end: nothing says which weights it had after step {last}, the last"
 
 
-def _loaded_model(unwrapped: UnwrappedInfo, read: Mapping[str, Any], saved_name: Callable[[str], str]) -> UnwrappedInfo:
+def _loaded_model(
+    unwrapped: UnwrappedInfo, read: Mapping[str, Any], saved_name: Callable[[str], str]
+) -> UnwrappedInfo:
     """Return the model that was read, with the unwrapped model's names in place of those that the script saves under."""
     # A library may load names that it has mapped when it saved; what it still calls otherwise is a part of the model by itself.
     already_unwrapped: set[str] = set()
@@ -142,7 +148,9 @@ def _under_first_names(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> Unwra
 
 def _renamed(unwrapped: UnwrappedInfo, name: Callable[[str], str]) -> UnwrappedInfo:
     """Return the model with other names for its parameters and buffers."""
-    parameters = tuple(dataclasses.replace(info, name=name(info.name)) for info in unwrapped.parameters)
+    parameters = tuple(
+        dataclasses.replace(info, name=name(info.name)) for info in unwrapped.parameters
+    )
     buffers = tuple(dataclasses.replace(info, name=name(info.name)) for info in unwrapped.buffers)
     return dataclasses.replace(unwrapped, parameters=parameters, buffers=buffers)
 

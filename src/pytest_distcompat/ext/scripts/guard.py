@@ -28,7 +28,9 @@ def failed() -> bool:
     return _failed
 
 
-def attempt(where: str, function: Callable[..., Any], *args: Any, always: bool = False, **kwargs: Any) -> Any:
+def attempt(
+    where: str, function: Callable[..., Any], *args: Any, always: bool = False, **kwargs: Any
+) -> Any:
     """Call ``function`` and return its result; None if it raises, or if the probe has failed before.
 
     ``where`` names the call of the script. With ``always`` a probe that failed before is called too, to report how the
@@ -45,7 +47,9 @@ def attempt(where: str, function: Callable[..., Any], *args: Any, always: bool =
         return None
 
 
-def guarded(where: str, function: Callable[..., Any], *, always: bool = False) -> Callable[..., Any]:
+def guarded(
+    where: str, function: Callable[..., Any], *, always: bool = False
+) -> Callable[..., Any]:
     """Return ``function`` wrapped in ``attempt``, for a caller that stores it: a hook, a callback."""
 
     @functools.wraps(function)

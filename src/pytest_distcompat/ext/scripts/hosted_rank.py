@@ -61,7 +61,9 @@ class HostedRank:
             faulthandler.enable(file=self._open("fault"))
         # A process that SIGTERM ends runs no Python code any more; ``chain`` keeps the signal's effect.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            faulthandler.register(signal.SIGTERM, file=self._open("ended"), all_threads=False, chain=True)
+            faulthandler.register(
+                signal.SIGTERM, file=self._open("ended"), all_threads=False, chain=True
+            )
         self._watch_exit()
         self.log.write(
             Start(
@@ -87,7 +89,9 @@ class HostedRank:
     def _watch_exit(self) -> None:
         hook = sys.excepthook
 
-        def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
+        def excepthook(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None, /
+        ) -> None:
             if _ends_process(trace):
                 guard.attempt("sys.excepthook", self.fail, error, always=True)
             hook(kind, error, trace)
@@ -116,7 +120,9 @@ class HostedRank:
         if self.is_this_process() and not self._end_logged:
             self._end_logged = True
             message = "".join(traceback.format_exception_only(error)).strip()
-            self.log.write(Error(type(error).__name__, message, format_error(error), lost=lost_peer(error)))
+            self.log.write(
+                Error(type(error).__name__, message, format_error(error), lost=lost_peer(error))
+            )
 
     def exit_like_preempted(self) -> None:
         """Exit at once with code 0, as a preempted rank does: without atexit functions or leaving the process group."""
@@ -193,9 +199,13 @@ def claim(rank: int) -> HostedRank | None:
     try:
         descriptor = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
-        if mark.read_text(encoding="ascii") != str(os.getpid()) and not _ended_well(directory, rank):
+        if mark.read_text(encoding="ascii") != str(os.getpid()) and not _ended_well(
+            directory, rank
+        ):
             return None
-        (directory / f"rank-{rank}.jsonl").rename(directory / f"before-{os.getpid()}-rank-{rank}.jsonl")
+        (directory / f"rank-{rank}.jsonl").rename(
+            directory / f"before-{os.getpid()}-rank-{rank}.jsonl"
+        )
         descriptor = os.open(mark, os.O_WRONLY | os.O_TRUNC)
     with os.fdopen(descriptor, "w") as file:
         file.write(str(os.getpid()))

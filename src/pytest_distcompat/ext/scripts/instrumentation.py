@@ -41,7 +41,10 @@ def enter() -> None:
 
 def _share_gpus() -> None:
     """Let LOCAL_RANK, by which scripts choose their GPU, name one that is there; ranks that share it divide its memory."""
-    if wrappers.probe_config().device == "cuda" and {"WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
+    if (
+        wrappers.probe_config().device == "cuda"
+        and {"WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
+    ):
         on_import("torch", World.from_environment("cuda").divide_memory_once_used)
 
 
@@ -89,7 +92,10 @@ def _process_groups(torch: ModuleType) -> None:
 def _optimizer_steps(torch: ModuleType) -> None:
     """Register torch's hooks of all optimizers."""
     del torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    from torch.optim.optimizer import (
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
 
     def before(optimizer: Any, *_: Any) -> None:
         recorder = wrappers.current_recorder()
@@ -219,7 +225,11 @@ def _callback(recorder: Recorder) -> Any:
             guard.attempt("TrainerCallback.on_step_begin", self._record_load, state)
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
-            guard.attempt("TrainerCallback.on_train_end", recorder.call_unobserved, recorder.record_final_model)
+            guard.attempt(
+                "TrainerCallback.on_train_end",
+                recorder.call_unobserved,
+                recorder.record_final_model,
+            )
 
         def _record_load(self, state: Any) -> None:
             if not self.started and state.global_step:
@@ -251,13 +261,19 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
     # In the defining modules too, because a script may import them from there.
     "torch.distributed.checkpoint": {
         **dict.fromkeys(
-            ("save", "state_dict_saver.save", "async_save", "state_dict_saver.async_save"), wrappers.saves(_dcp_path)
+            ("save", "state_dict_saver.save", "async_save", "state_dict_saver.async_save"),
+            wrappers.saves(_dcp_path),
         ),
         **dict.fromkeys(("load", "state_dict_loader.load"), wrappers.loads),
     },
     # They step a fresh optimizer without gradients: https://github.com/pytorch/pytorch/pull/125708.
     "torch.distributed.checkpoint.state_dict": dict.fromkeys(
-        ("get_state_dict", "get_optimizer_state_dict", "set_state_dict", "set_optimizer_state_dict"),
+        (
+            "get_state_dict",
+            "get_optimizer_state_dict",
+            "set_state_dict",
+            "set_optimizer_state_dict",
+        ),
         wrappers.ignores_steps,
     ),
     "accelerate.accelerator": {
@@ -275,7 +291,9 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
         "initialize": wrappers.wraps(lambda result, _args: result[:1]),
         "DeepSpeedEngine.backward": wrappers.trains(_first_of_method),
         "DeepSpeedEngine.step": _engine_steps,
-        "DeepSpeedEngine.save_checkpoint": wrappers.saves(lambda _result, args, kwargs: _first_of_method(args, kwargs)),
+        "DeepSpeedEngine.save_checkpoint": wrappers.saves(
+            lambda _result, args, kwargs: _first_of_method(args, kwargs)
+        ),
         "DeepSpeedEngine.load_checkpoint": wrappers.loads,
     },
     "safetensors.torch": {
@@ -286,14 +304,22 @@ _CALLS: Mapping[str, Mapping[str, Wrapper]] = {
     "transformers.trainer": {
         "Trainer.__init__": _constructs_trainer,
         f"Trainer.{SAVE}": wrappers.saves(
-            lambda _result, args, _kwargs: Path(args[0].args.output_dir, f"checkpoint-{args[0].state.global_step}")
+            lambda _result, args, _kwargs: Path(
+                args[0].args.output_dir, f"checkpoint-{args[0].state.global_step}"
+            )
         ),
         # The final model, from which no training resumes.
         "Trainer.save_model": wrappers.saves(
-            lambda _result, args, kwargs: _first_of_method(args[:2], kwargs) or args[0].args.output_dir, everyone=False
+            lambda _result, args, kwargs: (
+                _first_of_method(args[:2], kwargs) or args[0].args.output_dir
+            ),
+            everyone=False,
         ),
     },
     # All ranks call it, and it writes through a file system of Lightning's own:
     # https://lightning.ai/docs/pytorch/stable/common/trainer.html.
-    **{f"{package}.trainer": {"Trainer.save_checkpoint": wrappers.saves(_second("filepath"))} for package in LIGHTNING},
+    **{
+        f"{package}.trainer": {"Trainer.save_checkpoint": wrappers.saves(_second("filepath"))}
+        for package in LIGHTNING
+    },
 }

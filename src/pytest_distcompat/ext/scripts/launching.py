@@ -140,7 +140,10 @@ def launch(
     working_directory = Path(cwd or Path.cwd())
     texts = environment or {}
     check_argument(
-        "script", script, isinstance(script, (str, Path)), "expected a path, or '-m' before the name of a module"
+        "script",
+        script,
+        isinstance(script, (str, Path)),
+        "expected a path, or '-m' before the name of a module",
     )
     check_argument("blocks", blocks, _are_texts(classes), "expected class names")
     callable_or_none = saved_name is None or callable(saved_name)
@@ -148,16 +151,22 @@ def launch(
     is_time = isinstance(limit, (int, float)) and limit > 0
     check_argument("timeout", limit, is_time, "expected a number of seconds above 0")
     check_argument("world_size", ranks, isinstance(ranks, int) and ranks > 0, RANKS)
-    check_argument("watch_steps", watch_steps, isinstance(watch_steps, int) and watch_steps >= 0, _STEPS)
+    check_argument(
+        "watch_steps", watch_steps, isinstance(watch_steps, int) and watch_steps >= 0, _STEPS
+    )
     check_argument("cwd", str(cwd), working_directory.is_dir(), "there is no such directory")
-    check_argument("environment", texts, isinstance(texts, Mapping), "expected a mapping of names to texts")
+    check_argument(
+        "environment", texts, isinstance(texts, Mapping), "expected a mapping of names to texts"
+    )
     check_argument("environment", texts, _are_texts([*texts.values()]), "expected texts")
     _check_pattern(fails)
     _check_single_arguments(args)
     cell = _cell(strategy, precision, ranks, options or {})
     arguments = tuple(str(argument) for argument in args)
     uses_file = _uses_configuration(launcher, arguments, configuration, strategy)
-    directory = host.new_directory(arguments[0] if script == "-m" and arguments else Path(script).stem)
+    directory = host.new_directory(
+        arguments[0] if script == "-m" and arguments else Path(script).stem
+    )
     file = None
     if uses_file:
         file = find_configuration(configuration, cell, directory, classes)
@@ -205,7 +214,9 @@ def _check_pattern(fails: str) -> None:
     try:
         re.compile(fails)
     except (re.error, TypeError) as error:
-        raise UsageProblem(f"fails={fails!r:.200}: expected a regular expression ({error})") from None
+        raise UsageProblem(
+            f"fails={fails!r:.200}: expected a regular expression ({error})"
+        ) from None
 
 
 def _check_single_arguments(args: Sequence[object]) -> None:
@@ -232,7 +243,9 @@ def _uses_configuration(
         raise UsageProblem(f"configuration={str(configuration)!r} is not used: {unused}")
     can_exist = bool(strategy or configuration)
     if named and not can_exist:
-        raise UsageProblem("{configuration} stands for no file: give configuration=, or strategy= to have one made")
+        raise UsageProblem(
+            "{configuration} stands for no file: give configuration=, or strategy= to have one made"
+        )
     return is_read and can_exist
 
 
@@ -252,7 +265,9 @@ def _are_texts(values: object) -> bool:
     return isinstance(values, (tuple, list)) and all(isinstance(value, str) for value in values)
 
 
-def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, OptionValue]) -> Cell:
+def _cell(
+    strategy: str, precision: str, world_size: int, options: Mapping[str, OptionValue]
+) -> Cell:
     """Return the cell that should be running, ``ddp`` without a strategy. Raises UsageProblem for an invalid one."""
     PRECISIONS.get(precision)
     if strategy:
@@ -278,7 +293,13 @@ LAUNCHERS = ("torchrun", "accelerate", "cli")
 
 
 def command_line(
-    script: str, args: Sequence[str], launcher: str, *, world_size: int, directory: Path, configuration: Path | None
+    script: str,
+    args: Sequence[str],
+    launcher: str,
+    *,
+    world_size: int,
+    directory: Path,
+    configuration: Path | None,
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the command line that runs ``script`` on ``world_size`` ranks with logs in ``directory``, and its variables.
 
@@ -295,14 +316,32 @@ def command_line(
     if script == "-m" and not args:
         raise UsageProblem("'-m' needs the name of a module after it")
     if script != "-m" and not Path(script).is_file():
-        raise UsageProblem(f"there is no script {script!r}; a module goes by '-m', 'name', a command by launcher='cli'")
+        raise UsageProblem(
+            f"there is no script {script!r}; a module goes by '-m', 'name', a command by launcher='cli'"
+        )
     if launcher == "torchrun":
         # Standalone: the kernel chooses the port, so that two runs at a time cannot connect to each other.
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        start = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(world_size),
+        ]
     elif launcher == "accelerate":
         start = [sys.executable, "-m", "accelerate.commands.launch"]
         # It ignores torchrun's variables, but has these two of torchrun's options.
-        start += ["--num_processes", str(world_size), "--main_process_port", "0", "--tee", "3", "--log_dir", str(logs)]
+        start += [
+            "--num_processes",
+            str(world_size),
+            "--main_process_port",
+            "0",
+            "--tee",
+            "3",
+            "--log_dir",
+            str(logs),
+        ]
         if configuration is not None:
             start += ["--config_file", str(configuration)]
     else:
@@ -315,7 +354,9 @@ def command_line(
 def _executable(command: str) -> str:
     """Return the path of a command. Raises UsageProblem if there is none."""
     # This Python's environment need not be activated.
-    executable = shutil.which(command) or shutil.which(command, path=str(Path(sys.executable).parent))
+    executable = shutil.which(command) or shutil.which(
+        command, path=str(Path(sys.executable).parent)
+    )
     if executable is None:
         raise UsageProblem(f"there is no command {command!r} on the PATH")
     return executable

@@ -40,7 +40,13 @@ class Distcompat:
         problem = session.too_large(max(sizes, default=session.world_size))
         if problem:
             pytest.skip(problem)
-        return Host(session.device, session.world_size, session.pool, session.timeout, session.store / "scripts")
+        return Host(
+            session.device,
+            session.world_size,
+            session.pool,
+            session.timeout,
+            session.store / "scripts",
+        )
 
     def launch(self, script: str | Path, *args: str | Path, **settings: Any) -> ScriptRun:
         """Call ``pytest_distcompat.ext.scripts.launch``, and note in the test's report what was bridged on the CPU."""
@@ -53,7 +59,9 @@ class Distcompat:
             run.raise_if_failed()
         return run
 
-    def resume_roundtrip(self, script: str | Path, args: Sequence[str], **settings: Any) -> RoundTrip:
+    def resume_roundtrip(
+        self, script: str | Path, args: Sequence[str], **settings: Any
+    ) -> RoundTrip:
         """Call ``pytest_distcompat.ext.scripts.resume_roundtrip``."""
         from pytest_distcompat.ext.scripts import resume_roundtrip
 

@@ -83,7 +83,10 @@ class Parity:
     def _other_norms(self, one: Iterable[Snapshot], many: Sequence[Snapshot]) -> Iterator[str]:
         """Yield a finding for each copy of the model whose gradients have another norm than those of the run on one rank."""
         expected = math.sqrt(sum(step.square for snapshot in one for step in snapshot.steps))
-        shares = {snapshot.rank: together((step.holders, step.square) for step in snapshot.steps) for snapshot in many}
+        shares = {
+            snapshot.rank: together((step.holders, step.square) for step in snapshot.steps)
+            for snapshot in many
+        }
         holders = {rank: ranks for rank, (ranks, _) in shares.items()}
         for ranks in shard_groups(holders, len(many)):
             norm = math.sqrt(sum(shares[rank][1] for rank in ranks if rank in shares))
@@ -96,7 +99,11 @@ class Parity:
         """Yield a finding for parameters and buffers that differ after the last step, from what their sums show."""
         expected = _final_weights(self.one.trace)
         found = _final_weights(self.many.trace)
-        others = [name for name in expected.keys() & found.keys() if not self._is_close(expected[name], found[name])]
+        others = [
+            name
+            for name in expected.keys() & found.keys()
+            if not self._is_close(expected[name], found[name])
+        ]
         if others:
             yield f"after the last step {and_others(others)} have other values than on one rank"
 
@@ -105,7 +112,9 @@ class Parity:
         if found.numel != expected.numel:
             return True  # parts that are no whole: nothing to compare
         norm = math.sqrt(expected.square)
-        close_norm = math.isclose(math.sqrt(found.square), norm, rel_tol=self.norm_tolerance, abs_tol=1e-6)
+        close_norm = math.isclose(
+            math.sqrt(found.square), norm, rel_tol=self.norm_tolerance, abs_tol=1e-6
+        )
         allowed = self.norm_tolerance * norm * math.sqrt(expected.numel) + 1e-6
         return close_norm and abs(found.total - expected.total) <= allowed
 
@@ -183,23 +192,44 @@ def parity(
         RunFailedError: If a run fails.
         UsageProblem: For a wrong argument.
     """
-    check_argument("steps", steps, isinstance(steps, int) and steps > 0, "expected a number of steps, 1 or more")
+    check_argument(
+        "steps",
+        steps,
+        isinstance(steps, int) and steps > 0,
+        "expected a number of steps, 1 or more",
+    )
     for name, arguments in (("one", one), ("many", many)):
-        check_argument(name, arguments, isinstance(arguments, (list, tuple)), "expected a list of texts")
-    reserved = [name for name in ("watch_steps", "stop_after", "allow_failure", "fails") if name in settings]
+        check_argument(
+            name, arguments, isinstance(arguments, (list, tuple)), "expected a list of texts"
+        )
+    reserved = [
+        name for name in ("watch_steps", "stop_after", "allow_failure", "fails") if name in settings
+    ]
     if reserved:
         raise UsageProblem(f"parity takes no {reserved[0]}: it says that of each run itself")
     host = host or Host.here()
     ranks = host.world_size if world_size is None else world_size
-    check_argument("world_size", ranks, isinstance(ranks, int) and ranks > 1, "expected a number of ranks, 2 or more")
+    check_argument(
+        "world_size",
+        ranks,
+        isinstance(ranks, int) and ranks > 1,
+        "expected a number of ranks, 2 or more",
+    )
     rounding = PRECISIONS.get(precision)
-    common: dict[str, Any] = {**settings, "precision": precision, "watch_steps": steps, "host": host}
+    common: dict[str, Any] = {
+        **settings,
+        "precision": precision,
+        "watch_steps": steps,
+        "host": host,
+    }
     runs: list[ScriptRun] = []
     try:
         runs.append(launch(script, *one, world_size=1, **common))
         runs.append(launch(script, *many, world_size=ranks, strategy=strategy, **common))
         # Both runs round, each in its own way.
-        found = Parity(runs[0], runs[1], steps, 2 * rounding.loss_tolerance, 2 * rounding.norm_tolerance)
+        found = Parity(
+            runs[0], runs[1], steps, 2 * rounding.loss_tolerance, 2 * rounding.norm_tolerance
+        )
         found.check()
     except (Incompatible, RunFailedError):
         for run in runs:

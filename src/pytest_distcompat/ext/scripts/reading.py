@@ -74,7 +74,9 @@ def _read_files(request: Mapping[str, Any]) -> dict[str, Any]:
             infos = list(read_files(path))
         else:
             # A file that holds several things is listed as ``FILE:PART``.
-            infos = [info for info in read_files(path.parent) if info.path.split(":")[0] == path.name]
+            infos = [
+                info for info in read_files(path.parent) if info.path.split(":")[0] == path.name
+            ]
         files[str(path)] = [dataclasses.asdict(info) for info in infos]
     return {"files": files}
 
@@ -107,13 +109,19 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
         "files": [dataclasses.asdict(info) for info in files],
     }
     if not any(info.holds == "model" for info in files):
-        names = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
+        names = sorted(
+            str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()
+        )
         answer["problem"] = f"holds no weights (files: {', '.join(names) or 'none'})"
         return answer
     composite_class = _composite_class(directory)
     if composite_class is not None:
         # The library renames keys when it saves and when it loads: its names are those of the model that it makes of them.
-        return answer | {"stored": False, "renamed_by_library": True} | _load_composite(composite_class, directory)
+        return (
+            answer
+            | {"stored": False, "renamed_by_library": True}
+            | _load_composite(composite_class, directory)
+        )
     if answer["stored"]:
         return answer | {"unwrapped": dataclasses.asdict(_read_values(path, checkpoints))}
     return answer | _load_pretrained(directory)
@@ -135,7 +143,9 @@ def _load_pretrained(directory: Path) -> dict[str, Any]:
     from pytest_distcompat.probe.live import read_unwrapped
 
     try:
-        model, loading_info = _model_class(directory).from_pretrained(directory, output_loading_info=True)
+        model, loading_info = _model_class(directory).from_pretrained(
+            directory, output_loading_info=True
+        )
     except Exception as error:
         return {"problem": f"from_pretrained raised {type(error).__name__}: {error}"}
     loaded: dict[str, Any] = {}
@@ -149,7 +159,9 @@ def _load_pretrained(directory: Path) -> dict[str, Any]:
     return loaded
 
 
-def _files_of_model(infos: Iterable[FileInfo], path: Path, checkpoints: Collection[Path]) -> list[FileInfo]:
+def _files_of_model(
+    infos: Iterable[FileInfo], path: Path, checkpoints: Collection[Path]
+) -> list[FileInfo]:
     """Return the files of the model at ``path``: that file, or those in that directory and its module directories.
 
     If they hold no model, it is all files below the directory, except for the checkpoints that the run wrote there.
@@ -169,7 +181,11 @@ def _files_of_model(infos: Iterable[FileInfo], path: Path, checkpoints: Collecti
             direct.append(info)
     if any(info.holds == "model" for info in direct):
         return direct
-    excluded = {checkpoint for checkpoint in checkpoints if checkpoint != path and checkpoint not in path.parents}
+    excluded = {
+        checkpoint
+        for checkpoint in checkpoints
+        if checkpoint != path and checkpoint not in path.parents
+    }
     outside_checkpoints: list[FileInfo] = []
     for info in infos:
         file = _file_of(info, path)
@@ -189,7 +205,9 @@ def _composite_class(directory: Path) -> Any:
     """Return the class of sentence-transformers that loads the directory; None if it wrote none, or is not installed."""
     # https://sbert.net/docs/sentence_transformer/usage/custom_models.html
     try:
-        config = json.loads((directory / "config_sentence_transformers.json").read_text(encoding="utf-8"))
+        config = json.loads(
+            (directory / "config_sentence_transformers.json").read_text(encoding="utf-8")
+        )
         library: Any = importlib.import_module("sentence_transformers")
     except (OSError, ValueError, ImportError):
         return None
@@ -218,11 +236,16 @@ def _read_values(path: Path, checkpoints: Collection[Path]) -> UnwrappedInfo:
         if info.holds == "model":
             digest_by_key.update(info.digests)
     # Digests are of values in whatever dtype, so that the dtype does not matter.
-    parameters = [ParameterInfo(key, (), "float32", digest=digest) for key, digest in digest_by_key.items()]
+    parameters = [
+        ParameterInfo(key, (), "float32", digest=digest) for key, digest in digest_by_key.items()
+    ]
     return UnwrappedInfo(tuple(parameters))
 
 
-_ANSWERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {"files": _read_files, "final": _load_final_model}
+_ANSWERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "files": _read_files,
+    "final": _load_final_model,
+}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -164,7 +164,9 @@ class Recorder:
                 if not torch.compiler.is_compiling():
                     guarded(*arguments)
 
-            self._hooks.append(value.register_forward_pre_hook(Hook(hook), prepend=True, with_kwargs=True))
+            self._hooks.append(
+                value.register_forward_pre_hook(Hook(hook), prepend=True, with_kwargs=True)
+            )
         elif hasattr(value, "param_groups"):
             self.tracked.optimizers.append(weakref.ref(value))
 
@@ -173,7 +175,9 @@ class Recorder:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def _forward(
+        self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
         """Record the inputs of the outermost model: the first wrapped model that computes in training."""
         # ``kwargs`` is None if an earlier hook of the same call removed this one: torch iterates over a copy of the
         # hooks.
@@ -195,7 +199,9 @@ class Recorder:
         if self.in_full and not any(compiled_modules(module)):
             self._hooks += self.observer.attach_to_layers(unwrapped(module))
 
-    def _before_forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(
+        self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._end_step_or_stop()
         self.observer.record_inputs(module, args, kwargs)
 
@@ -325,14 +331,19 @@ class Recorder:
         if model is not None:
             self._model = weakref.ref(model)
             unwrapped = {"unwrapped": self.tracked.unwrapped_of(model)}
-            self._untrained_snapshots = {"build_model": unwrapped, "load": self._read_fields(whole=True)}
+            self._untrained_snapshots = {
+                "build_model": unwrapped,
+                "load": self._read_fields(whole=True),
+            }
 
     def record_final_model(self) -> None:
         """Record the trained model when training may be over, once after each step."""
         self.finish_step()
         if self._read_file and not self._built and self._final_recorded_at != self.steps:
             # A file is read before its parts are loaded, so that the model shows them now.
-            self._read_untrained(self.tracked.last_optimizer() or self.tracked.last_torch_optimizer())
+            self._read_untrained(
+                self.tracked.last_optimizer() or self.tracked.last_torch_optimizer()
+            )
         model = self._live_model()
         if model is not None and self._final_recorded_at != self.steps:
             self._final_recorded_at = self.steps
@@ -342,7 +353,9 @@ class Recorder:
             # A quantized tensor may have no arithmetic.
             with contextlib.suppress(NotImplementedError, RuntimeError, TypeError):
                 sums = read_sums(model)
-            self._write_snapshot("export", self._index(END), sums=sums, **self._read_fields(whole=True))
+            self._write_snapshot(
+                "export", self._index(END), sums=sums, **self._read_fields(whole=True)
+            )
 
     def _live_model(self) -> Module | None:
         """Return the model that is trained; None if there is none yet, or the script has dropped it."""
@@ -355,7 +368,9 @@ class Recorder:
         model = self._live_model()
         if model is None:
             return {}
-        size = self.tracked.accelerator_attribute("num_processes") or getattr(model, "world_size", None)
+        size = self.tracked.accelerator_attribute("num_processes") or getattr(
+            model, "world_size", None
+        )
         return read_snapshot_fields(
             model,
             self._optimizer,

@@ -79,19 +79,30 @@ class ScriptRun:
     def raise_unless_failed(self, declared: str) -> None:
         """Raise Incompatible if the run did not fail, RunFailedError if it hung or failed otherwise than declared."""
         if not self.failed:
-            raise Incompatible(f"all ranks ended well; expected the run to fail with {declared!r}\n{self.text()}")
+            raise Incompatible(
+                f"all ranks ended well; expected the run to fail with {declared!r}\n{self.text()}"
+            )
         if self.ending.timed_out or not re.search(declared, self.ending.headline()):
-            raise RunFailedError(f"the run failed otherwise than with {declared!r}\n\n{self.text()}", hard=self.hard)
+            raise RunFailedError(
+                f"the run failed otherwise than with {declared!r}\n\n{self.text()}", hard=self.hard
+            )
 
     def text(self) -> str:
         """Return a report of how the run ended, with its CPU bridges, its logs and the command that repeats it."""
-        parts = [self.ending.text(), *self.labels, f"logs: {self.directory}", f"this run alone: {self.ending.command}"]
+        parts = [
+            self.ending.text(),
+            *self.labels,
+            f"logs: {self.directory}",
+            f"this run alone: {self.ending.command}",
+        ]
         return "\n".join(parts)
 
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
         """Return one line for each change that the CPU bridge has made to a library."""
-        return tuple(dict.fromkeys(f"CPU bridge: {change.what}" for change in self._logged(Bridged)))
+        return tuple(
+            dict.fromkeys(f"CPU bridge: {change.what}" for change in self._logged(Bridged))
+        )
 
     def _logged(self, kind: type[_E]) -> list[_E]:
         """Return the events of that kind that any rank logged."""
@@ -139,7 +150,10 @@ class ScriptRun:
             bad = verdicts
         if not bad:
             return
-        paragraphs = [f"{verdict.check} ({verdict.cell}): {verdict.status}\n{verdict.message}" for verdict in bad]
+        paragraphs = [
+            f"{verdict.check} ({verdict.cell}): {verdict.status}\n{verdict.message}"
+            for verdict in bad
+        ]
         if self.failed:
             paragraphs.append(self.text())
         else:
@@ -153,7 +167,9 @@ class ScriptRun:
             raise UsageProblem(f"no check is named. Known: {', '.join(known)}")
         for name in names:
             if name not in known:
-                raise UsageProblem(f"{name!r} is no check of a script's run. Known: {', '.join(known)}")
+                raise UsageProblem(
+                    f"{name!r} is no check of a script's run. Known: {', '.join(known)}"
+                )
         return [self._verdict(name) for name in names]
 
     @property
@@ -162,7 +178,9 @@ class ScriptRun:
 
     def _verdict(self, name: str) -> Verdict:
         if self.cell is None and name != FINAL_MODEL_CHECK:
-            raise UsageProblem(f"check {name!r}: launch() got no strategy, so nothing says what should run")
+            raise UsageProblem(
+                f"check {name!r}: launch() got no strategy, so nothing says what should run"
+            )
         if self.failed:
             return self._verdict_of_failed_run(name)
         problem = self.missing_evidence()

@@ -12,7 +12,13 @@ from typing import Any
 
 from pytest_distcompat.checks import message, pairs
 from pytest_distcompat.checks._values import differences, other_dtypes, settings, values
-from pytest_distcompat.ext.scripts.launching import RANKS, Host, check_argument, launch, leave_directory
+from pytest_distcompat.ext.scripts.launching import (
+    RANKS,
+    Host,
+    check_argument,
+    launch,
+    leave_directory,
+)
 from pytest_distcompat.ext.scripts.recorder import STRIDE
 from pytest_distcompat.ext.scripts.result import ScriptRun
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
@@ -48,7 +54,10 @@ def _grad_norms(snapshot: Snapshot) -> tuple[float, ...]:
 
 def _parameters(snapshot: Snapshot) -> dict[str, _StoredValue]:
     """Return the parameters and buffers by name."""
-    return {info.name: _StoredValue(info.digest, info.dtype) for info in (*snapshot.parameters, *snapshot.buffers)}
+    return {
+        info.name: _StoredValue(info.digest, info.dtype)
+        for info in (*snapshot.parameters, *snapshot.buffers)
+    }
 
 
 def _optimizer(snapshot: Snapshot) -> _OptimizerValues:
@@ -115,7 +124,11 @@ class RoundTrip:
         if wrong_steps:
             return wrong_steps
         differing_steps = list(self._differing_steps())
-        findings = [*self._not_repeatable(), *self._loaded(explain=bool(differing_steps)), *differing_steps]
+        findings = [
+            *self._not_repeatable(),
+            *self._loaded(explain=bool(differing_steps)),
+            *differing_steps,
+        ]
         return list(dict.fromkeys(findings))
 
     def check(self) -> None:
@@ -146,7 +159,9 @@ class RoundTrip:
         """Yield a finding if the two runs from the start differ: then a third cannot be compared with them."""
         for nth in range(self.save_at):
             for through, stopped in pairs(_step(self.through, nth), _step(self.stopped, nth)):
-                differing = [name for name in ("losses", "data") if not self._equal(name, through, stopped)]
+                differing = [
+                    name for name in ("losses", "data") if not self._equal(name, through, stopped)
+                ]
                 if differing:
                     finding = f"{' and '.join(differing)} differ in step {nth + 1} of two runs from the start"
                     yield f"rank {through.rank}: {finding}: the script is not repeatable (is a seed missing?)"
@@ -183,9 +198,13 @@ class RoundTrip:
         reported: set[tuple[int, str]] = set()
         for number in range(self.save_at, self.total):
             steps_after_load = number + 1 - self.save_at
-            snapshots = list(pairs(_step(self.through, number), _step(self.resumed, steps_after_load - 1)))
+            snapshots = list(
+                pairs(_step(self.through, number), _step(self.resumed, steps_after_load - 1))
+            )
             for quantity, (expected, resumed) in itertools.product(quantities, snapshots):
-                if (expected.rank, quantity) in reported or self._equal(quantity, expected, resumed):
+                if (expected.rank, quantity) in reported or self._equal(
+                    quantity, expected, resumed
+                ):
                     continue
                 reported.add((expected.rank, quantity))
                 when = f"in step {number + 1}, {steps_after_load} after the load"
@@ -243,10 +262,16 @@ def resume_roundtrip(
         RunFailedError: If a run fails.
         UsageProblem: For a wrong argument.
     """
-    _check_arguments(args=args, resume=resume, same=same, save_at=save_at, total=total, reshard_to=reshard_to)
-    reserved = [name for name in ("watch_steps", "stop_after", "allow_failure", "fails") if name in settings]
+    _check_arguments(
+        args=args, resume=resume, same=same, save_at=save_at, total=total, reshard_to=reshard_to
+    )
+    reserved = [
+        name for name in ("watch_steps", "stop_after", "allow_failure", "fails") if name in settings
+    ]
     if reserved:
-        raise UsageProblem(f"resume_roundtrip takes no {reserved[0]}: it says that of each run itself")
+        raise UsageProblem(
+            f"resume_roundtrip takes no {reserved[0]}: it says that of each run itself"
+        )
     host = host or Host.here()
     replacements = {"steps": str(total), "save_at": str(save_at)}
     runs: list[ScriptRun] = []
@@ -254,7 +279,9 @@ def resume_roundtrip(
     def run(output: Path, *more: str, **others: Any) -> ScriptRun:
         of_this_run = {**replacements, "output": str(output)}
         arguments = [_filled(argument, of_this_run) for argument in (*args, *more)]
-        runs.append(launch(script, *arguments, host=host, watch_steps=total, **{**settings, **others}))
+        runs.append(
+            launch(script, *arguments, host=host, watch_steps=total, **{**settings, **others})
+        )
         return runs[-1]
 
     stopped_output = host.new_directory("stopped")
@@ -267,7 +294,9 @@ def resume_roundtrip(
             through = run(through_output)
         checkpoint = _checkpoint(stopped, save_at)
         if checkpoint is None:
-            raise Incompatible(f"{_missing_checkpoint(stopped, save_at)}\nlogs: {stopped.directory}")
+            raise Incompatible(
+                f"{_missing_checkpoint(stopped, save_at)}\nlogs: {stopped.directory}"
+            )
         more = [_filled(argument, {"checkpoint": checkpoint}) for argument in resume]
         others: dict[str, Any] = {}
         if reshard_to:
@@ -277,7 +306,9 @@ def resume_roundtrip(
         except RunFailedError as failure:
             message = f"the run that was to go on from {checkpoint} failed\n\n{failure}"
             raise RunFailedError(message, hard=failure.hard) from None
-        trip = RoundTrip(through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to))
+        trip = RoundTrip(
+            through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to)
+        )
         trip.check()
         return trip
 
@@ -293,7 +324,13 @@ def resume_roundtrip(
 
 
 def _check_arguments(
-    *, args: object, resume: object, same: Sequence[str], save_at: object, total: object, reshard_to: object
+    *,
+    args: object,
+    resume: object,
+    same: Sequence[str],
+    save_at: object,
+    total: object,
+    reshard_to: object,
 ) -> None:
     """Raise UsageProblem for the first argument of ``resume_roundtrip`` that is wrong."""
     for name, value in (("args", args), ("resume", resume), ("same", same)):

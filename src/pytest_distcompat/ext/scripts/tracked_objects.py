@@ -62,7 +62,9 @@ class TrackedObjects:
         model = unwrapped(model)
         known = self._unwrapped_by_id()
         if id(model) not in known:
-            self._unwrapped[id(model)] = _UnwrappedModel(weakref.ref(model), read_parts(model, known, self._blocks))
+            self._unwrapped[id(model)] = _UnwrappedModel(
+                weakref.ref(model), read_parts(model, known, self._blocks)
+            )
 
     def _unwrapped_by_id(self) -> dict[int, UnwrappedInfo]:
         """Return what was read of each unwrapped model that still exists, by the model's ``id``."""
@@ -110,7 +112,11 @@ class TrackedObjects:
         from pytest_distcompat.probe.optimizer import entries, torch_optimizer
 
         given = torch_optimizer(optimizer)
-        candidates = [candidate for candidate in _alive(self.torch_optimizers) if hasattr(candidate, "param_groups")]
+        candidates = [
+            candidate
+            for candidate in _alive(self.torch_optimizers)
+            if hasattr(candidate, "param_groups")
+        ]
         of_model: set[int] = set()
         if model is not None:
             of_model = _parameter_ids(model)

@@ -97,7 +97,9 @@ def models(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, first: int = 0, compiles: bool = False) -> Wrapper:
+def wraps(
+    made: Callable[[Any, Arguments], Iterable[Any]], *, first: int = 0, compiles: bool = False
+) -> Wrapper:
     """Make a wrapper of a call that wraps models among its arguments; ``made`` picks what it has made.
 
     ``first``: the first argument that may be a model. ``compiles``: the probe's hooks must be removed, as in a compiled model.
@@ -139,7 +141,9 @@ def trains(loss: Callable[[Arguments, Keywords], Any]) -> Wrapper:
     return wrapper
 
 
-def saves(where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = True, model: bool = True) -> Wrapper:
+def saves(
+    where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = True, model: bool = True
+) -> Wrapper:
     """Make a wrapper of a call that writes to ``where`` (result, arguments, keyword arguments), if that is not None.
 
     If ``everyone`` calls it, training can resume from it; ``model``: the file should hold the model, and not anything

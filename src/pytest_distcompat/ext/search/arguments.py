@@ -14,7 +14,11 @@ from typing import Any
 from pytest_distcompat.settings.fields import FRACTIONS, NUMBERS
 
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
-_VALUES_BY_TYPE: dict[str, tuple[Any, ...]] = {"bool": (True, False), "int": NUMBERS, "float": FRACTIONS}
+_VALUES_BY_TYPE: dict[str, tuple[Any, ...]] = {
+    "bool": (True, False),
+    "int": NUMBERS,
+    "float": FRACTIONS,
+}
 #: Methods of a text that compare it with another one.
 _TEXT_TESTS = frozenset({"endswith", "startswith"})
 
@@ -64,7 +68,9 @@ def _function(target: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
     body = ast.parse(_source_file(module_name).read_text(encoding="utf-8")).body
     *classes, name = path.split(".")
     for class_name in classes:
-        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == class_name)
+        body = next(
+            node.body for node in body if isinstance(node, ast.ClassDef) and node.name == class_name
+        )
     for node in body:
         if isinstance(node, _FUNCTION) and node.name == name:
             return node
@@ -115,7 +121,11 @@ def _compared_values(function: ast.AST, name: str) -> Iterator[Any]:
         sides: list[ast.expr] = []
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TEXT_TESTS:
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in _TEXT_TESTS
+        ):
             sides = [node.func.value, *node.args]
         if any(_is_argument(side, name) for side in sides):
             for side in sides:

@@ -55,7 +55,11 @@ class Candidate:
     def only(self, parts: Sequence[str]) -> Candidate:
         """Return it with nothing but these of its parts; a call without one of its arguments is the call without it."""
         kept = set(parts)
-        options = [(name, value) for name, value in self.cell.options if name != "set" and f"{name}={value}" in kept]
+        options = [
+            (name, value)
+            for name, value in self.cell.options
+            if name != "set" and f"{name}={value}" in kept
+        ]
         settings = [setting for setting in self.cell.set if f"set {setting}" in kept]
         if settings:
             options.append(("set", "+".join(settings)))
@@ -63,7 +67,9 @@ class Candidate:
         calls: list[Call] = []
         for number, call in enumerate(self.calls):
             if f"{number} {call.name}" in kept:
-                arguments = tuple(pair for pair in call.arguments if _argument_part(number, pair) in kept)
+                arguments = tuple(
+                    pair for pair in call.arguments if _argument_part(number, pair) in kept
+                )
                 calls.append(Call(call.name, arguments))
         return dataclasses.replace(self, cell=cell, calls=tuple(calls))
 

@@ -33,31 +33,74 @@ def add(commands: Any) -> None:
         description="Try settings, options and calls with arguments; keep what reaches branches that no cell of the map reaches, "
         "and vary it. Exit code 1: something breaks the law.",
     )
-    parser.add_argument("--map", type=Path, metavar="FILE", help="a map of --distcompat-reach: what it has is not new")
     parser.add_argument(
-        "--driver", action="append", metavar="NAME", help="only of this driver (default: all built-in ones)"
+        "--map",
+        type=Path,
+        metavar="FILE",
+        help="a map of --distcompat-reach: what it has is not new",
     )
-    parser.add_argument("--strategy", action="append", metavar="NAME", help="only under this strategy (default: all)")
-    parser.add_argument("--candidates", type=int, metavar="N", help="try so many (default: 100, without --budget)")
+    parser.add_argument(
+        "--driver",
+        action="append",
+        metavar="NAME",
+        help="only of this driver (default: all built-in ones)",
+    )
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        metavar="NAME",
+        help="only under this strategy (default: all)",
+    )
+    parser.add_argument(
+        "--candidates", type=int, metavar="N", help="try so many (default: 100, without --budget)"
+    )
     parser.add_argument("--budget", metavar="TIME", help="begin none after so long: 90s, 20m, 2h")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn (default: 0)")
-    parser.add_argument("--shard", default="1/1", metavar="I/N", help="one of several searches that draw differently")
     parser.add_argument(
-        "--state", type=Path, metavar="FILE", help="go on from this file, and keep it after each candidate"
+        "--seed", type=int, default=0, metavar="S", help="of what is drawn (default: 0)"
     )
     parser.add_argument(
-        "--add", type=Path, action="append", default=[], metavar="FILE", help="add the state of another shard"
+        "--shard",
+        default="1/1",
+        metavar="I/N",
+        help="one of several searches that draw differently",
     )
     parser.add_argument(
-        "--corpus", type=Path, default=CORPUS, metavar="FILE", help="what to begin with (default: the package's)"
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="go on from this file, and keep it after each candidate",
     )
-    parser.add_argument("--blind", action="store_true", help="draw all alike, without a corpus: for comparison")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the corpus of what reached something new"
+        "--add",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="add the state of another shard",
+    )
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        default=CORPUS,
+        metavar="FILE",
+        help="what to begin with (default: the package's)",
+    )
+    parser.add_argument(
+        "--blind", action="store_true", help="draw all alike, without a corpus: for comparison"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the corpus of what reached something new",
     )
     parser.add_argument("--cell", metavar="CELL", help="run this cell alone, once, and judge it")
     parser.add_argument(
-        "--calls", default="", metavar="CALLS", help='with these calls: "step(), export(max_shard_size=7)"'
+        "--calls",
+        default="",
+        metavar="CALLS",
+        help='with these calls: "step(), export(max_shard_size=7)"',
     )
     parser.set_defaults(call=_search, finds_drivers=True)
 
@@ -73,7 +116,9 @@ def _search(options: argparse.Namespace) -> int:
     with Trials(known) as trials:
         functions = trials.installed.functions
         spaces = _spaces(options)
-        search = Search(spaces, state, known, functions, readers=reached.readers, guided=not options.blind)
+        search = Search(
+            spaces, state, known, functions, readers=reached.readers, guided=not options.blind
+        )
         first = [] if options.blind else read_corpus(options.corpus)
         if limit > 0 and clock.now() < deadline:
             for number, step in enumerate(search.run(first, trials.run), start=1):
@@ -101,7 +146,9 @@ def _alone(options: argparse.Namespace) -> int:
     candidate = Candidate(options.driver[0], Cell.parse(options.cell), tuple(calls))
     space = DriverSpace(candidate.driver, [candidate.cell.strategy])
     if not space.sound(candidate):
-        raise UsageProblem(f"{candidate}: the driver cannot do this, or what a call does is known to be broken")
+        raise UsageProblem(
+            f"{candidate}: the driver cannot do this, or what a call does is known to be broken"
+        )
     known = (read_reached(options.map) if options.map else Reached()).branches
     with Trials(known) as trials:
         outcome = trials.run(candidate)
@@ -120,12 +167,16 @@ def _alone(options: argparse.Namespace) -> int:
 def _state(options: argparse.Namespace) -> State:
     """Return the state to go on from. Raises UsageProblem if it is of another search."""
     if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", options.shard):
-        raise UsageProblem(f"--shard {options.shard}: expected one part of several, as 1/3, 2/3 or 3/3")
+        raise UsageProblem(
+            f"--shard {options.shard}: expected one part of several, as 1/3, 2/3 or 3/3"
+        )
     state = State(options.seed, options.shard, dict(versions()))
     if options.state and options.state.exists():
         state = State.read(options.state)
         if (state.seed, state.shard) != (options.seed, options.shard):
-            raise UsageProblem(f"{options.state}: it is of --seed {state.seed} --shard {state.shard}")
+            raise UsageProblem(
+                f"{options.state}: it is of --seed {state.seed} --shard {state.shard}"
+            )
         if state.versions != versions():
             raise UsageProblem(f"{options.state}: it is of other releases; begin a new one")
     for path in options.add:

@@ -97,7 +97,11 @@ class Search:
     def _is_ours(self, candidate: Candidate) -> bool:
         """Tell whether a candidate, perhaps of another search, is one of the candidates of this one."""
         space = self._spaces.get(candidate.driver)
-        return space is not None and candidate.cell.strategy in space.strategies and space.sound(candidate)
+        return (
+            space is not None
+            and candidate.cell.strategy in space.strategies
+            and space.sound(candidate)
+        )
 
     def _draw(self) -> tuple[Candidate, Kept | None] | None:
         """Return a candidate that was not tried, and what it is a neighbour of; None if none is left."""

@@ -125,7 +125,9 @@ def read_reached(path: Path) -> Reached:
     for name, version in installed_versions().items():
         mapped = reach_map.versions.get(name, version)
         if mapped != version:
-            raise UsageProblem(f"{path}: the map is of {name} {mapped}, and {version} is installed; write a new one")
+            raise UsageProblem(
+                f"{path}: the map is of {name} {mapped}, and {version} is installed; write a new one"
+            )
     reached = Reached()
     for file_id, by_context in reach_map.executed.items():
         for executed in by_context.values():

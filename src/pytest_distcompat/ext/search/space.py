@@ -33,7 +33,14 @@ MOST_RANKS = 4
 MOST_CALLS = 5
 #: Options beside which calls are compared with one process; the others change what a step is.
 _OPTIONS_OF_CALLS = frozenset(
-    {"model", "compile", "activation_checkpointing", "state_dict", "use_orig_params", "reshard_after_forward"}
+    {
+        "model",
+        "compile",
+        "activation_checkpointing",
+        "state_dict",
+        "use_orig_params",
+        "reshard_after_forward",
+    }
     | {"dp_replicate", "cpu_offload", "set"}
 )
 #: Settings by which DeepSpeed compiles an operator of its own for minutes, in each run anew.
@@ -57,7 +64,9 @@ class DriverSpace:
         self.driver = driver
         self.kind: type[Driver] = find_driver(driver)
         all_settings = settings_of(self.kind.sources, shared)
-        self.settings = [setting for setting in all_settings if setting.cells and setting.name not in _COMPILED]
+        self.settings = [
+            setting for setting in all_settings if setting.cells and setting.name not in _COMPILED
+        ]
         self.strategies = [name for name in strategies if self._can_run(Cell(name, "fp32"))]
         self.choices = [choice for choice in option_choices(self.kind) if choice is not None]
         self.calls: list[Call] = []
@@ -80,7 +89,11 @@ class DriverSpace:
 
     def _compares_calls(self, cell: Cell) -> bool:
         """Tell whether calls in a cell can be compared with one process."""
-        if self.kind.live_calls is None or cell.option("model") != "mlp" or cell.precision != "fp32":
+        if (
+            self.kind.live_calls is None
+            or cell.option("model") != "mlp"
+            or cell.precision != "fp32"
+        ):
             return False
         if any(name not in _OPTIONS_OF_CALLS for name, _ in cell.options):
             return False
@@ -142,7 +155,9 @@ class DriverSpace:
             moves += [self._other_calls] * 4
         elif self.calls and candidate.cell.precision == "fp32":
             moves.append(self._other_calls)
-        same_driver = [other for other in others if other.driver == self.driver and other != candidate]
+        same_driver = [
+            other for other in others if other.driver == self.driver and other != candidate
+        ]
         if same_driver and random.random() < 0.2:
             return self._joined(candidate, random.choice(same_driver))
         return random.choice(moves)(candidate, random, yields)
@@ -168,7 +183,11 @@ class DriverSpace:
             return None
 
     def _with_setting(
-        self, strategy: str, random: Random, yields: Yields, options: dict[str, OptionValue] | None = None
+        self,
+        strategy: str,
+        random: Random,
+        yields: Yields,
+        options: dict[str, OptionValue] | None = None,
     ) -> Cell | None:
         """Draw a setting, and return the cell in which the sweep would run it, with options beside it.
 
@@ -214,16 +233,22 @@ class DriverSpace:
                 arguments[argument.name] = random.choice(argument.values)
         return Call(name, tuple(arguments.items()))
 
-    def _other_strategy(self, candidate: Candidate, random: Random, yields: Yields) -> Candidate | None:
+    def _other_strategy(
+        self, candidate: Candidate, random: Random, yields: Yields
+    ) -> Candidate | None:
         del yields
         strategy = random.choice(self.strategies)
         cell = candidate.cell
         names = {setting.partition("=")[0] for setting in cell.set}
-        if not all(_is_read_under(setting, strategy) for setting in self.settings if setting.name in names):
+        if not all(
+            _is_read_under(setting, strategy) for setting in self.settings if setting.name in names
+        ):
             return None
         return self._made(self._cell(strategy, cell.precision, dict(cell.options)), candidate.calls)
 
-    def _other_option(self, candidate: Candidate, random: Random, yields: Yields) -> Candidate | None:
+    def _other_option(
+        self, candidate: Candidate, random: Random, yields: Yields
+    ) -> Candidate | None:
         cell = candidate.cell
         options = dict(cell.options)
         name, value = self._choice(random, yields)
@@ -233,12 +258,16 @@ class DriverSpace:
             options[name] = value
         return self._made(self._cell(cell.strategy, cell.precision, options), candidate.calls)
 
-    def _other_setting(self, candidate: Candidate, random: Random, yields: Yields) -> Candidate | None:
+    def _other_setting(
+        self, candidate: Candidate, random: Random, yields: Yields
+    ) -> Candidate | None:
         cell = candidate.cell
         changed = self._with_setting(cell.strategy, random, yields, dict(cell.options))
         return self._made(changed, candidate.calls)
 
-    def _other_calls(self, candidate: Candidate, random: Random, yields: Yields) -> Candidate | None:
+    def _other_calls(
+        self, candidate: Candidate, random: Random, yields: Yields
+    ) -> Candidate | None:
         calls = list(candidate.calls)
         place = random.randint(0, len(calls))
         if place < len(calls) and random.random() < 0.5:
@@ -262,7 +291,10 @@ class DriverSpace:
     def _joined(self, candidate: Candidate, other: Candidate) -> Candidate | None:
         """Return a candidate with the options and settings of both, and the calls of the first that has any."""
         settings = dict.fromkeys((*candidate.cell.set, *other.cell.set))
-        options: dict[str, OptionValue] = {**dict(other.cell.options), **dict(candidate.cell.options)}
+        options: dict[str, OptionValue] = {
+            **dict(other.cell.options),
+            **dict(candidate.cell.options),
+        }
         if settings:
             options["set"] = "+".join(settings)
         cell = self._cell(candidate.cell.strategy, candidate.cell.precision, options)
@@ -283,7 +315,9 @@ def _is_read_under(setting: Setting, strategy: str) -> bool:
     """Tell whether a setting means something under a strategy: one that it is swept under, or another stage of ZeRO."""
     if strategy in setting.strategies:
         return True
-    return strategy.startswith("zero") and any(name.startswith("zero") for name in setting.strategies)
+    return strategy.startswith("zero") and any(
+        name.startswith("zero") for name in setting.strategies
+    )
 
 
 def _weighted(random: Random, items: Sequence[T], weights: Sequence[float]) -> T:

@@ -148,7 +148,8 @@ class State:
                 for kept in self.kept
             ],
             "found": [
-                {**found.candidate.as_data(), "problem": found.problem, "times": found.times} for found in self.found
+                {**found.candidate.as_data(), "problem": found.problem, "times": found.times}
+                for found in self.found
             ],
         }
         partial = path.with_name(f"{path.name}.part")
@@ -161,7 +162,9 @@ class State:
         try:
             data: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
-                raise UsageProblem(f"{path}: expected a state of format {FORMAT}, found {data['format']}")
+                raise UsageProblem(
+                    f"{path}: expected a state of format {FORMAT}, found {data['format']}"
+                )
             kept = [
                 Kept(
                     Candidate.from_data(entry),
@@ -171,7 +174,10 @@ class State:
                 )
                 for entry in data["kept"]
             ]
-            found = [Found(Candidate.from_data(entry), entry["problem"], entry["times"]) for entry in data["found"]]
+            found = [
+                Found(Candidate.from_data(entry), entry["problem"], entry["times"])
+                for entry in data["found"]
+            ]
             return cls(
                 data["seed"],
                 data["shard"],

@@ -165,7 +165,9 @@ _PASSED = _Judgement()
 
 def _judge_cell(runner: Runner, candidate: Candidate, names: Sequence[str]) -> _Judgement:
     """Judge a training: every check of these names passes, or the stack refuses the cell at build."""
-    known: list[Expectation] = list(applying(shipped(), concerned(find_driver(candidate.driver)), "cpu"))
+    known: list[Expectation] = list(
+        applying(shipped(), concerned(find_driver(candidate.driver)), "cpu")
+    )
     for name in names:
         verdict, _ = run_check(runner, candidate.driver, candidate.cell, CHECKS.get(name), known)
         if verdict.status is Status.REFUSED:

@@ -37,7 +37,11 @@ class Yields:
     def of_setting(self, name: str) -> float:
         """Return the weight of a setting: that of its object, its own, and that of the branches that read it."""
         readers = min(self.readers.get(name.rpartition(".")[2], 0), _MOST_READERS)
-        return self._weight(_setting_family(name)) * self._weight(f"setting {name}") * math.sqrt(1 + readers)
+        return (
+            self._weight(_setting_family(name))
+            * self._weight(f"setting {name}")
+            * math.sqrt(1 + readers)
+        )
 
     def of_option(self, name: str) -> float:
         """Return the weight of an option."""

@@ -52,7 +52,11 @@ def main(path: str) -> None:
         importlib.import_module(name)
     _, *others = _in_a_fork(request, (0, ()))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(functools.partial(_in_a_fork, request), ((ranks[0], ranks) for ranks in others)))
+        list(
+            threads.map(
+                functools.partial(_in_a_fork, request), ((ranks[0], ranks) for ranks in others)
+            )
+        )
 
 
 def _in_a_fork(request: Request, part: tuple[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -65,13 +69,20 @@ def _simulate(request: Request, number: int, stands_for: tuple[int, ...]) -> lis
     """Take the part of one rank; return the classes of ranks, the first that of rank 0, if that is the rank."""
     die_with_parent()
     asked = decode(SuitePayload, request.payload)
-    place = {"RANK": number, "LOCAL_RANK": 0, "WORLD_SIZE": request.world_size, "LOCAL_WORLD_SIZE": 1}
+    place = {
+        "RANK": number,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": request.world_size,
+        "LOCAL_WORLD_SIZE": 1,
+    }
     os.environ.update({name: str(value) for name, value in place.items()})
     with contextlib.closing(RankLog(request.directory, number)) as log:
         log.write(Start(os.getpid()))
         try:
             with fake_ranks(number, request.world_size):
-                driver = find_driver(asked.driver)(Cell.parse(asked.cell), World.from_environment("cpu"))
+                driver = find_driver(asked.driver)(
+                    Cell.parse(asked.cell), World.from_environment("cpu")
+                )
                 run = dataclasses.replace(asked.run, actions=ACTIONS)
                 rank = _SimulatedRank(driver, run, asked.paths, Observer(), log)
                 rank.classes = [stands_for]
@@ -138,7 +149,9 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             if _has_tensor((*args, *given.values())):
                 return _really(func, args, given)
             made = func(*args, **given)
-            whole = isinstance(made, torch.Tensor) and not (made.is_floating_point() or made.is_complex())
+            whole = isinstance(made, torch.Tensor) and not (
+                made.is_floating_point() or made.is_complex()
+            )
             return _really(func, args, given) if whole else made
         return func(*args, **given)
 
@@ -158,7 +171,12 @@ class _EqualChunks(TorchFunctionMode):
             chunks = _chunk(*args, **kwargs or {})
             self._first, self._empty = chunks[0], chunks[0].new_empty(0)
             return chunks
-        if func is torch.Tensor.new_empty and args[0] is self._first and args[1:] == (0,) and not kwargs:
+        if (
+            func is torch.Tensor.new_empty
+            and args[0] is self._first
+            and args[1:] == (0,)
+            and not kwargs
+        ):
             return self._empty
         return func(*args, **kwargs or {})
 
@@ -185,7 +203,10 @@ def _one(dtype: torch.dtype) -> float | int | bool:
 
 
 def _has_tensor(values: Sequence[Any]) -> bool:
-    return any(isinstance(one, torch.Tensor) or (isinstance(one, (list, tuple)) and _has_tensor(one)) for one in values)
+    return any(
+        isinstance(one, torch.Tensor) or (isinstance(one, (list, tuple)) and _has_tensor(one))
+        for one in values
+    )
 
 
 if __name__ == "__main__":

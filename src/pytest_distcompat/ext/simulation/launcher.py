@@ -28,7 +28,12 @@ class SimulatingLauncher(Launcher):
         request = request.from_here()
         began = clock.now()
         timed_out = False
-        command = [*unbuffered(), "-m", "pytest_distcompat.ext.simulation.fake_ranks", str(request.write())]
+        command = [
+            *unbuffered(),
+            "-m",
+            "pytest_distcompat.ext.simulation.fake_ranks",
+            str(request.write()),
+        ]
         output = Path(request.directory) / "simulated.log"
         code = -9
         with output.open("wb") as log:
@@ -56,7 +61,9 @@ class SimulatingLauncher(Launcher):
             if of_kind(Done, events_of_rank):
                 processes[rank] = RankProcess(0)
             else:
-                processes[rank] = RankProcess(code, ended_by_us=timed_out, ended_at=clock.now(), output=text)
+                processes[rank] = RankProcess(
+                    code, ended_by_us=timed_out, ended_at=clock.now(), output=text
+                )
         if not events:
             return Ending.not_launched(
                 request.world_size, f"{text}\nthe simulation ended with code {code} before any rank"

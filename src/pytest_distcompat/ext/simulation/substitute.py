@@ -15,7 +15,16 @@ from pytest_distcompat.judge import NO_VALUES
 CHECKS = ("active", "names", "dtypes", "units", "memory")
 #: The options beside which FSDP2 was simulated.
 _OPTIONS = frozenset(
-    {"model", "dp_replicate", "tp", "sp", "reshard_after_forward", "activation_checkpointing", "state_dict", "frozen"}
+    {
+        "model",
+        "dp_replicate",
+        "tp",
+        "sp",
+        "reshard_after_forward",
+        "activation_checkpointing",
+        "state_dict",
+        "frozen",
+    }
     | {"param_groups", "reduce_dtype", "float32_norms"}
 )
 
@@ -46,9 +55,7 @@ class Simulation:
     def why_not_supported(self, driver: type[Driver], cell: Cell) -> str | None:
         """Return why a cell cannot be simulated; None if it can."""
         if cell.strategy != "fsdp2":
-            return (
-                f"{cell.strategy} needs values and peers; FSDP2, with replicas and tensor parallelism, can be simulated"
-            )
+            return f"{cell.strategy} needs values and peers; FSDP2, with replicas and tensor parallelism, can be simulated"
         if {*driver.libraries} - {"torch"}:
             return f"{' and '.join(driver.libraries)} reads values at build; drivers of plain torch can be simulated"
         for name, _ in cell.options:

@@ -15,7 +15,8 @@ from pytest_distcompat.ext.upstream.side_by_side import pip
 from pytest_distcompat.failures import UsageProblem
 
 _RANGE = re.compile(
-    r"(?P<package>[\w.-]+)\s*(?:==|@\s*git\+(?P<url>\S+)@)(?P<first>[^\s@]+?)\.\.(?P<last>[^\s@]+)", re.ASCII
+    r"(?P<package>[\w.-]+)\s*(?:==|@\s*git\+(?P<url>\S+)@)(?P<first>[^\s@]+?)\.\.(?P<last>[^\s@]+)",
+    re.ASCII,
 )
 
 Outcome = TypeVar("Outcome")
@@ -29,16 +30,21 @@ def releases_of(text: str, directory: Path) -> list[str]:
     """
     match = _RANGE.fullmatch(text.strip())
     if match is None:
-        expected = (
-            "accelerate==1.12.0..1.13.0 or accelerate @ git+https://github.com/huggingface/accelerate@v1.12.0..main"
-        )
+        expected = "accelerate==1.12.0..1.13.0 or accelerate @ git+https://github.com/huggingface/accelerate@v1.12.0..main"
         raise UsageProblem(f"{text!r} is no range of releases; expected: {expected}")
     package, url = match["package"], match["url"]
     first, last = match["first"], match["last"]
     if url:
         commits = _commits(url, first, last, directory / f"{package}.git")
         return [f"{package} @ git+{url}@{commit}" for commit in commits]
-    listing = pip("index", "versions", "--pre", "--json", package, problem=f"pip lists no releases of {package}")
+    listing = pip(
+        "index",
+        "versions",
+        "--pre",
+        "--json",
+        package,
+        problem=f"pip lists no releases of {package}",
+    )
     versions = sorted(map(Version, json.loads(listing)["versions"]))
     start = _position(first, versions, package)
     end = _position(last, versions, package)
@@ -118,7 +124,9 @@ def _commits(url: str, first: str, last: str, clone: Path) -> list[str]:
     last_revision = _revision(last, clone)
     start = _commit(first_revision, clone)
     end = _commit(last_revision, clone)
-    commits = _git("rev-list", "--reverse", "--first-parent", f"{start}..{end}", clone=clone).split()
+    commits = _git(
+        "rev-list", "--reverse", "--first-parent", f"{start}..{end}", clone=clone
+    ).split()
     if not commits or commits[-1] != end:
         raise UsageProblem(f"{url}: {first} is no ancestor of {last}")
     return [start, *commits]

@@ -53,7 +53,9 @@ def read_change(text: str, directory: Path) -> Change:
     name = f"{package}@{Path(where).name}"
     if where.endswith(_DIFFS):
         diff = Path(where).resolve()
-        return Change(name, f"{package}@{diff}", _patched(package, diff, directory / file_name(name)))
+        return Change(
+            name, f"{package}@{diff}", _patched(package, diff, directory / file_name(name))
+        )
     # A path may begin or end with two dots of its own.
     match = re.fullmatch(r"(?P<old>.*[^./])/?\.\.(?P<new>/?[^./].*|\.\.?/.*)", where)
     if match is None:
@@ -140,7 +142,9 @@ def _patched(package: str, diff: Path, target: Path) -> Path:
     command = [_git(), "-C", str(target), "apply", "--whitespace=nowarn", "-"]
     # In a repository around the directory git would leave out all files.
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(target.parent)}
-    process = subprocess.run(command, input=own, env=environment, capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        command, input=own, env=environment, capture_output=True, text=True, check=False
+    )
     if process.returncode:
         problem = " ".join(process.stderr.split())
         raise UsageProblem(f"{diff}: it does not fit the installed {package}: {problem}")
@@ -160,7 +164,11 @@ def _sections_of(package: str, diff: str) -> list[str]:
     lines = diff.splitlines(keepends=True)
     keep = False
     for number, line in enumerate(lines):
-        if line.startswith("--- ") and number + 1 < len(lines) and lines[number + 1].startswith("+++ "):
+        if (
+            line.startswith("--- ")
+            and number + 1 < len(lines)
+            and lines[number + 1].startswith("+++ ")
+        ):
             old = _below(package, line)
             new = _below(package, lines[number + 1])
             keep = bool(old or new)
@@ -168,7 +176,11 @@ def _sections_of(package: str, diff: str) -> list[str]:
                 sections += [f"--- {_patch_path(old)}\n", f"+++ {_patch_path(new)}\n"]
         elif line.startswith("diff --git "):
             keep = False
-        elif keep and line.startswith(("@@ ", " ", "+", "-", "\\", "\n")) and not _is_name_line(lines, number):
+        elif (
+            keep
+            and line.startswith(("@@ ", " ", "+", "-", "\\", "\n"))
+            and not _is_name_line(lines, number)
+        ):
             sections.append(line)
     return sections
 

@@ -14,8 +14,19 @@ from typing import Any
 
 from pytest_distcompat.cli.output import named_in_errors, write
 from pytest_distcompat.ext.upstream.bisect import bisect, releases_of
-from pytest_distcompat.ext.upstream.changed import EXPECTED, SELECTING_PLUGIN, SELECTION, read_change, select_cells
-from pytest_distcompat.ext.upstream.side_by_side import environment, file_name, install, requirements
+from pytest_distcompat.ext.upstream.changed import (
+    EXPECTED,
+    SELECTING_PLUGIN,
+    SELECTION,
+    read_change,
+    select_cells,
+)
+from pytest_distcompat.ext.upstream.side_by_side import (
+    environment,
+    file_name,
+    install,
+    requirements,
+)
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.causes import Cause, causes
 from pytest_distcompat.report.document import Report, counts
@@ -95,7 +106,9 @@ def add(commands: Any) -> None:
         metavar="PACKAGE==FIRST..LAST",
         help="halve the releases between these two; or the commits: PACKAGE @ git+URL@FIRST..LAST",
     )
-    which.add_argument("--changed", metavar="PACKAGE@FROM..TO", help=f"a change of a package: {EXPECTED}")
+    which.add_argument(
+        "--changed", metavar="PACKAGE@FROM..TO", help=f"a change of a package: {EXPECTED}"
+    )
     releases.add_argument(
         "--reach",
         action="append",
@@ -105,19 +118,32 @@ def add(commands: Any) -> None:
         help="with --changed: the map of --distcompat-reach FILE with the old release; may be given several times",
     )
     releases.add_argument(
-        "--limit", metavar="TIME", help="with --changed: start no further cell after this time (90s, 5m)"
+        "--limit",
+        metavar="TIME",
+        help="with --changed: start no further cell after this time (90s, 5m)",
     )
     releases.add_argument(
-        "--cell", metavar="CELL", help="with --changed: only these cells of the map, a pattern (accelerate/*)"
+        "--cell",
+        metavar="CELL",
+        help="with --changed: only these cells of the map, a pattern (accelerate/*)",
     )
     releases.add_argument(
-        "--cells-per-place", metavar="N", help="with --changed: only so many cells that execute each changed place"
+        "--cells-per-place",
+        metavar="N",
+        help="with --changed: only so many cells that execute each changed place",
     )
     releases.add_argument(
-        "--into", type=Path, metavar="DIRECTORY", help=f"keep releases, reports and logs there ({_cache()})"
+        "--into",
+        type=Path,
+        metavar="DIRECTORY",
+        help=f"keep releases, reports and logs there ({_cache()})",
     )
-    releases.add_argument("-o", "--output", type=Path, metavar="FILE.md", help="write the table there too")
-    releases.add_argument("arguments", nargs=argparse.REMAINDER, metavar="PYTEST-ARGUMENT", help="of each run")
+    releases.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.md", help="write the table there too"
+    )
+    releases.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="PYTEST-ARGUMENT", help="of each run"
+    )
     releases.set_defaults(call=_releases)
 
 
@@ -154,10 +180,14 @@ def _releases(options: argparse.Namespace) -> int:
 def _changed(options: argparse.Namespace, directory: Path, arguments: Sequence[str]) -> int:
     """Run the cells that execute what a release changes, with that release; return the exit code."""
     if not options.reach:
-        raise UsageProblem("--changed needs a map: --reach FILE, which pytest --distcompat-reach FILE writes")
+        raise UsageProblem(
+            "--changed needs a map: --reach FILE, which pytest --distcompat-reach FILE writes"
+        )
     change = read_change(options.changed, directory)
     selection = directory / f"{file_name(change.name)}.cells"
-    if not select_cells(change, options.reach, selection, cell=options.cell, cells_per_place=options.cells_per_place):
+    if not select_cells(
+        change, options.reach, selection, cell=options.cell, cells_per_place=options.cells_per_place
+    ):
         print("no cell executes what changes: nothing is run")
         return 0
     print(f"{change.name}: the cells are in {selection}\n", flush=True)
@@ -270,7 +300,9 @@ def _cause_rows(runs: Sequence[Run]) -> Iterator[str]:
         yield f"| {label} | {' | '.join(figures)} |"
 
 
-def _run(release: str, variables: Mapping[str, str], directory: Path, arguments: Sequence[str]) -> Run:
+def _run(
+    release: str, variables: Mapping[str, str], directory: Path, arguments: Sequence[str]
+) -> Run:
     """Run pytest with a release, in an environment that has it; return what came of it."""
     report_file = directory / f"{file_name(release)}.json"
     log = directory / f"{file_name(release)}.log"

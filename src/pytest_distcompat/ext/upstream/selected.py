@@ -59,7 +59,9 @@ class Selection:
             return self.named[cell]
         if cell not in self.left_out:
             for pattern, chosen in self.others.items():
-                if fnmatch.fnmatchcase(cell, pattern) or fnmatch.fnmatchcase(cell.rpartition("/")[2], pattern):
+                if fnmatch.fnmatchcase(cell, pattern) or fnmatch.fnmatchcase(
+                    cell.rpartition("/")[2], pattern
+                ):
                     return chosen
         return None
 
@@ -83,7 +85,9 @@ def read_selection(path: Path) -> Selection:
             # A driver may be module:attribute, and a cell has model_hf:gpt2; the actions come after a colon and a blank.
             cell, _, actions = line.partition(": ")
             # "call step" is one action.
-            selection.named[cell.strip()] = Chosen(position, frozenset(filter(None, actions.strip().split(", "))))
+            selection.named[cell.strip()] = Chosen(
+                position, frozenset(filter(None, actions.strip().split(", ")))
+            )
     return selection
 
 
@@ -110,7 +114,9 @@ class Selected:
         self.selection = selection
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> Generator[None]:
         """Select after all other plugins have."""
         yield
         positions: dict[pytest.Item, int] = {}
@@ -127,7 +133,9 @@ class Selected:
 
     def _chosen(self, item: pytest.Item) -> Chosen | None:
         """Return the line of the file by which an item runs; None if it does not."""
-        case: Any = item.callspec.params.get("distcompat_case") if hasattr(item, "callspec") else None
+        case: Any = (
+            item.callspec.params.get("distcompat_case") if hasattr(item, "callspec") else None
+        )
         # That of a suite without selected cells has none.
         if not hasattr(case, "cell"):
             return None

@@ -34,8 +34,12 @@ def requirements(release: str) -> list[Requirement]:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
-            raise UsageProblem(f"{text!r} is no release of a package; expected: transformers==4.57.6") from None
-        pins = [pin for pin in requirement.specifier if pin.operator == "==" and "*" not in pin.version]
+            raise UsageProblem(
+                f"{text!r} is no release of a package; expected: transformers==4.57.6"
+            ) from None
+        pins = [
+            pin for pin in requirement.specifier if pin.operator == "==" and "*" not in pin.version
+        ]
         if len(pins) != 1 and not requirement.url:
             expected = f"{requirement.name}==1.2.3 or {requirement.name} @ git+https://..."
             raise UsageProblem(f"{text}: which release? Expected: {expected}")

@@ -44,4 +44,6 @@ class ObserversCheck(Check):
 
 # The scenario says how many ranks the runs have.
 WALK = WalkCheck("walk", TRAIN, until=(), claim=walk, order=95, not_applicable=why_not_walked)
-OBSERVERS_WALK = ObserversCheck("walk", TRAIN, until=(), claim=walk, order=95, not_applicable=why_not_walked)
+OBSERVERS_WALK = ObserversCheck(
+    "walk", TRAIN, until=(), claim=walk, order=95, not_applicable=why_not_walked
+)

@@ -162,7 +162,9 @@ def _changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
         new = getattr(after, name)
         if old != new:
             yield f"the {name} changed{_first_difference(old, new)}"
-    yield from _differing("parameters changed", _by_name(before.parameters), _by_name(after.parameters))
+    yield from _differing(
+        "parameters changed", _by_name(before.parameters), _by_name(after.parameters)
+    )
     yield from _differing("buffers changed", _by_name(before.buffers), _by_name(after.buffers))
     if before.call and after.call:
         gradients = before.call.gradients
@@ -251,7 +253,9 @@ def _learning_rates(snapshot: Snapshot) -> list[str]:
     return sorted(rates)
 
 
-def _inexact_loss(cell: Cell, call: Call, snapshots: Sequence[Snapshot], reference: Snapshot) -> Iterator[str]:
+def _inexact_loss(
+    cell: Cell, call: Call, snapshots: Sequence[Snapshot], reference: Snapshot
+) -> Iterator[str]:
     """Yield a finding if the mean of the ranks' losses is not the reference's loss, within twice the precision's tolerance."""
     losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
     if not losses or reference.loss is None or call.name not in {"step", "micro"}:
@@ -263,7 +267,9 @@ def _inexact_loss(cell: Cell, call: Call, snapshots: Sequence[Snapshot], referen
         yield f"the loss is {loss:.6g}; {reference.loss:.6g} in the reference"
 
 
-def _inexact_numbers(cell: Cell, call: Call, snapshot: Snapshot, reference: Snapshot) -> Iterator[str]:
+def _inexact_numbers(
+    cell: Cell, call: Call, snapshot: Snapshot, reference: Snapshot
+) -> Iterator[str]:
     """Yield a finding each if the gradient norm or the outputs are further from the reference's than the precision allows."""
     precision = PRECISIONS.get(cell.precision)
     clips = call.name == "step" and "clip" not in dict(call.arguments)
@@ -279,7 +285,9 @@ def _inexact_numbers(cell: Cell, call: Call, snapshot: Snapshot, reference: Snap
         yield f"outputs are up to {furthest:.2g} off the reference's, which are up to {largest:.2g}"
 
 
-def _inexact_live_values(cell: Cell, names: Names, snapshots: Sequence[Snapshot], reference: Snapshot) -> Iterator[str]:
+def _inexact_live_values(
+    cell: Cell, names: Names, snapshots: Sequence[Snapshot], reference: Snapshot
+) -> Iterator[str]:
     """Yield a finding for the live parameters and buffers that are not the reference's."""
     expected: Mapping[str, Sums] = {}
     if reference.call:
@@ -287,7 +295,9 @@ def _inexact_live_values(cell: Cell, names: Names, snapshots: Sequence[Snapshot]
     calls = [snapshot.call for snapshot in snapshots if snapshot.call]
     live_by_rank = [_by_unwrapped_name(names, call.sums) for call in calls]
     tolerance = _tolerance_of_sums(cell)
-    yield from _inexact_sums("parameters are not the reference's", names, live_by_rank, expected, tolerance)
+    yield from _inexact_sums(
+        "parameters are not the reference's", names, live_by_rank, expected, tolerance
+    )
 
 
 def _inexact_returned_values(
@@ -314,7 +324,9 @@ def _inexact_returned_values(
         known_names.update(known)
     if not known_by_rank:
         return
-    yield from _inexact_sums("what it returned is not the reference's", names, known_by_rank, expected, tolerance)
+    yield from _inexact_sums(
+        "what it returned is not the reference's", names, known_by_rank, expected, tolerance
+    )
     lacking: list[str] = []
     for info in reference.parameters:
         if not info.trainable or info.name not in expected:

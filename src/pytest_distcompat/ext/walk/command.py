@@ -26,24 +26,42 @@ def add(commands: Any) -> None:
         help="call a live trainer in drawn sequences, compare with one process",
         description="Replay the walks that failed once, then draw new ones; shrink the first that fails. Exit code 1: one fails.",
     )
-    parser.add_argument("--driver", default="torch", metavar="DRIVER", help="a driver with calls (default: torch)")
+    parser.add_argument(
+        "--driver", default="torch", metavar="DRIVER", help="a driver with calls (default: torch)"
+    )
     parser.add_argument("--strategy", default="fsdp2", help="the strategy (default: fsdp2)")
     parser.add_argument(
-        "--cell", metavar="CELL", help="instead of a strategy, a cell with model_mlp, as the matrix names it"
+        "--cell",
+        metavar="CELL",
+        help="instead of a strategy, a cell with model_mlp, as the matrix names it",
     )
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="calls of a walk at most (default: 10)")
     parser.add_argument(
-        "--seed", type=int, metavar="S", help="of what is drawn (default: another one each time; it is printed)"
+        "--steps", type=int, default=10, metavar="N", help="calls of a walk at most (default: 10)"
     )
-    parser.add_argument("--examples", type=int, default=20, metavar="N", help="walks to draw (default: 20)")
-    parser.add_argument("--calls", metavar="CALLS", help="this walk alone: \"step(), micro(), step(clip='no')\"")
     parser.add_argument(
-        "--script", type=Path, metavar="FILE", help="write a script that shows the failure without the plugin"
+        "--seed",
+        type=int,
+        metavar="S",
+        help="of what is drawn (default: another one each time; it is printed)",
+    )
+    parser.add_argument(
+        "--examples", type=int, default=20, metavar="N", help="walks to draw (default: 20)"
+    )
+    parser.add_argument(
+        "--calls", metavar="CALLS", help="this walk alone: \"step(), micro(), step(clip='no')\""
+    )
+    parser.add_argument(
+        "--script",
+        type=Path,
+        metavar="FILE",
+        help="write a script that shows the failure without the plugin",
     )
     parser.set_defaults(call=_walk, finds_drivers=True)
 
 
-def _named(text: str, kind: type[Calls], reasons: Mapping[Call, str]) -> tuple[list[Call], list[Call]]:
+def _named(
+    text: str, kind: type[Calls], reasons: Mapping[Call, str]
+) -> tuple[list[Call], list[Call]]:
     """Return the calls that the option ``--calls`` names, then those of them that are refused.
 
     Raises UsageProblem if the driver cannot do this walk.

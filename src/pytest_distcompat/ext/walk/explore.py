@@ -197,14 +197,18 @@ class Explorer:
             from hypothesis import HealthCheck, Phase, Verbosity, given, settings, strategies
             from hypothesis import seed as seeded
         except ImportError:
-            raise UsageProblem("walks need hypothesis: pip install 'pytest-distcompat[walk]'") from None
+            raise UsageProblem(
+                "walks need hypothesis: pip install 'pytest-distcompat[walk]'"
+            ) from None
 
         kind = self.kind.live_calls
         reasons = refused(kind, self.cell.strategy)
         possible = [call for call in offered(kind) if call not in reasons]
         # Observers are many: of 20 walks that draw all calls alike, in DeepSpeed 4 step, and 1 steps after a micro-batch.
         updates = [call for call in possible if call.name in UPDATES] or possible
-        call = strategies.one_of(strategies.sampled_from(updates), strategies.sampled_from(possible))
+        call = strategies.one_of(
+            strategies.sampled_from(updates), strategies.sampled_from(possible)
+        )
         known = self.known
         failed: set[_Calls] = set()
 
@@ -224,7 +228,9 @@ class Explorer:
             calls: list[Call] = []
             for next_call in drawn:
                 # What is known to be broken would be all that is found.
-                if allowed(calls, next_call, kind.own) and not matches_any(known, [*calls, next_call]):
+                if allowed(calls, next_call, kind.own) and not matches_any(
+                    known, [*calls, next_call]
+                ):
                     calls.append(next_call)
             failed_calls = self.check(calls[:length])
             if failed_calls:

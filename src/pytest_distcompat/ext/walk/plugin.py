@@ -13,11 +13,18 @@ if TYPE_CHECKING:
     from pytest_distcompat.suite import CompatSuite
 
 #: Built-in driver -> the strategy under which every read-only call is made: the one that has most of them.
-_STRATEGY_BY_DRIVER = {"torch": "fsdp2", "accelerate": "fsdp2", "trainer": "fsdp2", "deepspeed": "zero3"}
+_STRATEGY_BY_DRIVER = {
+    "torch": "fsdp2",
+    "accelerate": "fsdp2",
+    "trainer": "fsdp2",
+    "deepspeed": "zero3",
+}
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_distcompat_added_checks(suite: type[CompatSuite], session: DistcompatSession) -> list[AddedCheck]:
+def pytest_distcompat_added_checks(
+    suite: type[CompatSuite], session: DistcompatSession
+) -> list[AddedCheck]:
     """Have every read-only call made in one cell of each suite of the built-in ones."""
     is_built_in = suite.__module__ == "pytest_distcompat.suite"
     # On GPUs it was not tried.

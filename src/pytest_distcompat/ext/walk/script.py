@@ -65,7 +65,9 @@ def _classes(kind: type[Calls], names: Sequence[str]) -> list[str]:
     return texts
 
 
-def _method_sources(classes: Sequence[type[Calls]], names: Iterable[str]) -> dict[str, dict[str, str]]:
+def _method_sources(
+    classes: Sequence[type[Calls]], names: Iterable[str]
+) -> dict[str, dict[str, str]]:
     """Return the source of these methods, and of those that they call, by class and method."""
     sources: dict[str, dict[str, str]] = {owner.__name__: {} for owner in classes}
     unread = list(names)

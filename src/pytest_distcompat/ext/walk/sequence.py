@@ -12,7 +12,9 @@ from pytest_distcompat.drivers._tiny import EPOCH_STEPS
 from pytest_distcompat.scenario import Run, Scenario
 
 #: Calls before which no gradients may be pending: what becomes of these is not defined.
-_WITHOUT_GRADIENTS = frozenset({"add_group", "freeze", "unfreeze", "save", "load", "load_weights", "resume"})
+_WITHOUT_GRADIENTS = frozenset(
+    {"add_group", "freeze", "unfreeze", "save", "load", "load_weights", "resume"}
+)
 #: Calls that change the structure that a checkpoint must have.
 _STRUCTURE = frozenset({"add_group", "freeze", "unfreeze"})
 
@@ -139,7 +141,9 @@ class Walk:
             after = f"{self.name}-{number - 1}" if number else ""
             all_actions = ("build_model", "build", *actions)
             name = f"{self.name}-{number}"
-            runs.append(Run(name, all_actions, first_step=first_step, after=after, records_calls=True))
+            runs.append(
+                Run(name, all_actions, first_step=first_step, after=after, records_calls=True)
+            )
             first_step = _next_batch(part, first_step)
         runs.append(self._reference())
         return Scenario("walk", tuple(runs))
@@ -157,7 +161,14 @@ class Walk:
         calls = [f"{REFERENCE_CALL}{call}" for call in self.calls]
         options = ("model", "frozen", "param_groups", "use_orig_params")
         actions = ("build_model", *calls)
-        return Run(f"{self.name}-reference", actions, strategy="ddp", world_size=1, only=options, records_calls=True)
+        return Run(
+            f"{self.name}-reference",
+            actions,
+            strategy="ddp",
+            world_size=1,
+            only=options,
+            records_calls=True,
+        )
 
 
 def _next_batch(calls: Sequence[Call], batch: int) -> int:

@@ -166,7 +166,9 @@ def read_wait_state(record: str, stack: str) -> WaitState | None:
     if not waits and unfinished and frames[0].of_torch:
         # In backward(), or in the wait of FSDP2: torch is in the collective, whatever code called it.
         waits = unfinished.name
-    return WaitState(nearest(frames), waits, unfinished, recorded, connecting=frames[0].of_rendezvous)
+    return WaitState(
+        nearest(frames), waits, unfinished, recorded, connecting=frames[0].of_rendezvous
+    )
 
 
 def _thread_of_the_user(frames_by_thread: Sequence[Sequence[Frame]]) -> Sequence[Frame]:
@@ -224,7 +226,9 @@ def read_record(record: str) -> Iterable[Collective]:
     for entry in entries:
         collective = _collective(entry)
         if collective.number < last_numbers.get(collective.counter, 0):
-            collectives = [earlier for earlier in collectives if earlier.counter != collective.counter]
+            collectives = [
+                earlier for earlier in collectives if earlier.counter != collective.counter
+            ]
         last_numbers[collective.counter] = collective.number
         collectives.append(collective)
     return collectives

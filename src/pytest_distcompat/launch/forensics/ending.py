@@ -110,7 +110,9 @@ class Ending:
     def not_launched(cls, world_size: int, problem: str) -> Ending:
         """Return the ending of a run whose launcher failed before any rank started."""
         ranks = range(world_size)
-        return conclude(dict.fromkeys(ranks, ()), dict.fromkeys(ranks, RankProcess()), launch_error=problem)
+        return conclude(
+            dict.fromkeys(ranks, ()), dict.fromkeys(ranks, RankProcess()), launch_error=problem
+        )
 
     @property
     def failed(self) -> bool:
@@ -119,7 +121,11 @@ class Ending:
 
     @property
     def _ranks_failed(self) -> bool:
-        return bool(self.launch_error) or self.timed_out or any(end.status != "done" for end in self.ranks)
+        return (
+            bool(self.launch_error)
+            or self.timed_out
+            or any(end.status != "done" for end in self.ranks)
+        )
 
     @property
     def kind(self) -> str:
@@ -276,7 +282,9 @@ def _describe_consequences(ends: Sequence[RankEnd]) -> list[str]:
     for end in ends:
         stack = without_launcher(end.stack)
         if stack:
-            title = f"where {end.who} was when another one gave up waiting (most recent call first):"
+            title = (
+                f"where {end.who} was when another one gave up waiting (most recent call first):"
+            )
             parts.append(f"{title}\n{stack}")
     return parts
 
@@ -370,7 +378,9 @@ def conclude(
     return Ending(tuple(_fold(ends, first, gone_since)), events, timed_out=timed_out, **more)
 
 
-def _with_times_of_death(ends: Sequence[RankEnd], processes: Mapping[int, RankProcess]) -> list[RankEnd]:
+def _with_times_of_death(
+    ends: Sequence[RankEnd], processes: Mapping[int, RankProcess]
+) -> list[RankEnd]:
     """Return the ends, those of ranks that could not report with the time at which the agent saw them gone.
 
     The agent stops looking once it has seen a rank gone: a rank that died unseen did so at that time or later.
@@ -393,7 +403,9 @@ def _with_times_of_death(ends: Sequence[RankEnd], processes: Mapping[int, RankPr
 def _all_wait_for_others(ends: Sequence[RankEnd]) -> bool:
     """Tell whether ranks hang, and each of them waits for other ranks."""
     hanging = [end for end in ends if end.status == "stuck"]
-    return bool(hanging) and all(end.wait_state is not None and end.wait_state.waiting for end in hanging)
+    return bool(hanging) and all(
+        end.wait_state is not None and end.wait_state.waiting for end in hanging
+    )
 
 
 @dataclass(frozen=True)
@@ -474,7 +486,9 @@ def _rank_end(rank: int, evidence: _Evidence) -> RankEnd:
         return replace(end, status="stuck", wait_state=wait_state, message=message)
     if process.ended_by_us:
         message = f"outlived another rank's failure and was killed{evidence.when}"
-        return replace(end, status="stopped", message=_LEFT_WAITING if evidence.allows_waiting else message)
+        return replace(
+            end, status="stopped", message=_LEFT_WAITING if evidence.allows_waiting else message
+        )
     return _end_without_report(end, evidence)
 
 
@@ -500,7 +514,9 @@ def _end_without_report(end: RankEnd, evidence: _Evidence) -> RankEnd:
         ending = f" ({exit_name(code)})" if code else ""
         return replace(end, status="missing", message=f"never started{ending}{reason}")
     if code is None:
-        return replace(end, status="exited", message=f"ended without a report{evidence.when}{reason}")
+        return replace(
+            end, status="exited", message=f"ended without a report{evidence.when}{reason}"
+        )
     if code >= 0:
         message = f"exited with code {code} without a report{evidence.when}{reason}"
         return replace(end, status="exited", message=message)
@@ -548,7 +564,9 @@ def _gone_since(events: Sequence[Event]) -> float:
     return math.inf if excused else -math.inf
 
 
-def _fold(ends: Sequence[RankEnd], first: int | None, gone_since: Mapping[int, float]) -> list[RankEnd]:
+def _fold(
+    ends: Sequence[RankEnd], first: int | None, gone_since: Mapping[int, float]
+) -> list[RankEnd]:
     """Mark as consequence what another rank's end explains; what nothing explains stays a cause.
 
     Args:

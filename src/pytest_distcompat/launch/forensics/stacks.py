@@ -85,7 +85,9 @@ class Frame:
         """Tell whether the line has the name ``wait``."""
         line = linecache.getline(self.file, self.line).strip()
         tokens = tokenize.generate_tokens(io.StringIO(line).readline)
-        with contextlib.suppress(SyntaxError, tokenize.TokenError):  # a statement may have further lines
+        with contextlib.suppress(
+            SyntaxError, tokenize.TokenError
+        ):  # a statement may have further lines
             for token in tokens:
                 if token.type == tokenize.NAME and token.string == "wait":
                     return True
@@ -100,7 +102,11 @@ class Frame:
     @property
     def of_the_user(self) -> bool:
         """Tell whether the file is neither Python's own, nor an installed package's, nor this package's."""
-        return not (self.of_python or _PACKAGES.match(self.file) or Path(self.file).is_relative_to(_OUR_PACKAGE))
+        return not (
+            self.of_python
+            or _PACKAGES.match(self.file)
+            or Path(self.file).is_relative_to(_OUR_PACKAGE)
+        )
 
 
 def request_stack(pid: int) -> None:

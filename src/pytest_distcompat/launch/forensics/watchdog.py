@@ -22,7 +22,11 @@ from pytest_distcompat.launch.forensics.deaths import out_of_memory_kills
 from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
 from pytest_distcompat.launch.forensics.flight_recorder import END, RECORDER_SIGNAL, record_file
 from pytest_distcompat.launch.forensics.stacks import request_stack, stack_file, threads
-from pytest_distcompat.launch.forensics.stalled_ranks import StallDetector, in_torch, may_wait_for_work
+from pytest_distcompat.launch.forensics.stalled_ranks import (
+    StallDetector,
+    in_torch,
+    may_wait_for_work,
+)
 from pytest_distcompat.launch.process import alive, descendants, kill
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request
@@ -110,7 +114,9 @@ class Watchdog:
         self._vanished_since = _first_time(self._vanished_since, now, seen=vanished)
         failed = any(of_kind(Error, logged) for logged in events.values())
         self._failed_since = _first_time(self._failed_since, now, seen=failed)
-        return now - self._vanished_since > VANISHED_AFTER or now - self._failed_since > FAILED_AFTER
+        return (
+            now - self._vanished_since > VANISHED_AFTER or now - self._failed_since > FAILED_AFTER
+        )
 
     def _waits_for_excused(self, events: Mapping[int, Sequence[Event]]) -> bool:
         """Tell whether all ranks at work wait in torch for a rank that left its test as the test allows."""
@@ -166,7 +172,9 @@ class Watchdog:
             return replace(ending, builds=builds.describe_locks(environment))
         return ending
 
-    def _with_reports(self, rank: int, process: RankProcess, logged: Sequence[Event]) -> RankProcess:
+    def _with_reports(
+        self, rank: int, process: RankProcess, logged: Sequence[Event]
+    ) -> RankProcess:
         """Return the same process with what it wrote for a report: stacks, flight record, or why it could not write."""
         done = bool(of_kind(Done, logged))
         if process.ended_by_us or process.code or not done:

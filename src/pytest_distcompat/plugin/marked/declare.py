@@ -47,10 +47,14 @@ def read_mark(mark: pytest.Mark) -> Mark:
         ValueError: An argument is wrong; the message says what is right.
     """
     if mark.args:
-        raise ValueError(f"@pytest.mark.{MARK} takes keyword arguments only: {', '.join(ARGUMENTS)}")
+        raise ValueError(
+            f"@pytest.mark.{MARK} takes keyword arguments only: {', '.join(ARGUMENTS)}"
+        )
     for name in mark.kwargs:
         if name not in ARGUMENTS:
-            raise ValueError(f"@pytest.mark.{MARK} has no argument {name!r}. Known: {', '.join(ARGUMENTS)}")
+            raise ValueError(
+                f"@pytest.mark.{MARK} has no argument {name!r}. Known: {', '.join(ARGUMENTS)}"
+            )
     arguments = dict(mark.kwargs)
     for name in ("strategies", "precisions", "options"):
         arguments[name] = _read_list(name, arguments.get(name, ()))
@@ -75,7 +79,9 @@ def _check_count(name: str, count: Any) -> None:
     if count is None:
         return
     if type(count) is not int or count < 1:
-        raise ValueError(f"@pytest.mark.{MARK}({name}={count!r}): expected a whole number of at least 1")
+        raise ValueError(
+            f"@pytest.mark.{MARK}({name}={count!r}): expected a whole number of at least 1"
+        )
 
 
 def _check_nodes(world_size: int | None, nodes: int | None) -> None:
@@ -90,7 +96,9 @@ def _check_timeout(seconds: Any) -> None:
     if seconds is None:
         return
     if not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ValueError(f"@pytest.mark.{MARK}(timeout={seconds!r}): expected a number of seconds above 0")
+        raise ValueError(
+            f"@pytest.mark.{MARK}(timeout={seconds!r}): expected a number of seconds above 0"
+        )
 
 
 def _check_reuse(reuse: Any) -> None:
@@ -203,7 +211,9 @@ def _why_not_on_ranks(item: pytest.Item) -> str | None:
     is_unittest = test_class is not None and issubclass(test_class, unittest.TestCase)
     if is_unittest or not isinstance(item, pytest.Function):
         kind = "unittest.TestCase methods" if test_class else type(item).__name__
-        return f"@pytest.mark.{MARK} works on functions and on methods of plain classes, not on {kind}"
+        return (
+            f"@pytest.mark.{MARK} works on functions and on methods of plain classes, not on {kind}"
+        )
     try:
         mark = mark_of(item)
     except ValueError as problem:

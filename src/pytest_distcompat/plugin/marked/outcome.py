@@ -142,7 +142,11 @@ def merge(ending: Ending) -> Outcome:
     """Return the outcome of a test from the logs and exits of all its ranks."""
     phases = _LoggedPhases.of(ending)
     ending = count_subtests(ending, phases.unfinished)
-    outcome = _outcome_of_failed_run(ending, phases) if ending.failed else _outcome_of_finished_run(phases)
+    outcome = (
+        _outcome_of_failed_run(ending, phases)
+        if ending.failed
+        else _outcome_of_finished_run(phases)
+    )
     sections = _sections(phases, ending)
     properties = _properties(phases) + outcome.properties
     return dataclasses.replace(outcome, sections=sections, properties=properties)
@@ -231,7 +235,11 @@ def _outcome_of_finished_run(phases: _LoggedPhases) -> Outcome:
         if not any(phase.when == "teardown" for phase in of_rank):
             incomplete.append(str(rank))
     if incomplete:
-        return Outcome("failed", f"rank {', '.join(incomplete)} ended without running the test to its end", hard=True)
+        return Outcome(
+            "failed",
+            f"rank {', '.join(incomplete)} ended without running the test to its end",
+            hard=True,
+        )
     strict = _strict_passes(phases)
     return Outcome("passed", strict[0] if strict else "")
 
@@ -287,7 +295,9 @@ def _properties(phases: _LoggedPhases) -> tuple[tuple[str, Any], ...]:
     return of_all_ranks(last_by_rank)
 
 
-def of_all_ranks(properties: Mapping[int, Sequence[tuple[str, Any]]]) -> tuple[tuple[str, Any], ...]:
+def of_all_ranks(
+    properties: Mapping[int, Sequence[tuple[str, Any]]],
+) -> tuple[tuple[str, Any], ...]:
     """Return rank 0's properties, and those of other ranks that differ from them, named after their rank.
 
     Those of a rank's last report hold those of all reports before it.
@@ -337,7 +347,9 @@ def _failed_by_subtests(end: RankEnd, phase: Phase) -> RankEnd:
     ended_by_others = end.status in {"stopped", "lost peer"} and not phase.lost
     if end.status == "done" or ended_by_others:
         message = f"raised failed: {phase.message}"
-        return dataclasses.replace(end, status="raised", kind="failed", message=message, text=phase.text)
+        return dataclasses.replace(
+            end, status="raised", kind="failed", message=message, text=phase.text
+        )
     texts = []
     for text in (phase.text, end.text):
         if text:
@@ -353,7 +365,9 @@ def disagreement(warm: str, cold: str, text: str) -> str:
 # From an outcome to pytest's report.
 
 
-def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+def finish_report(
+    item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
+) -> None:
     """Put the outcome of the ranks into the parent's report."""
     if report.when != "call":
         return
@@ -362,7 +376,12 @@ def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest
         if report.passed:
             report.outcome, report.longrepr = "failed", NOT_RUN
         return
-    if outcome.kind == "passed" and outcome.text and report.passed and not hasattr(report, "wasxfail"):
+    if (
+        outcome.kind == "passed"
+        and outcome.text
+        and report.passed
+        and not hasattr(report, "wasxfail")
+    ):
         report.outcome, report.longrepr = "failed", outcome.text
     report.sections.extend(outcome.sections)
     error = call.excinfo.value if call.excinfo is not None else None

@@ -159,7 +159,9 @@ def phase_of(report: pytest.TestReport, subtests: Sequence[Phase] = ()) -> Phase
     )
     if phase.subtest:
         sections = _sections_of(report, phase.outcome)
-        return dataclasses.replace(phase, text=excerpt(phase.text, TEXT_CHARACTERS), sections=sections)
+        return dataclasses.replace(
+            phase, text=excerpt(phase.text, TEXT_CHARACTERS), sections=sections
+        )
     sections = _sections_of(report, "failed" if _failures(subtests) else phase.outcome)
     properties = [(name, _serializable(value)) for name, value in report.user_properties]
     phase = dataclasses.replace(phase, sections=sections, properties=tuple(properties))
@@ -202,7 +204,9 @@ def _result_of(report: pytest.TestReport) -> _Result:
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         path, line, reason = report.longrepr
         message = str(reason).removeprefix("Skipped: ")
-        return _Result("skipped", message, f"{path}:{line}: {reason}", (str(path), int(line), str(reason)))
+        return _Result(
+            "skipped", message, f"{path}:{line}: {reason}", (str(path), int(line), str(reason))
+        )
     return _Result(report.outcome, message, text)
 
 

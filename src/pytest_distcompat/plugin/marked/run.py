@@ -12,7 +12,13 @@ import pytest
 
 from pytest_distcompat.cell import uneven
 from pytest_distcompat.plugin.marked.declare import Mark, mark_of, nodes_of, scope_of, world_size_of
-from pytest_distcompat.plugin.marked.outcome import OUTCOME, UNCAPTURED, Outcome, disagreement, merge
+from pytest_distcompat.plugin.marked.outcome import (
+    OUTCOME,
+    UNCAPTURED,
+    Outcome,
+    disagreement,
+    merge,
+)
 from pytest_distcompat.plugin.on_ranks import rank_session
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
@@ -121,7 +127,11 @@ def _why_not_run(item: pytest.Item, mark: Mark, session: DistcompatSession) -> s
 
 
 def _request(
-    item: pytest.Function, mark: Mark, session: DistcompatSession, reuse: Reuse | None, next_item: pytest.Item | None
+    item: pytest.Function,
+    mark: Mark,
+    session: DistcompatSession,
+    reuse: Reuse | None,
+    next_item: pytest.Item | None,
 ) -> Request:
     """Return the request to the launcher to run the item.
 
@@ -185,7 +195,9 @@ def _end_as(outcome: Outcome, ending: Ending, item: pytest.Function) -> None:
         pytest.xfail(outcome.text)
 
 
-def _verify(outcome: Outcome, request: Request, session: DistcompatSession, item: pytest.Function) -> Outcome:
+def _verify(
+    outcome: Outcome, request: Request, session: DistcompatSession, item: pytest.Function
+) -> Outcome:
     """Run the item again under cold torchrun; return the same outcome, or a failure if the second one differs."""
     if session.reuse_scope:
         # Ranks that are kept hold the devices.
@@ -202,7 +214,9 @@ def _verify(outcome: Outcome, request: Request, session: DistcompatSession, item
 
 def _shows_output_at_once(config: pytest.Config) -> bool:
     """Tell whether the user sees what tests print while they run (``-s``); in a worker of xdist nobody does."""
-    return config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(config, "workerinput")
+    return config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(
+        config, "workerinput"
+    )
 
 
 def _print_uncaptured(outcome: Outcome) -> Outcome:
@@ -257,7 +271,9 @@ def _next_on_same_ranks(item: pytest.Item, session: DistcompatSession) -> pytest
     return next_item
 
 
-def _reuse(item: pytest.Item, session: DistcompatSession, next_item: pytest.Item | None) -> Reuse | None:
+def _reuse(
+    item: pytest.Item, session: DistcompatSession, next_item: pytest.Item | None
+) -> Reuse | None:
     """Return how the item's ranks are kept for others; None if they are its own."""
     from pytest_distcompat.launch.reused_ranks import Reuse
 

@@ -55,8 +55,13 @@ OF_RANK_ZERO: dict[str, Any] = {
 #: whose plugin is there are set. -m and -k stay: a conftest may read them to decide what to skip.
 _OPTIONS_ON_RANKS: dict[str, Any] = {
     **OF_RANK_ZERO,
-    **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset"), False),
-    **dict.fromkeys(("collectonly", "usepdb", "trace", "looponfail", "distload", "json_report", "cacheclear"), False),
+    **dict.fromkeys(
+        ("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset"), False
+    ),
+    **dict.fromkeys(
+        ("collectonly", "usepdb", "trace", "looponfail", "distload", "json_report", "cacheclear"),
+        False,
+    ),
     **dict.fromkeys(("deselect", "basetemp", "durations", "numprocesses", "maxprocesses"), None),
     **dict.fromkeys(("distcompat_report", "distcompat_baseline", "distcompat_shard"), None),
     "maxfail": None,
@@ -91,7 +96,9 @@ def describe(config: pytest.Config) -> dict[str, Any]:
                     f"({type(error).__name__}: {error}); expected one that can be pickled"
                 ) from None
     worker = {
-        name: value for name, value in getattr(config, "workerinput", {}).items() if isinstance(value, (str, int))
+        name: value
+        for name, value in getattr(config, "workerinput", {}).items()
+        if isinstance(value, (str, int))
     }
     return {
         "options": base64.b64encode(pickle.dumps(values)).decode(),
@@ -111,7 +118,9 @@ def _is_builtin(value: object) -> bool:
     if isinstance(value, (list, tuple, set)):
         return type(value) in {list, tuple, set} and all(map(_is_builtin, value))
     if isinstance(value, dict):
-        return type(value) is dict and all(_is_builtin(part) for pair in value.items() for part in pair)
+        return type(value) is dict and all(
+            _is_builtin(part) for pair in value.items() for part in pair
+        )
     return type(value) in {str, int, float, bool, bytes, type(None)}
 
 
@@ -140,7 +149,9 @@ def own_files(config: pytest.Config) -> tuple[str, ...]:
     else:
         import tomli as tomllib
     try:
-        project = tomllib.loads((config.rootpath / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        project = tomllib.loads((config.rootpath / "pyproject.toml").read_text(encoding="utf-8"))[
+            "project"
+        ]
         files = importlib.metadata.distribution(project["name"]).files or ()
     except (OSError, ValueError, LookupError, TypeError, importlib.metadata.PackageNotFoundError):
         return ()
@@ -183,7 +194,9 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
             config = pytest.Config.fromdictargs(options, arguments)
         _watch_hooks(config, watch)
     # A conftest may read options from the arguments.
-    config.invocation_params = dataclasses.replace(config.invocation_params, args=tuple(payload["given"]))
+    config.invocation_params = dataclasses.replace(
+        config.invocation_params, args=tuple(payload["given"])
+    )
     for name, value in payload["objects"].items():
         # Only now: its type may be from a conftest.py, which pytest has imported above in its own way.
         try:
@@ -211,9 +224,9 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
 
 
 #: Hooks that are called once a session, so that checking what a function left open costs little.
-_ONCE = frozenset({"pytest_configure", "pytest_sessionstart", "pytest_collection", "pytest_collection_finish"}) | {
-    "pytest_collection_modifyitems"
-}
+_ONCE = frozenset(
+    {"pytest_configure", "pytest_sessionstart", "pytest_collection", "pytest_collection_finish"}
+) | {"pytest_collection_modifyitems"}
 
 
 def _is_lazy(mark: pytest.Mark) -> bool:
@@ -221,7 +234,10 @@ def _is_lazy(mark: pytest.Mark) -> bool:
     if mark.name != "parametrize":
         return False
     values = (*mark.args[1:2], mark.kwargs.get("argvalues"), mark.kwargs.get("ids"))
-    return any(not isinstance(value, (list, tuple, set, frozenset, dict, range, str, type(None))) for value in values)
+    return any(
+        not isinstance(value, (list, tuple, set, frozenset, dict, range, str, type(None)))
+        for value in values
+    )
 
 
 def _watch_hooks(config: pytest.Config, watch: Watch) -> None:
@@ -242,9 +258,15 @@ class _WatchedHooks:
         #: Of the hook calls that run, the innermost last.
         self._running: list[contextlib.ExitStack] = []
 
-    def before(self, name: str, implementations: Sequence[Any], arguments: Mapping[str, Any]) -> None:
+    def before(
+        self, name: str, implementations: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> None:
         """Begin a hook call: the first half of ``add_hookcall_monitoring``."""
-        own = [implementation for implementation in implementations if self._is_own(implementation.function)]
+        own = [
+            implementation
+            for implementation in implementations
+            if self._is_own(implementation.function)
+        ]
         call = contextlib.ExitStack()
         if own or self._calls_own(name, arguments):
             call.enter_context(self._watch.hook(name))
@@ -265,7 +287,9 @@ class _WatchedHooks:
         """Tell whether pytest's own function for that hook calls one of the user."""
         if name == "pytest_make_collect_report":
             return self._is_own(type(arguments["collector"]).collect)
-        return name == "pytest_generate_tests" and any(map(_is_lazy, arguments["metafunc"].definition.iter_markers()))
+        return name == "pytest_generate_tests" and any(
+            map(_is_lazy, arguments["metafunc"].definition.iter_markers())
+        )
 
     def _watch_alone(self, name: str, implementation: Any, call: contextlib.ExitStack) -> None:
         """Watch one implementation by itself until the hook call ends; a wrapper runs around others."""
@@ -358,7 +382,9 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
 
     asked = decode.decode(ItemPayload, payload)
     if preload.collected is None:
-        preload.collected = collect(json.loads(Path(asked.session).read_text(encoding="utf-8")), by_hand=log.by_hand)
+        preload.collected = collect(
+            json.loads(Path(asked.session).read_text(encoding="utf-8")), by_hand=log.by_hand
+        )
         if request_loop.reused is not None:
             request_loop.reused.reset_baseline()
     items = _items(preload.collected)
@@ -381,7 +407,9 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     fault_handler(config)
     # pytest makes its base temporary directory once in a process. Kept ranks use the directory of their group, not of this
     # request, for that and for captured output, as the agent does for its logs.
-    directory_of_process = request_loop.reused.directory if request_loop.reused is not None else directory
+    directory_of_process = (
+        request_loop.reused.directory if request_loop.reused is not None else directory
+    )
     root = directory_of_process / f"tmp-{log.rank}"
     own_directory = _made_in(root, config) if asked.plain else _own_temporary_directory(root)
     with own_directory, capturing(config, directory_of_process, log.rank):
@@ -418,7 +446,9 @@ def _find(items: Mapping[str, pytest.Item], nodeid: str, errors: CollectionError
         error = errors.text_about(nodeid)
         if error:
             last = error.splitlines()[-1].removeprefix("E").strip()
-            raise LookupError(f"{nodeid.partition('::')[0]} cannot be collected on this rank: {last}\n\n{error}")
+            raise LookupError(
+                f"{nodeid.partition('::')[0]} cannot be collected on this rank: {last}\n\n{error}"
+            )
         close = difflib.get_close_matches(nodeid, items, n=3)
         hint = f"; close to it: {', '.join(close)}" if close else ""
         raise LookupError(
@@ -482,7 +512,12 @@ class _Reporter:
         # Imported before the test runs, which may break imports (sys.path, sys.meta_path).
         from pytest_distcompat.launch import rank, rank_log
 
-        self.log, self.phases, self.world_size, self.directory = log, Phases(), world_size, directory
+        self.log, self.phases, self.world_size, self.directory = (
+            log,
+            Phases(),
+            world_size,
+            directory,
+        )
         self._rank, self._rank_log = rank, rank_log
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -500,7 +535,9 @@ class _Reporter:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         phase = self.phases.of(report)
         self.log.write(phase)
-        if phase.ending is not None and (phase.outcome == "failed" or not self._wait_for_others(*phase.ending, phase)):
+        if phase.ending is not None and (
+            phase.outcome == "failed" or not self._wait_for_others(*phase.ending, phase)
+        ):
             self.log.write(Error(*phase.ending, phase.text, lost=phase.lost))
             self._rank.leave_failed(self.directory, self.world_size)
 
@@ -521,7 +558,9 @@ class _Reporter:
             if "failed" in outcomes or (own_outcome == "skipped" and "passed" in outcomes):
                 return False
             if "" not in outcomes:
-                goes_on = outcomes <= ({"skipped"} if own_outcome == "skipped" else {"xfailed", "passed"})
+                goes_on = outcomes <= (
+                    {"skipped"} if own_outcome == "skipped" else {"xfailed", "passed"}
+                )
                 if goes_on:
                     self.log.write(Resumed())
                 return goes_on
@@ -534,10 +573,16 @@ class _Reporter:
 
         A rank has passed once only its teardown is left, or nothing if this rank is in its teardown.
         """
-        phases = {phase.when: phase.outcome for phase in of_kind(Phase, events) if not phase.subtest}
+        phases = {
+            phase.when: phase.outcome for phase in of_kind(Phase, events) if not phase.subtest
+        }
         excused = [outcome for outcome in phases.values() if outcome in {"skipped", "xfailed"}]
         if excused:
             return excused[0]
         if of_kind(Error, events):
             return "failed"
-        return "passed" if of_kind(Done, events) or ("teardown" if when == "teardown" else "call") in phases else ""
+        return (
+            "passed"
+            if of_kind(Done, events) or ("teardown" if when == "teardown" else "call") in phases
+            else ""
+        )

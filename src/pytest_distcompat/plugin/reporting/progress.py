@@ -99,7 +99,10 @@ class Progress:
         """Start the thread, unless the output is quiet. Call it only where pytest's capture is suspended."""
         terminal: Any = self._config.pluginmanager.getplugin("terminalreporter")
         # With -s tests write to the terminal themselves; -qq asks for as little output as possible.
-        quiet = self._config.getoption("capture", "fd") == "no" or self._config.getoption("verbose") < -1
+        quiet = (
+            self._config.getoption("capture", "fd") == "no"
+            or self._config.getoption("verbose") < -1
+        )
         if terminal is None or quiet or self._thread is not None:
             return
         try:

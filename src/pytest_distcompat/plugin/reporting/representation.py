@@ -7,7 +7,11 @@ from _pytest._code.code import ReprExceptionInfo, ReprFileLocation, ReprTracebac
 
 
 def represent(
-    report: pytest.TestReport, text: str, location: tuple[str, int, str] | None = None, *, short: str = ""
+    report: pytest.TestReport,
+    text: str,
+    location: tuple[str, int, str] | None = None,
+    *,
+    short: str = "",
 ) -> None:
     """Have a failing report show a text.
 
@@ -27,4 +31,6 @@ def represent(
     path, line, _ = location or (path, (line or 0) + 1, "")
     short = short or text.strip().partition("\n")[0]
     traceback = ReprTracebackNative([f"{text.rstrip()}\n"])
-    report.longrepr = ReprExceptionInfo(reprtraceback=traceback, reprcrash=ReprFileLocation(path, line, short))
+    report.longrepr = ReprExceptionInfo(
+        reprtraceback=traceback, reprcrash=ReprFileLocation(path, line, short)
+    )

@@ -30,7 +30,10 @@ _FLAGS = ("--noconftest",)
 #: One-letter flags that may be joined with one of those: ``-qp plugin``.
 _JOINABLE_FLAGS = ("-l", "-q", "-s", "-v", "-x")
 #: This plugin's own options that select tests or report.
-_LEFT_OUT = {f"distcompat_{name}" for name in ("report", "baseline", "budget", "shard", "strategies", "drivers")}
+_LEFT_OUT = {
+    f"distcompat_{name}"
+    for name in ("report", "baseline", "budget", "shard", "strategies", "drivers")
+}
 #: In a suite it also decides in which of several cells of a strategy the profile runs a check.
 _PRECISIONS = {"distcompat_precisions"}
 

@@ -325,7 +325,9 @@ class Results:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         elif session.exitstatus == pytest.ExitCode.TESTS_FAILED and only_verdicts and not regressed:
             session.exitstatus = pytest.ExitCode.OK
-            session_info["baseline"]["text"].append("nothing is newly broken or newly missing: exit code 0")
+            session_info["baseline"]["text"].append(
+                "nothing is newly broken or newly missing: exit code 0"
+            )
 
     def _require_a_verdict(self, session: pytest.Session) -> None:
         """Fail a session whose suites came to no verdict: nothing was checked, which is no success."""
@@ -392,7 +394,9 @@ class Results:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the matrix and the paths of the report files."""
         if self.report is not None:
-            show(terminalreporter, self.report, [*self._left_out, *self._written], self._nothing_ran)
+            show(
+                terminalreporter, self.report, [*self._left_out, *self._written], self._nothing_ran
+            )
 
     def _session_info(self) -> dict[str, Any]:
         """Return what a report says of its session: versions, devices, settings, times."""
@@ -444,7 +448,9 @@ def _verdict_without_check(nodeid: str, report: pytest.TestReport) -> Verdict:
     assert item is not None
     if report.skipped:
         status = Status.SKIPPED
-        text = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else report.longreprtext
+        text = (
+            str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else report.longreprtext
+        )
         message = reason = text.removeprefix("Skipped: ")
     else:
         status = Status.ERROR

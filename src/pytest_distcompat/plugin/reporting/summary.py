@@ -13,7 +13,14 @@ from pytest_distcompat.excerpt import visible
 from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.report.causes import Cause, causes
 from pytest_distcompat.report.document import Report
-from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, runs_text, settings_text
+from pytest_distcompat.report.text import (
+    Line,
+    causes_text,
+    counts_text,
+    matrix_text,
+    runs_text,
+    settings_text,
+)
 from pytest_distcompat.status import Verdict
 
 #: The markup of pytest's TerminalWriter for each style of a span.
@@ -65,7 +72,9 @@ def _fold(cause: Cause, reports: Sequence[Any]) -> None:
         reports[0].longrepr.addsection(title, "\n".join(verdicts))
 
 
-def show(terminal: Any, report: Report, written: Sequence[str], nothing_ran: Sequence[str] = ()) -> None:
+def show(
+    terminal: Any, report: Report, written: Sequence[str], nothing_ran: Sequence[str] = ()
+) -> None:
     """Write the section.
 
     Args:
@@ -99,7 +108,9 @@ def _show_matrix(terminal: Any, report: Report, *, verbose: bool) -> None:
     rows = report.rows if verbose else ()
     _write_lines(terminal, matrix_text(report.results, rows, width))
     if not verbose and any(row.not_applicable for row in report.rows):
-        terminal.write_line("an empty place: the check is not applicable there (-v gives the reasons)")
+        terminal.write_line(
+            "an empty place: the check is not applicable there (-v gives the reasons)"
+        )
 
 
 def _show_counts(terminal: Any, report: Report) -> None:

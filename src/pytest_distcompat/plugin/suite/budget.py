@@ -51,7 +51,9 @@ def read_budget(text: str) -> Budget | None:
         return None
     match = re.fullmatch(r"(\d+)([smh])(?:@(\d+))?", text)
     if match is None or not int(match[1]):
-        raise UsageProblem(f"{text!r} is not right: expected a time and perhaps a seed, as 90s, 20m or 2h@7.")
+        raise UsageProblem(
+            f"{text!r} is not right: expected a time and perhaps a seed, as 90s, 20m or 2h@7."
+        )
     seconds = int(match[1]) * _UNITS[match[2]]
     if match[3] is None:
         today = int(clock.wall() // 86400)

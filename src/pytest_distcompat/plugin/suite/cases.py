@@ -21,7 +21,13 @@ from pytest_distcompat.drivers import DRIVERS, find_driver, preload_of, unsuppor
 from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.expect import Expectation
-from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
+from pytest_distcompat.failures import (
+    DistcompatError,
+    Incompatible,
+    LateFailure,
+    RunFailedError,
+    UsageProblem,
+)
 from pytest_distcompat.judge import declaration, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.launch.files import written
@@ -93,7 +99,9 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
     driver = find_driver(suite.driver)
     for expectation in suite.expect:
         if not isinstance(expectation, Expectation):
-            raise UsageProblem(f"{suite.__name__}.expect holds {expectation!r}; expected fails(...) or refuses(...)")
+            raise UsageProblem(
+                f"{suite.__name__}.expect holds {expectation!r}; expected fails(...) or refuses(...)"
+            )
         check_names(expectation)
     cells = list(_all_cells(suite, world_size))
     for cell in cells:
@@ -119,7 +127,9 @@ def _check_kinds(suite: type[CompatSuite]) -> None:
     """Check the types of the class's attributes, and that it has a driver."""
     for name, kind in (("driver", str), ("matrix", Matrix), ("expect", tuple)):
         if not isinstance(getattr(suite, name), kind):
-            raise UsageProblem(f"{suite.__name__}.{name} is {getattr(suite, name)!r}; expected a {kind.__name__}")
+            raise UsageProblem(
+                f"{suite.__name__}.{name} is {getattr(suite, name)!r}; expected a {kind.__name__}"
+            )
     if not suite.driver:
         raise UsageProblem(
             f"{suite.__name__} has no driver (driver = {suite.driver!r}): expected module:attribute, or one of "
@@ -171,7 +181,10 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     cells = _selected_cells(suite, driver, session, any_precision=added_profile is not None)
     if added_profile is not None:
         check = added_profile.check
-        return [Case(suite, cell, check, unsupported=why_not_supported(driver, cell, session)) for cell in cells]
+        return [
+            Case(suite, cell, check, unsupported=why_not_supported(driver, cell, session))
+            for cell in cells
+        ]
     unsupported = {cell: why_not_supported(driver, cell, session) for cell in cells}
     not_applicable = {cell: _checks_without_verdict(cell, driver, session) for cell in cells}
     _leave_out(profile, not_applicable, unsupported)
@@ -191,7 +204,11 @@ def _is_built_in(suite: type[CompatSuite]) -> bool:
 
 
 def _selected_cells(
-    suite: type[CompatSuite], driver: type[Driver], session: DistcompatSession, *, any_precision: bool
+    suite: type[CompatSuite],
+    driver: type[Driver],
+    session: DistcompatSession,
+    *,
+    any_precision: bool,
 ) -> list[Cell]:
     """Return the cells that the profile makes of the suite's matrix and that the options select.
 
@@ -240,12 +257,16 @@ def _count_left_out(
     if left_out:
         name = session.setting("profile").value
         words = f"of the {len(able)} cells of {suite.__name__}'s matrix that can run here"
-        line = f"profile {name} leaves out {left_out} {words} (--distcompat-profile default runs them)"
+        line = (
+            f"profile {name} leaves out {left_out} {words} (--distcompat-profile default runs them)"
+        )
         session.left_out[suite.__module__, suite.__qualname__] = line
         session.share(LEFT_OUT, [*session.left_out.values()])
 
 
-def _checks_without_verdict(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict[str, str]:
+def _checks_without_verdict(
+    cell: Cell, driver: type[Driver], session: DistcompatSession
+) -> dict[str, str]:
     """Return the checks that have no verdict in a cell, by name, each with the reason."""
     reasons = {}
     for name, check in CHECKS.by_name.items():
@@ -256,7 +277,9 @@ def _checks_without_verdict(cell: Cell, driver: type[Driver], session: Distcompa
 
 
 def _leave_out(
-    profile: str, not_applicable: Mapping[Cell, dict[str, str]], unsupported: Mapping[Cell, str | None]
+    profile: str,
+    not_applicable: Mapping[Cell, dict[str, str]],
+    unsupported: Mapping[Cell, str | None],
 ) -> None:
     """Add to ``not_applicable`` the checks that the profile leaves out of the cells that can run, each with the reason."""
     applicable = {}
@@ -267,10 +290,14 @@ def _leave_out(
         not_applicable[cell][check] = reason
 
 
-def _added_cases(suite: type[CompatSuite], driver: type[Driver], session: DistcompatSession) -> list[Case]:
+def _added_cases(
+    suite: type[CompatSuite], driver: type[Driver], session: DistcompatSession
+) -> list[Case]:
     """Return the cases that extensions add, of the cells that options select."""
     added_cases = []
-    for by_extension in session.config.hook.pytest_distcompat_added_checks(suite=suite, session=session):
+    for by_extension in session.config.hook.pytest_distcompat_added_checks(
+        suite=suite, session=session
+    ):
         for added in by_extension:
             if session.selects(added.cell):
                 unsupported = why_not_supported(driver, added.cell, session)
@@ -324,7 +351,9 @@ def _excluding_options(cells: Iterable[Cell], session: DistcompatSession) -> lis
     return reasons
 
 
-def _commonest_reasons(cells: Iterable[Cell], driver: type[Driver], session: DistcompatSession) -> list[str]:
+def _commonest_reasons(
+    cells: Iterable[Cell], driver: type[Driver], session: DistcompatSession
+) -> list[str]:
     """Return why cells cannot run here, the reason of most cells first.
 
     A package that is missing comes before all others: the same cells could run with it.
@@ -380,7 +409,9 @@ def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSessi
     return reason or None
 
 
-def why_not_checked(check: Check, cell: Cell, driver: type[Driver], session: DistcompatSession) -> str | None:
+def why_not_checked(
+    check: Check, cell: Cell, driver: type[Driver], session: DistcompatSession
+) -> str | None:
     """Return why a check has no verdict in a cell; None if it has one."""
     if session.substitute is not None:
         reason = session.substitute.why_not_checked(check.name)
@@ -533,7 +564,9 @@ class BoundCase:
         expected = list(case.suite.expect)
         for issue in known:
             expected += issue.expectations
-        verdict, trace = run_check(session.runner, case.suite.driver, case.cell, case.check, expected)
+        verdict, trace = run_check(
+            session.runner, case.suite.driver, case.cell, case.check, expected
+        )
         used = cost(trace, session.gpu_name)
         if used:
             self._cost = dataclasses.asdict(used)
@@ -543,7 +576,9 @@ class BoundCase:
         declared_of(session).note_verdict(self.item, known, case.cell, verdict)
         return verdict, trace
 
-    def _verified(self, verdict: Verdict, expected: Sequence[Expectation], session: DistcompatSession) -> Verdict:
+    def _verified(
+        self, verdict: Verdict, expected: Sequence[Expectation], session: DistcompatSession
+    ) -> Verdict:
         """Run the check again under cold torchrun, if it is its turn; return a failure if the second verdict differs."""
         case = self.case
         # A check with a limit measures a number, which differs from run to run.
@@ -566,7 +601,9 @@ class BoundCase:
         runs.
         """
         config = self.item.config
-        if config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(config, "workerinput"):
+        if config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(
+            config, "workerinput"
+        ):
             for title, content in sections(session.runner.started):
                 print(f"\n{title}:\n{content}")  # noqa: T201 - it is what the ranks printed
         elif verdict.status.red:
@@ -618,7 +655,9 @@ def _quoted_run(trace: Trace, message: str) -> tuple[str, RunFailure | None]:
     return "", None
 
 
-def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+def finish_report(
+    item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
+) -> None:
     """Attach the verdict to the report, which then shows its message without frames of this plugin."""
     setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
     output = item.stash.get(OUTPUT, None)

@@ -50,8 +50,12 @@ def _check_attribute(suite: type[CompatSuite], name: str, value: object) -> None
         values = [*value]
         if name in _MATRIX_FIELDS:
             expected = f"matrix = Matrix({name}={value!r:.100})"
-            raise UsageProblem(f"{suite.__name__}.{name} is no attribute of a suite; expected {expected}")
+            raise UsageProblem(
+                f"{suite.__name__}.{name} is no attribute of a suite; expected {expected}"
+            )
     for close in difflib.get_close_matches(name, _ATTRIBUTES, n=1, cutoff=0.75):
         kind = _ATTRIBUTES[close]
         if any(isinstance(each, kind) for each in values):
-            raise UsageProblem(f"{suite.__name__}.{name} is no attribute of a suite; did you mean {close}?")
+            raise UsageProblem(
+                f"{suite.__name__}.{name} is no attribute of a suite; did you mean {close}?"
+            )

@@ -83,7 +83,9 @@ class Executor:
         return ""
 
     @staticmethod
-    def _popen(command: Sequence[str], token: str, *, answers: bool = False) -> subprocess.Popen[str]:
+    def _popen(
+        command: Sequence[str], token: str, *, answers: bool = False
+    ) -> subprocess.Popen[str]:
         """Start one command that reads the token from its standard input, where no other process can see it.
 
         With ``answers`` it can be sent lines after that, and its answers be read.
@@ -92,7 +94,12 @@ class Executor:
         environment = dict(os.environ)
         output = subprocess.PIPE if answers else None
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, text=True, start_new_session=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            text=True,
+            start_new_session=True,
+            env=environment,
         )
         assert process.stdin is not None
         process.stdin.write(f"{token}\n")

@@ -58,19 +58,25 @@ class Ray(Executor):
 
     def names(self, nodes: int) -> list[str]:
         """Return the first nodes of the cluster. Raises UsageProblem if no cluster is there."""
-        listed = subprocess.run([sys.executable, "-m", __name__, "names"], check=False, capture_output=True, text=True)
+        listed = subprocess.run(
+            [sys.executable, "-m", __name__, "names"], check=False, capture_output=True, text=True
+        )
         if listed.returncode:
             raise UsageProblem(listed.stderr.strip().rpartition(_PREFIX)[2])
         return listed.stdout.split()[:nodes]
 
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
         """Start the process that starts the agents of the first nodes."""
-        self._process = self._popen([sys.executable, "-m", __name__, "start", str(nodes), *join], token, answers=True)
+        self._process = self._popen(
+            [sys.executable, "-m", __name__, "start", str(nodes), *join], token, answers=True
+        )
         return [self._process]
 
     def start_one(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str]:
         """Start the process that starts the agent of one node."""
-        self._process = self._popen([sys.executable, "-m", __name__, "start_one", name, *join], token, answers=True)
+        self._process = self._popen(
+            [sys.executable, "-m", __name__, "start_one", name, *join], token, answers=True
+        )
         return self._process
 
     @contextlib.contextmanager
@@ -185,9 +191,13 @@ class Placements:
         labels = [{"ray.io/node-id": self._nodes[name]["NodeID"]} for name in bundles]
         self._group = placement_group([*bundles.values()], strategy, bundle_label_selector=labels)
         parts = [f"{bundle[resource]} on {_shown(name)}" for name, bundle in bundles.items()]
-        yield from self._wait([*bundles], asked["who"], f"{resource}s ({', '.join(parts)})", resource)
+        yield from self._wait(
+            [*bundles], asked["who"], f"{resource}s ({', '.join(parts)})", resource
+        )
 
-    def _wait(self, names: Sequence[str], who: str, words: str, resource: str) -> Iterator[dict[str, Any]]:
+    def _wait(
+        self, names: Sequence[str], who: str, words: str, resource: str
+    ) -> Iterator[dict[str, Any]]:
         """Wait until the placement group is there; yield answers as ``place`` does."""
         import ray
 
@@ -202,7 +212,11 @@ class Placements:
                 yield {"refused": text}
                 return
             notice_due = waited > NOTIFY_AFTER_S and not notified
-            yield {"waits": f"waits for {words}; by Ray's count {free:g} are free" if notice_due else ""}
+            yield {
+                "waits": f"waits for {words}; by Ray's count {free:g} are free"
+                if notice_due
+                else ""
+            }
             notified = notified or notice_due
         try:
             yield {"given": self._gpus(names) if resource == "GPU" else {}}
@@ -219,8 +233,12 @@ class Placements:
         options = {"num_cpus": 0, "max_calls": 0, "max_retries": 0}
         named = []
         for number, bundle in enumerate(self._group.bundle_specs):
-            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
-            task: Any = ray.remote(**options, num_gpus=bundle["GPU"], scheduling_strategy=where)(_own_gpus)
+            where = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=number
+            )
+            task: Any = ray.remote(**options, num_gpus=bundle["GPU"], scheduling_strategy=where)(
+                _own_gpus
+            )
             named.append(task.remote())
         return dict(zip(names, ray.get(named, timeout=NAMED_S), strict=True))
 
@@ -248,10 +266,18 @@ def _own_gpus() -> list[str]:
     import ray
 
     # Ray has them in any order.
-    return sorted(ray.get_runtime_context().get_accelerator_ids()["GPU"], key=lambda name: (len(name), name))
+    return sorted(
+        ray.get_runtime_context().get_accelerator_ids()["GPU"], key=lambda name: (len(name), name)
+    )
 
 
-def serve(nodes: Mapping[str, Any], names: Sequence[str], join: Sequence[str], commands: io.FileIO, token: str) -> None:
+def serve(
+    nodes: Mapping[str, Any],
+    names: Sequence[str],
+    join: Sequence[str],
+    commands: io.FileIO,
+    token: str,
+) -> None:
     """Run an agent on each of these nodes, and give runs their devices, until the session ends."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -264,7 +290,12 @@ def serve(nodes: Mapping[str, Any], names: Sequence[str], join: Sequence[str], c
     agents = []
     for name in names:
         where = NodeAffinitySchedulingStrategy(nodes[name]["NodeID"], soft=False)
-        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where, "runtime_env": visible}
+        options = {
+            "num_cpus": 0,
+            "max_retries": 0,
+            "scheduling_strategy": where,
+            "runtime_env": visible,
+        }
         agent: Any = ray.remote(**options)(_agent)
         agents.append(agent.remote([*join, "--name", name], token))
     own_id = ray.get_runtime_context().get_node_id()

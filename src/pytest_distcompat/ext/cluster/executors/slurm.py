@@ -23,7 +23,9 @@ class Slurm(Executor):
     def unsupported_reason(self) -> str | None:
         """Return why there is no allocation to use; None inside one."""
         if "SLURM_JOB_ID" not in os.environ:
-            return "there is no allocation (SLURM_JOB_ID is not set); start pytest by sbatch or salloc"
+            return (
+                "there is no allocation (SLURM_JOB_ID is not set); start pytest by sbatch or salloc"
+            )
         return None if shutil.which("srun") else "srun is not on the PATH"
 
     def names(self, nodes: int) -> list[str]:
@@ -49,7 +51,9 @@ class Slurm(Executor):
         job = os.environ["SLURM_JOB_ID"]
         line = ["scontrol", "--oneliner", "show", "job", job]
         try:
-            shown = subprocess.run(line, check=False, capture_output=True, text=True, timeout=ANSWER_S).stdout
+            shown = subprocess.run(
+                line, check=False, capture_output=True, text=True, timeout=ANSWER_S
+            ).stdout
         except subprocess.TimeoutExpired:
             return ""
         fields = {}

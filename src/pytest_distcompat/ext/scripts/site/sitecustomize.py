@@ -50,7 +50,9 @@ def _start_probe() -> None:
     except Exception:
         file = Path(os.environ.get(_RUN, ""), f"probe-{os.getpid()}.failed")
         with contextlib.suppress(OSError):
-            file.write_text("at the start of the process:\n" + traceback.format_exc(), encoding="utf-8")
+            file.write_text(
+                "at the start of the process:\n" + traceback.format_exc(), encoding="utf-8"
+            )
 
 
 _start_probe()
