@@ -17,11 +17,7 @@ class FineTunerDriver(Driver):
     name: ClassVar[str] = "fine_tuner"
     #: Known issues of these are expected, whoever finds them.
     libraries: ClassVar[tuple[str, ...]] = ("accelerate", "torch")
-    preload: ClassVar[tuple[str, ...]] = (
-        "fine_tuner",
-        "accelerate.utils.fsdp_utils",
-        "torch._dynamo",
-    )
+    preload: ClassVar[tuple[str, ...]] = ("fine_tuner", "accelerate.utils.fsdp_utils", "torch._dynamo")
     blocks = ("Layer",)
 
     def build_model(self) -> nn.Module:
@@ -29,9 +25,7 @@ class FineTunerDriver(Driver):
         import torch
 
         torch.manual_seed(0)
-        return fine_tuner.Model().to(
-            torch.bfloat16 if "bf16" in self.cell.precision else torch.float32
-        )
+        return fine_tuner.Model().to(torch.bfloat16 if "bf16" in self.cell.precision else torch.float32)
 
     def build(self, model: nn.Module) -> None:
         import fine_tuner
@@ -39,17 +33,10 @@ class FineTunerDriver(Driver):
 
         from pytest_distcompat.drivers.accelerate import on_cpu
 
-        settings: dict[str, Any] = {
-            "mixed_precision": "bf16" if "bf16" in self.cell.precision else "no"
-        }
+        settings: dict[str, Any] = {"mixed_precision": "bf16" if "bf16" in self.cell.precision else "no"}
         if self.cell.strategy == "fsdp2":
-            wrap = {
-                "auto_wrap_policy": "transformer_based_wrap",
-                "transformer_cls_names_to_wrap": ["Layer"],
-            }
-            plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", **wrap
-            )
+            wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Layer"]}
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", **wrap)
             settings["fsdp_plugin"] = plugin
         if self.world.device == "cpu":
             # accelerate takes FSDP on CPU ranks for plain DDP, without a word.
@@ -61,10 +48,7 @@ class FineTunerDriver(Driver):
         import torch
 
         generator = torch.Generator().manual_seed(100 * number + self.world.rank)
-        x, labels = (
-            torch.randn(8, 6, generator=generator),
-            torch.randint(3, (8,), generator=generator),
-        )
+        x, labels = torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
         loss = self.trainer.step(x.to(self.world.device, self.dtype), labels.to(self.world.device))
         self.grad_norm = self.trainer.norm
         return loss

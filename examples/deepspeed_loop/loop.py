@@ -25,9 +25,7 @@ class Loop:
         }
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.engine: Any
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config
-        )
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float:
         """One optimizer step; the loss of this rank."""

@@ -18,11 +18,7 @@ class LoopDriver(Driver):
     #: Known issues of these are expected, whoever finds them.
     libraries: ClassVar[tuple[str, ...]] = ("deepspeed", "torch")
     #: The last is what every ZeRO engine imports when it is made, seconds a run.
-    preload: ClassVar[tuple[str, ...]] = (
-        "deepspeed",
-        "loop",
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-    )
+    preload: ClassVar[tuple[str, ...]] = ("deepspeed", "loop", "deepspeed.runtime.zero.muon.muon_optimizer")
 
     def build_model(self) -> nn.Module:
         import torch
@@ -36,9 +32,7 @@ class LoopDriver(Driver):
         import loop
 
         bf16 = "bf16" in self.cell.precision
-        self.loop = loop.Loop(
-            model, int(self.cell.strategy[-1]), bf16=bf16, backend=self.world.backend
-        )
+        self.loop = loop.Loop(model, int(self.cell.strategy[-1]), bf16=bf16, backend=self.world.backend)
         self.model, self.optimizer = self.loop.engine, self.loop.optimizer
 
     def step(self, number: int) -> float:
@@ -46,9 +40,7 @@ class LoopDriver(Driver):
 
         generator = torch.Generator().manual_seed(100 * number + self.world.rank)
         x = torch.randn(8, 4, generator=generator).to(self.world.device)
-        loss = self.loop.step(
-            x.to(torch.bfloat16) if "bf16" in self.cell.precision else x, x[:, :3]
-        )
+        loss = self.loop.step(x.to(torch.bfloat16) if "bf16" in self.cell.precision else x, x[:, :3])
         self.grad_norm = float(self.model.get_global_grad_norm())
         return loss
 

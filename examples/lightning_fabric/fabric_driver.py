@@ -49,9 +49,7 @@ class FabricDriver(Driver):
         """Inputs, and what is to be learned of them."""
         import torch
 
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * number + rank)).to(
-            self.world.device
-        )
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * number + rank)).to(self.world.device)
         return x, x[:, :2]
 
     def step(self, number: int) -> float:

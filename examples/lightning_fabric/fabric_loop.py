@@ -24,32 +24,21 @@ def shard(model: nn.Module, mesh: Any) -> nn.Module:
 class FabricLoop:
     """Trains a model on mean squared errors."""
 
-    def __init__(
-        self, model: nn.Module, *, strategy: str, precision: Any, device: str, ranks: int
-    ) -> None:
+    def __init__(self, model: nn.Module, *, strategy: str, precision: Any, device: str, ranks: int) -> None:
         backend = "nccl" if device == "cuda" else "gloo"
         strategies: dict[str, Any] = {
             "ddp": lambda: DDPStrategy(process_group_backend=backend),
             "fsdp2": lambda: ModelParallelStrategy(
-                shard,
-                data_parallel_size=ranks,
-                tensor_parallel_size=1,
-                process_group_backend=backend,
+                shard, data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend=backend
             ),
         }
         if strategy not in strategies:
-            raise ValueError(
-                f"FabricLoop does not support strategy {strategy!r}, only {', '.join(strategies)}"
-            )
-        self.fabric = Fabric(
-            accelerator=device, devices=ranks, strategy=strategies[strategy](), precision=precision
-        )
+            raise ValueError(f"FabricLoop does not support strategy {strategy!r}, only {', '.join(strategies)}")
+        self.fabric = Fabric(accelerator=device, devices=ranks, strategy=strategies[strategy](), precision=precision)
         self.fabric.launch()
         # Sharded first: the optimizer is to hold the shards.
         self.model = self.fabric.setup_module(model)
-        self.optimizer = self.fabric.setup_optimizers(
-            torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        )
+        self.optimizer = self.fabric.setup_optimizers(torch.optim.AdamW(self.model.parameters(), lr=3e-3))
         self.norm = 0.0
 
     def train_step(self, x: torch.Tensor, wanted: torch.Tensor) -> float:

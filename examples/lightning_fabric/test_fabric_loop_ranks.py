@@ -11,6 +11,4 @@ def test_ranks_add_up(rank: int) -> None:
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     assert fabric.global_rank == rank
-    assert (
-        float(torch.as_tensor(fabric.all_reduce(torch.tensor(rank + 1.0), reduce_op="sum"))) == 3.0
-    )
+    assert float(torch.as_tensor(fabric.all_reduce(torch.tensor(rank + 1.0), reduce_op="sum"))) == 3.0

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.driver import OnAction, Plan
 
 #: Cell to Trainer.
-PRECISIONS: dict[str, Any] = {
-    "fp32": "32-true",
-    "bf16_upcast": "bf16-mixed",
-    "bf16_pure": "bf16-true",
-}
+PRECISIONS: dict[str, Any] = {"fp32": "32-true", "bf16_upcast": "bf16-mixed", "bf16_pure": "bf16-true"}
 
 
 class LightningDriver(Driver):
@@ -26,11 +22,7 @@ class LightningDriver(Driver):
 
     name: ClassVar[str] = "lightning_trainer"
     libraries: ClassVar[tuple[str, ...]] = ("torch",)
-    preload: ClassVar[tuple[str, ...]] = (
-        "lit_model",
-        "pytorch_lightning.strategies",
-        "torch._dynamo",
-    )
+    preload: ClassVar[tuple[str, ...]] = ("lit_model", "pytorch_lightning.strategies", "torch._dynamo")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2")
     blocks = ("Linear",)
 
@@ -39,9 +31,7 @@ class LightningDriver(Driver):
         from lit_model import LitModel
 
         torch.manual_seed(0)
-        return LitModel().to(
-            torch.bfloat16 if self.cell.precision == "bf16_pure" else torch.float32
-        )
+        return LitModel().to(torch.bfloat16 if self.cell.precision == "bf16_pure" else torch.float32)
 
     def batch(self, number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs, and what is to be learned of them."""
@@ -58,9 +48,7 @@ class LightningDriver(Driver):
         backend = self.world.backend
         strategies: dict[str, Callable[[], Any]] = {
             "ddp": lambda: DDPStrategy(process_group_backend=backend),
-            "fsdp2": lambda: ModelParallelStrategy(
-                self.world.size, 1, process_group_backend=backend
-            ),
+            "fsdp2": lambda: ModelParallelStrategy(self.world.size, 1, process_group_backend=backend),
         }
         return Trainer(
             accelerator=self.world.device.partition(":")[0],
@@ -103,9 +91,9 @@ class LightningDriver(Driver):
             report("build")
         rows = Rows([self.batch(number, self.world.rank) for number in range(plan.last_step)])
         checkpoint = str(plan.load_from / "last.ckpt") if loaded else None
-        self.trainer(
-            plan.last_step, LambdaCallback(on_train_start=started, on_train_batch_end=stepped)
-        ).fit(model, rows, ckpt_path=checkpoint)
+        self.trainer(plan.last_step, LambdaCallback(on_train_start=started, on_train_batch_end=stepped)).fit(
+            model, rows, ckpt_path=checkpoint
+        )
 
     def reference(self, model: nn.Module, number: int, ranks: int) -> float:
         import torch
@@ -114,9 +102,7 @@ class LightningDriver(Driver):
         if number == 0:
             self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         batches = [self.batch(number, rank) for rank in range(ranks)]
-        loss = torch.stack(
-            [nn.functional.mse_loss(model(x).float(), wanted) for x, wanted in batches]
-        ).mean()
+        loss = torch.stack([nn.functional.mse_loss(model(x).float(), wanted) for x, wanted in batches]).mean()
         self.optimizer.zero_grad()
         torch.autograd.backward(loss)
         self.grad_norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))

@@ -36,9 +36,7 @@ class MyDriver(Driver):
         my_trainer.start(self.world.backend)
         mixed = torch.bfloat16 if self.cell.precision == "bf16_upcast" else None
         device = torch.device(self.world.device)
-        self.trainer = my_trainer.Trainer(
-            model, strategy=self.cell.strategy, dtype=mixed, device=device
-        )
+        self.trainer = my_trainer.Trainer(model, strategy=self.cell.strategy, dtype=mixed, device=device)
         self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
 
     def step(self, number: int) -> float:

@@ -18,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 class Trainer:
     """Wraps a model, trains it one batch at a time, saves and loads."""
 
-    def __init__(
-        self, model: nn.Module, *, strategy: str, dtype: torch.dtype | None, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, *, strategy: str, dtype: torch.dtype | None, device: torch.device) -> None:
         if strategy not in {"ddp", "fsdp2"}:
             raise ValueError(f"my_trainer does not support strategy {strategy!r}; use ddp or fsdp2")
         # Masters in float32 whatever the model was loaded in: the step that plain torch leaves to its user.
@@ -60,12 +58,7 @@ class Trainer:
         """Go on from a DCP checkpoint."""
         state = self._state()
         load(state, checkpoint_id=directory)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def start(backend: str) -> None:

@@ -11,9 +11,7 @@ def test_fsdp2_splits_the_weights(process_group: Any, rank: int) -> None:
     import torch
     from torch import nn
 
-    trainer = my_trainer.Trainer(
-        nn.Linear(4, 3), strategy="fsdp2", dtype=None, device=torch.device("cpu")
-    )
+    trainer = my_trainer.Trainer(nn.Linear(4, 3), strategy="fsdp2", dtype=None, device=torch.device("cpu"))
     weight: Any = trainer.model.get_parameter("weight")
     # Three rows over two ranks: two and one.
     assert weight.to_local().shape == ((2, 4) if rank == 0 else (1, 4))

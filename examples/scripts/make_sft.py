@@ -19,17 +19,11 @@ with (where / "data" / "train.jsonl").open("w", encoding="utf-8") as file:
         text = " ".join(f"w{numbers.randrange(WORDS)}" for _ in range(LENGTH // 2))
         file.write(json.dumps({"text": text}) + "\n")
 
-words = {
-    word: number for number, word in enumerate((*SPECIAL, *(f"w{one}" for one in range(WORDS))))
-}
+words = {word: number for number, word in enumerate((*SPECIAL, *(f"w{one}" for one in range(WORDS))))}
 tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
 tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 PreTrainedTokenizerFast(
-    tokenizer_object=tokenizer,
-    pad_token="<pad>",
-    eos_token="<eos>",
-    unk_token="<unk>",
-    model_max_length=LENGTH,
+    tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=LENGTH
 ).save_pretrained(where / "model")
 
 torch.manual_seed(0)

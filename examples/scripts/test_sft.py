@@ -22,15 +22,11 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("sft")
-    subprocess.run(
-        [sys.executable, str(MAKE), str(where)], check=True, env={**os.environ, **OFFLINE}
-    )
+    subprocess.run([sys.executable, str(MAKE), str(where)], check=True, env={**os.environ, **OFFLINE})
     return where
 
 
-LOST = pytest.mark.xfail(
-    strict=True, reason="Trainer.save_model writes nothing where the state dict is sharded"
-)
+LOST = pytest.mark.xfail(strict=True, reason="Trainer.save_model writes nothing where the state dict is sharded")
 
 
 @pytest.mark.parametrize(
@@ -51,31 +47,13 @@ def test_sft(distcompat: Any, made: Path, tmp_path: Path, strategy: str, theirs:
     run = distcompat.launch(
         "-m",
         "trl.scripts.sft",
-        *(
-            "--model_name_or_path",
-            made / "model",
-            "--dataset_name",
-            made / "data",
-            "--output_dir",
-            output,
-        ),
-        *(
-            "--max_steps",
-            "4",
-            "--per_device_train_batch_size",
-            "2",
-            "--learning_rate",
-            "1e-2",
-            "--max_length",
-            "32",
-        ),
+        *("--model_name_or_path", made / "model", "--dataset_name", made / "data", "--output_dir", output),
+        *("--max_steps", "4", "--per_device_train_batch_size", "2", "--learning_rate", "1e-2", "--max_length", "32"),
         *("--save_strategy", "no", "--report_to", "none"),
         launcher="accelerate",
         strategy=strategy,
         precision="bf16_upcast",
-        configuration=Path(TRL.submodule_search_locations[0], "accelerate_configs")
-        if theirs
-        else None,
+        configuration=Path(TRL.submodule_search_locations[0], "accelerate_configs") if theirs else None,
         environment=OFFLINE | {"HF_HOME": str(made / "cache")},
         output=output,
     )

@@ -40,9 +40,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 
 def batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and labels of one micro-batch; ranks and micro-batches have different numbers of labels."""
-    tokens = torch.randint(
-        VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(100 * number + rank)
-    )
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(100 * number + rank))
     labels = tokens[:, 1:].clone()
     labels[0, LENGTH - (number + 2 * rank) % 5 :] = IGNORE_INDEX
     return tokens[:, :-1], labels
@@ -89,9 +87,7 @@ class LastMetrics(MetricsProcessor):
     class Config(MetricsProcessor.Config):
         """Those of torchtitan."""
 
-    def log(
-        self, _step: int, loss: float, _largest_loss: float, grad_norm: float, **_others: Any
-    ) -> None:
+    def log(self, _step: int, loss: float, _largest_loss: float, grad_norm: float, **_others: Any) -> None:
         self.loss, self.grad_norm = loss, grad_norm
 
 

@@ -8,16 +8,5 @@ MESHES = Matrix(("fsdp2",), ("fp32",), world_sizes=(4,), options=({"tp": 2}, {"d
 
 class TestTitan(CompatSuite):
     driver = "titan_driver:TitanDriver"
-    matrix = Matrix(
-        ("fsdp2",),
-        ("fp32", "bf16_upcast"),
-        extra=(MESHES, Matrix(("fsdp2",), ("fp32",), options=OPTIONS)),
-    )
-    expect = (
-        fails(
-            "accumulation",
-            grad_accum=2,
-            reason="pytorch/torchtitan#1710",
-            match="elements of gradients",
-        ),
-    )
+    matrix = Matrix(("fsdp2",), ("fp32", "bf16_upcast"), extra=(MESHES, Matrix(("fsdp2",), ("fp32",), options=OPTIONS)))
+    expect = (fails("accumulation", grad_accum=2, reason="pytorch/torchtitan#1710", match="elements of gradients"),)

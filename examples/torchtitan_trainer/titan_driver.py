@@ -17,12 +17,7 @@ class TitanDriver(Driver):
     name: ClassVar[str] = "torchtitan"
     libraries: ClassVar[tuple[str, ...]] = ("torch",)
     preload: ClassVar[tuple[str, ...]] = ("small_titan",)
-    options: ClassVar[tuple[str, ...]] = (
-        "tp",
-        "dp_replicate",
-        "activation_checkpointing",
-        "grad_accum",
-    )
+    options: ClassVar[tuple[str, ...]] = ("tp", "dp_replicate", "activation_checkpointing", "grad_accum")
     reshards: ClassVar[tuple[str, ...]] = ("fsdp2",)
     blocks = ("Llama3TransformerBlock",)
 
@@ -33,9 +28,7 @@ class TitanDriver(Driver):
         config, cell = small_config(), self.cell
         mixed = cell.precision == "bf16_upcast"
         config.training.mixed_precision_param = "bfloat16" if mixed else "float32"
-        config.training.global_batch_size = (
-            config.training.local_batch_size * cell.dp_size * cell.option("grad_accum")
-        )
+        config.training.global_batch_size = config.training.local_batch_size * cell.dp_size * cell.option("grad_accum")
         config.parallelism.tensor_parallel_degree = cell.tp
         config.parallelism.data_parallel_replicate_degree = cell.option("dp_replicate")
         if cell.option("activation_checkpointing"):
@@ -63,15 +56,10 @@ class TitanDriver(Driver):
         config.checkpoint.enable, config.checkpoint.interval = True, 1
         self.trainer = config.build()
         (self.model,) = self.trainer.model_parts
-        self.optimizer, self.scheduler = (
-            self.trainer.optimizers.optimizers[0],
-            self.trainer.lr_schedulers.schedulers[0],
-        )
+        self.optimizer, self.scheduler = self.trainer.optimizers.optimizers[0], self.trainer.lr_schedulers.schedulers[0]
         with torch.no_grad():
             for parameter, given in zip(self.model.parameters(), model.parameters(), strict=True):
-                parameter.copy_(
-                    distribute_tensor(given, parameter.device_mesh, parameter.placements)
-                )
+                parameter.copy_(distribute_tensor(given, parameter.device_mesh, parameter.placements))
         if self.world.backend == "gloo":
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
@@ -102,18 +90,11 @@ class TitanDriver(Driver):
             config = self.config()
             self.containers = [config.optimizer.build(model_parts=[model])]
             self.containers += [
-                config.lr_scheduler.build(
-                    optimizers=self.containers[0], training_steps=config.training.steps
-                )
+                config.lr_scheduler.build(optimizers=self.containers[0], training_steps=config.training.steps)
             ]
-            self.optimizer, self.scheduler = (
-                self.containers[0].optimizers[0],
-                self.containers[1].schedulers[0],
-            )
+            self.optimizer, self.scheduler = self.containers[0].optimizers[0], self.containers[1].schedulers[0]
         micro = int(self.cell.option("grad_accum"))
-        batches = [
-            batch(number * micro + nth, rank) for nth in range(micro) for rank in range(ranks)
-        ]
+        batches = [batch(number * micro + nth, rank) for nth in range(micro) for rank in range(ranks)]
         inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         self.optimizer.zero_grad()
         loss = cross_entropy(model(inputs).flatten(0, 1), labels.flatten())

@@ -13,9 +13,7 @@ class AccuracyTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
 
     accuracy: float | None = None
 
-    def compute_loss(
-        self, model: Any, inputs: Any, *args: Any, return_outputs: bool = False, **more: Any
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, return_outputs: bool = False, **more: Any) -> Any:
         """Trainer's own loss; the accuracy on the way."""
         loss, outputs = super().compute_loss(model, inputs, *args, return_outputs=True, **more)
         labels = inputs["labels"][..., 1:]

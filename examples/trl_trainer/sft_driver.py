@@ -29,14 +29,9 @@ class SFTDriver(TrainerDriver):
 
         known = {field.name for field in dataclasses.fields(SFTConfig) if field.init}
         given = {name: value for name, value in self.given.items() if name in known}
-        rows = [
-            {name: value.tolist() for name, value in row.items()}
-            for row in settings.pop("train_dataset")
-        ]
+        rows = [{name: value.tolist() for name, value in row.items()} for row in settings.pop("train_dataset")]
         settings |= {
-            "args": SFTConfig(
-                **given, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}
-            ),
+            "args": SFTConfig(**given, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}),
             "train_dataset": Dataset.from_list(rows).with_format("torch"),
             "processing_class": words(),
             "data_collator": together,

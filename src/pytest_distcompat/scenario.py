@@ -257,7 +257,7 @@ ALONE_RUN = Run("alone", ("metrics",), world_size=1)
 
 TRAIN = Scenario("train", (TRAIN_RUN,))
 RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))
-RESUME_AGAIN = Scenario("resume_again", (TRAIN_RUN, SECOND_RUN, THIRD_RUN))
+RESTARTS = Scenario("restarts", (TRAIN_RUN, SECOND_RUN, THIRD_RUN))
 PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN))
 ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))
 EXPORT = Scenario("export", (TRAIN_RUN, RELOAD_RUN))

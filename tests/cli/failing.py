@@ -173,10 +173,10 @@ EXAMPLES: Mapping[str, Example] = {
             .stepped({"master": ("bfloat16",), "state": ("bfloat16",)}, action="step", nth=2)
         ),
     ),
-    "resume_again": Example(
+    "restarts": Example(
         "saves the steps of its own run alone",
         "ddp-fp32-w2",
-        lambda cell: runs_of(cell, "resume_again").snapshot("step", {"loss": 0.5}, run="third", nth=0),
+        lambda cell: runs_of(cell, "restarts").snapshot("step", {"loss": 0.5}, run="third", nth=0),
     ),
     "mean": Example(
         "averages the means of ranks, and says that each token counts alike",

@@ -259,7 +259,7 @@ def test_what_gloo_cannot_do_on_a_gpu_is_not_run(cell: str, blank: str | None, c
 def test_cells_of_deepspeed_are_blank_on_mig(visible: str, blank: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each failed with invalid literal for int()."""
     session: Any = SimpleNamespace(
-        simulated=0, device="cuda", uses_mig=visible.startswith("MIG-"), shares_through_gloo=lambda size: False
+        substitute=None, device="cuda", uses_mig=visible.startswith("MIG-"), shares_through_gloo=lambda size: False
     )
     driver = DRIVERS.get("deepspeed")
     reason = cases.why_not_supported(driver, Cell.parse("zero2-fp32-w1"), session)

@@ -414,3 +414,31 @@ def test_a_module_that_raises_on_ranks_alone_is_told_with_its_error(pytester: py
             "rank [01] raised LookupError: *.py cannot be collected on this rank: *RuntimeError: not where a rank imports it*"
         ]
     )
+
+
+#: As ``nohup pytest`` in the background of a shell.
+IGNORING = """
+import signal, sys
+import pytest
+
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_IGN)
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+HANDLERS = """
+import signal
+import pytest
+
+
+@pytest.mark.distcompat(world_size=1)
+def test_handlers():
+    assert signal.getsignal(signal.SIGHUP) == signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+
+
+def test_signals_that_pytest_ignores_are_not_ignored_on_ranks(tmp_path: Path, environment: dict[str, str]) -> None:
+    """torchrun's agent handles them, so that its ranks have the defaults."""
+    (tmp_path / "test_handlers.py").write_text(HANDLERS, encoding="utf-8")
+    run = recorded(tmp_path, ["-c", IGNORING, *RECORDED, f"--basetemp={tmp_path / 'basetemp'}"], environment)
+    assert run.outcomes == {"test_handlers": "passed"}, run.out

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing.util
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -38,6 +39,7 @@ _DIED = "it died while it imported"
 def main(channel_descriptor: str, warmth: str) -> None:
     """Serve until the other end of the socket closes; ``warmth`` is the file with the Warmth and the ``device``."""
     adopt_orphans()
+    _handle_by_default()
     descriptor = int(channel_descriptor)
     # multiprocessing puts the fork servers' sockets there: into the parent's directory, which is removed with the parent, and
     # whose path is short enough. This process may be killed at any moment, and could not remove a directory of its own.
@@ -74,6 +76,19 @@ def main(channel_descriptor: str, warmth: str) -> None:
     clock.wait_until(
         lambda: not any(alive(pid) for pid in servers.pids), SERVERS_END_TIMEOUT_S, every=0.01
     )
+
+
+def _handle_by_default() -> None:
+    """Give signals their default handlers, which ranks inherit, where pytest ignores them, as ``nohup pytest`` does.
+
+    torchrun's agent handles these four (torch/distributed/elastic/multiprocessing/api.py), and what a process handles is
+    handled by default in a program that it starts.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict[str, Any]]:

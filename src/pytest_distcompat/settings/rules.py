@@ -16,8 +16,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.settings.fields import Field, Source
@@ -229,6 +227,9 @@ def read(sources: tuple[Source, ...], shared: Path | None = None) -> tuple[Field
     if shared is None:
         text = _read(data)
     else:
+        # Imported late: a session without distributed tests needs none.
+        from filelock import FileLock
+
         file = shared / f"settings-{zlib.crc32(data.encode()):08x}.json"
         with FileLock(f"{file}.lock"):
             if not file.exists():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @twin(
-    "resume_again",
+    "restarts",
     "ddp-fp32-w2-grad_accum_2",
     "fsdp2-fp32-w2-grad_accum_2",
     match=r"^rank 0: loss 1 after the second load is [\d.]+; [\d.]+ in the run that never stopped\nrank 1: ",
@@ -37,7 +37,7 @@ class CountsStepsOfThisRun(Torch):
 
 
 @twin(
-    "resume_again",
+    "restarts",
     "zero1-fp32-w2-grad_accum_2",
     match=r"^rank 0: lr of the optimizer's group 0 is [\d.e-]+ in step 4 after the load; [\d.e-]+ in the run that never",
 )

@@ -11,7 +11,7 @@ from pytest_distcompat.checks._values import differences, settings, unlike, valu
 from pytest_distcompat.checks.resume import LOSS_TOLERANCE, RATE_TOLERANCE
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import RESUME_AGAIN, SAVED
+from pytest_distcompat.scenario import RESTARTS, SAVED
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 #: Steps of the second run, those of them before its save, and steps of the third run.
@@ -30,7 +30,7 @@ def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=RESUME_AGAIN,
+    scenario=RESTARTS,
     until=(
         ("train", "step", 9),
         ("second", "step", SECOND_STEPS - 1),
@@ -41,7 +41,7 @@ def _tested_elsewhere(cell: Cell, driver: type[Driver]) -> str | None:
     costly=True,
     depends_on=frozenset(),
 )
-def resume_again(cell: Cell, trace: Trace) -> Iterator[str]:
+def restarts(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a resumed run can be saved and resumed again, and that it goes on over the end of an epoch.
 
     A run that loaded a checkpoint saves after three steps; a third process group loads that, bit by bit. All their steps,
