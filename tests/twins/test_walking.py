@@ -29,6 +29,7 @@ def test_only_the_wrong_call_fails(runner: Runner) -> None:
     assert any("blocks.0" in text and "bfloat16" in text for text in findings)
 
 
+@pytest.mark.nightly
 def test_all_that_only_reads_is_called_between_two_steps(runner: Runner) -> None:
     sound = Explorer(runner, "torch", DDP)
     assert {call.name for call in sound.observers()} == {"evaluate", "optimizer_state", "save", "state_dict", "unwrap"}
@@ -109,6 +110,7 @@ def test_exports_of_a_sound_trainer_pass(runner: Runner, driver: str, strategy: 
     assert explorer.check(calls(f"step(), {export}, step(), {export}, step()")) == ()
 
 
+@pytest.mark.nightly
 def test_a_walk_of_steps_alone_may_be_longer_than_what_other_runs_record_whole(runner: Runner) -> None:
     assert Explorer(runner, "trainer", DDP).check([Call("step")] * (WHOLE_STEPS + 1)) == ()
 
@@ -123,6 +125,7 @@ def test_a_wrong_call_is_drawn_and_shrunk_to_at_most_three(runner: Runner, drive
     assert any(call.name in named for call in found)
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_resumes_at_the_end_of_an_epoch_and_trains_no_more_passes(runner: Runner) -> None:
     assert Explorer(runner, "trainer", DDP).check([*[Call("step")] * EPOCH_STEPS, Call("resume")]) == ()
 
