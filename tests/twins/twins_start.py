@@ -73,7 +73,6 @@ class DecaysMasters(DeepSpeedDriver):
     "ddp-fp32-w2-model_mlp",
     "zero2-bf16_upcast-w2-model_mlp",
     match=r"^rank 0: the whole model is in evaluation mode in step 1; in training mode when loaded\nrank 1: ",
-    also={"parity": r"^rank 0: the whole model is in evaluation mode in step 1; in training mode in the reference"},
 )
 class EvaluatesBeforeTraining(AccelerateDriver):
     """Looks at the loss before the first step, and forgets to go back to training mode."""
