@@ -54,10 +54,13 @@ class SuitePayload:
         Raises:
             FileNotFoundError: What the run loads is not there.
         """
-        save_to, load_from, export = (
-            own / Path(path).relative_to(directory.parent)
-            for path in (self.save_to, self.load_from, self.export)
-        )
+
+        def below_own(path: str) -> Path:
+            return own / Path(path).relative_to(directory.parent)
+
+        save_to = below_own(self.save_to)
+        load_from = below_own(self.load_from)
+        export = below_own(self.export)
         if self.run.after and not load_from.exists():
             raise FileNotFoundError(
                 f"the node was lost since run {self.run.after!r}, whose files were there"

@@ -35,9 +35,9 @@ class World:
     @classmethod
     def from_environment(cls, device: str) -> World:
         """Read RANK, WORLD_SIZE and LOCAL_RANK, which trainers take for their GPU: set it where ranks share some."""
-        rank, size, local_rank = (
-            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        )
+        rank = int(os.environ["RANK"])
+        size = int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ["LOCAL_RANK"])
         if device != "cuda":
             return cls(rank, size, local_rank, device)
         visible = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))

@@ -40,15 +40,7 @@ def add(commands: Any) -> None:
         "Exit code 1: the report of a shard (--distcompat-shard) is missing.",
     )
     merged.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json")
-    merged.add_argument(
-        "-o",
-        "--output",
-        type=report_file,
-        required=True,
-        action="append",
-        metavar="FILE",
-        help=WRITTEN,
-    )
+    _add_output(merged)
     merged.set_defaults(call=_merge, whole=True)
     shown = commands.add_parser(
         "report",
@@ -56,15 +48,7 @@ def add(commands: Any) -> None:
         description="Write a JSON report in other formats.",
     )
     shown.add_argument("reports", type=Path, nargs=1, metavar="REPORT.json")
-    shown.add_argument(
-        "-o",
-        "--output",
-        type=report_file,
-        required=True,
-        action="append",
-        metavar="FILE",
-        help=WRITTEN,
-    )
+    _add_output(shown)
     shown.set_defaults(call=_merge, whole=False)
     nights = commands.add_parser(
         "trend",
@@ -81,6 +65,19 @@ def add(commands: Any) -> None:
         help="default: %(default)s",
     )
     nights.set_defaults(call=_trend)
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    """Give a command that writes reports the option for their files."""
+    command.add_argument(
+        "-o",
+        "--output",
+        type=report_file,
+        required=True,
+        action="append",
+        metavar="FILE",
+        help=WRITTEN,
+    )
 
 
 def _diff(options: argparse.Namespace) -> int:

@@ -39,16 +39,12 @@ class Precision:
 
     def unsupported_reason(self, cell: Cell, device: str) -> str | None:
         """Return why the cell cannot run on that device, such as what fp8 needs and is not installed; None if it can."""
-        if not self.float8:
-            return (
-                "option fp8_backend is for precision fp8"
-                if cell.option("fp8_backend") == "te"
-                else None
-            )
         te = cell.option("fp8_backend") == "te"
-        package, module = (
-            ("Transformer Engine", "transformer_engine") if te else ("torchao", "torchao")
-        )
+        if not self.float8:
+            return "option fp8_backend is for precision fp8" if te else None
+        package, module = "torchao", "torchao"
+        if te:
+            package, module = "Transformer Engine", "transformer_engine"
         if not installed(module):
             return f"fp8 needs {package}, which is not installed"
         # Its kernels for torch are a CUDA extension, a module of their own.

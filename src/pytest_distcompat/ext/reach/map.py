@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pytest_distcompat.ext.reach.branches import Branch, Executed, Function, SourceFile
@@ -199,18 +199,18 @@ class FileReach:
 
     def contexts_of_lines(self, lines: int) -> tuple[Context, ...]:
         """Return the contexts that execute any of these lines, which are bits."""
-        if not lines & self.union.lines:
-            return ()
-        contexts = [
-            context for context, executed in self._executed.items() if executed.lines & lines
-        ]
-        return tuple(sorted(contexts))
+        return self._contexts_where(lambda executed: executed.lines & lines)
 
     def contexts_of_branches(self, branches: int) -> tuple[Context, ...]:
         """Return the contexts that execute any of these branches, which are bits."""
-        if not branches & self.union.branches:
+        return self._contexts_where(lambda executed: executed.branches & branches)
+
+    def _contexts_where(self, shared_bits: Callable[[Executed], int]) -> tuple[Context, ...]:
+        """Return the contexts whose executed code shares bits with what is asked for."""
+        # Most code is executed by no context: one question answers for all of them.
+        if not shared_bits(self.union):
             return ()
         contexts = [
-            context for context, executed in self._executed.items() if executed.branches & branches
+            context for context, executed in self._executed.items() if shared_bits(executed)
         ]
         return tuple(sorted(contexts))

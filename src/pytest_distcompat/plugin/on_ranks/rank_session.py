@@ -512,13 +512,12 @@ class _Reporter:
         # Imported before the test runs, which may break imports (sys.path, sys.meta_path).
         from pytest_distcompat.launch import rank, rank_log
 
-        self.log, self.phases, self.world_size, self.directory = (
-            log,
-            Phases(),
-            world_size,
-            directory,
-        )
-        self._rank, self._rank_log = rank, rank_log
+        self.log = log
+        self.phases = Phases()
+        self.world_size = world_size
+        self.directory = directory
+        self._rank = rank
+        self._rank_log = rank_log
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
