@@ -1,4 +1,4 @@
-"""Capabilities of drivers: the cells that can run here, why others cannot, and the known issues that apply."""
+"""Capabilities of drivers: the cells that can run here, why others cannot, and known issues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Capability:
     Attributes:
         driver: The driver's name.
         reasons: Why each cell of the full profile cannot run; None for a cell that can.
-        known: The cells that can run and that, by a known issue, are refused or fail in every check.
+        known: The cells that can run and that, by a known issue, are refused or fail in every
+            check.
         checks: For each cell that can run on a mesh of several dimensions, by the name of a check:
             why the check does not apply; None if it does.
     """
@@ -57,7 +58,7 @@ class Capability:
         yield from self._unsupported()
 
     def _rows_of_strategies(self) -> Iterator[list[str]]:
-        """Yield a row for each strategy: in which precisions it can run, without further options."""
+        """Yield a row for each strategy: in which precisions it can run without options."""
         words: dict[tuple[str, str], str] = {}
         for cell, reason in self.reasons.items():
             if not cell.options:
@@ -66,7 +67,7 @@ class Capability:
             yield [strategy, *[words[strategy, precision] for precision in PRECISIONS.names()]]
 
     def _word(self, cell: Cell, reason: str | None) -> str:
-        """Return the word for a cell in a table; ``reason`` is why it cannot run, None if it can."""
+        """Return a cell's word in a table; ``reason`` is why it cannot run, None if it can."""
         if reason:
             return "-"
         if cell in self.known:
@@ -85,7 +86,7 @@ class Capability:
             yield f"    {len(cells)} not: {reason} [{_first_of(ids)}]"
 
     def _rows_of_meshes(self) -> Iterator[list[str]]:
-        """Yield a row for each combination of mesh options: how many cells of each strategy can run."""
+        """Yield a row for each set of mesh options: how many cells of each strategy can run."""
         for mesh, cells in _by_mesh(self.reasons).items():
             able = Counter(cell.strategy for cell in cells if not self.reasons[cell])
             yield [mesh, *[str(able[strategy] or "-") for strategy in STRATEGIES.names()]]
@@ -123,7 +124,7 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 def _by_mesh(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
-    """Return the cells that have mesh options, by the names of these options, such as ``tp x pp``."""
+    """Return the cells that have mesh options, by the names of these, such as ``tp x pp``."""
     cells_by_mesh: dict[str, list[Cell]] = {}
     for cell in cells:
         mesh_options = [name for name, _ in cell.options if name in MESH]
@@ -202,7 +203,7 @@ def _checks_on_meshes(
 def issues_here(
     issues: Iterable[KnownIssue], drivers: Sequence[type[Driver]], device: str
 ) -> list[tuple[KnownIssue, list[str]]]:
-    """Return the issues that the installed versions have on the device, each with the drivers concerned."""
+    """Return the issues that are present on the device, each with the drivers concerned."""
     applicable = []
     for issue in issues:
         names = [driver.name for driver in drivers if set(concerned(driver)) & set(issue.drivers)]

@@ -111,7 +111,11 @@ class _Inspection:
 
 
 def inspect_repository(root: Path) -> Repository:
-    """Inspect a repository by reading its files; nothing is imported or run. Raises UsageProblem."""
+    """Inspect a repository by reading its files; nothing is imported or run.
+
+    Raises:
+        UsageProblem: If pytest's settings cannot be read.
+    """
     settings = settings_of(root)
     settings_directory = relative(settings.file.parent, root)
     tests = _tests_directory(root, settings, settings_directory)
@@ -140,7 +144,7 @@ def inspect_repository(root: Path) -> Repository:
 
 
 def _tests_directory(root: Path, settings: Settings, settings_directory: Path) -> Path:
-    """Return the first directory of tests that exists, relative to the root; ``tests`` if none does."""
+    """Return the directory of the tests, relative to the root; ``tests`` if none exists."""
     candidates = ["tests", "test"]
     # Settings found in a directory above the root name the tests of that directory.
     if settings_directory == Path():
@@ -152,7 +156,10 @@ def _tests_directory(root: Path, settings: Settings, settings_directory: Path) -
 
 
 def _own_files_tests_last(root: Path, tests: Path) -> list[Path]:
-    """Return the repository's own Python files, tests last because a class there may be a test double."""
+    """Return the repository's own Python files.
+
+    Tests come last, because a class there may be a test double.
+    """
 
     def is_test(path: Path) -> bool:
         return tests in path.relative_to(root).parents
@@ -161,7 +168,7 @@ def _own_files_tests_last(root: Path, tests: Path) -> list[Path]:
 
 
 def _own_files(root: Path) -> Iterator[Path]:
-    """Yield the Python files outside virtual environments and build and hidden directories, sorted."""
+    """Yield the Python files outside virtual environments, build and hidden directories."""
     for path in sorted(root.rglob("*.py")):
         directories = path.relative_to(root).parts[:-1]
         is_foreign = any(_is_foreign(directory) for directory in directories)
@@ -198,7 +205,7 @@ def _is_importable(module: str) -> bool:
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """Yield the top-level names of the packages that a module imports; relative imports are left out."""
+    """Yield the top-level packages that a module imports; relative imports are left out."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -62,8 +62,8 @@ class Parity:
     def findings(self) -> list[str]:
         """Return what is wrong.
 
-        A run that did not take ``steps`` steps is the only finding. Otherwise the findings are those
-        of the first step that differs, and those of the final weights.
+        A run that did not take ``steps`` steps is the only finding. Otherwise the findings are
+        those of the first step that differs, and those of the final weights.
         """
         for title, run in (("on one rank", self.one), ("on several ranks", self.many)):
             problem = run.missing_evidence()
@@ -82,7 +82,7 @@ class Parity:
             raise Incompatible("\n".join((message(findings), *self.many.labels, *logs)))
 
     def _differing_step(self) -> list[str]:
-        """Return the findings of the first step whose loss or gradient norm differs: later ones follow from it."""
+        """Return the findings of the first step that differs; later steps differ because of it."""
         for nth in range(self.steps):
             index = (nth + 1) * STRIDE
             one = self.one.trace.at_index(index)
@@ -137,7 +137,8 @@ class Parity:
         norm = math.sqrt(weight.square)
         if not math.isclose(norm, expected_norm, rel_tol=self.norm_tolerance, abs_tol=1e-6):
             return False
-        # By Cauchy-Schwarz, errors with a norm of E change the sum of n elements by up to E * sqrt(n).
+        # By Cauchy-Schwarz, errors with a norm of E change the sum of n elements by up to E *
+        # sqrt(n).
         allowed = self.norm_tolerance * expected_norm * math.sqrt(expected.numel) + 1e-6
         return abs(weight.total - expected.total) <= allowed
 
@@ -184,7 +185,7 @@ class _Shards:
 
 
 def _final_weights(run: RunTrace) -> dict[str, Weight]:
-    """Return the sums over each full tensor of the trained model, by its name in the unwrapped model.
+    """Return the sums over each full tensor of the trained model, by its unwrapped name.
 
     A tensor of which several replicas exist is read from the first of them.
     """
@@ -244,7 +245,7 @@ def parity(
     host: Host | None = None,
     **settings: Any,
 ) -> Parity:
-    """Run the script on one rank and on several, and compare losses, gradient norms and final weights.
+    """Run a script on one rank and on several; compare losses, gradient norms and weights.
 
     The arguments must give both runs the same global batch, in the same order, and no dropout.
     The loss of a step is what the script calls ``backward`` on, as the mean over micro-batches and

@@ -1,4 +1,4 @@
-"""Python stacks that faulthandler wrote: which line each thread was at, without the launcher's frames."""
+"""Python stacks that faulthandler wrote: at which line each thread was, without our own frames."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MAIN = "pytest_distcompat/launch/rank.py"
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 _STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<")
-#: Other Pythons' standard libraries, because a script's ranks may run on another Python than this process:
-#: https://docs.python.org/3/library/sysconfig.html#installation-paths.
+#: Other Pythons' standard libraries, because a script's ranks may run on another Python than this
+#: process: https://docs.python.org/3/library/sysconfig.html#installation-paths.
 _ANY_STANDARD = re.compile(r"/.*/lib(64)?/python3\.\d+t?/")
 _OUR_PACKAGE = Path(__file__).parents[2]
 
@@ -80,12 +80,12 @@ class Frame:
 
     @property
     def of_rendezvous(self) -> bool:
-        """Tell whether the code connects to the store of a process group, which no rank need host."""
+        """Tell whether the code connects to a process group's store, which no rank need host."""
         return self.file.endswith("/torch/distributed/rendezvous.py")
 
     @property
     def calls_wait(self) -> bool:
-        """Tell whether the line uses the name ``wait``, in code rather than in a text or comment."""
+        """Tell whether the line's code, not a text or comment in it, has the name ``wait``."""
         line = linecache.getline(self.file, self.line).strip()
         tokens = tokenize.generate_tokens(io.StringIO(line).readline)
         # A statement that goes on in further lines cannot be tokenized to its end.
@@ -103,7 +103,7 @@ class Frame:
 
     @property
     def of_the_user(self) -> bool:
-        """Tell whether the file belongs to no standard library, no installed package and not to us."""
+        """Tell whether the file belongs to no standard library, no installed package and not us."""
         if self.of_python or _PACKAGES.match(self.file):
             return False
         return not Path(self.file).is_relative_to(_OUR_PACKAGE)
@@ -137,7 +137,7 @@ class _Thread:
 
     @property
     def has_frames(self) -> bool:
-        """Tell whether any line is a Python frame. A thread of C++ code has one line that is none."""
+        """Tell whether any line is a Python frame; a thread of C++ code has none."""
         return any(line.startswith("  File ") for line in self.frames)
 
     def without_callers(self) -> _Thread:
@@ -153,9 +153,9 @@ class _Thread:
 
 
 def _threads_above_main(stack: str) -> list[_Thread]:
-    """Split faulthandler's text into threads, in its order; leave out the rank's main and its callers.
+    """Split faulthandler's text into threads, without the rank's main and its callers.
 
-    A line without indentation begins a new thread.
+    The threads keep the order of the text. A line without indentation begins a new one.
     """
     above_main: list[_Thread] = []
     below_main = False
@@ -209,10 +209,11 @@ def nearest(frames: Sequence[Frame]) -> Frame:
 
 
 def without_launcher(stack: str) -> str:
-    """Return a rank's stacks as text, the main thread first, with only the test's or trainer's frames.
+    """Return a rank's stacks as text, with the frames of the test or trainer only.
 
-    Left out are the rank's main with its callers, the frames of ``_CALLERS``, and threads without a
-    frame. If nothing remained, the frames of ``_CALLERS`` are kept.
+    The main thread comes first. Left out are the rank's main with its callers, the frames of
+    ``_CALLERS``, and threads without a frame. If nothing remained, the frames of ``_CALLERS`` are
+    kept.
     """
     above_main = list(reversed(_threads_above_main(stack)))
     shown = [thread.without_callers() for thread in above_main]
