@@ -114,15 +114,7 @@ class Scenario:
     runs: tuple[Run, ...]
 
     def following(self, *settings: str) -> Scenario:
-        """Return the scenario with two reference runs, for contradictory settings.
-
-        Two settings contradict each other if they set the same thing to different values, such as
-        the learning rate in ``AdamW.lr`` and in ``ds_config``. It is open which of them the trainer
-        obeys: one reference obeys the first, the other one the second.
-
-        Args:
-            *settings: The two settings. Without any the scenario stays as it is.
-        """
+        """Return the scenario with a reference for each of two settings, which follows all of the cell's but the other."""
         if not settings:
             return self
         first, second = settings[:2]
@@ -138,7 +130,7 @@ class Scenario:
         return dataclasses.replace(self, runs=tuple(runs))
 
 
-#: Options that determine the device mesh of a cell. A run on one rank has none of them.
+#: Options that say on which mesh a cell runs; one rank has none.
 MESH = ("dp_replicate", "tp", "sp", "cp", "ep", "pp", "pp_schedule")
 
 #: The steps of a training: enough for two trainings that differ in their optimizer to diverge.
@@ -229,11 +221,10 @@ REFERENCE_RUN = Run(
     follows=FOLLOWED,
 )
 
-#: The name of the second reference of a cell with contradictory settings (``Scenario.following``).
+#: The name of the reference that follows the other one of two settings which say different values of the same.
 OTHER_REFERENCE = "other_reference"
 
-#: The reference under autocast. It shows how far rounding alone moves the training of a model for
-#: which no tolerances have been measured, which is any that is not built in.
+#: The reference under autocast: how far rounding alone moves a training, for a model that is not built in.
 ROUNDED_RUN = dataclasses.replace(
     REFERENCE_RUN, name="rounded", actions=("build_model", *("rounded",) * STEPS)
 )

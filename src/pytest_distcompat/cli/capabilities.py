@@ -207,6 +207,6 @@ def issues_here(
     applicable = []
     for issue in issues:
         names = [driver.name for driver in drivers if set(concerned(driver)) & set(issue.drivers)]
-        if names and issue.there(device) and not issue.ended:
+        if names and issue.applies_on(device) and not issue.ended:
             applicable.append((issue, names))
     return applicable
