@@ -121,7 +121,7 @@ SWEEP_CHECKS = (
 
 _SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
 
-#: An option with its value; None stands for no option.
+#: One option with its value; None for none.
 Choice = tuple[str, OptionValue] | None
 
 
