@@ -385,13 +385,6 @@ class DistcompatSession:
             self.notice,
         )
 
-    @property
-    def reuse_scope(self) -> str:
-        """Return the scope (``Reuse.scope``) for whose next test ranks are kept; empty if there are none."""
-        if self._launcher is None:
-            return ""
-        return self._launcher.reuse_scope
-
     def close(self) -> None:
         """Close the launchers and end their processes."""
         if self._launcher is not None:
