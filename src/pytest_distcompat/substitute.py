@@ -1,4 +1,4 @@
-"""What takes the place of ranks in a session, as a simulation does. An extension makes it."""
+"""What takes the place of ranks in a session: processes without peers, say. An extension makes it."""
 
 from __future__ import annotations
 
