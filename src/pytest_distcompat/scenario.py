@@ -92,22 +92,6 @@ class Scenario:
     name: str
     runs: tuple[Run, ...]
 
-    def following(self, *settings: str) -> Scenario:
-        """Return the scenario with a reference for each of two settings, which follows all of the cell's but the other."""
-        if not settings:
-            return self
-        first, second = settings[:2]
-        runs: list[Run] = []
-        for run in self.runs:
-            if run == REFERENCE_RUN:
-                runs.append(dataclasses.replace(REFERENCE_RUN, ignores=(second,)))
-                runs.append(
-                    dataclasses.replace(REFERENCE_RUN, name=OTHER_REFERENCE, ignores=(first,))
-                )
-            else:
-                runs.append(run)
-        return dataclasses.replace(self, runs=tuple(runs))
-
 
 #: Options that say on which mesh a cell runs; one rank has none.
 MESH = ("dp_replicate", "tp", "sp", "cp", "ep", "pp", "pp_schedule")
@@ -193,9 +177,6 @@ REFERENCE_RUN = Run(
     ),
     follows=FOLLOWED,
 )
-
-#: The name of the reference that follows the other one of two settings which say different values of the same.
-OTHER_REFERENCE = "other_reference"
 
 #: The reference under autocast: how far rounding alone moves a training, for a model that is not built in.
 ROUNDED_RUN = dataclasses.replace(

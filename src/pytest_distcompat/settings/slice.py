@@ -1,7 +1,19 @@
-"""The part of the sweep that each session of a built-in suite runs."""
+"""What the sweep runs of each setting, and the part of it that each session of a built-in suite runs."""
 
 from __future__ import annotations
 
+#: What the profile ``sweep`` runs of each setting: what one training shows. Rules add checks with runs of their own.
+SWEEP_CHECKS = (
+    "active",
+    "names",
+    "units",
+    "optimizer",
+    "dtypes",
+    "parity",
+    "clipping",
+    "gradients",
+    "accumulation",
+)
 #: Cells of the sweep that the built-in suites have in every session, by driver: chosen as docs/sweep.md says.
 SLICE = {
     "accelerate": (
