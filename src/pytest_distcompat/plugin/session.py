@@ -494,7 +494,7 @@ class DistcompatSession:
         """
         issues = []
         for issue in self._known_of(libraries):
-            if issue.speaks_of(nodeid):
+            if issue.matches_test(nodeid):
                 issues.append(issue)
         return tuple(issues)
 
