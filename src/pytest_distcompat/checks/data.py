@@ -164,8 +164,9 @@ def _unlike_modes(run: RunTrace, steps: Sequence[tuple[Snapshot, ...]]) -> Itera
     """Yield findings of the first step in which ranks with the same modules do not train the same ones."""
     for nth in range(1, SAVED):
         findings: list[str] = []
-        for (first, *others), _ in by_stage(run, steps[nth]):
-            for snapshot in others:
+        for snapshots, _ in by_stage(run, steps[nth]):
+            for snapshot in snapshots[1:]:
+                first = snapshots[0]
                 findings += other_mode(first, snapshot, f"step {nth + 1}", f"on rank {first.rank}")
         yield from findings
         if findings:
