@@ -11,7 +11,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers.torch import TorchDriver
-from pytest_distcompat.trace import DropoutInfo, Trace
+from pytest_distcompat.trace import DropoutInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
@@ -85,32 +85,6 @@ def test_ranks_that_are_fed_the_same_rows_draw_others(sound: Sound, cell: str, h
     assert story.snapshot("step", {"rng": "2 of rank 0"}, nth=2, rank=1).findings("randomness") == [
         f"ranks 0 and 1 draw the same random numbers in step 3; expected others, as they hold {held}"
     ]
-
-
-def test_a_stage_without_a_snapshot_of_a_step_is_told(sound: Sound) -> None:
-    story = own(sound("fsdp2-fp32-w4-pp_4-pp_schedule_GPipe"))
-    silent = replace(story, trace=_without_step(story.trace, rank=2, nth=1))
-    assert silent.findings("randomness") == ["rank 2: no report after step 2"]
-
-
-def test_no_snapshot_of_a_step_is_told(sound: Sound) -> None:
-    story = own(sound("ddp-fp32-w2"))
-    trace = _without_step(_without_step(story.trace, rank=0, nth=1), rank=1, nth=1)
-    assert "rank 0, 1: no report after step 2" in replace(story, trace=trace).findings("randomness")
-
-
-def _without_step(trace: Trace, *, rank: int, nth: int) -> Trace:
-    """Return the trace without a rank's snapshot of a step of the run that never stopped."""
-    train = trace.run("train")
-    index = train.at("step", nth)[0].index
-    kept = []
-    for snapshot in train.snapshots:
-        if (snapshot.rank, snapshot.index) != (rank, index):
-            kept.append(snapshot)
-    runs = []
-    for run in trace.runs.values():
-        runs.append(replace(run, snapshots=tuple(kept)) if run == train else run)
-    return Trace.of(trace.driver, runs)
 
 
 def dropped(story: Story, rank: int, *pairs: tuple[str, str]) -> Story:
