@@ -253,7 +253,7 @@ OVERFLOW_RUN = Run("overflow", (*_BUILD, "step", "overflow", "step"))
 #: Loaders give their rows for two epochs, begin in the second, then half as far into it at twice as many ranks.
 ROWS_RUN = Run("rows", ("rows", "metrics"))
 RESUMED_ROWS_RUN = Run("resumed_rows", ("resumed_rows",), after="rows")
-ALONE_RUN = Run("alone", ("metrics",), world_size=1)
+ALONE_RUN = Run("alone", ("metrics",), world_size=1, only=without(*MESH))
 
 TRAIN = Scenario("train", (TRAIN_RUN,))
 RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))
@@ -312,13 +312,18 @@ def reshard(cell: Cell, tp: int = 0) -> Scenario:
     return Scenario("reshard", tuple(runs))
 
 
-def coverage(world_size: int, loaders: Collection[Loader]) -> Scenario:
-    """Return runs of loaders from the beginning and, of those that can do it, resumed, and resumed at twice as many ranks."""
+def coverage(cell: Cell, loaders: Collection[Loader]) -> Scenario:
+    """Return runs of loaders from the beginning and, of those that can do it, resumed, and resumed at twice as many ranks.
+
+    On a mesh they are not resumed at twice as many: what is left is shared among more ranks as it is without one.
+    """
     runs = [ROWS_RUN]
     if any(loader.resumes for loader in loaders):
         runs.append(RESUMED_ROWS_RUN)
-    if any(loader.moves for loader in loaders):
-        runs.append(Run("moved_rows", ("moved_rows",), after="rows", world_size=2 * world_size))
+    on_mesh = any(name in MESH for name, _ in cell.options)
+    if not on_mesh and any(loader.moves for loader in loaders):
+        world_size = 2 * cell.world_size
+        runs.append(Run("moved_rows", ("moved_rows",), after="rows", world_size=world_size))
     return Scenario("coverage", tuple(runs))
 
 
