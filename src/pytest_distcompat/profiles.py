@@ -14,10 +14,10 @@ from pytest_distcompat.cell import OPTIONS, Cell, Matrix, OptionValue
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.law import law_of
 from pytest_distcompat.models import architectures
 from pytest_distcompat.registry import Registry
 from pytest_distcompat.settings import rules
-from pytest_distcompat.settings.slice import SLICE
 
 #: The meaning of each profile, from the one with the fewest cells to the one with the most.
 PROFILES = {
@@ -105,21 +105,6 @@ MODEL_OPTIONS = (
 #: whose verdict may depend on the model's modules.
 ZOO_STRATEGIES = ("ddp", "fsdp2", "zero3")
 ZOO_CHECKS = ("active", "names", "resume", "parity", "gradients", "export")
-
-#: What the profile ``sweep`` runs of each setting: what one training shows. Rules add checks with runs of their own.
-SWEEP_CHECKS = (
-    "active",
-    "names",
-    "units",
-    "optimizer",
-    "dtypes",
-    "parity",
-    "clipping",
-    "gradients",
-    "accumulation",
-)
-
-_SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
 
 #: One option with its value; None for none.
 Choice = tuple[str, OptionValue] | None
@@ -238,10 +223,10 @@ def left_out(
         return _left_out_of_zoo(applicable)
     reasons: dict[tuple[Cell, str], str] = {}
     for cell, names in applicable.items():
-        if profile == "sweep" or cell.id in _SLICED:
-            reasons |= _left_out_of_sweep(cell, names)
-    if profile == "default":
-        reasons = {**_costly_of_slice(applicable, checks), **reasons}
+        checks_of_cell = {name: checks[name] for name in names}
+        by_law = law_of(cell).left_out(cell, checks_of_cell, profile)
+        for name, reason in by_law.items():
+            reasons[cell, name] = reason
     for name, check in checks.items():
         cells = [cell for cell, names in applicable.items() if name in names]
         if profile == "smoke" and check.costly:
@@ -278,38 +263,6 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
                 cell,
                 f"the default profile runs it in {earlier}, which is alike in all that it depends on",
             )
-
-
-def _costly_of_slice(
-    applicable: Mapping[Cell, Collection[str]], checks: Mapping[str, Check]
-) -> dict[tuple[Cell, str], str]:
-    """Return the checks with runs of their own in cells of the sweep's slice."""
-    reasons: dict[tuple[Cell, str], str] = {}
-    for cell, names in applicable.items():
-        if cell.id not in _SLICED:
-            continue
-        for name in names:
-            if checks[name].costly:
-                reasons[cell, name] = "the sweep runs it"
-    return reasons
-
-
-def _left_out_of_sweep(cell: Cell, checks: Collection[str]) -> dict[tuple[Cell, str], str]:
-    """Return the checks that are not run for the settings of a cell: those meant to fail, and those that no rule adds."""
-    wanted = set(SWEEP_CHECKS)
-    reason_by_failing_check: dict[str, str] = {}
-    for setting in cell.set:
-        rule = rules.rule_of(setting.partition("=")[0])
-        wanted.update(rule.get("checks", ()))
-        for check in rules.meant_to_fail(setting):
-            reason_by_failing_check.setdefault(check, rule["reason"])
-    reasons: dict[tuple[Cell, str], str] = {}
-    for check in checks:
-        if reason_by_failing_check.get(check):
-            reasons[cell, check] = reason_by_failing_check[check]
-        elif check not in wanted:
-            reasons[cell, check] = f"of this setting only {', '.join(SWEEP_CHECKS)} are run"
-    return reasons
 
 
 def _zoo(selection: _Selection) -> Iterator[Cell]:

@@ -113,22 +113,6 @@ class Scenario:
     name: str
     runs: tuple[Run, ...]
 
-    def following(self, *settings: str) -> Scenario:
-        """Return the scenario with a reference for each of two settings, which follows all of the cell's but the other."""
-        if not settings:
-            return self
-        first, second = settings[:2]
-        runs: list[Run] = []
-        for run in self.runs:
-            if run == REFERENCE_RUN:
-                runs.append(dataclasses.replace(REFERENCE_RUN, ignores=(second,)))
-                runs.append(
-                    dataclasses.replace(REFERENCE_RUN, name=OTHER_REFERENCE, ignores=(first,))
-                )
-            else:
-                runs.append(run)
-        return dataclasses.replace(self, runs=tuple(runs))
-
 
 #: Options that say on which mesh a cell runs; one rank has none.
 MESH = ("dp_replicate", "tp", "sp", "cp", "ep", "pp", "pp_schedule")
@@ -221,9 +205,6 @@ REFERENCE_RUN = Run(
     follows=FOLLOWED,
 )
 
-#: The name of the reference that follows the other one of two settings which say different values of the same.
-OTHER_REFERENCE = "other_reference"
-
 #: The reference under autocast: how far rounding alone moves a training, for a model that is not built in.
 ROUNDED_RUN = dataclasses.replace(
     REFERENCE_RUN, name="rounded", actions=("build_model", *("rounded",) * STEPS)
@@ -283,7 +264,7 @@ OVERFLOW_RUN = Run("overflow", (*_BUILD, "step", "overflow", "step"))
 #: at twice as many ranks (``coverage``) has taken half as many batches before.
 ROWS_RUN = Run("rows", ("rows", "metrics"))
 RESUMED_ROWS_RUN = Run("resumed_rows", ("resumed_rows",), after="rows")
-ALONE_RUN = Run("alone", ("metrics",), world_size=1)
+ALONE_RUN = Run("alone", ("metrics",), world_size=1, only=without(*MESH))
 
 TRAIN = Scenario("train", (TRAIN_RUN,))
 RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))
@@ -345,17 +326,20 @@ def reshard(cell: Cell, tp: int = 0) -> Scenario:
     return Scenario("reshard", tuple(runs))
 
 
-def coverage(world_size: int, loaders: Collection[Loader]) -> Scenario:
+def coverage(cell: Cell, loaders: Collection[Loader]) -> Scenario:
     """Return runs that read the rows of loaders.
 
     All loaders are read from the beginning; those that can resume are resumed, too; and those that
-    can resume at another world size are resumed at twice as many ranks.
+    can resume at another world size are resumed at twice as many ranks, except on a mesh: there what
+    is left is shared among more ranks as it is without one.
     """
     runs = [ROWS_RUN]
     if any(loader.resumes for loader in loaders):
         runs.append(RESUMED_ROWS_RUN)
-    if any(loader.moves for loader in loaders):
-        runs.append(Run("moved_rows", ("moved_rows",), after="rows", world_size=2 * world_size))
+    on_mesh = any(name in MESH for name, _ in cell.options)
+    if not on_mesh and any(loader.moves for loader in loaders):
+        world_size = 2 * cell.world_size
+        runs.append(Run("moved_rows", ("moved_rows",), after="rows", world_size=world_size))
     return Scenario("coverage", tuple(runs))
 
 

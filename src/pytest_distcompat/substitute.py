@@ -1,4 +1,4 @@
-"""Substitutes for the ranks of a session, such as a simulation. An extension supplies one."""
+"""What takes the place of the ranks of a session, such as processes without peers. An extension supplies one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Substitute(Protocol):
     Marked tests run on real ranks only. In a session with a substitute they are skipped.
 
     Attributes:
-        name: A noun for messages, such as ``simulation``.
+        name: A noun for messages, such as ``replay``.
         option: The command-line option that turns the substitute on.
         world_size: The number of ranks of each cell.
         title: The line of pytest's header that announces the substitute.

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import pytest
 
 from pytest_distcompat.cell import uneven
-from pytest_distcompat.plugin.marked.declare import mark_of, nodes_of, scope_of, world_size_of
+from pytest_distcompat.plugin.marked.declare import mark_of, nodes_of, world_size_of
 from pytest_distcompat.plugin.selection import case_of, cell_name
 from pytest_distcompat.plugin.session import DistcompatSession
 
@@ -99,12 +99,13 @@ def write_demands(
 def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | None:
     """Return the name of a test's demand and its number of ranks; None for an ordinary test.
 
-    All checks in a cell of a suite have one demand, because they share runs, and so have tests that
-    reuse the same ranks.
+    All checks in a cell of a suite have one demand, because they share runs. So have marked tests that
+    share ranks by an extension.
     """
     mark = mark_of(item)
     if mark is not None:
-        name = scope_of(item, session) or item.nodeid
+        group: str | None = session.config.hook.pytest_distcompat_group(session=session, item=item)
+        name = group or item.nodeid
         return name, world_size_of(item, mark, session)
     case = case_of(item)
     if case is not None:

@@ -189,7 +189,7 @@ def _verdict_span(result: Verdict) -> _Span:
         "nodeid": result.nodeid,
         "rank": result.rank,
         "device_seconds": result.device_seconds,
-        "status": result.status.value,
+        "status": result.status.name,
     }
     end = result.began + result.seconds
     error = result.headline if result.red else ""

@@ -16,7 +16,6 @@ from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request, unbuffered
-from pytest_distcompat.launch.reused_ranks import Reuse
 
 #: How much of the end of the process's output is shown, in bytes.
 OUTPUT_BYTES = 8000
@@ -28,7 +27,7 @@ class SimulatingLauncher(Launcher):
     The process acts only as ranks that differ from one another. The others have no events.
     """
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
+    def run(self, request: Request) -> Ending:
         """Run the process to its end or to the time limit; never raises for what the ranks do."""
         request = request.from_here()
         began = clock.now()
