@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pytest_distcompat.compat_suite import CompatSuite
     from pytest_distcompat.launch.launcher import Launcher
     from pytest_distcompat.launch.request import Warmth
     from pytest_distcompat.lease import Inventory, Pool
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
     from pytest_distcompat.substitute import Substitute
-    from pytest_distcompat.suite import CompatSuite
 
 
 # historic: pytest may load the extension after the plugin.

@@ -15,37 +15,81 @@ from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.law import law_of
-from pytest_distcompat.models import architectures
 from pytest_distcompat.registry import Registry
-from pytest_distcompat.settings import rules
 
 #: Name to meaning, from the least to the most.
 PROFILES = {
     "smoke": "each strategy and each precision of the matrix once, no options; checks with runs of their own in one cell only",
     "default": "the suite's matrix; a check with runs of its own only once in cells alike in all that it depends on",
     "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
-    "zoo": "every causal language model of transformers and one class of each other task, under DDP, FSDP2 and ZeRO-3",
-    "sweep": "every setting of the installed libraries that the driver makes objects with, one at a time (distcompat settings)",
     "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself, and "
     "every two axes of the mesh",
 }
 
 
 @dataclass(frozen=True)
+class Selection:
+    """What the cells of a profile are made of.
+
+    Attributes:
+        driver: The driver of the suite.
+        own: The cells of the suite's matrix.
+        strategies: The strategies of the matrix.
+        precisions: The precisions of the matrix.
+        world_sizes: The world sizes of the matrix; profiles that take one world size only take the first.
+        supported: Tells whether the driver can run a cell here.
+        shared: Returns a directory in which processes of one session share what was read from the libraries; None without one.
+    """
+
+    driver: type[Driver]
+    own: tuple[Cell, ...]
+    strategies: tuple[str, ...]
+    precisions: tuple[str, ...]
+    world_sizes: tuple[int, ...]
+    supported: Callable[[Cell], bool]
+    shared: Callable[[], Path] | None
+
+    @property
+    def world_size(self) -> int:
+        """Return the first world size."""
+        return self.world_sizes[0]
+
+    @property
+    def claimed(self) -> tuple[tuple[str, str], ...]:
+        """Return each strategy with each precision that the matrix has together with it.
+
+        A suite may have fp8 with one strategy only, as an extra of its matrix: the other strategies are not tried with it.
+        """
+        return tuple(dict.fromkeys((cell.strategy, cell.precision) for cell in self.own))
+
+
+#: By cell and check, why a profile does not run the check there.
+LeftOut = dict[tuple[Cell, str], str]
+
+
+def _nothing_left_out(applicable: Mapping[Cell, Collection[str]]) -> LeftOut:  # noqa: ARG001
+    return {}
+
+
+@dataclass(frozen=True)
 class AddedProfile:
-    """A profile of an extension: one check in cells that it chooses, whatever their precision.
+    """A profile of an extension.
 
     Attributes:
         name: The value of ``--distcompat-profile``.
         meaning: What it runs.
-        check: The check.
-        cells: Returns the cells for a driver, the strategies of the suite's matrix and a number of ranks.
+        cells: Returns the cells.
+        check: The only check that it runs, in its cells of whatever precision; None for all that apply.
+        left_out: Returns the checks that it does not run, given those that apply to each cell.
+        order: Where it stands in lists.
     """
 
     name: str
     meaning: str
-    check: Check
-    cells: Callable[[type[Driver], Sequence[str], int], list[Cell]]
+    cells: Callable[[Selection], Iterable[Cell]]
+    check: Check | None = None
+    left_out: Callable[[Mapping[Cell, Collection[str]]], LeftOut] = _nothing_left_out
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,10 +142,6 @@ MODEL_OPTIONS = (
     "float32_norms",
 )
 
-#: What the profile ``zoo`` runs of each architecture: one strategy of each kind, and what may depend on the model's modules.
-ZOO_STRATEGIES = ("ddp", "fsdp2", "zero3")
-ZOO_CHECKS = ("active", "names", "resume", "parity", "gradients", "export")
-
 #: One option with its value; None for none.
 Choice = tuple[str, OptionValue] | None
 
@@ -114,12 +154,12 @@ def cells(
     names: tuple[Sequence[str], Sequence[str]],
     world_size: int,
     device: str,
-    shared: Path | None = None,
+    shared: Callable[[], Path] | None = None,
 ) -> list[Cell]:
     """Return the cells of a session, in a fixed order.
 
     ``names`` are all strategies and all precisions; they and ``world_size`` are for a matrix that names none. Processes of
-    one session share in ``shared`` what was read from the libraries.
+    one session share in the directory that ``shared`` returns what was read from the libraries.
     """
     # Imported late: modules that only list the profiles do not need drivers.
     from pytest_distcompat.drivers import unsupported_reason
@@ -128,7 +168,7 @@ def cells(
         return not unsupported_reason(driver, cell, device)
 
     all_strategies, all_precisions = names
-    selection = _Selection(
+    selection = Selection(
         driver,
         own=tuple(matrix.cells(all_strategies, all_precisions, world_size)),
         strategies=tuple(matrix.strategies or all_strategies),
@@ -137,73 +177,33 @@ def cells(
         supported=supported,
         shared=shared,
     )
-    selectors: Mapping[str, Callable[[_Selection], Iterable[Cell]]] = {
+    selectors: Mapping[str, Callable[[Selection], Iterable[Cell]]] = {
         "default": lambda selection: selection.own,
         "smoke": _smoke,
-        "zoo": _zoo,
-        "sweep": _sweep,
         "pairwise": _pairwise,
     }
     added = find_added(profile)
     if added is not None:
-        strategies = dict.fromkeys(strategy for strategy, _precision in selection.claimed)
-        return added.cells(driver, list(strategies), selection.world_size)
+        return list(dict.fromkeys(added.cells(selection)))
     selected = selectors.get(profile, _full)(selection)
     if profile == "default":
         return list(selected)
     return list(dict.fromkeys(selected))
 
 
-@dataclass(frozen=True)
-class _Selection:
-    """What the cells of a profile are made of.
-
-    Attributes:
-        driver: The driver of the suite.
-        own: The cells of the suite's matrix.
-        strategies: The strategies of the matrix.
-        precisions: The precisions of the matrix.
-        world_sizes: The world sizes of the matrix; profiles that take one world size only take the first.
-        supported: Tells whether the driver can run a cell here.
-        shared: A directory in which processes of one session share what was read from the libraries.
-    """
-
-    driver: type[Driver]
-    own: tuple[Cell, ...]
-    strategies: tuple[str, ...]
-    precisions: tuple[str, ...]
-    world_sizes: tuple[int, ...]
-    supported: Callable[[Cell], bool]
-    shared: Path | None
-
-    @property
-    def world_size(self) -> int:
-        """Return the first world size."""
-        return self.world_sizes[0]
-
-    @property
-    def claimed(self) -> tuple[tuple[str, str], ...]:
-        """Return each strategy with each precision that the matrix has together with it.
-
-        A suite may have fp8 with one strategy only, as an extra of its matrix: the other strategies are not tried with it.
-        """
-        return tuple(dict.fromkeys((cell.strategy, cell.precision) for cell in self.own))
-
-
 def left_out(
     profile: str,
     applicable: Mapping[Cell, Collection[str]],
     checks: Mapping[str, Check] = CHECKS.by_name,
-) -> dict[tuple[Cell, str], str]:
+) -> LeftOut:
     """Return the checks that a profile leaves out, by (cell, check), each with the reason.
 
-    ``zoo`` runs ``ZOO_CHECKS`` only. ``smoke`` runs ``costly`` checks, which have runs of their own, in the last cell
+    ``smoke`` runs ``costly`` checks, which have runs of their own, in the last cell
     only, which is sharded the most. ``default`` runs no check in a cell that differs from an earlier one only in what
     the check does not depend on.
     """
-    if profile == "zoo":
-        return _left_out_of_zoo(applicable)
-    reasons: dict[tuple[Cell, str], str] = {}
+    added = find_added(profile)
+    reasons: LeftOut = {} if added is None else added.left_out(applicable)
     for cell, names in applicable.items():
         checks_of_cell = {name: checks[name] for name in names}
         by_law = law_of(cell).left_out(cell, checks_of_cell, profile)
@@ -217,16 +217,6 @@ def left_out(
         if profile == "default" and check.depends_on is not None:
             for cell, reason in _repeated(cells, check.depends_on):
                 reasons[cell, name] = reason
-    return reasons
-
-
-def _left_out_of_zoo(applicable: Mapping[Cell, Collection[str]]) -> dict[tuple[Cell, str], str]:
-    """Return all checks but ``ZOO_CHECKS``, by (cell, check), each with the reason."""
-    reasons: dict[tuple[Cell, str], str] = {}
-    for cell, checks in applicable.items():
-        for check in checks:
-            if check not in ZOO_CHECKS:
-                reasons[cell, check] = f"the zoo profile runs {', '.join(ZOO_CHECKS)} only"
     return reasons
 
 
@@ -244,41 +234,7 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
             )
 
 
-def _zoo(selection: _Selection) -> Iterator[Cell]:
-    """Yield each architecture under each of ``ZOO_STRATEGIES``; nothing for a driver with a model of its own."""
-    if "model" not in selection.driver.options:
-        return
-    for model in architectures():
-        for strategy in ZOO_STRATEGIES:
-            if strategy in selection.strategies:
-                yield Cell.of(strategy, "fp32", selection.world_size, model=model)
-
-
-def _sweep(selection: _Selection) -> Iterator[Cell]:
-    """Yield a cell for each value of each setting, under each strategy that has it and can run it here."""
-    driver = selection.driver
-    for setting in rules.settings_of(driver.sources, selection.shared):
-        for strategy, text in itertools.product(setting.strategies, setting.cells):
-            if strategy not in selection.strategies:
-                continue
-            cell = Cell(strategy, setting.precision, selection.world_size)
-            cell = with_set(driver, cell, text, **setting.options)
-            if selection.supported(cell):
-                yield cell
-
-
-def with_set(driver: type[Driver], cell: Cell, text: str, **options: OptionValue) -> Cell:
-    """Return the cell with settings and options, of a small model if the driver has several."""
-    if "model" in driver.options:
-        options.setdefault("model", "mlp")
-    if "optimizer" not in driver.options:
-        # It makes the one that its sources name.
-        options.pop("optimizer", None)
-    options["set"] = text
-    return Cell.of(cell.strategy, cell.precision, cell.world_size, **options)
-
-
-def _full(selection: _Selection) -> Iterator[Cell]:
+def _full(selection: Selection) -> Iterator[Cell]:
     """Yield every option value by itself, every two axes of the mesh, then the suite's own cells."""
     choices = option_choices(selection.driver)
     for pair, world_size, choice in itertools.product(
@@ -346,7 +302,7 @@ def _least_world_size(options: Mapping[str, OptionValue]) -> int:
     return least
 
 
-def _composed(selection: _Selection) -> Iterator[Cell]:
+def _composed(selection: Selection) -> Iterator[Cell]:
     """Yield every two axes of the mesh beside each other, and each beside what changes what its layers compute.
 
     Where one of the two cannot run by itself, the reason is that of its own cell.
@@ -363,7 +319,7 @@ def _composed(selection: _Selection) -> Iterator[Cell]:
                 yield make(first, second)
 
 
-def _smoke(selection: _Selection) -> Iterator[Cell]:
+def _smoke(selection: Selection) -> Iterator[Cell]:
     """Yield each strategy with the next precision that it supports, then the remaining precisions."""
     precisions = selection.precisions
     remaining = dict.fromkeys(precisions)
@@ -382,7 +338,7 @@ def _smoke(selection: _Selection) -> Iterator[Cell]:
 
 
 def _first_supported(
-    selection: _Selection, strategies: Iterable[str], precisions: Iterable[str]
+    selection: Selection, strategies: Iterable[str], precisions: Iterable[str]
 ) -> Cell | None:
     """Return the first cell of these strategies and precisions that the driver can run here; None if it can run none."""
     for strategy, precision in itertools.product(strategies, precisions):
@@ -392,7 +348,7 @@ def _first_supported(
     return None
 
 
-def _pairwise(selection: _Selection) -> Iterator[Cell]:
+def _pairwise(selection: Selection) -> Iterator[Cell]:
     """Yield the suite's own cells, then a covering array of strength 2: every pair of values that the driver can do.
 
     The own cells, because a bug may need a strategy, a precision and an option together, and some checks need cells without

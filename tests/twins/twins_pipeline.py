@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.drivers import _options
+from pytest_distcompat.ext.upstream.drivers import _options
 from pytest_distcompat.strategies._base import MAX_NORM
 
 from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin

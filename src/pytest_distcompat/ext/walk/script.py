@@ -10,9 +10,9 @@ from pathlib import Path
 from string import Template
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.drivers._calls import CLIP_VALUE, SLOWER, Calls
-from pytest_distcompat.drivers._tiny import DECAY, EPOCH_STEPS, GAMMA, LEARNING_RATE
+from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, EPOCH_STEPS, GAMMA, LEARNING_RATE
 from pytest_distcompat.ext.walk.sequence import Walk
+from pytest_distcompat.live_calls import CLIP_VALUE, SLOWER, Calls
 from pytest_distcompat.strategies import MAX_NORM
 
 #: The script, but for what depends on the walk: placeholders as ``string.Template`` has them.
