@@ -198,7 +198,12 @@ def test_without_extensions_the_rest_works(extensions: list[str], tmp_path: Path
     assert flags == {option.flag for option in options_without(extensions).values()}
     report = copy.directory / "report.json"
     done = copy.run(
-        "-n", "2", "-k", "sum or fails or active or resume", f"--distcompat-report={report}", "--distcompat-gpus=0"
+        "-n",
+        "2",
+        "-k",
+        "sum or fails or active or resume",
+        f"--distcompat-report={report}",
+        "--distcompat-gpus=0",
     )
     assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
     assert report.exists()

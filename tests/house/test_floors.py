@@ -25,7 +25,13 @@ BY_NAME = {
     "ext.scripts.site.sitecustomize",
 }
 #: The only modules that need torch to be defined at all.
-NEED_TORCH = {"ext.simulation.fake_ranks", "models._modules", "launch.agent", "ext.upstream.drivers._joined"} | {
+NEED_TORCH = {
+    "ext.simulation.fake_ranks",
+    "ext.upstream.models.modules",
+    "strategies._placeholder",
+    "launch.agent",
+    "ext.upstream.drivers._joined",
+} | {
     f"probe.{m}"
     for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot", "extra", "weights")
 }
@@ -261,9 +267,6 @@ PRIVATE_IMPORTS = {
     "ext.scripts.final_model": {"checks._values"},
     "ext.scripts.rank_parity": {"checks._values"},
     "ext.scripts.roundtrip": {"checks._values"},
-    "ext.walk.script": {"models._modules"},
-    "strategies._pipeline": {"models._modules"},
-    "strategies._tensor": {"models._modules"},
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.models import architectures
+from pytest_distcompat.ext.upstream.models import architectures
 from pytest_distcompat.profiles import AddedProfile, LeftOut, Selection
 
 #: What the profile ``zoo`` runs of each architecture: one strategy of each kind, and what may depend on the model's modules.

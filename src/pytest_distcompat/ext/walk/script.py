@@ -24,13 +24,13 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
     built = walk.kind.script.get(cell.strategy)
     if built is None:
         return None
-    from pytest_distcompat.models import _modules
+    from pytest_distcompat.ext.upstream.models import modules
 
     calls = [str(call) for call in walk.calls] + ["step()", "step()"]
     methods = [call.partition("(")[0] for call in calls]
     classes = _classes(walk.kind, methods)
-    classes.append(inspect.getsource(_modules.Block))
-    classes.append(inspect.getsource(_modules.MLP))
+    classes.append(inspect.getsource(modules.Block))
+    classes.append(inspect.getsource(modules.MLP))
     template = Template(_TEMPLATE.read_text(encoding="utf-8"))
     return template.substitute(
         walk=walk,

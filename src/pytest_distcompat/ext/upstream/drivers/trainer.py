@@ -22,9 +22,10 @@ from pytest_distcompat.ext.upstream.drivers import _options, _preload, _releases
 from pytest_distcompat.ext.upstream.drivers._refused import OFFLOADS
 from pytest_distcompat.ext.upstream.drivers._trainer_callback import PlanDoneError, make_callback
 from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE, TinyDriver
+from pytest_distcompat.ext.upstream.models import loss_to_targets
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.live_calls import Calls
-from pytest_distcompat.models import TinyModel, loss_to_targets, model_of
+from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.scenario import STEPS
 from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, _fsdp, first_reason
 from pytest_distcompat.trace import Loader
