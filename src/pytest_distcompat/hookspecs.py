@@ -14,6 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from pytest_distcompat.compat_suite import CompatSuite
     from pytest_distcompat.launch.forensics.ending import Ending
     from pytest_distcompat.launch.launcher import Launcher
     from pytest_distcompat.launch.request import Request, Warmth
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
     from pytest_distcompat.substitute import Substitute
-    from pytest_distcompat.suite import CompatSuite
     from pytest_distcompat.world import World
 
 

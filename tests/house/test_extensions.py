@@ -22,10 +22,20 @@ from pytest_distcompat import hookspecs
 SOURCE = Path(pytest_distcompat.__file__).parent
 ROOT = Path(__file__).parents[2]
 EXTENSIONS = sorted(path.name for path in (SOURCE / "ext").iterdir() if (path / "__init__.py").exists())
-#: Modules beside the folder that belong to an extension: the names by which users import it.
-FACES = {"aliases": "aliases.py", "cluster": "executors.py", "scripts": "scripts.py"}
+#: Modules and packages beside the folder that belong to an extension: the names by which users import it.
+FACES = {
+    "aliases": ["aliases.py"],
+    "cluster": ["executors.py"],
+    "scripts": ["scripts.py"],
+    "upstream": [
+        "suite.py",
+        "settings.py",
+        "drivers/tiny.py",
+        *(f"drivers/{name}/__init__.py" for name in ("accelerate", "deepspeed", "torch", "trainer")),
+    ],
+}
 #: Extensions that are built on others, and go with them.
-NEEDS = {"search": {"reach", "walk"}}
+NEEDS = {"search": {"reach", "walk", "upstream"}, "walk": {"upstream"}}
 
 MARKED = """
 import pytest
@@ -79,14 +89,14 @@ def install_without(extensions: list[str], directory: Path) -> Copy:
     for place in {Path(sysconfig.get_path("purelib")), *map(Path, filter(is_site, sys.path))}:
         for entry in place.iterdir():
             target = site / entry.name
-            if "pytest_distcompat" not in entry.name and not target.exists():
+            if "pytest_distcompat" not in entry.name and entry.suffix != ".pth" and not target.exists():
                 target.symlink_to(entry)
     package = site / "pytest_distcompat"
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
     for extension in extensions:
         shutil.rmtree(package / "ext" / extension)
-        if extension in FACES:
-            (package / FACES[extension]).unlink()
+        for face in FACES.get(extension, ()):
+            (package / face).unlink()
     write_metadata(site, extensions)
     tests = directory / "tests"
     tests.mkdir()
@@ -130,7 +140,7 @@ def modules_of(name: str) -> list[Path]:
 
 
 def test_the_core_imports_nothing_of_an_extension() -> None:
-    faces = {SOURCE / name for name in FACES.values()}
+    faces = {SOURCE / name for names in FACES.values() for name in names}
     for path in SOURCE.rglob("*.py"):
         if path.is_relative_to(SOURCE / "ext") or path in faces:
             continue
@@ -196,7 +206,12 @@ def test_without_extensions_the_rest_works(extensions: list[str], tmp_path: Path
     assert flags == {option.flag for option in options_without(extensions).values()}
     report = copy.directory / "report.json"
     done = copy.run(
-        "-n", "2", "-k", "sum or fails or active or resume", f"--distcompat-report={report}", "--distcompat-gpus=0"
+        "-n",
+        "2",
+        "-k",
+        "sum or fails or active or resume",
+        f"--distcompat-report={report}",
+        "--distcompat-gpus=0",
     )
     assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
     assert report.exists()

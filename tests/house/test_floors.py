@@ -25,7 +25,13 @@ BY_NAME = {
     "ext.scripts.site.sitecustomize",
 }
 #: The only modules that need torch to be defined at all.
-NEED_TORCH = {"ext.simulation.fake_ranks", "models._modules", "launch.agent", "drivers._joined"} | {
+NEED_TORCH = {
+    "ext.simulation.fake_ranks",
+    "ext.upstream.models.modules",
+    "strategies._placeholder",
+    "launch.agent",
+    "ext.upstream.drivers._joined",
+} | {
     f"probe.{m}"
     for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot", "extra", "weights")
 }
@@ -247,19 +253,20 @@ def test_references_to_functions_lead_to_one() -> None:
 
 #: By module, the private modules of other packages that it still imports. A name goes from here, none is added.
 PRIVATE_IMPORTS = {
-    "drivers._tiny": {"strategies._expert", "strategies._tensor", "strategies._context", "strategies._pipeline"},
-    "drivers.accelerate": {"strategies._context", "strategies._tensor"},
-    "drivers.deepspeed": {"strategies._expert", "strategies._context"},
-    "drivers.torch": {"strategies._context", "strategies._pipeline"},
-    "drivers.trainer": {"strategies._fsdp"},
+    "ext.upstream.drivers.tiny": {
+        "strategies._expert",
+        "strategies._tensor",
+        "strategies._context",
+        "strategies._pipeline",
+    },
+    "ext.upstream.drivers.accelerate": {"strategies._context", "strategies._tensor"},
+    "ext.upstream.drivers.deepspeed": {"strategies._expert", "strategies._context"},
+    "ext.upstream.drivers.torch": {"strategies._context", "strategies._pipeline"},
+    "ext.upstream.drivers.trainer": {"strategies._fsdp"},
     "ext.scripts.configuration": {"strategies._fsdp"},
     "ext.scripts.final_model": {"checks._values"},
     "ext.scripts.rank_parity": {"checks._values"},
     "ext.scripts.roundtrip": {"checks._values"},
-    "ext.walk.script": {"models._modules", "drivers._calls", "drivers._tiny"},
-    "ext.walk.sequence": {"drivers._tiny"},
-    "strategies._pipeline": {"models._modules"},
-    "strategies._tensor": {"models._modules"},
 }
 
 

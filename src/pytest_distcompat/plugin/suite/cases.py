@@ -15,6 +15,7 @@ import pytest
 from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS, Check
+from pytest_distcompat.compat_suite import CompatSuite
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS, find_driver, preload_of, unsupported_reason
@@ -47,7 +48,6 @@ from pytest_distcompat.plugin.suite.shared_gpu import why_not_through_gloo
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.suite import CompatSuite
 from pytest_distcompat.trace import RunFailure, Trace
 
 VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
@@ -176,11 +176,10 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         return []
     driver = find_driver(suite.driver)
     profile = session.setting("profile").value
-    # A profile of an extension: it has one check of its own in each of its cells.
     added_profile = profiles.find_added(profile) if session.substitute is None else None
-    cells = _selected_cells(suite, driver, session, any_precision=added_profile is not None)
-    if added_profile is not None:
-        check = added_profile.check
+    check = None if added_profile is None else added_profile.check
+    cells = _selected_cells(suite, driver, session, any_precision=check is not None)
+    if check is not None:
         return [
             Case(suite, cell, check, unsupported=why_not_supported(driver, cell, session))
             for cell in cells
@@ -200,7 +199,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
 
 
 def _is_built_in(suite: type[CompatSuite]) -> bool:
-    return suite.__module__ == CompatSuite.__module__
+    return suite.__module__.startswith("pytest_distcompat.")
 
 
 def _selected_cells(
@@ -225,7 +224,7 @@ def _selected_cells(
         names=names,
         world_size=session.world_size,
         device=session.device,
-        shared=session.store if profile == "sweep" else None,
+        shared=lambda: session.store,
     )
     if profile != "default":
         spread = [cell.over(nodes or 1) for cell in cells]
