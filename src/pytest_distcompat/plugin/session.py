@@ -93,7 +93,7 @@ class DistcompatSession:
 
     @functools.cached_property
     def substitute(self) -> Substitute | None:
-        """What takes the place of ranks, as a simulation; None for ranks."""
+        """What an extension has in the place of ranks; None for ranks."""
         chosen: Substitute | None = self.config.hook.pytest_distcompat_substitute(session=self)
         return chosen
 
@@ -494,7 +494,7 @@ class DistcompatSession:
         """
         issues = []
         for issue in self._known_of(libraries):
-            if issue.speaks_of(nodeid):
+            if issue.matches_test(nodeid):
                 issues.append(issue)
         return tuple(issues)
 
