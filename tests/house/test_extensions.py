@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -34,6 +35,8 @@ FACES = {
         *(f"drivers/{name}/__init__.py" for name in ("accelerate", "deepspeed", "torch", "trainer")),
     ],
 }
+#: Names of what only an extension knows: of its options, arguments and ideas.
+FLAGS = {"reuse", "reuse_limit", "reuse_scope", "simulate", "agrees_with", "walk_calls", "OTHER_REFERENCE", "WALK"}
 #: Extensions that are built on others, and go with them.
 NEEDS = {"search": {"reach", "walk", "upstream"}, "walk": {"upstream"}}
 
@@ -146,6 +149,24 @@ def test_the_core_imports_nothing_of_an_extension() -> None:
             continue
         imported = {name for name in ours(imports_of(path, types=True)) if name.partition(".")[0] == "ext"}
         assert not imported, f"{path.relative_to(SOURCE)} imports {imported}"
+
+
+def identifiers_of(path: Path) -> set[str]:
+    """Every name, attribute, argument and whole text in a module; what docstrings and comments say is not among them."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for field in ("id", "attr", "arg", "name", "value"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                found.add(value)
+    return found
+
+
+def test_the_core_has_no_flag_of_an_extension() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if not path.is_relative_to(SOURCE / "ext"):
+            flags = identifiers_of(path) & FLAGS
+            assert not flags, f"{path.relative_to(SOURCE)} has {flags}"
 
 
 def test_the_core_has_no_word_of_a_simulation() -> None:
