@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch.launcher import Launcher
-    from pytest_distcompat.launch.request import Warmth
     from pytest_distcompat.lease import Inventory, Pool
     from pytest_distcompat.plugin.options import Option
+    from pytest_distcompat.plugin.placement import Placement
     from pytest_distcompat.plugin.session import DistcompatSession
     from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
@@ -49,10 +48,8 @@ def pytest_distcompat_substitute(session: DistcompatSession) -> Substitute | Non
 
 
 @pytest.hookspec(firstresult=True)
-def pytest_distcompat_over_nodes(
-    session: DistcompatSession, launcher: Launcher, warmth: Warmth
-) -> Launcher | None:
-    """Return a launcher for runs over several nodes; ``launcher`` has those of this node."""
+def pytest_distcompat_placement(session: DistcompatSession) -> Placement | None:
+    """Return where runs are, and what starts them there; None for this machine."""
 
 
 @pytest.hookspec(firstresult=True)

@@ -178,7 +178,9 @@ class Runner:
 
 def _on_each_node(cell: Cell, run: Run) -> bool:
     """Tell whether the run's files are on each node in its own directory; what a run on one rank loads is on the first one."""
-    return cell.per_node and cell.nodes > 1 and (run.cell(cell).nodes > 1 or bool(run.after))
+    if not cell.per_node or cell.spread.on_one:
+        return False
+    return not run.cell(cell).spread.on_one or bool(run.after)
 
 
 def _threads(cell: Cell, device: str) -> dict[str, str]:
@@ -210,9 +212,9 @@ def _saved_everywhere(earlier: RunTrace, run: Run) -> bool:
 
 def run_trace(name: str, ending: Ending, cell: Cell) -> RunTrace:
     """Return the trace of a run from its ending."""
-    # A verdict does not depend on which nodes there are: their names are for those who read it.
-    end = _run_failure(ending.without_nodes()) if ending.failed else None
-    return RunTrace(name, cell.world_size, _snapshots(ending.events), end, cell.id, ending.nodes)
+    # A verdict does not depend on which machines there are: their names are for those who read it.
+    end = _run_failure(ending.without_hosts()) if ending.failed else None
+    return RunTrace(name, cell.world_size, _snapshots(ending.events), end, cell.id, ending.hosts)
 
 
 def _run_failure(ending: Ending) -> RunFailure:

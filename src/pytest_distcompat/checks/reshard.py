@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -62,7 +63,7 @@ def _reshard_runs(cell: Cell, driver: type[Driver]) -> Scenario:
         if ranks % (tp * cell.ep):
             continue
         options = (*cell.without("tp").options, ("tp", tp))
-        cell_of_size = Cell(cell.strategy, cell.precision, cell.world_size, options, cell.nodes)
+        cell_of_size = dataclasses.replace(cell, options=options)
         if cell_of_size == cell or not driver.unsupported_reason(cell_of_size):
             largest = max(largest, cell_of_size.tp)
     return scenario.reshard(cell, largest)

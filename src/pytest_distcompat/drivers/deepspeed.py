@@ -443,7 +443,7 @@ class DeepSpeedDriver(TinyDriver):
         elif self.tiny.driver:
             state = self._with_all_experts(directory.parent / "shards")
         elif self.cell.per_node and self.strategy.shards:
-            # The shards of a checkpoint are on all nodes.
+            # The shards of a checkpoint are on all machines.
             state = whole_weights(self.model)
         elif self.cell.per_node or not self.strategy.zero_stage:
             state = self.model.module_state_dict()

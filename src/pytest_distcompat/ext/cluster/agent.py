@@ -22,10 +22,11 @@ from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
 from pytest_distcompat.ext.cluster.channel import Channel, NotProvedError
 from pytest_distcompat.ext.cluster.facts import facts
+from pytest_distcompat.ext.cluster.place import Place
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.files import recorded_files, written
 from pytest_distcompat.launch.process import die_with_parent
-from pytest_distcompat.launch.request import Place, Request, Warmth
+from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.temporary import OwnedDirectory
 from pytest_distcompat.launch.warm import WarmLauncher
 from pytest_distcompat.lease import Lease, Pool, cpu_slots, gpus

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.cell import Cell, Matrix, OptionValue
+from pytest_distcompat.cell import COUNTS, Cell, Matrix, OptionValue
 from pytest_distcompat.plugin.session import DistcompatSession
+from pytest_distcompat.spread import Spread
 
 MARK = "distcompat"
-ARGUMENTS = ("world_size", "nodes", "strategies", "precisions", "options", "timeout", "reuse")
+ARGUMENTS = (*COUNTS, "strategies", "precisions", "options", "timeout", "reuse")
 #: Values of the argument ``reuse``: which tests share ranks.
 REUSE = ("never", "module", "session")
 
@@ -58,9 +59,9 @@ def read_mark(mark: pytest.Mark) -> Mark:
     arguments = dict(mark.kwargs)
     for name in ("strategies", "precisions", "options"):
         arguments[name] = _read_list(name, arguments.get(name, ()))
-    _check_count("world_size", arguments.get("world_size"))
-    _check_count("nodes", arguments.get("nodes"))
-    _check_nodes(arguments.get("world_size"), arguments.get("nodes"))
+    for name in COUNTS:
+        _check_count(name, arguments.get(name))
+    _check_even(arguments.get("world_size"), arguments.get("nodes"))
     _check_timeout(arguments.get("timeout"))
     _check_reuse(arguments.get("reuse", "never"))
     _check_cells(arguments)
@@ -75,7 +76,7 @@ def _read_list(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _check_count(name: str, count: Any) -> None:
-    """Check a number of ranks or nodes. ``True`` is an ``int`` too, but no number of anything."""
+    """Check a number of ranks or machines. ``True`` is an ``int`` too, but no number of anything."""
     if count is None:
         return
     if type(count) is not int or count < 1:
@@ -84,9 +85,9 @@ def _check_count(name: str, count: Any) -> None:
         )
 
 
-def _check_nodes(world_size: int | None, nodes: int | None) -> None:
-    """Check that each node gets as many ranks."""
-    if world_size and nodes and world_size % nodes:
+def _check_even(world_size: int | None, nodes: int | None) -> None:
+    """Check that each machine gets as many ranks."""
+    if world_size and nodes and Spread(world_size, nodes).uneven:
         raise ValueError(
             f"@pytest.mark.{MARK}(world_size={world_size}, nodes={nodes}): expected a world size that nodes divides"
         )
@@ -150,9 +151,9 @@ def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> 
     return mark.world_size or session.world_size
 
 
-def nodes_of(mark: Mark, session: DistcompatSession) -> int:
-    """Return the number of nodes that a test's ranks are spread over: that of its mark, else the session's."""
-    return mark.nodes or int(session.setting("nodes").value)
+def spread_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> Spread:
+    """Return how many ranks the item runs on, and over how many machines they are spread."""
+    return session.placement.spread(world_size_of(item, mark, session), mark.nodes)
 
 
 def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
@@ -161,7 +162,7 @@ def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
     if mark is None:
         return None
     reuse = mark.reuse or session.setting("reuse").value
-    if reuse == "never" or nodes_of(mark, session) > 1:
+    if reuse == "never" or not spread_of(item, mark, session).on_one:
         return None
     module = ""
     if reuse == "module":
@@ -180,10 +181,10 @@ def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSessio
         options=mark.options or ({},),
         nodes=mark.nodes,
     )
+    matrix = session.placement.spread_matrix(matrix)
     world_size = mark.world_size or session.world_size
-    nodes = int(session.setting("nodes").value)
     cells = []
-    for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size, nodes):
+    for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size):
         if session.selects(cell):
             cells.append(cell)
     if "cell" not in metafunc.fixturenames:

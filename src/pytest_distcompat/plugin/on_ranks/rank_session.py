@@ -359,7 +359,7 @@ class ItemPayload:
         next: The node id of the item that these ranks run after it, if they do.
         device: ``cpu`` or ``cuda``.
         session: A file with the return value of ``describe``.
-        shared: On several nodes the directory that has what they share; empty where ``directory`` has it.
+        shared: On several machines the directory that has what they share; empty where ``directory`` has it.
         plain: Whether the item must not see the variable with this rank's temporary directory.
     """
 
