@@ -58,7 +58,6 @@ OF_THE_PACKAGE = frozenset(
             "Trace.name_hosts",
             "Verdict.to_json",
             "Verdict.place",
-            "Check.agrees_with",
         ),
         *(
             "Cell.spread",

@@ -25,6 +25,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cli.main import parser
 from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.ext.reuse.plugin import pytest_distcompat_mark_arguments
 from pytest_distcompat.known import read_file
 from pytest_distcompat.plugin.marked.declare import read_mark
 from pytest_distcompat.precisions import PRECISIONS
@@ -132,7 +133,7 @@ def test_python_on_pages_runs(page: Path, tmp_path: Path) -> None:
         exec(compile(whole, page.name, "exec"), space)
         for one in [value for value in space.values() if inspect.isfunction(value) and value.__module__ != __name__]:
             for mark in getattr(one, "pytestmark", ()):
-                read_mark(mark)
+                read_mark(mark, pytest_distcompat_mark_arguments())
             if "distcompat" in inspect.signature(one).parameters:
                 one(CheckedFixture(), tmp_path)
 
