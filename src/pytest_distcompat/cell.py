@@ -351,8 +351,8 @@ class Cell:
         return OPTIONS[name].default
 
     @property
-    def per_node(self) -> bool:
-        """Tell whether each node has checkpoints of its own."""
+    def own_disks(self) -> bool:
+        """Tell whether the ranks of each machine have checkpoints of their own (``World.own_disks``)."""
         return self.option("checkpoints") == "node"
 
     @property

@@ -65,7 +65,7 @@ OF_THE_PACKAGE = frozenset(
             "Cell.own_facets",
             "Matrix.counts_of_session",
             "Matrix.spread_as",
-            "Cell.per_node",
+            "Cell.own_disks",
             "Cell.only_tp",
             "Cell.settings",
             "Cell.with_settings",

@@ -49,7 +49,7 @@ def note_spread(session: DistcompatSession, items: Iterable[pytest.Item]) -> Non
         elif case is not None:
             # Runs of a suite go on from one another's files, unless each machine has checkpoints of its own.
             spread = case.cell.spread
-            shares = spread.on_one or not case.cell.per_node
+            shares = spread.on_one or not case.cell.own_disks
         else:
             continue
         session.placement.note(spread, shares=shares)

@@ -68,7 +68,7 @@ class NodesLauncher(Launcher):
 
     def run(self, request: Request) -> Ending:
         """Run the request on its nodes."""
-        if request.nodes == 1 and not self._settings.node and not request.payload.get("per_node"):
+        if request.nodes == 1 and not self._settings.node and not request.payload.get("own_disks"):
             return self._on_one_node.run(request)
         problem = self.ready()
         if problem:
