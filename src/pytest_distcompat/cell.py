@@ -14,7 +14,7 @@ from typing import Any
 
 from pytest_distcompat.failures import UsageProblem, hides_frames
 from pytest_distcompat.installed import version_of
-from pytest_distcompat.spread import Spread
+from pytest_distcompat.spread import COUNTS, Spread
 from pytest_distcompat.user_input import check_count
 
 #: pytest looks for this name: https://docs.pytest.org/en/stable/example/simple.html
@@ -225,8 +225,6 @@ OPTIONS: dict[str, Option] = {
     )
 }
 
-#: The facets that are numbers: those of ``spread.Spread``.
-COUNTS = ("world_size", "nodes")
 #: What an expectation may name besides the options.
 FACETS = ("strategy", "precision", *COUNTS, *OPTIONS)
 
@@ -317,9 +315,7 @@ class Cell:
     @property
     def id(self) -> str:
         """Return the id: ``fsdp2-bf16_upcast-w2-compile``, over two machines ``fsdp2-bf16_upcast-w2-n2-compile``."""
-        parts = [self.strategy, self.precision, f"w{self.world_size}"]
-        if not self.spread.on_one:
-            parts.append(f"n{self.nodes}")
+        parts = [self.strategy, self.precision, *self.spread.tokens]
         parts += [OPTIONS[name].token(value) for name, value in self.options]
         return "-".join(parts)
 
@@ -454,11 +450,7 @@ class Cell:
             "strategy": self.strategy,
             "precision": self.precision,
         }
-        for name in COUNTS:
-            values[name] = getattr(self, name)
-        if self.spread.on_one:
-            del values["nodes"]
-        return {**values, **dict(self.options)}
+        return {**values, **self.spread.numbers, **dict(self.options)}
 
     def __str__(self) -> str:
         return self.id
@@ -497,8 +489,8 @@ class Matrix:
     """Cells that a suite covers: every strategy with every precision, world size and set of options.
 
     Without ``strategies`` or ``precisions``, all known ones are meant; without ``world_sizes``, the world size of this
-    session (``--distcompat-world-size``). ``extra`` adds single cells, or other matrices, beside the product. ``nodes`` is
-    over how many machines the ranks of each cell are spread; without it ``--distcompat-nodes``.
+    session (``--distcompat-world-size``). ``extra`` adds single cells, or other matrices, beside the product.
+    ``nodes`` is over how many machines the ranks of each cell are spread; without it the session says.
     """
 
     strategies: tuple[str, ...] = ()
@@ -532,9 +524,7 @@ class Matrix:
 
     def spread_as(self, other: Matrix) -> Matrix:
         """Return the same matrix over as many machines as the other one, unless it names a number itself."""
-        if self.nodes is not None:
-            return self
-        return dataclasses.replace(self, nodes=other.nodes)
+        return self if self.nodes else dataclasses.replace(self, nodes=other.nodes)
 
     def cells(
         self, strategies: Iterable[str], precisions: Iterable[str], world_size: int

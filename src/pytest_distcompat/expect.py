@@ -8,8 +8,9 @@ import time
 from dataclasses import dataclass, replace
 
 from pytest_distcompat import clock
-from pytest_distcompat.cell import COUNTS, FACETS, OPTIONS, Cell, OptionValue
+from pytest_distcompat.cell import FACETS, OPTIONS, Cell, OptionValue
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.spread import COUNTS
 
 FacetValue = OptionValue | int | tuple[OptionValue | int, ...]
 

@@ -7,7 +7,7 @@ extension's.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 #: Ranks by their numbers, as messages have them, whose machine is not said yet.
 _RANKS = re.compile(r"\branks? (\d+(?:(?:, | and )\d+)*)\b(?! on | others| more)")
@@ -41,12 +41,29 @@ class Spread:
         return range(first, first + self.local_size)
 
     @property
+    def numbers(self) -> dict[str, int]:
+        """Return its numbers by their names in marks and cells, one machine left out."""
+        numbers = {"world_size": self.world_size}
+        if not self.on_one:
+            numbers["nodes"] = self.nodes
+        return numbers
+
+    @property
+    def tokens(self) -> list[str]:
+        """Return the parts that it has of a cell's id: ``w4``, and ``n2`` if it has two machines."""
+        return [f"{name[0]}{number}" for name, number in self.numbers.items()]
+
+    @property
     def uneven(self) -> str | None:
         """Return why the ranks cannot be spread evenly; None if they can."""
         if self.world_size % self.nodes == 0:
             return None
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"{ranks} cannot be spread evenly over {self.nodes} nodes"
+
+
+#: The names of its numbers.
+COUNTS = tuple(field.name for field in fields(Spread))
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.cell import COUNTS, Cell, Matrix, OptionValue
+from pytest_distcompat.cell import Cell, Matrix, OptionValue
 from pytest_distcompat.plugin.marked.arguments import AddedArgument, added_arguments
 from pytest_distcompat.plugin.session import DistcompatSession
-from pytest_distcompat.spread import Spread
+from pytest_distcompat.spread import COUNTS, Spread
 
 MARK = "distcompat"
 ARGUMENTS = (*COUNTS, "strategies", "precisions", "options", "timeout")
@@ -67,12 +67,13 @@ def read_mark(mark: pytest.Mark, added: Iterable[AddedArgument]) -> Mark:
         arguments[name] = _read_list(name, arguments.get(name, ()))
     for name in COUNTS:
         _check_count(name, arguments.get(name))
-    _check_even(arguments.get("world_size"), arguments.get("nodes"))
     _check_timeout(arguments.get("timeout"))
     for name, value in values_of_added.items():
         _check_word(added_by_name[name], value)
     _check_cells(arguments)
-    return Mark(**arguments, added=values_of_added)
+    checked = Mark(**arguments, added=values_of_added)
+    _check_even(checked)
+    return checked
 
 
 def _read_list(name: str, value: Any) -> tuple[Any, ...]:
@@ -92,11 +93,12 @@ def _check_count(name: str, count: Any) -> None:
         )
 
 
-def _check_even(world_size: int | None, nodes: int | None) -> None:
-    """Check that each machine gets as many ranks."""
-    if world_size and nodes and Spread(world_size, nodes).uneven:
+def _check_even(mark: Mark) -> None:
+    """Check that each machine gets as many ranks, where the mark names both numbers."""
+    if mark.world_size and mark.nodes and Spread(mark.world_size, mark.nodes).uneven:
+        numbers = ", ".join(f"{name}={getattr(mark, name)}" for name in COUNTS)
         raise ValueError(
-            f"@pytest.mark.{MARK}(world_size={world_size}, nodes={nodes}): expected a world size that nodes divides"
+            f"@pytest.mark.{MARK}({numbers}): expected a world size that nodes divides"
         )
 
 
