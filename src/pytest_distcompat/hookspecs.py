@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.compat_suite import CompatSuite
     from pytest_distcompat.launch.forensics.ending import Ending
-    from pytest_distcompat.launch.launcher import Launcher
-    from pytest_distcompat.launch.request import Request, Warmth
+    from pytest_distcompat.launch.request import Request
     from pytest_distcompat.lease import Inventory, Pool
     from pytest_distcompat.plugin.marked.arguments import AddedArgument
     from pytest_distcompat.plugin.options import Option
+    from pytest_distcompat.plugin.placement import Placement
     from pytest_distcompat.plugin.session import DistcompatSession
     from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
@@ -59,10 +59,8 @@ def pytest_distcompat_substitute(session: DistcompatSession) -> Substitute | Non
 
 
 @pytest.hookspec(firstresult=True)
-def pytest_distcompat_over_nodes(
-    session: DistcompatSession, launcher: Launcher, warmth: Warmth
-) -> Launcher | None:
-    """Return a launcher for runs over several nodes; ``launcher`` has those of this node."""
+def pytest_distcompat_placement(session: DistcompatSession) -> Placement | None:
+    """Return where runs are, and what starts them there; None for this machine."""
 
 
 @pytest.hookspec(firstresult=True)

@@ -19,7 +19,7 @@ class SuitePayload:
 
     ``driver`` is a name or ``module:attribute``, ``cell`` the id of the run's cell, ``ranks`` the number of
     data-parallel ranks of the cell that it is for. A run with damage has a copy of ``load_from`` in ``save_to``, and
-    loads that. ``log_level`` is pytest's, or empty. With ``per_node`` the three directories are on each node other ones.
+    loads that. ``log_level`` is pytest's, or empty. With ``own_disks`` the three directories are other ones on each machine.
     ``recorders`` are the extensions' on each rank (``recording``); ``asking_cell`` is the cell whose check needs the run.
     """
 
@@ -32,7 +32,7 @@ class SuitePayload:
     load_from: str
     export: str
     log_level: str = ""
-    per_node: bool = False
+    own_disks: bool = False
     asking_cell: str = ""
     recorders: tuple[str, ...] = ()
 
@@ -47,30 +47,6 @@ class SuitePayload:
         # A loss that divides by the number of ranks is to compute in one process what it computes on a rank.
         cell = Cell.parse(self.cell)
         return dataclasses.replace(cell, world_size=self.ranks) if self.run.is_reference else cell
-
-    def on_node(self, directory: Path, own: Path) -> SuitePayload:
-        """Return the payload for a node that has the run's directories below ``own``, the one to save into being made.
-
-        Raises:
-            FileNotFoundError: What the run loads is not there.
-        """
-
-        def below_own(path: str) -> Path:
-            return own / Path(path).relative_to(directory.parent)
-
-        save_to = below_own(self.save_to)
-        load_from = below_own(self.load_from)
-        export = below_own(self.export)
-        if self.run.after and not load_from.exists():
-            raise FileNotFoundError(
-                f"the node was lost since run {self.run.after!r}, whose files were there"
-            )
-        # An interrupted run may have left some.
-        shutil.rmtree(own / directory.name, ignore_errors=True)
-        save_to.mkdir(parents=True)
-        return dataclasses.replace(
-            self, save_to=str(save_to), load_from=str(load_from), export=str(export)
-        )
 
 
 @dataclass(frozen=True)

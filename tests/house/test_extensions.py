@@ -177,6 +177,24 @@ def test_the_core_has_no_word_of_a_simulation() -> None:
             assert not words & {"simulated", "simulation", "simulations"}, path.relative_to(SOURCE)
 
 
+def test_the_core_has_machines_as_plain_data_only() -> None:
+    """How many there are (``spread.Spread``), in cells, marks and requests; what has runs there is a placement's."""
+    of_data = {"spread.py", "cell.py", "expect.py", "runner.py", "launch/request.py", "executors.py"}
+    # The mark, the first placement and what says that it is not enough, and the name of a setting in reports.
+    of_data |= {f"plugin/{name}" for name in ("marked/declare.py", "marked/run.py", "placement.py", "__init__.py")}
+    of_data |= {"plugin/debugging.py", "engine.py", "report/compare.py"}
+    lines: list[str] = []
+    for path in SOURCE.rglob("*.py"):
+        name = str(path.relative_to(SOURCE))
+        if name.startswith("ext/"):
+            continue
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if re.search(r"\b(nodes|per_node)\b", line):
+                assert name in of_data, f"{name}: {line}"
+                lines.append(line)
+    assert len(lines) < 40
+
+
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_an_extension_imports_no_other_one(extension: str) -> None:
     for path in modules_of(extension):

@@ -13,23 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Place:
-    """The part of a run of several nodes that one node runs.
-
-    Attributes:
-        number: Which of the run's ``nodes`` it is, from 0: torchrun's group rank.
-        address: The node's own address, by which the ranks of other nodes reach it.
-        store: Address and port of the store on which the nodes meet; the port is 0 for node 0, which opens the store.
-        run_id: The run's id, which all nodes have from pytest's process.
-    """
-
-    number: int
-    nodes: int
-    address: str
-    store: tuple[str, int]
-    run_id: str
+from pytest_distcompat.spread import Spread
 
 
 @dataclass(frozen=True)
@@ -44,8 +28,9 @@ class Request:
         unset: Environment variables that it needs unset for that.
         collected: The test module, collected beforehand, whose tests the ranks run: ``ANY_MODULE`` for several, empty for none.
         turn: Says by its parity from which of the warm interpreters rank 0 comes; runs that follow each other count it up.
-        nodes: On how many nodes the ranks are spread evenly.
-        place: On a node agent, the fields of this node's ``Place``; empty where all ranks are here.
+        nodes: The machines over which the ranks are spread (``Spread.nodes``).
+        place: Which part of the run this machine has: its ``number``, from 0, ``rendezvous``, the function (``module:function``)
+            by which its agent meets the others, and what that function needs; empty where all ranks are here.
     """
 
     target: str
@@ -68,13 +53,16 @@ class Request:
         """The ranks that are started on this machine."""
         if not self.place:
             return range(self.world_size)
-        ranks_each = self.world_size // self.nodes
-        first = self.place["number"] * ranks_each
-        return range(first, first + ranks_each)
+        return self.spread.ranks_on(self.place["number"])
+
+    @property
+    def spread(self) -> Spread:
+        """How many ranks it has, and over how many machines they are spread."""
+        return Spread(self.world_size, self.nodes)
 
     def from_here(self) -> Request:
         """Return the request with this process's command line, ``sys.path`` and working directory, where it has none."""
-        # A node agent has those of the process that sent the request.
+        # A request from another machine has those of the process that sent it.
         return dataclasses.replace(
             self,
             cwd=self.cwd or str(Path.cwd()),
@@ -108,9 +96,9 @@ class Request:
         rank = f"-m pytest_distcompat.launch.rank {shlex.quote(str(self.path))} --by-hand"
         # torchrun starts its ranks without the flags of its own Python.
         python = f"--no-python {shlex.join(unbuffered())} " if len(interpreter()) > 1 else ""
-        if self.nodes > 1:
+        if not self.spread.on_one:
             where = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
-            return f"torchrun {where} --nproc-per-node {self.world_size // self.nodes} {python}{rank}  # on each node"
+            return f"torchrun {where} --nproc-per-node {self.spread.local_size} {python}{rank}  # on each node"
         return f"torchrun --standalone --nproc-per-node {self.world_size} {python}{rank}"
 
 

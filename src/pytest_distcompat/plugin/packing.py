@@ -1,4 +1,4 @@
-"""Packing of tests on devices: how many ranks and nodes each needs, and the order under xdist.
+"""Packing of tests on devices: how many ranks each needs, and where, and the order under xdist.
 
 The workers collect, the controller hands out. So the workers write into the session's store how many ranks each test needs,
 and the controller plans the order, from durations of earlier sessions. No worker's list of tests is reordered: xdist requires
@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 
 import pytest
 
-from pytest_distcompat.cell import uneven
-from pytest_distcompat.plugin.marked.declare import mark_of, nodes_of, world_size_of
+from pytest_distcompat.plugin.marked.declare import mark_of, spread_of, world_size_of
 from pytest_distcompat.plugin.selection import case_of, cell_name
 from pytest_distcompat.plugin.session import DistcompatSession
 
@@ -38,28 +37,22 @@ class Demands:
     ordered: bool
 
 
-def note_nodes(session: DistcompatSession, items: Iterable[pytest.Item]) -> None:
-    """Note in the session over how many nodes a test of it is spread at most, and whether one needs a directory of all nodes."""
+def note_spread(session: DistcompatSession, items: Iterable[pytest.Item]) -> None:
+    """Tell the session's placement how each test is spread, and whether its ranks need a directory that all of them see."""
     for item in items:
         mark = mark_of(item)
         case = case_of(item)
         if mark is not None:
             # Each rank writes for itself, but for what it puts into the fixture ``shared_dir``.
-            world_size = world_size_of(item, mark, session)
-            nodes = nodes_of(mark, session)
+            spread = spread_of(item, mark, session)
             shares = "shared_dir" in getattr(item, "fixturenames", ())
         elif case is not None:
-            # Runs of a suite go on from one another's files, unless its checkpoints are those of single nodes.
-            world_size = case.cell.world_size
-            nodes = case.cell.nodes
-            shares = not (case.cell.per_node and nodes > 1)
+            # Runs of a suite go on from one another's files, unless each machine has checkpoints of its own.
+            spread = case.cell.spread
+            shares = spread.on_one or not case.cell.own_disks
         else:
             continue
-        if uneven(world_size, nodes):
-            continue
-        session.nodes = max(session.nodes, nodes)
-        if shares and (nodes > 1 or session.worker_nodes > 0):
-            session.shares = True
+        session.placement.note(spread, shares=shares)
 
 
 def write_demands(
@@ -140,7 +133,8 @@ def plan(session: DistcompatSession, collection: Sequence[str], workers: int) ->
     for name, unit in units.items():
         to_pack.append(Demand(name, demands.world_sizes[name], seconds.get(name), len(unit)))
     # A place of a GPU that runs share counts as a device: a rank needs one.
-    devices = len(session.inventory.ids) * session.inventory.places * max(1, session.worker_nodes)
+    machines = session.placement.machines_of_workers
+    devices = len(session.inventory.ids) * session.inventory.places * machines
     return [units[demand.id] for demand in pack(to_pack, devices, workers)]
 
 

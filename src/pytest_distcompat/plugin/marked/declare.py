@@ -13,9 +13,10 @@ import pytest
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
 from pytest_distcompat.plugin.marked.arguments import AddedArgument, added_arguments
 from pytest_distcompat.plugin.session import DistcompatSession
+from pytest_distcompat.spread import COUNTS, Spread
 
 MARK = "distcompat"
-ARGUMENTS = ("world_size", "nodes", "strategies", "precisions", "options", "timeout")
+ARGUMENTS = (*COUNTS, "strategies", "precisions", "options", "timeout")
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,15 @@ def read_mark(mark: pytest.Mark, added: Iterable[AddedArgument]) -> Mark:
             raise ValueError(f"@pytest.mark.{MARK} has no argument {name!r}. Known: {known}")
     for name in ("strategies", "precisions", "options"):
         arguments[name] = _read_list(name, arguments.get(name, ()))
-    _check_count("world_size", arguments.get("world_size"))
-    _check_count("nodes", arguments.get("nodes"))
-    _check_nodes(arguments.get("world_size"), arguments.get("nodes"))
+    for name in COUNTS:
+        _check_count(name, arguments.get(name))
     _check_timeout(arguments.get("timeout"))
     for name, value in values_of_added.items():
         _check_word(added_by_name[name], value)
     _check_cells(arguments)
-    return Mark(**arguments, added=values_of_added)
+    checked = Mark(**arguments, added=values_of_added)
+    _check_even(checked)
+    return checked
 
 
 def _read_list(name: str, value: Any) -> tuple[Any, ...]:
@@ -82,7 +84,7 @@ def _read_list(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _check_count(name: str, count: Any) -> None:
-    """Check a number of ranks or nodes. ``True`` is an ``int`` too, but no number of anything."""
+    """Check a number of ranks or machines. ``True`` is an ``int`` too, but no number of anything."""
     if count is None:
         return
     if type(count) is not int or count < 1:
@@ -91,11 +93,12 @@ def _check_count(name: str, count: Any) -> None:
         )
 
 
-def _check_nodes(world_size: int | None, nodes: int | None) -> None:
-    """Check that each node gets as many ranks."""
-    if world_size and nodes and world_size % nodes:
+def _check_even(mark: Mark) -> None:
+    """Check that each machine gets as many ranks, where the mark names both numbers."""
+    if mark.world_size and mark.nodes and Spread(mark.world_size, mark.nodes).uneven:
+        numbers = ", ".join(f"{name}={getattr(mark, name)}" for name in COUNTS)
         raise ValueError(
-            f"@pytest.mark.{MARK}(world_size={world_size}, nodes={nodes}): expected a world size that nodes divides"
+            f"@pytest.mark.{MARK}({numbers}): expected a world size that nodes divides"
         )
 
 
@@ -158,9 +161,9 @@ def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> 
     return mark.world_size or session.world_size
 
 
-def nodes_of(mark: Mark, session: DistcompatSession) -> int:
-    """Return the number of nodes that a test's ranks are spread over: that of its mark, else the session's."""
-    return mark.nodes or int(session.setting("nodes").value)
+def spread_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> Spread:
+    """Return how many ranks the item runs on, and over how many machines they are spread."""
+    return session.placement.spread(world_size_of(item, mark, session), mark.nodes)
 
 
 def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSession) -> None:
@@ -174,10 +177,10 @@ def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSessio
         options=mark.options or ({},),
         nodes=mark.nodes,
     )
+    matrix = session.placement.spread_matrix(matrix)
     world_size = mark.world_size or session.world_size
-    nodes = int(session.setting("nodes").value)
     cells = []
-    for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size, nodes):
+    for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size):
         if session.selects(cell):
             cells.append(cell)
     if "cell" not in metafunc.fixturenames:

@@ -140,14 +140,10 @@ def _check_kinds(suite: type[CompatSuite]) -> None:
 def _covers_any(suite: type[CompatSuite], expectation: Expectation, cells: Iterable[Cell]) -> bool:
     """Tell whether an expectation covers a check in any of these cells.
 
-    An option sets the world size and the nodes of a suite that has none, and an expectation for another size covers cells of
-    another session.
+    Options set the counts that a suite does not name, and an expectation for another world size covers cells of another
+    session.
     """
-    ignored = set()
-    if not suite.matrix.world_sizes:
-        ignored.add("world_size")
-    if not suite.matrix.nodes:
-        ignored.add("nodes")
+    ignored = suite.matrix.counts_of_session()
     facets = []
     for name, wanted in expectation.facets:
         if name not in ignored:
@@ -214,8 +210,7 @@ def _selected_cells(
     With ``any_precision`` options that select precisions do not count.
     """
     profile = session.setting("profile").value
-    nodes = suite.matrix.nodes or int(session.setting("nodes").value)
-    matrix = dataclasses.replace(suite.matrix, nodes=nodes)
+    matrix = session.placement.spread_matrix(suite.matrix)
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells(
         profile,
@@ -226,9 +221,6 @@ def _selected_cells(
         device=session.device,
         shared=lambda: session.store,
     )
-    if profile != "default":
-        spread = [cell.over(nodes or 1) for cell in cells]
-        cells = list(dict.fromkeys(spread))
     if session.substitute is not None:
         cells = session.substitute.cells(cells)
     elif not _is_built_in(suite):
@@ -388,11 +380,11 @@ def why_not_run(case: Case, session: DistcompatSession) -> str | None:
     if case.unsupported:
         return case.unsupported
     driver = find_driver(case.suite.driver)
-    # The ranks of one node, as far as all nodes have as many GPUs as this one.
+    # The ranks of one machine, as far as all have as many GPUs as this one.
     largest = 0
     for run in case.check.runs(case.cell, driver).runs:
         cell = run.cell(case.cell)
-        largest = max(largest, -(-cell.world_size // cell.nodes))
+        largest = max(largest, cell.spread.local_size)
     return session.too_large(largest) or None
 
 
@@ -400,7 +392,7 @@ def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSessi
     """Return why the driver, or this session, cannot run the cell; None if nothing stands against it."""
     if session.uses_mig and STRATEGIES.get(cell.strategy).zero_stage is not None:
         return NO_MIG
-    reason = cell.uneven or unsupported_reason(driver, cell, session.device)
+    reason = cell.spread.uneven or unsupported_reason(driver, cell, session.device)
     if not reason and session.substitute is not None:
         reason = session.substitute.why_not_supported(driver, cell)
     if not reason and session.shares_through_gloo(cell.world_size):
@@ -549,7 +541,7 @@ class BoundCase:
                 rank_that_raised = rank
         command = _command_of(trace)
         session.note_failed_run(self.item, command, rank_that_raised)
-        message = trace.name_nodes(verdict.message)
+        message = trace.name_hosts(verdict.message)
         verdict = dataclasses.replace(verdict, ended_run=name, rank=rank, message=message)
         self._show_output(session, verdict)
         return verdict, command
@@ -582,7 +574,7 @@ class BoundCase:
         case = self.case
         # A check with a limit measures a number, which differs from run to run.
         # Cold torchrun starts all ranks on this machine.
-        if case.check.limit or case.cell.nodes > 1:
+        if case.check.limit or not case.cell.spread.on_one:
             return verdict
         if not session.verifies(session.nodeid_of(self.item)):
             return verdict

@@ -321,7 +321,7 @@ class AccelerateDriver(TinyDriver):
         settings["mixed_precision"] = self._mixed_precision()
         settings["gradient_accumulation_steps"] = self.accumulate
         settings |= self._compilation(model)
-        if self.cell.per_node:
+        if self.world.own_disks:
             settings["project_config"] = ProjectConfiguration(save_on_each_node=True)
         handlers = [*settings.pop("kwargs_handlers", ()), *self._recipe()]
         if self.world.device == "cpu":

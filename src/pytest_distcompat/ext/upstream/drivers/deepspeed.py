@@ -233,7 +233,7 @@ class DeepSpeedDriver(TinyDriver):
 
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan; a checkpoint of another world size is converted, as the engine must know when it is created."""
-        saved_sizes = None if self.cell.per_node else saved_on(plan.load_from)
+        saved_sizes = None if self.world.own_disks else saved_on(plan.load_from)
         own_sizes = (self.world.size, self.cell.tp)
         if "load" in plan.actions and saved_sizes not in {None, own_sizes}:
             self.universal = plan.save_to.parent / "universal"
@@ -400,7 +400,7 @@ class DeepSpeedDriver(TinyDriver):
     @property
     def tag(self) -> dict[str, str]:
         """Return the tag of a checkpoint on each node: DeepSpeed notes the latest one on that of rank 0 alone."""
-        if not self.cell.per_node:
+        if not self.world.own_disks:
             return {}
         return {"tag": "saved"}
 
@@ -443,10 +443,10 @@ class DeepSpeedDriver(TinyDriver):
             state = whole_weights(self.model)
         elif self.tiny.driver:
             state = self._with_all_experts(directory.parent / "shards")
-        elif self.cell.per_node and self.strategy.shards:
-            # The shards of a checkpoint are on all nodes.
+        elif self.world.own_disks and self.strategy.shards:
+            # The shards of a checkpoint are on all machines.
             state = whole_weights(self.model)
-        elif self.cell.per_node or not self.strategy.zero_stage:
+        elif self.world.own_disks or not self.strategy.zero_stage:
             state = self.model.module_state_dict()
         else:
             from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

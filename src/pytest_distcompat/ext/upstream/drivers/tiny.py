@@ -568,7 +568,7 @@ def _model_reason(cell: Cell, tiny: TinyModel, device: str) -> str | None:
     )
     return first_reason(
         (
-            cell.per_node and (other_parallelism or bool(tiny.driver)),
+            cell.own_disks and (other_parallelism or bool(tiny.driver)),
             "checkpoints on each node are tried with plain data parallel ranks alone, without experts",
         ),
         (bool(tiny.unsupported_reason), tiny.unsupported_reason),

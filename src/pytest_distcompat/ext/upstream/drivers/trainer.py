@@ -276,7 +276,7 @@ class TrainerDriver(TinyDriver):
             # A callback requests checkpoints where the plan saves.
             "save_strategy": "no",
             "save_only_model": bool(self.cell.option("save_only_model")),
-            "save_on_each_node": self.cell.per_node,
+            "save_on_each_node": self.world.own_disks,
             "logging_steps": 1,
             "logging_nan_inf_filter": False,
             "disable_tqdm": True,
@@ -615,7 +615,7 @@ def _trainer_reason(cell: Cell, device: str) -> str | None:
         ),
         # It hangs, and a known issue never covers a hang.
         (
-            cell.per_node and fsdp,
+            cell.own_disks and fsdp,
             "Trainer loads FSDP's optimizer where it finds the file that rank 0 wrote, so on one node, where it then waits",
         ),
         (
