@@ -14,17 +14,17 @@ import pytest
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from pytest_distcompat.compat_suite import CompatSuite
     from pytest_distcompat.launch.forensics.ending import Ending
-    from pytest_distcompat.launch.launcher import Launcher
-    from pytest_distcompat.launch.request import Request, Warmth
+    from pytest_distcompat.launch.request import Request
     from pytest_distcompat.lease import Inventory, Pool
     from pytest_distcompat.plugin.marked.arguments import AddedArgument
     from pytest_distcompat.plugin.options import Option
+    from pytest_distcompat.plugin.placement import Placement
     from pytest_distcompat.plugin.session import DistcompatSession
     from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
     from pytest_distcompat.substitute import Substitute
-    from pytest_distcompat.suite import CompatSuite
     from pytest_distcompat.world import World
 
 
@@ -60,16 +60,8 @@ def pytest_distcompat_substitute(session: DistcompatSession) -> Substitute | Non
 
 
 @pytest.hookspec(firstresult=True)
-def pytest_distcompat_over_nodes(
-    session: DistcompatSession, launcher: Launcher, warmth: Warmth
-) -> Launcher | None:
-    """Return a launcher for runs on several nodes.
-
-    Args:
-        session: The session.
-        launcher: The launcher for runs on this node.
-        warmth: What fork servers import in advance.
-    """
+def pytest_distcompat_placement(session: DistcompatSession) -> Placement | None:
+    """Return where runs are, and what starts them there; None for this machine."""
 
 
 @pytest.hookspec(firstresult=True)

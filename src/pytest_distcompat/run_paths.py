@@ -29,7 +29,7 @@ class SuitePayload:
         load_from: The directory of the checkpoint that the run loads.
         export: The directory of the exported model.
         log_level: The log level of pytest; empty if none is set.
-        per_node: Whether these directories are local to each node.
+        own_disks: Whether these directories are other ones on each machine.
         asking_cell: The id of the cell whose check needs the run.
         recorders: Functions of extensions that record on each rank (``recording``).
     """
@@ -43,7 +43,7 @@ class SuitePayload:
     load_from: str
     export: str
     log_level: str = ""
-    per_node: bool = False
+    own_disks: bool = False
     asking_cell: str = ""
     recorders: tuple[str, ...] = ()
 
@@ -60,34 +60,6 @@ class SuitePayload:
         if not self.run.is_reference:
             return cell
         return dataclasses.replace(cell, world_size=self.ranks)
-
-    def on_node(self, directory: Path, own: Path) -> SuitePayload:
-        """Return the payload with directories of this node, and create the one to save into.
-
-        Args:
-            directory: The directory of the run in pytest's process.
-            own: The directory on this node that stands for the parent of ``directory``.
-
-        Raises:
-            FileNotFoundError: If the node does not have what the run loads.
-        """
-
-        def below_own(path: str) -> Path:
-            return own / Path(path).relative_to(directory.parent)
-
-        save_to = below_own(self.save_to)
-        load_from = below_own(self.load_from)
-        export = below_own(self.export)
-        if self.run.after and not load_from.exists():
-            raise FileNotFoundError(
-                f"the node was lost since run {self.run.after!r}, whose files were there"
-            )
-        # An interrupted run may have left files.
-        shutil.rmtree(own / directory.name, ignore_errors=True)
-        save_to.mkdir(parents=True)
-        return dataclasses.replace(
-            self, save_to=str(save_to), load_from=str(load_from), export=str(export)
-        )
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,14 @@ BY_NAME = {
     "ext.scripts.site.sitecustomize",
 }
 #: The only modules that need torch to be defined at all.
-NEED_TORCH = {"ext.simulation.fake_ranks", "models._modules", "launch.agent", "drivers._joined"} | {
+NEED_TORCH = {
+    "ext.cluster.rendezvous",
+    "ext.simulation.fake_ranks",
+    "ext.upstream.models.modules",
+    "strategies._placeholder",
+    "launch.agent",
+    "ext.upstream.drivers._joined",
+} | {
     f"probe.{m}"
     for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot", "extra", "weights")
 }
@@ -166,7 +173,6 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-report",
         "--distcompat-baseline",
         "--distcompat-launcher",
-        "--distcompat-nodes",
         "--distcompat-verify",
         "--distcompat-nothing-ran",
     ]
@@ -175,6 +181,7 @@ def test_the_list_of_options_is_frozen() -> None:
     assert sorted(of_extensions) == [
         "--distcompat-executor",
         "--distcompat-listen",
+        "--distcompat-nodes",
         "--distcompat-reach",
         "--distcompat-reuse",
         "--distcompat-reuse-limit",
@@ -247,19 +254,20 @@ def test_references_to_functions_lead_to_one() -> None:
 
 #: By module, the private modules of other packages that it still imports. A name goes from here, none is added.
 PRIVATE_IMPORTS = {
-    "drivers._tiny": {"strategies._expert", "strategies._tensor", "strategies._context", "strategies._pipeline"},
-    "drivers.accelerate": {"strategies._context", "strategies._tensor"},
-    "drivers.deepspeed": {"strategies._expert", "strategies._context"},
-    "drivers.torch": {"strategies._context", "strategies._pipeline"},
-    "drivers.trainer": {"strategies._fsdp"},
+    "ext.upstream.drivers.tiny": {
+        "strategies._expert",
+        "strategies._tensor",
+        "strategies._context",
+        "strategies._pipeline",
+    },
+    "ext.upstream.drivers.accelerate": {"strategies._context", "strategies._tensor"},
+    "ext.upstream.drivers.deepspeed": {"strategies._expert", "strategies._context"},
+    "ext.upstream.drivers.torch": {"strategies._context", "strategies._pipeline"},
+    "ext.upstream.drivers.trainer": {"strategies._fsdp"},
     "ext.scripts.configuration": {"strategies._fsdp"},
     "ext.scripts.final_model": {"checks._values"},
     "ext.scripts.rank_parity": {"checks._values"},
     "ext.scripts.roundtrip": {"checks._values"},
-    "ext.walk.script": {"models._modules", "drivers._calls", "drivers._tiny"},
-    "ext.walk.sequence": {"drivers._tiny"},
-    "strategies._pipeline": {"models._modules"},
-    "strategies._tensor": {"models._modules"},
 }
 
 

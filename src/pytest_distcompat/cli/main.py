@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pytest_distcompat import __version__
-from pytest_distcompat.cli import doctor, reports, settings, trace
+from pytest_distcompat.cli import doctor, reports, trace
 from pytest_distcompat.disk import is_full
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="store_true", help="print the version")
     root.set_defaults(call=None, finds_drivers=False)
     commands = root.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (doctor, trace, reports, settings):
+    for module in (doctor, trace, reports):
         module.add(commands)
     for entry in installed_entry_points().select(group=COMMANDS):
         add_command = entry.load()

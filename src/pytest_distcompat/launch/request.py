@@ -13,25 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Place:
-    """A node's place in a run on several nodes.
-
-    Attributes:
-        number: The number of the node, from 0; torchrun calls it the group rank.
-        nodes: The number of nodes of the run.
-        address: The address by which the ranks of other nodes reach the node.
-        store: Address and port of the store through which the nodes rendezvous. The port is 0 for
-            node 0, which opens the store.
-        run_id: The id of the run, which pytest's process gives to all nodes.
-    """
-
-    number: int
-    nodes: int
-    address: str
-    store: tuple[str, int]
-    run_id: str
+from pytest_distcompat.spread import Spread
 
 
 @dataclass(frozen=True)
@@ -55,8 +37,10 @@ class Request:
             for several modules, empty for none.
         turn: Its parity decides which warm interpreter becomes rank 0, so that a run that loads a
             checkpoint uses other interpreters than the run that saved it.
-        nodes: The number of nodes, over which the ranks are spread evenly.
-        place: On the agent of a node, the fields of its ``Place``; empty if all ranks are here.
+        nodes: The number of machines over which the ranks are spread evenly (``Spread.nodes``).
+        place: Which part of the run this machine has: its ``number``, from 0; ``rendezvous``, the
+            function (``module:function``) by which its agent meets the others; and what that
+            function needs. Empty if all ranks are here.
     """
 
     target: str
@@ -79,9 +63,12 @@ class Request:
         """The ranks that are started on this machine."""
         if not self.place:
             return range(self.world_size)
-        ranks_each = self.world_size // self.nodes
-        first = self.place["number"] * ranks_each
-        return range(first, first + ranks_each)
+        return self.spread.ranks_on(self.place["number"])
+
+    @property
+    def spread(self) -> Spread:
+        """How many ranks it has, and over how many machines they are spread."""
+        return Spread(self.world_size, self.nodes)
 
     def from_here(self) -> Request:
         """Return the request with this process's command line, ``sys.path`` and working directory.
@@ -124,9 +111,9 @@ class Request:
         rank = f"-m pytest_distcompat.launch.rank {shlex.quote(str(self.path))} --by-hand"
         # torchrun starts its ranks without the flags of its own Python.
         python = f"--no-python {shlex.join(unbuffered())} " if len(interpreter()) > 1 else ""
-        if self.nodes > 1:
+        if not self.spread.on_one:
             where = f"--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
-            return f"torchrun {where} --nproc-per-node {self.world_size // self.nodes} {python}{rank}  # on each node"
+            return f"torchrun {where} --nproc-per-node {self.spread.local_size} {python}{rank}  # on each node"
         return f"torchrun --standalone --nproc-per-node {self.world_size} {python}{rank}"
 
 

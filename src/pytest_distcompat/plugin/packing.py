@@ -1,4 +1,4 @@
-"""Packing of tests on devices: how many ranks and nodes each needs, and the order under xdist.
+"""Packing of tests on devices: how many ranks each needs, and where, and the order under xdist.
 
 xdist's workers collect the tests, and its controller hands them out. So the workers write into the
 session's store how many ranks each test needs, and the controller plans the order, from durations
@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 
 import pytest
 
-from pytest_distcompat.cell import uneven
-from pytest_distcompat.plugin.marked.declare import mark_of, nodes_of, world_size_of
+from pytest_distcompat.plugin.marked.declare import mark_of, spread_of, world_size_of
 from pytest_distcompat.plugin.selection import case_of, cell_name
 from pytest_distcompat.plugin.session import DistcompatSession
 
@@ -42,33 +41,26 @@ class Demands:
     ordered: bool
 
 
-def note_nodes(session: DistcompatSession, items: Iterable[pytest.Item]) -> None:
-    """Set ``session.nodes`` and ``session.shares`` by what the tests need.
+def note_spread(session: DistcompatSession, items: Iterable[pytest.Item]) -> None:
+    """Tell the session's placement how each test is spread over machines.
 
-    ``nodes`` is the largest number of nodes of any test. ``shares`` tells whether ranks on several
-    nodes must see the same files.
+    It also learns whether the test's ranks must see the same files.
     """
     for item in items:
         mark = mark_of(item)
         case = case_of(item)
         if mark is not None:
             # Ranks share files only in the directory of the fixture ``shared_dir``.
-            world_size = world_size_of(item, mark, session)
-            nodes = nodes_of(mark, session)
+            spread = spread_of(item, mark, session)
             shares = "shared_dir" in getattr(item, "fixturenames", ())
         elif case is not None:
-            # A run of a suite loads the files of another one, unless each node has its own
+            # A run of a suite loads the files of another one, unless each machine has its own
             # checkpoint.
-            world_size = case.cell.world_size
-            nodes = case.cell.nodes
-            shares = not (case.cell.per_node and nodes > 1)
+            spread = case.cell.spread
+            shares = spread.on_one or not case.cell.own_disks
         else:
             continue
-        if uneven(world_size, nodes):
-            continue
-        session.nodes = max(session.nodes, nodes)
-        if shares and (nodes > 1 or session.worker_nodes > 0):
-            session.shares = True
+        session.placement.note(spread, shares=shares)
 
 
 def write_demands(
@@ -157,7 +149,8 @@ def plan(session: DistcompatSession, collection: Sequence[str], workers: int) ->
     for name, unit in units.items():
         to_pack.append(Demand(name, demands.world_sizes[name], seconds.get(name), len(unit)))
     # If several runs can share a GPU, each of its places counts as a device.
-    devices = len(session.inventory.ids) * session.inventory.places * max(1, session.worker_nodes)
+    machines = session.placement.machines_of_workers
+    devices = len(session.inventory.ids) * session.inventory.places * machines
     return [units[demand.id] for demand in pack(to_pack, devices, workers)]
 
 

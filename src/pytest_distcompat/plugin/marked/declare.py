@@ -13,9 +13,10 @@ import pytest
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
 from pytest_distcompat.plugin.marked.arguments import AddedArgument, added_arguments
 from pytest_distcompat.plugin.session import DistcompatSession
+from pytest_distcompat.spread import COUNTS, Spread
 
 MARK = "distcompat"
-ARGUMENTS = ("world_size", "nodes", "strategies", "precisions", "options", "timeout")
+ARGUMENTS = (*COUNTS, "strategies", "precisions", "options", "timeout")
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,15 @@ def read_mark(mark: pytest.Mark, added: Iterable[AddedArgument]) -> Mark:
             raise ValueError(f"@pytest.mark.{MARK} has no argument {name!r}. Known: {known}")
     for name in ("strategies", "precisions", "options"):
         arguments[name] = _read_list(name, arguments.get(name, ()))
-    _check_count("world_size", arguments.get("world_size"))
-    _check_count("nodes", arguments.get("nodes"))
-    _check_nodes(arguments.get("world_size"), arguments.get("nodes"))
+    for name in COUNTS:
+        _check_count(name, arguments.get(name))
     _check_timeout(arguments.get("timeout"))
     for name, value in values_of_added.items():
         _check_word(added_by_name[name], value)
     _check_cells(arguments)
-    return Mark(**arguments, added=values_of_added)
+    checked = Mark(**arguments, added=values_of_added)
+    _check_even(checked)
+    return checked
 
 
 def _read_list(name: str, value: Any) -> tuple[Any, ...]:
@@ -85,7 +87,7 @@ def _read_list(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _check_count(name: str, count: Any) -> None:
-    """Check a number of ranks or nodes. ``True`` is none, although it is an ``int``."""
+    """Check a number of ranks or machines. ``True`` is none, although it is an ``int``."""
     if count is None:
         return
     if type(count) is not int or count < 1:
@@ -94,11 +96,12 @@ def _check_count(name: str, count: Any) -> None:
         )
 
 
-def _check_nodes(world_size: int | None, nodes: int | None) -> None:
-    """Check that all nodes get the same number of ranks."""
-    if world_size and nodes and world_size % nodes:
+def _check_even(mark: Mark) -> None:
+    """Check that all machines get the same number of ranks, if the mark names both numbers."""
+    if mark.world_size and mark.nodes and Spread(mark.world_size, mark.nodes).uneven:
+        numbers = ", ".join(f"{name}={getattr(mark, name)}" for name in COUNTS)
         raise ValueError(
-            f"@pytest.mark.{MARK}(world_size={world_size}, nodes={nodes}): expected a world size that nodes divides"
+            f"@pytest.mark.{MARK}({numbers}): expected a world size that nodes divides"
         )
 
 
@@ -161,9 +164,9 @@ def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> 
     return mark.world_size or session.world_size
 
 
-def nodes_of(mark: Mark, session: DistcompatSession) -> int:
-    """Return the number of nodes of a test's ranks: that of its mark, or else the session's."""
-    return mark.nodes or int(session.setting("nodes").value)
+def spread_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> Spread:
+    """Return the number of ranks of a test, and of the machines over which they are spread."""
+    return session.placement.spread(world_size_of(item, mark, session), mark.nodes)
 
 
 def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSession) -> None:
@@ -177,10 +180,10 @@ def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSessio
         options=mark.options or ({},),
         nodes=mark.nodes,
     )
+    matrix = session.placement.spread_matrix(matrix)
     world_size = mark.world_size or session.world_size
-    nodes = int(session.setting("nodes").value)
     cells = []
-    for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size, nodes):
+    for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size):
         if session.selects(cell):
             cells.append(cell)
     if "cell" not in metafunc.fixturenames:

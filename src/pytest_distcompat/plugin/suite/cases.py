@@ -15,6 +15,7 @@ import pytest
 from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS, Check
+from pytest_distcompat.compat_suite import CompatSuite
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS, find_driver, preload_of, unsupported_reason
@@ -47,7 +48,6 @@ from pytest_distcompat.plugin.suite.shared_gpu import why_not_through_gloo
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.suite import CompatSuite
 from pytest_distcompat.trace import RunFailure, Trace
 
 VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
@@ -140,14 +140,10 @@ def _check_kinds(suite: type[CompatSuite]) -> None:
 def _covers_any(suite: type[CompatSuite], expectation: Expectation, cells: Iterable[Cell]) -> bool:
     """Tell whether an expectation covers a check in any of these cells.
 
-    World size and nodes are ignored if the suite's matrix does not set them. They come from options
-    then, so the expectation may cover cells of another session.
+    Counts of ranks and machines are ignored if the suite's matrix does not set them. They come from
+    options then, so the expectation may cover cells of another session.
     """
-    ignored = set()
-    if not suite.matrix.world_sizes:
-        ignored.add("world_size")
-    if not suite.matrix.nodes:
-        ignored.add("nodes")
+    ignored = suite.matrix.counts_of_session()
     facets = []
     for name, wanted in expectation.facets:
         if name not in ignored:
@@ -176,11 +172,10 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         return []
     driver = find_driver(suite.driver)
     profile = session.setting("profile").value
-    # A profile of an extension has one check in each of its cells.
     added_profile = profiles.find_added(profile) if session.substitute is None else None
-    cells = _selected_cells(suite, driver, session, any_precision=added_profile is not None)
-    if added_profile is not None:
-        check = added_profile.check
+    check = None if added_profile is None else added_profile.check
+    cells = _selected_cells(suite, driver, session, any_precision=check is not None)
+    if check is not None:
         return [
             Case(suite, cell, check, unsupported=why_not_supported(driver, cell, session))
             for cell in cells
@@ -200,7 +195,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
 
 
 def _is_built_in(suite: type[CompatSuite]) -> bool:
-    return suite.__module__ == CompatSuite.__module__
+    return suite.__module__.startswith("pytest_distcompat.")
 
 
 def _selected_cells(
@@ -219,8 +214,7 @@ def _selected_cells(
         any_precision: Whether to ignore options that select precisions.
     """
     profile = session.setting("profile").value
-    nodes = suite.matrix.nodes or int(session.setting("nodes").value)
-    matrix = dataclasses.replace(suite.matrix, nodes=nodes)
+    matrix = session.placement.spread_matrix(suite.matrix)
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells(
         profile,
@@ -229,11 +223,8 @@ def _selected_cells(
         names=names,
         world_size=session.world_size,
         device=session.device,
-        shared=session.store if profile == "sweep" else None,
+        shared=lambda: session.store,
     )
-    if profile != "default":
-        spread = [cell.over(nodes or 1) for cell in cells]
-        cells = list(dict.fromkeys(spread))
     if session.substitute is not None:
         cells = session.substitute.cells(cells)
     elif not _is_built_in(suite):
@@ -401,11 +392,11 @@ def why_not_run(case: Case, session: DistcompatSession) -> str | None:
     if case.unsupported:
         return case.unsupported
     driver = find_driver(case.suite.driver)
-    # The most ranks on one node. All nodes are assumed to have as many GPUs as this one.
+    # The most ranks on one machine. All machines are assumed to have as many GPUs as this one.
     largest = 0
     for run in case.check.runs(case.cell, driver).runs:
         cell = run.cell(case.cell)
-        largest = max(largest, -(-cell.world_size // cell.nodes))
+        largest = max(largest, cell.spread.local_size)
     return session.too_large(largest) or None
 
 
@@ -413,7 +404,7 @@ def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSessi
     """Return why the driver or this session cannot run the cell; None if they can."""
     if session.uses_mig and STRATEGIES.get(cell.strategy).zero_stage is not None:
         return NO_MIG
-    reason = cell.uneven or unsupported_reason(driver, cell, session.device)
+    reason = cell.spread.uneven or unsupported_reason(driver, cell, session.device)
     if not reason and session.substitute is not None:
         reason = session.substitute.why_not_supported(driver, cell)
     if not reason and session.shares_through_gloo(cell.world_size):
@@ -577,7 +568,7 @@ class BoundCase:
                 rank_that_raised = rank
         command = _command_of(trace)
         session.note_failed_run(self.item, command, rank_that_raised)
-        message = trace.name_nodes(verdict.message)
+        message = trace.name_hosts(verdict.message)
         verdict = dataclasses.replace(verdict, ended_run=name, rank=rank, message=message)
         self._show_output(session, verdict)
         return verdict, command
@@ -618,7 +609,7 @@ class BoundCase:
         case = self.case
         # A check with a limit measures a number, which differs from run to run. And cold torchrun
         # starts all ranks on this machine.
-        if case.check.limit or case.cell.nodes > 1:
+        if case.check.limit or not case.cell.spread.on_one:
             return verdict
         if not session.verifies(session.nodeid_of(self.item)):
             return verdict
