@@ -151,6 +151,8 @@ THIRD_RUN = Run("third", (*_BUILD, "load", *("step",) * 4), first_step=6, after=
 
 #: The settings that the reference follows, of an object or a field: they change the training, and one process can be given them.
 FOLLOWED = (
+    "resize_token_embeddings",
+    "from_pretrained.ignore_mismatched_sizes",
     "AdamW",
     "SGD",
     "Adafactor",
@@ -183,6 +185,7 @@ REFERENCE_RUN = Run(
     # With flat parameters a trainer may lose its groups.
     only=(
         "model",
+        "loaded",
         "grad_accum",
         "frozen",
         "lora",
