@@ -58,7 +58,6 @@ OF_THE_PACKAGE = frozenset(
             "Trace.name_nodes",
             "Verdict.to_json",
             "Verdict.place",
-            "Check.agrees_with",
         ),
         *("Cell.uneven", "Cell.over", "Cell.per_node", "Cell.only_tp", "Cell.settings", "Cell.with_settings"),
         *("World.from_environment", "World.divide_memory", "World.divide_memory_once_used"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 import re
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import MESH, OTHER_REFERENCE, REFERENCE_RUN, Scenario
-from pytest_distcompat.settings.rules import concerns_checkpoints
+from pytest_distcompat.law import law_of
+from pytest_distcompat.scenario import MESH, Scenario
 from pytest_distcompat.trace import CollectiveInfo, OptimizerInfo, Snapshot, Trace, UnwrappedInfo
 
 if TYPE_CHECKING:
@@ -142,10 +141,11 @@ class Check:
         return Execution(runner.trace(name, cell, self.runs(cell, driver)))
 
     def runs(self, cell: Cell, driver: type[Driver]) -> Scenario:
-        """Return the runs that the claim reads in that cell."""
-        if isinstance(self.scenario, Scenario):
-            return self.scenario
-        return self.scenario(cell, driver)
+        """Return the runs that the claim reads in that cell, by the law of the cell."""
+        scenario = self.scenario
+        if not isinstance(scenario, Scenario):
+            scenario = scenario(cell, driver)
+        return law_of(cell).runs(cell, scenario)
 
     @property
     def text(self) -> str:
@@ -153,34 +153,8 @@ class Check:
         return inspect.getdoc(self.claim) or ""
 
     def findings(self, cell: Cell, trace: Trace) -> list[str]:
-        """Return the findings, each once; empty if the claim holds.
-
-        Where two settings contradict each other it is to hold against the reference that follows the one or the other.
-        """
-        findings = _without_repetitions(self.claim(cell, trace))
-        if not findings or OTHER_REFERENCE not in trace.runs:
-            return findings
-        other_findings = _without_repetitions(self._claim_against(OTHER_REFERENCE, cell, trace))
-        if not other_findings:
-            return []
-        for finding in other_findings:
-            findings.append(
-                f"against the other of two settings that contradict each other: {finding}"
-            )
-        return findings
-
-    def agrees_with(self, cell: Cell, trace: Trace) -> list[int]:
-        """Return which of two settings that contradict each other, 0 or 1, have a reference that the claim holds against."""
-        settings: list[int] = []
-        for nth, reference in enumerate((REFERENCE_RUN.name, OTHER_REFERENCE)):
-            if not any(self._claim_against(reference, cell, trace)):
-                settings.append(nth)
-        return settings
-
-    def _claim_against(self, reference: str, cell: Cell, trace: Trace) -> Iterable[str]:
-        """Return the findings of the claim with the run of that name as the reference."""
-        runs = {**trace.runs, REFERENCE_RUN.name: trace.runs[reference]}
-        return self.claim(cell, dataclasses.replace(trace, runs=runs))
+        """Return the findings, each once; empty if the claim holds."""
+        return _without_repetitions(self.claim(cell, trace))
 
     def __call__(self, cell: Cell, trace: Trace) -> Iterator[str]:
         """Call the claim and return its findings as they come."""
@@ -379,11 +353,9 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
 
 
 def _options_beside_checkpoints(cell: Cell) -> list[str]:
-    """Return the cell's options, without ``set`` if all settings are read while a checkpoint is written or loaded."""
-    names = [name for name, _ in cell.options]
-    if cell.set and all(concerns_checkpoints(setting) for setting in cell.set):
-        names.remove("set")
-    return names
+    """Return the cell's options, without those that matter only while a checkpoint is written or loaded."""
+    read_at_checkpoints = law_of(cell).read_at_checkpoints(cell)
+    return [name for name, _ in cell.options if name not in read_at_checkpoints]
 
 
 def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:

@@ -18,7 +18,6 @@ from pytest_distcompat.excerpt import listed
 from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
-from pytest_distcompat.settings.rules import contradiction
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace, shard_groups, together
 
 #: A trainer may deviate by so many times what rounding does to the reference, or what the table allows: it rounds in other
@@ -50,15 +49,11 @@ def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def reference_runs(cell: Cell, driver: type[Driver]) -> Scenario:
-    """Return the runs; for a model of the driver's own one more measures rounding, which is known for built-in ones.
-
-    Of two settings that contradict each other either may win, so that there is a reference for each.
-    """
+    """Return the runs; for a model of the driver's own one more measures rounding, which is known for built-in ones."""
     has_own_model = "model" not in driver.options
-    scenario = PARITY
     if has_own_model and PRECISIONS.get(cell.precision).compute != "float32":
-        scenario = ROUNDED_PARITY
-    return scenario.following(*contradiction(cell.set))
+        return ROUNDED_PARITY
+    return PARITY
 
 
 @check(scenario=reference_runs, until=_WHOLE, order=5, not_applicable=has_reference)

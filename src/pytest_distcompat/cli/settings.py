@@ -248,7 +248,7 @@ def _first_failure(
     from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.engine import not_applicable, run_check
-    from pytest_distcompat.profiles import SWEEP_CHECKS
+    from pytest_distcompat.settings.slice import SWEEP_CHECKS
 
     for name in SWEEP_CHECKS:
         check = CHECKS.get(name)
