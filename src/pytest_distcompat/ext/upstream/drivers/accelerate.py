@@ -343,7 +343,7 @@ class AccelerateDriver(TinyDriver):
             _tensor.parallelize(model, mesh, spec.tp_plan, spec.experts, sequence=False)
         optimizers = listed(self.make_optimizer(model))
         if len(optimizers) > 1 and self.cell.strategy != "ddp":
-            from pytest_distcompat.drivers._joined import Joined
+            from pytest_distcompat.ext.upstream.drivers._joined import Joined
 
             # It prepares several, and cannot save them (docs/upstream/accelerate_two_optimizers.py).
             optimizers = [Joined(self.groups(model), self.muon_and_adamw)]

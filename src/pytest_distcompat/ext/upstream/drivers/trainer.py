@@ -425,7 +425,7 @@ class TrainerDriver(TinyDriver):
         """Return the class of the optimizer and its arguments, where TrainingArguments have no name for it."""
         if self.cell.option("optimizer") != "muon":
             return None
-        from pytest_distcompat.drivers._joined import Joined
+        from pytest_distcompat.ext.upstream.drivers._joined import Joined
 
         return Joined, {"make": self.muon_and_adamw}
 
