@@ -166,6 +166,12 @@ OPTIONS: dict[str, Option] = {
             ("blocks", "size"),
             "what becomes a unit of FSDP: the model's blocks, or whatever is large enough",
         ),
+        Option(
+            "loaded",
+            ("given", "from_pretrained", "from_backbone", "from_config", "zero_init"),
+            "the model is given, or the trainer makes it: from its files, from files without the head (which is drawn anew), "
+            "from its config, or under `deepspeed.zero.Init`; the last two are filled",
+        ),
         Option("ignored_modules", (False, True), "a frozen module is excluded from sharding"),
         Option("frozen", (False, True), "a part of the model is not trained"),
         Option(

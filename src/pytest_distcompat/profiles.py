@@ -139,6 +139,7 @@ MODEL_OPTIONS = (
     "use_orig_params",
     "cpu_ram_efficient_loading",
     "meta_init",
+    "loaded",
     "wrap_policy",
     "save_only_model",
     "float32_norms",

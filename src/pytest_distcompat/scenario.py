@@ -163,6 +163,8 @@ THIRD_RUN = Run("third", (*_BUILD, "load", *("step",) * 4), first_step=6, after=
 #: The settings that the reference keeps, by object or field: they change the training, and apply to
 #: a training in one process too.
 FOLLOWED = (
+    "resize_token_embeddings",
+    "from_pretrained.ignore_mismatched_sizes",
     "AdamW",
     "SGD",
     "Adafactor",
@@ -196,6 +198,7 @@ REFERENCE_RUN = Run(
     # ``param_groups``.
     only=(
         "model",
+        "loaded",
         "grad_accum",
         "frozen",
         "lora",
