@@ -251,7 +251,7 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
     for cell in cells:
         facets = cell.facets()
         values = [facets[name] for name in sorted(depends_on)]
-        earlier = first.setdefault((cell.strategy, cell.spread, cell.set, *values), cell)
+        earlier = first.setdefault((cell.strategy, cell.spread.nodes, cell.set, *values), cell)
         if earlier != cell:
             yield (
                 cell,
