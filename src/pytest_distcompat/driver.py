@@ -191,6 +191,11 @@ class HasLoaders(LiveTrainer):
     #: The trainer's loaders that ``rows`` knows, by name.
     loaders: ClassVar[Mapping[str, Loader]] = {}
 
+    @classmethod
+    def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:  # noqa: ARG003 - for those who override it
+        """Return those of ``loaders`` that can be made in a cell, such as on its mesh. By default all."""
+        return cls.loaders
+
     def rows(
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:

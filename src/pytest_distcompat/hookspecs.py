@@ -12,21 +12,31 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from pytest_distcompat.compat_suite import CompatSuite
+    from pytest_distcompat.launch.forensics.ending import Ending
     from pytest_distcompat.launch.launcher import Launcher
-    from pytest_distcompat.launch.request import Warmth
+    from pytest_distcompat.launch.request import Request, Warmth
     from pytest_distcompat.lease import Inventory, Pool
+    from pytest_distcompat.plugin.marked.arguments import AddedArgument
     from pytest_distcompat.plugin.options import Option
     from pytest_distcompat.plugin.session import DistcompatSession
     from pytest_distcompat.profiles import AddedCheck
     from pytest_distcompat.report.document import Report
     from pytest_distcompat.substitute import Substitute
+    from pytest_distcompat.world import World
 
 
 # historic: pytest may load the extension after the plugin.
 @pytest.hookspec(historic=True)
 def pytest_distcompat_options() -> Sequence[Option]:  # type: ignore[empty-body]
     """Return options to add, each on the command line and as an ini key."""
+
+
+@pytest.hookspec
+def pytest_distcompat_mark_arguments() -> Sequence[AddedArgument]:  # type: ignore[empty-body]
+    """Return arguments to add to ``@pytest.mark.distcompat``."""
 
 
 @pytest.hookspec
@@ -53,6 +63,23 @@ def pytest_distcompat_over_nodes(
     session: DistcompatSession, launcher: Launcher, warmth: Warmth
 ) -> Launcher | None:
     """Return a launcher for runs over several nodes; ``launcher`` has those of this node."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_distcompat_run(
+    session: DistcompatSession, item: pytest.Function, request: Request
+) -> Ending | None:
+    """Have ranks do the request to run a marked test; None for new ranks of the session's launcher."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_distcompat_group(session: DistcompatSession, item: pytest.Item) -> str | None:
+    """Return a key of the marked tests that one process is to run, as this one; None if it is alone."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_distcompat_process_group(world: World) -> ProcessGroup | None:
+    """Return, on a rank, the process group for a test, which does not destroy it; None for a new one."""
 
 
 @pytest.hookspec(firstresult=True)

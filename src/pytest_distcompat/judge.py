@@ -14,8 +14,6 @@ from pytest_distcompat.law import law_of
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunFailure, Snapshot, Trace
 
-#: Why a claim that holds in a simulation has not passed.
-NO_VALUES = "simulated: no values were computed"
 #: What differs between failures of one cause, and what a regular expression would have to escape.
 _VARIABLE = re.compile(r"[^\w\s,;:'\"/=<>-]+|\branks? \d+|\b\d\w*")
 #: Exceptions that are not raised on purpose.
@@ -38,15 +36,18 @@ def judge(
 ) -> Verdict:
     """Return the verdict of a check in a cell. A crash or a hang is never a known failure.
 
-    A failure that an expectation no longer excuses, since its last day is over, says so. A simulation never passes.
+    A failure that an expectation no longer excuses, since its last day is over, says so. Where stand-ins took the place of
+    ranks, a claim that holds has the status that they name, and has not passed.
     """
-    if trace.simulated:
-        # A bug may show only in values.
-        expectations = [replace(expectation, strict=False) for expectation in expectations]
-    verdict = _judge(check, cell, trace, expectations)
-    if trace.simulated and verdict.status is Status.PASSED:
-        return replace(verdict, status=Status.SIMULATED, reason=NO_VALUES)
-    return verdict
+    if trace.stand_in is None:
+        return _judge(check, cell, trace, expectations)
+    # A bug may show only in values.
+    lenient = [replace(expectation, strict=False) for expectation in expectations]
+    verdict = _judge(check, cell, trace, lenient)
+    if verdict.status is not Status.PASSED:
+        return verdict
+    status = Status.from_name(trace.stand_in.status)
+    return replace(verdict, status=status, reason=status.reason)
 
 
 def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation]) -> Verdict:
@@ -58,7 +59,7 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
         return _with_ended_excuse(verdict, ended)
     broken_off = premature_end(check, trace)
     if broken_off is not None and broken_off.kind != "raised":
-        return Verdict(check.name, cell.id, Status(broken_off.kind), broken_off.text)
+        return Verdict(check.name, cell.id, Status.from_name(broken_off.kind), broken_off.text)
     failure = broken_off or _first_failure(trace)
     law = law_of(cell)
     covering = law.expectations(covering, failure)
@@ -200,7 +201,7 @@ def _refusal(
         expected = f"expected to be refused at build with a message like {refusal.match!r}"
         text = f"{expected}, but it ran to the end\n{declared}"
     elif end.kind != "raised":
-        status = Status(end.kind)
+        status = Status.from_name(end.kind)
         text = end.text
     elif not _refused(refusal, end):
         text = f"{end.text}\n\nrefused with another message than {refusal.match!r}\n{declared}"

@@ -17,7 +17,7 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.law import law_of
 from pytest_distcompat.registry import Registry
 
-#: Name to meaning, from the least to the most.
+#: The meaning of each profile, from the one with the fewest cells to the one with the most.
 PROFILES = {
     "smoke": "each strategy and each precision of the matrix once, no options; checks with runs of their own in one cell only",
     "default": "the suite's matrix; a check with runs of its own only once in cells alike in all that it depends on",
@@ -94,7 +94,7 @@ class AddedProfile:
 
 @dataclass(frozen=True)
 class AddedCheck:
-    """A check of an extension, and the cell that it adds for it."""
+    """A check of an extension, and a cell that the extension adds for it."""
 
     cell: Cell
     check: Check
@@ -107,19 +107,20 @@ ADDED_PROFILES: Registry[AddedProfile] = Registry(
 
 
 def all_profiles() -> dict[str, str]:
-    """Return name and meaning of all profiles, those of extensions last."""
+    """Return the meaning of each profile by its name, those of extensions last."""
     added = {name: profile.meaning for name, profile in ADDED_PROFILES.by_name.items()}
     return {**PROFILES, **added}
 
 
 def find_added(name: str) -> AddedProfile | None:
-    """Return the profile of an extension; None for a name that is another's."""
+    """Return the extension's profile of that name; None if no extension has one."""
     if name in PROFILES:
         return None
     return ADDED_PROFILES.by_name.get(name)
 
 
-#: The axes of a mesh, of which ``full`` puts every two together, and what it puts beside each.
+#: The options that add a dimension to the device mesh. ``full`` combines every two of them, and
+#: each of them with each of BESIDE_AXES.
 AXES = ("dp_replicate", "tp", "sp", "cp", "ep", "pp")
 BESIDE_AXES: tuple[tuple[str, OptionValue], ...] = (
     ("compile", "regional"),
@@ -128,7 +129,8 @@ BESIDE_AXES: tuple[tuple[str, OptionValue], ...] = (
     ("model", "llama_dropout"),
 )
 
-#: Options of how a model is made, stored and sharded; the others concern training. A cell of ``pairwise`` has one of each kind.
+#: Options that concern how a model is made, saved and sharded. The others concern training. A cell
+#: of ``pairwise`` has one option of each kind.
 MODEL_OPTIONS = (
     "model",
     "state_dict",
@@ -156,10 +158,17 @@ def cells(
     device: str,
     shared: Callable[[], Path] | None = None,
 ) -> list[Cell]:
-    """Return the cells of a session, in a fixed order.
+    """Return the cells of a suite in a session, in a fixed order.
 
-    ``names`` are all strategies and all precisions; they and ``world_size`` are for a matrix that names none. Processes of
-    one session share in the directory that ``shared`` returns what was read from the libraries.
+    Args:
+        profile: The name of the profile.
+        matrix: The suite's matrix.
+        driver: The suite's driver.
+        names: All strategies and all precisions, for a matrix that names none.
+        world_size: The world size, for a matrix that names none.
+        device: ``cuda`` or ``cpu``.
+        shared: Returns a directory in which the processes of a session share what they read from
+            libraries.
     """
     # Imported late: modules that only list the profiles do not need drivers.
     from pytest_distcompat.drivers import unsupported_reason
@@ -196,11 +205,17 @@ def left_out(
     applicable: Mapping[Cell, Collection[str]],
     checks: Mapping[str, Check] = CHECKS.by_name,
 ) -> LeftOut:
-    """Return the checks that a profile leaves out, by (cell, check), each with the reason.
+    """Return the reasons for which a profile leaves checks out, by cell and name of the check.
 
-    ``smoke`` runs ``costly`` checks, which have runs of their own, in the last cell
-    only, which is sharded the most. ``default`` runs no check in a cell that differs from an earlier one only in what
-    the check does not depend on.
+    - ``smoke`` runs a costly check, which needs more runs than the training that all checks share,
+      only in the last cell, whose strategy shards the most.
+    - ``default`` runs a check once for all cells that differ only in facets on which it does not
+      depend (``Check.depends_on``).
+
+    Args:
+        profile: The name of the profile.
+        applicable: The names of the checks that apply, by cell.
+        checks: All checks by name.
     """
     added = find_added(profile)
     reasons: LeftOut = {} if added is None else added.left_out(applicable)
@@ -221,7 +236,10 @@ def left_out(
 
 
 def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tuple[Cell, str]]:
-    """Yield the cells that are like an earlier one in these facets, each with the reason to run a check only there."""
+    """Yield the cells in which a check that depends on these facets would only repeat itself.
+
+    Each comes with the reason, which names an earlier cell with the same values of these facets.
+    """
     first: dict[tuple[object, ...], Cell] = {}
     for cell in cells:
         facets = cell.facets()
@@ -235,19 +253,21 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
 
 
 def _full(selection: Selection) -> Iterator[Cell]:
-    """Yield every option value by itself, every two axes of the mesh, then the suite's own cells."""
+    """Yield a cell for each option value, the cells of ``_composed``, and the suite's own cells."""
     choices = option_choices(selection.driver)
-    for pair, world_size, choice in itertools.product(
-        selection.claimed, selection.world_sizes, choices
-    ):
-        strategy, precision = pair
-        yield cell_of(selection.driver, strategy, precision, world_size, choice)
+    for strategy, precision in selection.claimed:
+        for world_size in selection.world_sizes:
+            for choice in choices:
+                yield cell_of(selection.driver, strategy, precision, world_size, choice)
     yield from _composed(selection)
     yield from selection.own
 
 
 def option_choices(driver: type[Driver], names: Iterable[str] = tuple(OPTIONS)) -> list[Choice]:
-    """Return no option, then each value, except defaults, of each of these options that the driver supports."""
+    """Return None for no option, then each value of each option that the driver supports.
+
+    An option's default is left out, because a cell without the option has it.
+    """
     choices: list[Choice] = [None]
     for name in names:
         if name in driver.options:
@@ -258,7 +278,15 @@ def option_choices(driver: type[Driver], names: Iterable[str] = tuple(OPTIONS)) 
 def cell_of(
     driver: type[Driver], strategy: str, precision: str, world_size: int, *choices: Choice
 ) -> Cell:
-    """Return a cell with these options, those that they need, and as many ranks as their mesh needs at least."""
+    """Return a cell with these options, and the further options and ranks that they need.
+
+    Args:
+        driver: The driver of the cell.
+        strategy: The strategy.
+        precision: The precision.
+        world_size: The number of ranks, unless the mesh needs more.
+        *choices: The options.
+    """
     chosen = dict(choice for choice in choices if choice is not None)
     options = {**_needed_options(driver, chosen), **chosen}
     if options.get("sp"):
@@ -274,9 +302,10 @@ def cell_of(
 def _needed_options(
     driver: type[Driver], chosen: Mapping[str, OptionValue]
 ) -> dict[str, OptionValue]:
-    """Return the options that the driver needs beside the chosen ones.
+    """Return the options that the driver needs in addition to the chosen ones.
 
-    It declares them for an option (``sp``), for a value of one (``optimizer_muon``) and for several together (``tp+cp``).
+    It declares them in ``needs_options`` by an option (``sp``), by a value of an option
+    (``optimizer_muon``), or by several options together (``tp+cp``).
     """
     keys: list[str] = []
     for name, value in chosen.items():
@@ -289,23 +318,23 @@ def _needed_options(
 
 
 def _least_world_size(options: Mapping[str, OptionValue]) -> int:
-    """Return how many ranks the mesh of these options needs at least."""
+    """Return the least number of ranks for the device mesh of these options."""
     replicas = int(options.get("dp_replicate", 1))
-    parts = math.prod(int(options.get(name, 1)) for name in ("tp", "cp", "pp"))
+    model_parallel = math.prod(int(options.get(name, 1)) for name in ("tp", "cp", "pp"))
     least = 1
     if replicas > 1:
-        # A replica has at least two shards.
-        least = 2 * replicas * parts
-    if parts > 1 or options.get("ep"):
-        # Beside tensor parallelism there is data parallelism, if four ranks are enough.
+        # Each replica is sharded over at least two ranks.
+        least = 2 * replicas * model_parallel
+    if model_parallel > 1 or options.get("ep"):
+        # With four ranks a mesh of two, such as ``tp=2``, is combined with data parallelism.
         least = max(least, 4)
     return least
 
 
 def _composed(selection: Selection) -> Iterator[Cell]:
-    """Yield every two axes of the mesh beside each other, and each beside what changes what its layers compute.
+    """Yield a cell for every two of AXES together, and for each of AXES with each of BESIDE_AXES.
 
-    Where one of the two cannot run by itself, the reason is that of its own cell.
+    An option that cannot run by itself is left out: the cell with this option only has the reason.
     """
     driver = selection.driver
     choices = [(name, OPTIONS[name].values[1]) for name in AXES]
@@ -320,13 +349,13 @@ def _composed(selection: Selection) -> Iterator[Cell]:
 
 
 def _smoke(selection: Selection) -> Iterator[Cell]:
-    """Yield each strategy with the next precision that it supports, then the remaining precisions."""
+    """Yield a cell for each strategy, precisions in turn, then one for each unused precision."""
     precisions = selection.precisions
     remaining = dict.fromkeys(precisions)
     ring = deque(precisions)
     for strategy in selection.strategies:
         cell = _first_supported(selection, [strategy], ring)
-        # The next strategy begins with the next precision.
+        # The next strategy tries the next precision first.
         ring.rotate(-1)
         if cell is not None:
             remaining.pop(cell.precision, None)
@@ -340,7 +369,7 @@ def _smoke(selection: Selection) -> Iterator[Cell]:
 def _first_supported(
     selection: Selection, strategies: Iterable[str], precisions: Iterable[str]
 ) -> Cell | None:
-    """Return the first cell of these strategies and precisions that the driver can run here; None if it can run none."""
+    """Return the first cell of these strategies and precisions that can run here, or None."""
     for strategy, precision in itertools.product(strategies, precisions):
         cell = Cell(strategy, precision, selection.world_size)
         if selection.supported(cell):
@@ -349,10 +378,11 @@ def _first_supported(
 
 
 def _pairwise(selection: Selection) -> Iterator[Cell]:
-    """Yield the suite's own cells, then a covering array of strength 2: every pair of values that the driver can do.
+    """Yield the suite's own cells, then a covering array of all pairs of values.
 
-    The own cells, because a bug may need a strategy, a precision and an option together, and some checks need cells without
-    options. The array by covertable; allpairspy leaves out pairs where there are constraints.
+    Each pair of values of strategy, precision and options is in some cell of the array. It comes
+    from covertable: allpairspy misses pairs if there are constraints. The own cells are there
+    because some checks need cells without options.
     """
     try:
         from covertable import make
@@ -371,7 +401,7 @@ def _pairwise(selection: Selection) -> Iterator[Cell]:
 
     @functools.cache
     def possible(strategy: str, precision: str, *choices: Choice) -> bool:
-        # Cached: covertable calls it often, and a driver looks for the libraries that it needs.
+        # Cached, because covertable asks often, and a driver looks for the libraries that it needs.
         cell = cell_of(driver, strategy, precision, selection.world_size, *choices)
         return (strategy, precision) in claimed and selection.supported(cell)
 

@@ -414,6 +414,24 @@ WITHOUT_GRADIENT = "without gradient"
 
 
 @dataclass(frozen=True)
+class StandIn:
+    """What took a snapshot in place of some ranks: one process without peers, whose tensors have no values.
+
+    The launcher of an extension has such runs. What a check may read of them are a run's abilities: ``RunTrace.has_values``,
+    ``RunTrace.has_every_rank``.
+
+    Attributes:
+        status: The name of the status of a claim that holds in such a run; it never passes (``status.ADDED_STATUSES``).
+        ranks: The ranks for which the snapshot was taken: all that hold as much.
+        steps: How many steps of the training it takes, instead of three.
+    """
+
+    status: str
+    ranks: tuple[int, ...]
+    steps: int
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Record of one rank's probe after one action: what it read of model, optimizer, process and files.
 
@@ -512,18 +530,20 @@ class Snapshot:
     #: Of a reference: what its loss would be if something else were averaged: what counts alike -> loss.
     averages: Mapping[str, float] = field(default_factory=dict)
 
-    # Of the machine, and of simulations.
+    # Of the machine, and of what stood in for ranks.
 
     #: How the GPU multiplies: ``matmul`` and ``conv`` the precision of float32 (``ieee``, ``tf32``), ``autocast`` its dtype if it
     #: is on between steps; empty on the CPU.
     products: Mapping[str, str] = field(default_factory=dict)
-    #: In a simulation the ranks that hold as much as this one, it included.
-    stands_for: tuple[int, ...] = ()
+    #: What took the snapshot in place of ranks; None for a rank itself.
+    stand_in: StandIn | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that the snapshot is of: one, in a simulation each that holds as much."""
-        return self.stands_for or (self.rank,)
+        """Return the ranks that the snapshot is of: one, or each that a stand-in took it for."""
+        if self.stand_in is None:
+            return (self.rank,)
+        return self.stand_in.ranks
 
     @property
     def parameters(self) -> tuple[ParameterInfo, ...]:
@@ -596,8 +616,11 @@ class RunTrace:
 
     @property
     def trained(self) -> tuple[Snapshot, ...]:
-        """Return the snapshots after three steps; a simulation takes one."""
-        return self.at("step", 0 if self.simulated else 2)
+        """Return the snapshots after three steps, or after those that stand-ins take."""
+        steps = 3
+        if self.stand_in is not None:
+            steps = self.stand_in.steps
+        return self.at("step", steps - 1)
 
     @property
     def on_gpu(self) -> bool:
@@ -616,9 +639,22 @@ class RunTrace:
         return self.tf32 and before is not None and before.products.get("matmul", TF32) != TF32
 
     @property
-    def simulated(self) -> bool:
-        """Tell whether some ranks stood for all, without values."""
-        return any(snapshot.stands_for for snapshot in self.snapshots)
+    def stand_in(self) -> StandIn | None:
+        """Return what took the place of the lowest rank that did not run itself; None if all ranks ran."""
+        for snapshot in self.snapshots:
+            if snapshot.stand_in is not None:
+                return snapshot.stand_in
+        return None
+
+    @property
+    def has_values(self) -> bool:
+        """Tell whether its tensors had values, so that it can train on and save."""
+        return self.stand_in is None
+
+    @property
+    def has_every_rank(self) -> bool:
+        """Tell whether each rank recorded its own part."""
+        return self.stand_in is None
 
     @property
     def unwrapped(self) -> UnwrappedInfo | None:
@@ -714,9 +750,12 @@ class Trace:
         return self.runs[name]
 
     @property
-    def simulated(self) -> bool:
-        """Tell whether its runs are simulations."""
-        return any(run.simulated for run in self)
+    def stand_in(self) -> StandIn | None:
+        """Return what took the place of ranks in the first run of which that is so; None if all ranks ran."""
+        for run in self:
+            if run.stand_in is not None:
+                return run.stand_in
+        return None
 
     def __iter__(self) -> Iterator[RunTrace]:
         return iter(self.runs.values())

@@ -24,7 +24,7 @@ from pytest_distcompat.registry import installed_entry_points
 from pytest_distcompat.run_paths import RunPaths, SuitePayload
 from pytest_distcompat.scenario import ROWS, Run
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import FileInfo, RowsInfo, Snapshot
+from pytest_distcompat.trace import FileInfo, Loader, RowsInfo, Snapshot
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -460,15 +460,20 @@ class Rank:
             return {}
         return {"files": (corrupt(self.run_paths.save_to, self.run.damage),)}
 
+    @property
+    def _loaders(self) -> Mapping[str, Loader]:
+        """The trainer's loaders in this cell, by name."""
+        return self.driver.loaders_in(self.driver.cell)
+
     def _rows(self) -> dict[str, Any]:
-        return self._loaded(self.driver.loaders, [(0, 0)], self.run_paths.save_to)
+        return self._loaded(self._loaders, [(0, 0)], self.run_paths.save_to)
 
     def _resumed_rows(self) -> dict[str, Any]:
-        resumed = [name for name, loader in self.driver.loaders.items() if loader.resumes]
+        resumed = [name for name, loader in self._loaders.items() if loader.resumes]
         return self._loaded(resumed, RESUME_AT, self.run_paths.load_from)
 
     def _moved_rows(self) -> dict[str, Any]:
-        moved = [name for name, loader in self.driver.loaders.items() if loader.moves]
+        moved = [name for name, loader in self._loaders.items() if loader.moves]
         # Twice as many ranks are as far after half the batches.
         starts = [(epoch, batch // 2) for epoch, batch in RESUME_AT if batch]
         return self._loaded(moved, starts, self.run_paths.load_from)
@@ -489,7 +494,7 @@ class Rank:
         for number, rows in self.driver.rows(name, ROWS, (epoch, batch), directory):
             batches_by_epoch.setdefault(number, []).append(tuple(map(int, rows)))
         batches = tuple(map(tuple, batches_by_epoch.values()))
-        return RowsInfo(name, epoch, batch, self.driver.loaders[name], batches)
+        return RowsInfo(name, epoch, batch, self._loaders[name], batches)
 
     def _metrics(self) -> dict[str, Any]:
         if not self.driver.can("metrics"):

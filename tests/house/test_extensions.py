@@ -148,6 +148,14 @@ def test_the_core_imports_nothing_of_an_extension() -> None:
         assert not imported, f"{path.relative_to(SOURCE)} imports {imported}"
 
 
+def test_the_core_has_no_word_of_a_simulation() -> None:
+    """Its status is registered, and checks ask for abilities of a run (``trace.StandIn``)."""
+    for path in SOURCE.rglob("*.py"):
+        if not path.is_relative_to(SOURCE / "ext"):
+            words = set(re.findall(r"\w+", path.read_text(encoding="utf-8").lower()))
+            assert not words & {"simulated", "simulation", "simulations"}, path.relative_to(SOURCE)
+
+
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_an_extension_imports_no_other_one(extension: str) -> None:
     for path in modules_of(extension):

@@ -169,8 +169,6 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-throughput",
         "--distcompat-timeout",
         "--distcompat-warm-timeout",
-        "--distcompat-reuse",
-        "--distcompat-reuse-limit",
         "--distcompat-report",
         "--distcompat-baseline",
         "--distcompat-launcher",
@@ -184,6 +182,8 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-executor",
         "--distcompat-listen",
         "--distcompat-reach",
+        "--distcompat-reuse",
+        "--distcompat-reuse-limit",
         "--distcompat-simulate",
         "--distcompat-token-file",
         "--distcompat-worker-nodes",
@@ -227,7 +227,7 @@ def test_the_fixtures_and_the_mark_are_frozen() -> None:
     ]
     of_ranks = ["cell", "world", "rank", "world_size", "device", "shared_dir", "process_group", "distcompat_case"]
     assert names == [*of_ranks, "distcompat"]
-    assert declare.ARGUMENTS == ("world_size", "nodes", "strategies", "precisions", "options", "timeout", "reuse")
+    assert declare.ARGUMENTS == ("world_size", "nodes", "strategies", "precisions", "options", "timeout")
 
 
 def test_actions_are_pinned_by_commit() -> None:

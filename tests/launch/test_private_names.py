@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.launch.conftest import notes
 
-from pytest_distcompat.launch import library_state
+from pytest_distcompat.ext.reuse import library_state
+from pytest_distcompat.ext.reuse.process_state import _at_exit
 from pytest_distcompat.launch.forensics.ending import Ending
-from pytest_distcompat.launch.process_state import _at_exit
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.warm import WarmLauncher
 from pytest_distcompat.probe.live import _not_saved
@@ -333,7 +333,7 @@ def test_the_singletons_of_accelerate() -> None:
     state = pytest.importorskip("accelerate.state")
     for kind in (state.PartialState, state.AcceleratorState, state.GradientState):
         assert isinstance(getattr(kind, "_shared_state", None), dict), (
-            f"{kind.__name__}._shared_state is not what it was: see launch/library_state.py:_accelerate"
+            f"{kind.__name__}._shared_state is not what it was: see ext/reuse/library_state.py:_accelerate"
         )
 
 
@@ -353,7 +353,7 @@ def test_the_hooks_of_all_modules_and_optimizers(name: str) -> None:
     after = _hooks()
     handle.remove()
     assert sum(after) == sum(before) + 1, (
-        f"{name} keeps its functions elsewhere: see launch/library_state.py:_hook_dicts"
+        f"{name} keeps its functions elsewhere: see ext/reuse/library_state.py:_hook_dicts"
     )
     assert _hooks() == before
 
@@ -374,7 +374,7 @@ def test_the_number_of_entered_modes() -> None:
     with torch.overrides.TorchFunctionMode(), TorchDispatchMode():  # type: ignore[no-untyped-call]
         assert read(module) == (before[0] + 1, before[1] + 1), (
             "torch.overrides._get_current_function_mode_stack or torch.utils._python_dispatch."
-            "_get_current_dispatch_mode_stack is not what it was: see launch/library_state.py:_modes"
+            "_get_current_dispatch_mode_stack is not what it was: see ext/reuse/library_state.py:_modes"
         )
 
 
@@ -386,7 +386,7 @@ def test_the_digest_of_torch_compile_settings(module: str, setting: str) -> None
     before = config.get_hash()
     with config.patch({setting: not getattr(config, setting)}):
         assert config.get_hash() != before, (
-            f"{module}.get_hash does not depend on {setting}: see launch/library_state.py:SETTINGS"
+            f"{module}.get_hash does not depend on {setting}: see ext/reuse/library_state.py:SETTINGS"
         )
     assert config.get_hash() == before
 
@@ -400,7 +400,7 @@ def test_the_number_of_exit_functions() -> None:
     finalizer.cancel()
     assert after == (before[0] + 1, before[1] + 1), (
         "atexit._ncallbacks or multiprocessing.util._finalizer_registry is not what it was: see "
-        "launch/process_state.py:_at_exit"
+        "ext/reuse/process_state.py:_at_exit"
     )
 
 

@@ -21,7 +21,6 @@ from pytest_distcompat.launch import nccl
 from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Inventory, Pool, read_timeline
 from pytest_distcompat.leased import LeasedLauncher
 from pytest_distcompat.places import device_of
@@ -148,7 +147,7 @@ def test_only_ranks_that_share_get_the_variable(
     requests: list[Request] = []
 
     class Records(Launcher):
-        def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+        def run(self, request: Request) -> Ending:
             requests.append(request)
             return Ending((), {})
 

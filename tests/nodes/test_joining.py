@@ -17,7 +17,6 @@ from pytest_distcompat.ext.cluster.launcher import Node, NodesLauncher, Settings
 from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request, Warmth
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease.pool import boot_id
 
 TOKEN = "a token of the session"
@@ -55,7 +54,7 @@ class TakesAway(Elsewhere):
 class NoLauncher(Launcher):
     """Runs of one node, of which there are none."""
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+    def run(self, request: Request) -> Ending:
         raise NotImplementedError
 
 

@@ -44,7 +44,7 @@ def test_verdicts_equal_those_on_one_node(run_pytest: RunPytest, directory: Path
     _, two = run_on(2, run_pytest, directory, "-k", chosen)
     assert len(verdicts(one)) > 30
     assert verdicts(two) == verdicts(one)
-    statuses = {(result.suite, result.status.value) for result in two.results}
+    statuses = {(result.suite, result.status.name) for result in two.results}
     assert {("TestSound", "passed"), ("TestRaises", "failed"), ("TestDrifts", "failed")} <= statuses
     assert ("TestSound", "failed") not in statuses
     messages = {(result.suite, result.check): result.message for result in two.results}

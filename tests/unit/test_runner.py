@@ -17,7 +17,6 @@ from pytest_distcompat.events import Action, Done, Event, SnapshotTaken
 from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.runner import Runner, rank_reports, run_trace
 from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TRAIN_RUN, Run, Scenario
 
@@ -29,7 +28,7 @@ class Ranks(WithoutProcesses):
     broken: dict[str, str] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+    def run(self, request: Request) -> Ending:
         self.requests.append(request)
         run = request.payload["run"]
         if "save" in run["actions"]:

@@ -40,6 +40,11 @@ def test_a_text_that_is_no_call_is_refused(text: str) -> None:
         Call.parse(text)
 
 
+def test_an_argument_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="names 'clip' twice"):
+        Call.parse("step(clip='no', clip='value')")
+
+
 def test_calls_are_read_as_they_are_offered() -> None:
     found = read_calls("micro(), step(zero='none', clip='no'), step(zero='keep', clip='value')", Calls)
     assert list(map(str, found)) == ["micro()", "step(clip='no')", "step(clip='value', zero='keep')"]

@@ -313,7 +313,7 @@ def _secondary_partition(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Holder:
-    """A rank's snapshot, standing for those of some ranks that hold as much; outside of simulations for that rank alone."""
+    """A rank's snapshot, standing for those of some ranks that hold as much; usually for that rank alone."""
 
     snapshot: Snapshot
     ranks: frozenset[int]
@@ -393,8 +393,8 @@ def _sharded(
     size = cell.world_size // cell.pp
     groups = _shard_groups(model, built)
     replicas = len(groups)
-    if run.simulated:
-        # Only some ranks were simulated, so only their group is known.
+    if not run.has_every_rank:
+        # Only the groups of some ranks are known.
         replicas = size // len(groups[0])
     unsharded = replicas == size > 1
     expected = cell.option("dp_replicate")

@@ -29,7 +29,7 @@ def values_of(cell: Cell, run: RunTrace) -> dict[str, Any]:
       what JSON does not have.
     - ``files``: the format of each saved file, what it holds, and a digest of its keys, shapes and dtypes.
     """
-    if cell.precision != PRECISION or run.simulated or run.unwrapped is None:
+    if cell.precision != PRECISION or not run.has_values or run.unwrapped is None:
         return {}
     run = dataclasses.replace(run, cell=cell.id)
     found = {"digests": dict(_digests(run)), "numbers": _numbers(run), "files": _files(run)}

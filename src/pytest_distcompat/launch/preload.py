@@ -41,7 +41,6 @@ MODULES_OF_EVERY_RANK = (
     "multiprocessing.queues",
     "pytest_distcompat.launch.files",
     "pytest_distcompat.launch.rank",
-    "pytest_distcompat.launch.request_loop",
 )
 
 #: The first major compute capability that Triton runs on (torch/utils/_triton.py).
@@ -98,7 +97,7 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
     _restart_threads_of_numpy()
     threads = native_threads()
     before = randomness.states()
-    at_exit = atexit._ncallbacks()  # noqa: SLF001 - see process_state
+    at_exit = atexit._ncallbacks()  # noqa: SLF001 - it has no public name
     watch = Watch(warmth["own"])
     # pytest's capture takes stderr away while it collects.
     with os.fdopen(os.dup(2), "w", encoding="utf-8") as log:
@@ -121,7 +120,7 @@ def collect(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any]:
         "unfit": unfit,
         "findings": dataclasses.asdict(findings),
         "libraries": libraries,
-        "leaves": finishing is not None or atexit._ncallbacks() > at_exit,  # noqa: SLF001 - see process_state
+        "leaves": finishing is not None or atexit._ncallbacks() > at_exit,  # noqa: SLF001 - it has no public name
     }
 
 

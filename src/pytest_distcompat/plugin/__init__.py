@@ -17,6 +17,7 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.missing_module import hint_of
 from pytest_distcompat.plugin import options
 from pytest_distcompat.plugin.current import session_of
+from pytest_distcompat.plugin.marked.arguments import added_arguments
 from pytest_distcompat.plugin.on_ranks.launched import COLLECTS, ON_RANK, STARTS_RANKS
 
 if TYPE_CHECKING:
@@ -49,11 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and the fixtures, and check the options, so that a wrong value fails before tests run."""
     from pytest_distcompat.plugin import fixtures
 
+    added = "".join([f", {argument.signature}" for argument in added_arguments(config)])
     config.addinivalue_line(
         "markers",
-        "distcompat(world_size=N, nodes=N, strategies=[...], precisions=[...], options=[{...}], timeout=SECONDS, "
-        "reuse='never'|'module'|'session'): run the test on every rank of a torchrun process group; with strategies, "
-        "precisions or options once for each cell.",
+        f"distcompat(world_size=N, nodes=N, strategies=[...], precisions=[...], options=[{{...}}], timeout=SECONDS{added}): "
+        "run the test on every rank of a torchrun process group; with strategies, precisions or options once for each cell.",
     )
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
     config.hook.pytest_distcompat_configure(config=config)
@@ -174,7 +175,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from pytest_distcompat.plugin.marked import declare
 
         try:
-            arguments = declare.read_mark(mark)
+            arguments = declare.read_mark(mark, added_arguments(metafunc.config))
         except ValueError as problem:
             raise pytest.Collector.CollectError(
                 f"{metafunc.definition.nodeid}: {problem}"
@@ -305,15 +306,6 @@ def _is_controller(config: pytest.Config) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Note the next item, and end ranks that were kept for other tests than this one."""
-    if _IN_USE in item.config.stash:
-        from pytest_distcompat.plugin.marked import run
-
-        run.before(item, nextitem)
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Have a marked test run on its ranks instead of in this process."""
     marked = item.get_closest_marker(_MARK) is not None and ON_RANK not in item.config.stash
@@ -321,16 +313,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         from pytest_distcompat.plugin.marked import run
 
         run.take_over(item)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
-    """End ranks that are kept for no later test. A failure there is an error of this item's teardown."""
-    yield
-    if _IN_USE in item.config.stash:
-        from pytest_distcompat.plugin.marked import run
-
-        run.after(item, nextitem)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

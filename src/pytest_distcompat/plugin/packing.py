@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import pytest
 
 from pytest_distcompat.cell import uneven
-from pytest_distcompat.plugin.marked.declare import mark_of, nodes_of, scope_of, world_size_of
+from pytest_distcompat.plugin.marked.declare import mark_of, nodes_of, world_size_of
 from pytest_distcompat.plugin.selection import case_of, cell_name
 from pytest_distcompat.plugin.session import DistcompatSession
 
@@ -90,11 +90,12 @@ def write_demands(
 def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | None:
     """Return the name of an item's demand and its number of ranks; None for an ordinary test.
 
-    The checks of a suite's cell share runs, and tests that reuse ranks share ranks: together they are one demand.
+    The checks of a suite's cell share runs, and marked tests may share ranks by an extension: together they are one demand.
     """
     mark = mark_of(item)
     if mark is not None:
-        name = scope_of(item, session) or item.nodeid
+        group: str | None = session.config.hook.pytest_distcompat_group(session=session, item=item)
+        name = group or item.nodeid
         return name, world_size_of(item, mark, session)
     case = case_of(item)
     if case is not None:

@@ -93,7 +93,7 @@ class DistcompatSession:
 
     @functools.cached_property
     def substitute(self) -> Substitute | None:
-        """What takes the place of ranks, as a simulation; None for ranks."""
+        """What an extension has in the place of ranks; None for ranks."""
         chosen: Substitute | None = self.config.hook.pytest_distcompat_substitute(session=self)
         return chosen
 
@@ -385,13 +385,6 @@ class DistcompatSession:
             self.notice,
         )
 
-    @property
-    def reuse_scope(self) -> str:
-        """Return the scope (``Reuse.scope``) for whose next test ranks are kept; empty if there are none."""
-        if self._launcher is None:
-            return ""
-        return self._launcher.reuse_scope
-
     def close(self) -> None:
         """Close the launchers and end their processes."""
         if self._launcher is not None:
@@ -501,7 +494,7 @@ class DistcompatSession:
         """
         issues = []
         for issue in self._known_of(libraries):
-            if issue.speaks_of(nodeid):
+            if issue.matches_test(nodeid):
                 issues.append(issue)
         return tuple(issues)
 

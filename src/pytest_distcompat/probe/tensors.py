@@ -45,7 +45,7 @@ def stored_dtype(tensor: torch.Tensor) -> str:
 
 
 def valueless(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is on the meta device, or fake as in a simulation."""
+    """Tell whether a tensor is on the meta device, or fake: it has no values."""
     # Fake tensors are private; ``tests/launch/test_simulated.py`` fails when they change.
     return tensor.is_meta or hasattr(tensor, "fake_mode")
 

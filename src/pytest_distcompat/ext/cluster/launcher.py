@@ -38,11 +38,10 @@ from pytest_distcompat.ext.cluster.executors import Asked, Executor, Given
 from pytest_distcompat.ext.cluster.facts import differences, facts
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.forensics.ending import Ending, RankProcess, conclude
-from pytest_distcompat.launch.launcher import Launcher
+from pytest_distcompat.launch.launcher import Launcher, OpenRun
 from pytest_distcompat.launch.process import await_exit, kill_and_wait
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Place, Request, Warmth
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease.pool import boot_id
 from pytest_distcompat.lease.timeline import Span, append
 from pytest_distcompat.leased import current_item
@@ -432,11 +431,10 @@ class NodesLauncher(Launcher):
         """Wait until what runs on one node is ready; return what is wrong with it."""
         return self._on_one_node.get_warm()
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+    def run(self, request: Request) -> Ending:
         """Run the request on its nodes."""
         if request.nodes == 1 and not self._settings.node and not request.payload.get("per_node"):
-            return self._on_one_node.run(request, reuse)
-        self._on_one_node.retire()
+            return self._on_one_node.run(request)
         problem = self.ready()
         if problem:
             return Ending.not_launched(request.world_size, problem)
@@ -505,13 +503,13 @@ class NodesLauncher(Launcher):
         return self._executor.devices(asked, say)
 
     @property
-    def reuse_scope(self) -> str:
-        """The scope of the ranks that wait for a request; ranks of several nodes never do."""
-        return self._on_one_node.reuse_scope
+    def can_open(self) -> bool:
+        """Tell whether runs of one node, if they are on this one, can be held open."""
+        return not self._settings.node and self._on_one_node.can_open
 
-    def retire(self) -> str:
-        """End the ranks that wait for a request."""
-        return self._on_one_node.retire()
+    def open(self, request: Request, target: str) -> OpenRun:
+        """Start ranks on this node that get requests."""
+        return self._on_one_node.open(request, target)
 
     def close(self) -> None:
         """End all node agents that were started, and let the others go."""

@@ -14,7 +14,6 @@ from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request, unbuffered
-from pytest_distcompat.launch.reused_ranks import Reuse
 
 #: How much of the process's output is shown, in bytes.
 OUTPUT_BYTES = 8000
@@ -23,7 +22,7 @@ OUTPUT_BYTES = 8000
 class SimulatingLauncher(Launcher):
     """A launcher that has ``fake_ranks`` take the part of the ranks of a suite's run that differ."""
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
+    def run(self, request: Request) -> Ending:
         """Run the process to its end or to the time limit; never raises for what the ranks do."""
         request = request.from_here()
         began = clock.now()

@@ -10,7 +10,7 @@ import math
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pytest_distcompat.events import (
@@ -89,8 +89,8 @@ class RankEnd:
 class Ending:
     """How all ranks of a run ended, and what each wrote.
 
-    ``left`` says why reused ranks were ended early; ``leaks`` what stayed in use of the devices after the ranks were gone:
-    a failure, however they ended. ``builds`` names the processes whose builds of an extension the ranks waited for.
+    ``leaks`` says what stayed in use of the devices after the ranks were gone: a failure, however they ended. ``builds`` names
+    the processes whose builds of an extension the ranks waited for. ``properties`` are added to those of a marked test.
     """
 
     ranks: tuple[RankEnd, ...]
@@ -100,11 +100,11 @@ class Ending:
     timed_out: bool = False
     launch_error: str = ""
     notice: str = ""
-    left: str = ""
     left_over: tuple[str, ...] = ()
     leaks: tuple[str, ...] = ()
     command: str = ""
     builds: str = ""
+    properties: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def not_launched(cls, world_size: int, problem: str) -> Ending:

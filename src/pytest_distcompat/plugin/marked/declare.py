@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import unittest
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
+from pytest_distcompat.plugin.marked.arguments import AddedArgument, added_arguments
 from pytest_distcompat.plugin.session import DistcompatSession
 
 MARK = "distcompat"
-ARGUMENTS = ("world_size", "nodes", "strategies", "precisions", "options", "timeout", "reuse")
-#: Values of the argument ``reuse``: which tests share ranks.
-REUSE = ("never", "module", "session")
+ARGUMENTS = ("world_size", "nodes", "strategies", "precisions", "options", "timeout")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The checked arguments of ``@pytest.mark.distcompat(...)``."""
+    """The checked arguments of ``@pytest.mark.distcompat(...)``.
+
+    Attributes:
+        added: By name, the arguments that extensions have added and the mark has.
+    """
 
     world_size: int | None = None
     nodes: int | None = None
@@ -29,7 +32,7 @@ class Mark:
     precisions: tuple[str, ...] = ()
     options: tuple[Mapping[str, OptionValue], ...] = ()
     timeout: float | None = None
-    reuse: str = ""
+    added: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_cells(self) -> bool:
@@ -40,31 +43,35 @@ class Mark:
 # Reading the arguments.
 
 
-def read_mark(mark: pytest.Mark) -> Mark:
-    """Read and check the arguments of a mark.
+def read_mark(mark: pytest.Mark, added: Iterable[AddedArgument]) -> Mark:
+    """Read and check the arguments of a mark; ``added`` are those that extensions know.
 
     Raises:
         ValueError: An argument is wrong; the message says what is right.
     """
+    added_by_name = {argument.name: argument for argument in added}
+    known = ", ".join((*ARGUMENTS, *added_by_name))
     if mark.args:
-        raise ValueError(
-            f"@pytest.mark.{MARK} takes keyword arguments only: {', '.join(ARGUMENTS)}"
-        )
-    for name in mark.kwargs:
-        if name not in ARGUMENTS:
-            raise ValueError(
-                f"@pytest.mark.{MARK} has no argument {name!r}. Known: {', '.join(ARGUMENTS)}"
-            )
-    arguments = dict(mark.kwargs)
+        raise ValueError(f"@pytest.mark.{MARK} takes keyword arguments only: {known}")
+    arguments: dict[str, Any] = {}
+    values_of_added: dict[str, str] = {}
+    for name, value in mark.kwargs.items():
+        if name in ARGUMENTS:
+            arguments[name] = value
+        elif name in added_by_name:
+            values_of_added[name] = value
+        else:
+            raise ValueError(f"@pytest.mark.{MARK} has no argument {name!r}. Known: {known}")
     for name in ("strategies", "precisions", "options"):
         arguments[name] = _read_list(name, arguments.get(name, ()))
     _check_count("world_size", arguments.get("world_size"))
     _check_count("nodes", arguments.get("nodes"))
     _check_nodes(arguments.get("world_size"), arguments.get("nodes"))
     _check_timeout(arguments.get("timeout"))
-    _check_reuse(arguments.get("reuse", "never"))
+    for name, value in values_of_added.items():
+        _check_word(added_by_name[name], value)
     _check_cells(arguments)
-    return Mark(**arguments)
+    return Mark(**arguments, added=values_of_added)
 
 
 def _read_list(name: str, value: Any) -> tuple[Any, ...]:
@@ -101,9 +108,10 @@ def _check_timeout(seconds: Any) -> None:
         )
 
 
-def _check_reuse(reuse: Any) -> None:
-    if reuse not in REUSE:
-        raise ValueError(f"@pytest.mark.{MARK}(reuse={reuse!r}): known are {', '.join(REUSE)}")
+def _check_word(argument: AddedArgument, value: Any) -> None:
+    if value not in argument.known:
+        known = ", ".join(argument.known)
+        raise ValueError(f"@pytest.mark.{MARK}({argument.name}={value!r}): known are {known}")
 
 
 def _check_cells(arguments: Mapping[str, Any]) -> None:
@@ -130,7 +138,7 @@ def _check_cells(arguments: Mapping[str, Any]) -> None:
 def mark_of(item: pytest.Item) -> Mark | None:
     """Return the arguments of the item's mark; None for an ordinary test."""
     mark = item.get_closest_marker(MARK)
-    return None if mark is None else read_mark(mark)
+    return None if mark is None else read_mark(mark, added_arguments(item.config))
 
 
 def cell_of(item: pytest.Item) -> Cell | None:
@@ -153,20 +161,6 @@ def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> 
 def nodes_of(mark: Mark, session: DistcompatSession) -> int:
     """Return the number of nodes that a test's ranks are spread over: that of its mark, else the session's."""
     return mark.nodes or int(session.setting("nodes").value)
-
-
-def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
-    """Return a key that all items have that share ranks with this one; None if it has ranks of its own."""
-    mark = mark_of(item)
-    if mark is None:
-        return None
-    reuse = mark.reuse or session.setting("reuse").value
-    if reuse == "never" or nodes_of(mark, session) > 1:
-        return None
-    module = ""
-    if reuse == "module":
-        module = item.nodeid.partition("::")[0]
-    return f"{reuse} {module} {world_size_of(item, mark, session)}"
 
 
 def parametrize(metafunc: pytest.Metafunc, mark: Mark, session: DistcompatSession) -> None:

@@ -185,7 +185,7 @@ class Results:
                 "cell": result.cell,
                 "driver": result.driver,
                 "check": result.check,
-                "status": result.status.value,
+                "status": result.status.name,
                 "rank": result.rank,
             }
         elif "distcompat" in report.keywords and _parse_suite_item(nodeid) is None:

@@ -523,7 +523,7 @@ class BoundCase:
             "not_applicable": dict(self.case.not_applicable),
             "cost": self._cost,
         }
-        if verdict.status in {Status.SKIPPED, Status.SIMULATED}:
+        if not verdict.status.conclusive:
             pytest.skip(verdict.reason)
         if verdict.status is Status.KNOWN:
             # Without a traceback, whose source pytest would parse: what ``pytest.xfail`` raises.

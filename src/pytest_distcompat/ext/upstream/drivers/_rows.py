@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pytest_distcompat.driver import RESUME_AT
@@ -71,8 +72,17 @@ def _iterable(rows: Sequence[Any]) -> Any:
     return Rows()
 
 
-def accelerate_loader(name: str, count: int, device: str = "cpu") -> tuple[Any, Any]:
-    """Return an Accelerator on that device and its prepared loader of that name."""
+def accelerate_loader(
+    name: str, count: int, device: str = "cpu", parallel: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Any, Any]:
+    """Return an Accelerator on that device and its prepared loader of that name.
+
+    Args:
+        name: One of ``ACCELERATE``.
+        count: The number of rows.
+        device: ``cpu`` or that of this rank.
+        parallel: The arguments of Accelerator for a mesh; its loaders count on them.
+    """
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
     from torch.utils.data import DataLoader
@@ -83,9 +93,8 @@ def accelerate_loader(name: str, count: int, device: str = "cpu") -> tuple[Any, 
     for key in ("batch_size", "drop_last", "num_workers", "shuffle"):
         if key in settings:
             arguments[key] = settings.pop(key)
-    accelerator = Accelerator(
-        cpu=device == "cpu", dataloader_config=DataLoaderConfiguration(**settings)
-    )
+    on_device = parallel or {"cpu": device == "cpu"}
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings), **on_device)
     set_seed(0)
     data: Any = range(count)
     if iterable:
@@ -94,10 +103,16 @@ def accelerate_loader(name: str, count: int, device: str = "cpu") -> tuple[Any, 
 
 
 def accelerate_rows(
-    name: str, count: int, start: tuple[int, int], directory: Path, device: str = "cpu"
+    name: str,
+    count: int,
+    start: tuple[int, int],
+    directory: Path,
+    *,
+    device: str = "cpu",
+    parallel: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Read a loader as accelerate's documentation resumes one: ``load_state``, then ``skip_first_batches``."""
-    accelerator, loader = accelerate_loader(name, count, device)
+    accelerator, loader = accelerate_loader(name, count, device, parallel)
     first_epoch, done = start
     stateful = "stateful" in name
     saved = directory / f"{name}-{first_epoch}-{done}"
@@ -122,7 +137,9 @@ def accelerate_rows(
             accelerator.save_state(str(directory / f"{name}-{epoch + 1}-0"))
 
 
-def accelerate_metrics(count: int, device: str = "cpu") -> dict[str, float]:
+def accelerate_metrics(
+    count: int, device: str = "cpu", parallel: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, float]:
     """Return how many rows ``gather_for_metrics`` gives, and the mean of their squares, for each loader."""
     import torch
 
@@ -130,7 +147,7 @@ def accelerate_metrics(count: int, device: str = "cpu") -> dict[str, float]:
     for name, expected in ACCELERATE.items():
         if expected.dropped or not expected.filled or "num_workers" in _ACCELERATE[name]:
             continue  # ranks gather as many rows each, and all of them; who reads the rows changes nothing of that
-        accelerator, loader = accelerate_loader(name, count, device)
+        accelerator, loader = accelerate_loader(name, count, device, parallel)
         gathered = [accelerator.gather_for_metrics(batch) for batch in loader]
         squares = torch.cat(gathered).double() ** 2
         metrics[f"{name}: rows"] = float(len(squares))
@@ -292,6 +309,14 @@ def deepspeed_rows(count: int, backend: str) -> Iterator[tuple[int, Sequence[int
     )
     for epoch in range(EPOCHS):
         for batch in made[2]:
+            yield epoch, batch.tolist()
+
+
+def deepspeed_engine_rows(engine: Any, count: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Read the loader that an engine makes of a data set."""
+    loader = engine.deepspeed_io(range(count), batch_size=BATCH)
+    for epoch in range(EPOCHS):
+        for batch in loader:
             yield epoch, batch.tolist()
 
 

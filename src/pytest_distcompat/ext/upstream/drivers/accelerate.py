@@ -518,11 +518,37 @@ class AccelerateDriver(TinyDriver):
         self, loader: str, count: int, start: tuple[int, int], directory: Path
     ) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the rows that a prepared loader gives."""
-        return _rows.accelerate_rows(loader, count, start, directory, self.world.device)
+        return _rows.accelerate_rows(
+            loader,
+            count,
+            start,
+            directory,
+            device=self.world.device,
+            parallel=self._mesh_settings(),
+        )
 
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate with ``gather_for_metrics``."""
-        return _rows.accelerate_metrics(count, self.world.device)
+        return _rows.accelerate_metrics(count, self.world.device, self._mesh_settings())
+
+    def _mesh_settings(self) -> Mapping[str, Any]:
+        """Return the arguments of Accelerator for the mesh of the cell; none where it has one dimension."""
+        if self.cell.strategy != "fsdp2":
+            return {}
+        assert self.strategy.accelerate is not None
+        settings = dict(self.strategy.accelerate(self.precision, self.cell, self.wrap_spec))
+        if "parallelism_config" not in settings:
+            return {}
+        if self.world.device == "cpu":
+            settings |= on_cpu(settings)
+        return settings
+
+    @classmethod
+    def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
+        """Return all loaders; none for DeepSpeed's parallelism, which changes them when a model is prepared."""
+        if cell.strategy != "fsdp2" and cell.tp * cell.cp * cell.ep > 1:
+            return {}
+        return cls.loaders
 
     def trainer_world_size(self) -> int | None:
         """Return accelerate's number of processes."""

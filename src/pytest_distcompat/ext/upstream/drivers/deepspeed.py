@@ -477,7 +477,10 @@ class DeepSpeedDriver(TinyDriver):
         return weights
 
     def rows(self, _loader: str, count: int, *_: Any) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the rows that the loader of ``training_data`` gives."""
+        """Yield the rows that the loader of ``training_data`` gives; on a mesh, that of the engine of the cell."""
+        if self.cell.tp * self.cell.cp * self.cell.ep > 1:
+            self.build(self.build_model())
+            return _rows.deepspeed_engine_rows(self.model, count)
         return _rows.deepspeed_rows(count, self.world.backend)
 
     def trainer_world_size(self) -> int | None:

@@ -576,7 +576,8 @@ class TorchDriver(TinyDriver):
         directory: Path,  # noqa: ARG002 - nothing is saved
     ) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the rows that torch's loader gives."""
-        return _rows.torch_rows(loader, count, start, self.world.rank, self.world.size)
+        rank = self.cell.dp_rank(self.world.rank)
+        return _rows.torch_rows(loader, count, start, rank, self.cell.dp_size)
 
     def evaluate(self, model: Module) -> torch.Tensor:
         """Return the logits without gradients left: recompiled for evaluation, FSDP1 fails on a step's sharded ones."""

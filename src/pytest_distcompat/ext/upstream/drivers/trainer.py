@@ -26,7 +26,7 @@ from pytest_distcompat.ext.upstream.models import loss_to_targets
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.models import TinyModel, model_of
-from pytest_distcompat.scenario import STEPS
+from pytest_distcompat.scenario import MESH, STEPS
 from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, _fsdp, first_reason
 from pytest_distcompat.trace import Loader
 
@@ -512,6 +512,13 @@ class TrainerDriver(TinyDriver):
         return _rows.trainer_rows(
             loader, count, start, directory, world=self.world.size, device=self.world.device
         )
+
+    @classmethod
+    def loaders_in(cls, cell: Cell) -> Mapping[str, Loader]:
+        """Return all loaders; none on a mesh, which Trainer makes around the model that it trains."""
+        if any(name in MESH for name, _ in cell.options):
+            return {}
+        return cls.loaders
 
     def metrics(self, count: int) -> Mapping[str, float]:
         """Evaluate by ``Trainer.evaluate``."""

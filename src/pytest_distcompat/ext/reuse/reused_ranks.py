@@ -9,14 +9,14 @@ import contextlib
 import json
 import select
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_distcompat.launch.files import Files, log_sizes
+from pytest_distcompat.launch.launcher import OpenRun, Replies
 from pytest_distcompat.launch.request import Request
 
-SERVE = "pytest_distcompat.launch.request_loop:serve"
+SERVE = "pytest_distcompat.ext.reuse.request_loop:serve"
 
 
 @dataclass(frozen=True)
@@ -32,29 +32,13 @@ class Reuse:
     last: bool = False
 
 
-class ReusedRanks:
-    """A run of ranks that are started for the request ``first`` and then wait for requests on a socket."""
+class ReusedRanks(Replies):
+    """The ranks of an open run, which do one request after the other and reply to each."""
 
-    def __init__(
-        self, first: Request, reuse: Reuse, socket_path: Path, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, run: OpenRun, reuse: Reuse, first: Request) -> None:
+        self.run = run
         self.reuse = reuse
-        self.environment = dict(environment)
         self.uses = 0
-        self._socket_path = socket_path
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(socket_path))
-        self._listener.listen(first.world_size)
-        #: The request that starts the ranks and their request loop.
-        self.start_request = replace(
-            first,
-            target=SERVE,
-            payload={"socket": str(socket_path)},
-            directory=str(Path(first.directory) / "ranks"),
-            # Each request brings the working directory and the import path itself.
-            cwd="",
-            import_path=(),
-        )
         #: The request that the ranks do now, or did last, and the files that they write meanwhile.
         self.current_request = first
         self.files = Files(Path(first.directory))
@@ -66,8 +50,8 @@ class ReusedRanks:
 
     def send(self, request: Request) -> None:
         """Send a request to all ranks; those that are still starting get it once they connect."""
-        run = Path(self.start_request.directory)
-        self.files = Files(run, log_sizes(run, request.world_size))
+        directory = Path(self.run.start_request.directory)
+        self.files = Files(directory, log_sizes(directory, request.world_size))
         self.uses += 1
         self.current_request = request
         self.replies = {}
@@ -85,19 +69,19 @@ class ReusedRanks:
     @property
     def homeless(self) -> bool:
         """Tell whether the directory to which the ranks write is gone: a cleaner or a test has removed it."""
-        return not Path(self.start_request.directory).is_dir()
+        return not Path(self.run.start_request.directory).is_dir()
 
     @property
     def sockets(self) -> list[socket.socket]:
         """The sockets on which ranks may connect or reply."""
-        return [self._listener, *self._buffers]
+        return [self.run.listener, *self._buffers]
 
     def receive(self) -> list[socket.socket]:
         """Read what has arrived, and return the sockets on which more may arrive."""
         ready, _, _ = select.select(self.sockets, [], [], 0)
         for ready_socket in ready:
-            if ready_socket is self._listener:
-                rank, _ = self._listener.accept()
+            if ready_socket is self.run.listener:
+                rank, _ = self.run.listener.accept()
                 self._buffers[rank] = b""
                 self._send_current(rank)
             else:
@@ -105,9 +89,9 @@ class ReusedRanks:
         return self.sockets
 
     @property
-    def replied(self) -> bool:
+    def complete(self) -> bool:
         """Tell whether all ranks have done the current request."""
-        return len(self.replies) == self.start_request.world_size
+        return len(self.replies) == self.run.start_request.world_size
 
     def _read(self, rank: socket.socket) -> None:
         """Read what a rank has sent: a line of JSON, once it has done the current request."""
@@ -144,14 +128,13 @@ class ReusedRanks:
         ranks = [str(rank) for rank, reply in sorted(self.replies.items()) if reply == changed]
         if len(ranks) == 1:
             return f"rank {ranks[0]}"
-        if self.replied and len(ranks) == len(self.replies):
+        if self.complete and len(ranks) == len(self.replies):
             return "all ranks"
         return f"ranks {', '.join(ranks)}"
 
     def dismiss(self) -> None:
         """End the ranks' request loops by closing their sockets."""
+        self.run.listener.close()
         for rank in self._buffers:
             rank.close()
         self._buffers.clear()
-        self._listener.close()
-        self._socket_path.unlink(missing_ok=True)

@@ -43,7 +43,7 @@ from typing import Any
 import psutil
 
 from pytest_distcompat.excerpt import encodable
-from pytest_distcompat.launch.library_state import SETTINGS, SINGLETONS, Registered
+from pytest_distcompat.ext.reuse.library_state import SETTINGS, SINGLETONS, Registered
 from pytest_distcompat.launch.process import children
 from pytest_distcompat.launch.unimported import loaded
 

@@ -16,9 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat.ext.reuse.process_state import changes, grown, sizes, state_now
 from pytest_distcompat.launch import pristine_builtins, randomness, rank
 from pytest_distcompat.launch.process import flush
-from pytest_distcompat.launch.process_state import changes, grown, sizes, state_now
 from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.launch.request import Request
 
