@@ -323,6 +323,7 @@ class Loader:
         dropped: Rows that fill no batch are left out.
         resumes: It goes on in the middle of an epoch, in a fresh process group.
         moves: It does so with another number of ranks too.
+        rows: The number of its rows, if not that of all loaders: a data set may have fewer than there are ranks.
     """
 
     shuffled: bool = True
@@ -330,6 +331,7 @@ class Loader:
     dropped: bool = False
     resumes: bool = True
     moves: bool = True
+    rows: int = 0
 
 
 @dataclass(frozen=True)

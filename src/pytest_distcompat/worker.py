@@ -489,7 +489,8 @@ class Rank:
     def _rows_of_loader(self, name: str, epoch: int, batch: int, directory: Path) -> RowsInfo:
         """Return the numbers of the rows that a loader gives from that epoch and batch on, by epoch and batch."""
         batches_by_epoch: dict[int, list[tuple[int, ...]]] = {}
-        for number, rows in self.driver.rows(name, ROWS, (epoch, batch), directory):
+        count = self._loaders[name].rows or ROWS
+        for number, rows in self.driver.rows(name, count, (epoch, batch), directory):
             batches_by_epoch.setdefault(number, []).append(tuple(map(int, rows)))
         batches = tuple(map(tuple, batches_by_epoch.values()))
         return RowsInfo(name, epoch, batch, self._loaders[name], batches)

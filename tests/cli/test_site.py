@@ -16,9 +16,9 @@ import pytest
 import pytest_distcompat
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import REQUIRED_METHODS
+from pytest_distcompat.ext.upstream.models import BLANK, architecture, architectures, of_tasks
+from pytest_distcompat.ext.upstream.models._architectures import UNKNOWN
 from pytest_distcompat.known import shipped
-from pytest_distcompat.models import BLANK, architecture, architectures, of_tasks
-from pytest_distcompat.models._architectures import UNKNOWN
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import all_statuses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -22,10 +23,22 @@ from pytest_distcompat import hookspecs
 SOURCE = Path(pytest_distcompat.__file__).parent
 ROOT = Path(__file__).parents[2]
 EXTENSIONS = sorted(path.name for path in (SOURCE / "ext").iterdir() if (path / "__init__.py").exists())
-#: Modules beside the folder that belong to an extension: the names by which users import it.
-FACES = {"aliases": "aliases.py", "cluster": "executors.py", "scripts": "scripts.py"}
+#: Modules and packages beside the folder that belong to an extension: the names by which users import it.
+FACES = {
+    "aliases": ["aliases.py"],
+    "cluster": ["executors.py"],
+    "scripts": ["scripts.py"],
+    "upstream": [
+        "suite.py",
+        "settings.py",
+        "drivers/tiny.py",
+        *(f"drivers/{name}/__init__.py" for name in ("accelerate", "deepspeed", "torch", "trainer")),
+    ],
+}
+#: Names of what only an extension knows: of its options, arguments and ideas.
+FLAGS = {"reuse", "reuse_limit", "reuse_scope", "simulate", "agrees_with", "walk_calls", "OTHER_REFERENCE", "WALK"}
 #: Extensions that are built on others, and go with them.
-NEEDS = {"search": {"reach", "walk"}}
+NEEDS = {"search": {"reach", "walk", "upstream"}, "walk": {"upstream"}}
 
 MARKED = """
 import pytest
@@ -79,14 +92,14 @@ def install_without(extensions: list[str], directory: Path) -> Copy:
     for place in {Path(sysconfig.get_path("purelib")), *map(Path, filter(is_site, sys.path))}:
         for entry in place.iterdir():
             target = site / entry.name
-            if "pytest_distcompat" not in entry.name and not target.exists():
+            if "pytest_distcompat" not in entry.name and entry.suffix != ".pth" and not target.exists():
                 target.symlink_to(entry)
     package = site / "pytest_distcompat"
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
     for extension in extensions:
         shutil.rmtree(package / "ext" / extension)
-        if extension in FACES:
-            (package / FACES[extension]).unlink()
+        for face in FACES.get(extension, ()):
+            (package / face).unlink()
     write_metadata(site, extensions)
     tests = directory / "tests"
     tests.mkdir()
@@ -130,12 +143,30 @@ def modules_of(name: str) -> list[Path]:
 
 
 def test_the_core_imports_nothing_of_an_extension() -> None:
-    faces = {SOURCE / name for name in FACES.values()}
+    faces = {SOURCE / name for names in FACES.values() for name in names}
     for path in SOURCE.rglob("*.py"):
         if path.is_relative_to(SOURCE / "ext") or path in faces:
             continue
         imported = {name for name in ours(imports_of(path, types=True)) if name.partition(".")[0] == "ext"}
         assert not imported, f"{path.relative_to(SOURCE)} imports {imported}"
+
+
+def identifiers_of(path: Path) -> set[str]:
+    """Every name, attribute, argument and whole text in a module; what docstrings and comments say is not among them."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for field in ("id", "attr", "arg", "name", "value"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                found.add(value)
+    return found
+
+
+def test_the_core_has_no_flag_of_an_extension() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if not path.is_relative_to(SOURCE / "ext"):
+            flags = identifiers_of(path) & FLAGS
+            assert not flags, f"{path.relative_to(SOURCE)} has {flags}"
 
 
 def test_the_core_has_no_word_of_a_simulation() -> None:
@@ -214,7 +245,12 @@ def test_without_extensions_the_rest_works(extensions: list[str], tmp_path: Path
     assert flags == {option.flag for option in options_without(extensions).values()}
     report = copy.directory / "report.json"
     done = copy.run(
-        "-n", "2", "-k", "sum or fails or active or resume", f"--distcompat-report={report}", "--distcompat-gpus=0"
+        "-n",
+        "2",
+        "-k",
+        "sum or fails or active or resume",
+        f"--distcompat-report={report}",
+        "--distcompat-gpus=0",
     )
     assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
     assert report.exists()

@@ -28,9 +28,10 @@ BY_NAME = {
 NEED_TORCH = {
     "ext.cluster.rendezvous",
     "ext.simulation.fake_ranks",
-    "models._modules",
+    "ext.upstream.models.modules",
+    "strategies._placeholder",
     "launch.agent",
-    "drivers._joined",
+    "ext.upstream.drivers._joined",
 } | {
     f"probe.{m}"
     for m in ("tensors", "layouts", "live", "optimizer", "observe", "files", "snapshot", "extra", "weights")
@@ -253,19 +254,20 @@ def test_references_to_functions_lead_to_one() -> None:
 
 #: By module, the private modules of other packages that it still imports. A name goes from here, none is added.
 PRIVATE_IMPORTS = {
-    "drivers._tiny": {"strategies._expert", "strategies._tensor", "strategies._context", "strategies._pipeline"},
-    "drivers.accelerate": {"strategies._context", "strategies._tensor"},
-    "drivers.deepspeed": {"strategies._expert", "strategies._context"},
-    "drivers.torch": {"strategies._context", "strategies._pipeline"},
-    "drivers.trainer": {"strategies._fsdp"},
+    "ext.upstream.drivers.tiny": {
+        "strategies._expert",
+        "strategies._tensor",
+        "strategies._context",
+        "strategies._pipeline",
+    },
+    "ext.upstream.drivers.accelerate": {"strategies._context", "strategies._tensor"},
+    "ext.upstream.drivers.deepspeed": {"strategies._expert", "strategies._context"},
+    "ext.upstream.drivers.torch": {"strategies._context", "strategies._pipeline"},
+    "ext.upstream.drivers.trainer": {"strategies._fsdp"},
     "ext.scripts.configuration": {"strategies._fsdp"},
     "ext.scripts.final_model": {"checks._values"},
     "ext.scripts.rank_parity": {"checks._values"},
     "ext.scripts.roundtrip": {"checks._values"},
-    "ext.walk.script": {"models._modules", "drivers._calls", "drivers._tiny"},
-    "ext.walk.sequence": {"drivers._tiny"},
-    "strategies._pipeline": {"models._modules"},
-    "strategies._tensor": {"models._modules"},
 }
 
 

@@ -110,10 +110,10 @@ def test_the_queues_and_sentinels_of_the_agents_processes() -> None:
 def test_the_patterns_of_transformers() -> None:
     from transformers import conversion_mapping
 
-    from pytest_distcompat.models import _checkpoint_names  # noqa: F401 - imported for what that does
+    from pytest_distcompat.ext.upstream.models import _checkpoint_names  # noqa: F401 - imported for what that does
 
     assert conversion_mapping._checkpoint_conversion_mapping_cache is not None, (
-        "transformers keeps its patterns elsewhere: see models/_checkpoint_names.py, without which each rank compiles them"
+        "transformers keeps its patterns elsewhere: see ext/upstream/models/_checkpoint_names.py, without which each rank compiles them"
     )
 
 
@@ -166,7 +166,7 @@ def test_marks_of_compiled_and_checkpointed_modules(run: Run) -> None:
     infos = {event["step"]: event for event in events(ending, "fact")}
     assert not ending.failed, (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper or torch._dynamo.utils.counters is not where it was: "
-        f"see drivers/_options.py:recompute and probe/live.py:_graph_count\n{ending.text()}"
+        f"see ext/upstream/drivers/_options.py:recompute and probe/live.py:_graph_count\n{ending.text()}"
     )
     assert infos["before"]["compiled"] == infos["after"]["compiled"] == ["0"], (
         "a module compiled in place has no _compiled_call_impl: see probe/live.py:compiled_modules"
@@ -224,7 +224,7 @@ def test_what_deepspeed_says_of_layers_that_autotp_has_cut(warm: WarmLauncher, t
     )
     assert "TensorParallel_Layer" in first["bases"], "the layers have another name: see probe/observe.py"
     assert {"0.weight": [8, 4], "0.bias": [8], "1.running_mean": [4]}.items() <= first["shapes"].items(), (
-        "DeepSpeed's engine has no _consolidated_16bit_state_dict: see drivers/deepspeed.py:whole_weights"
+        "DeepSpeed's engine has no _consolidated_16bit_state_dict: see ext/upstream/drivers/deepspeed.py:whole_weights"
     )
 
 

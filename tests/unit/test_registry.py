@@ -129,6 +129,11 @@ def test_another_package_adds_an_item(distribution: Callable[[str], Registry[Thi
     assert registry.modules[-1] == "my_trainer_items"
 
 
+def test_an_entry_point_may_name_a_module_of_items(distribution: Callable[[str], Registry[Thing]]) -> None:
+    with pytest.raises(UsageProblem, match="holds a second thing named 'ours'"):
+        distribution("my_trainer_items").names()
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

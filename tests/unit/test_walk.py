@@ -13,11 +13,11 @@ import pytest
 from pytest_distcompat.calls import Call, offered, read_calls, refused
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS, find_driver
-from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.ext.walk.explore import CORPUS, WALKS, Explorer
 from pytest_distcompat.ext.walk.script import script
 from pytest_distcompat.ext.walk.sequence import Walk, valid
 from pytest_distcompat.known import shipped
+from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.runner import Runner
 
 CELL = Cell.parse("fsdp2-fp32-w2-model_mlp")

@@ -151,7 +151,7 @@ def pytest_pycollect_makeitem(
 ) -> pytest.Class | list[pytest.Item] | None:
     """Collect a suite whatever its name is. A mistake in its class is a collection error."""
     # A module that defines a suite has imported this one; other sessions must not pay for the import.
-    suite = sys.modules.get("pytest_distcompat.suite")
+    suite = sys.modules.get("pytest_distcompat.compat_suite")
     if suite is None or not isinstance(obj, type) or not issubclass(obj, suite.CompatSuite):
         return None
     from pytest_distcompat.plugin.suite import cases

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.models.llama import LLAMAS
+from pytest_distcompat.models import LLAMAS
 from pytest_distcompat.strategies._base import first_reason, untried_option_reason
 
 if TYPE_CHECKING:

@@ -110,7 +110,7 @@ class Pipeline:
 
         With several stages on a rank each module is a copy of the model that shares the layers of its stage.
         """
-        from pytest_distcompat.models._modules import Elsewhere
+        from pytest_distcompat.strategies._placeholder import Elsewhere
 
         stage_by_name = self._stage_by_name()
         layers = {name: model.get_submodule(name) for name in stage_by_name}

@@ -22,8 +22,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.models import model_of
-from pytest_distcompat.models.llama import LLAMAS
+from pytest_distcompat.models import LLAMAS, model_of
 from pytest_distcompat.strategies import _expert
 from pytest_distcompat.strategies._base import first_reason, untried_option_reason
 
@@ -127,7 +126,7 @@ def parallelize(
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from pytest_distcompat.models._modules import Elsewhere
+    from pytest_distcompat.strategies._placeholder import Elsewhere
 
     styles = {}
     placeholders = {name for name, module in model.named_modules() if isinstance(module, Elsewhere)}

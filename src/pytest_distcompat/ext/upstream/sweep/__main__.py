@@ -6,7 +6,7 @@ import os
 import sys
 
 from pytest_distcompat.decode import decode
-from pytest_distcompat.settings.fields import Source, read_fields
+from pytest_distcompat.ext.upstream.sweep.fields import Source, read_fields
 
 if __name__ == "__main__":
     # Libraries write to the standard output when they are imported.

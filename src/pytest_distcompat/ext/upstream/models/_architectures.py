@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.models._base import TinyModel
-from pytest_distcompat.models._blank import BLANK, BLANK_TASKS, FIXED
-from pytest_distcompat.models._inputs import (
+from pytest_distcompat.ext.upstream.models._blank import BLANK, BLANK_TASKS, FIXED
+from pytest_distcompat.ext.upstream.models._inputs import (
     CLASSES,
     LABELS_OF_ROWS,
     LABELS_OF_TOKENS,
@@ -25,12 +24,13 @@ from pytest_distcompat.models._inputs import (
     loss_to_targets,
     tensors,
 )
+from pytest_distcompat.models import TinyModel
 
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
 
 PREFIX = "hf:"
 #: Rules: a pattern of a config field's whole name and its largest value in a tiny model.

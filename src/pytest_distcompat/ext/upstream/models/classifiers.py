@@ -6,19 +6,19 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.models._base import TinyModel
+from pytest_distcompat.models import TinyModel
 
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
 
 FEATURES, WIDTH, CLASSES = 7, 13, 5
 
 
 def _classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -> TinyModel:
-    """Return the model of a class of ``_modules``, with further fields of TinyModel."""
+    """Return the model of a class of ``modules``, with further fields of TinyModel."""
     common: dict[str, Any] = {
         "make": functools.partial(_make, class_name, width),
         "batch": _batch,
@@ -30,7 +30,7 @@ def _classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -
         "frozen_modules": ("inlet",),
         "unit_size": 200,
         "in_8_bits": False,
-        "preload": ("pytest_distcompat.models._modules", "safetensors.torch"),
+        "preload": ("pytest_distcompat.ext.upstream.models.modules", "safetensors.torch"),
         # 1.3e-3 measured in bf16_upcast (autocast over float32 masters under DDP), 2.7e-3 with bfloat16 masters.
         "spread": 1.7,
         # 2.2e-3 measured on an H100 in bf16_upcast (accelerate, DeepSpeed), where products are added up in another order.
@@ -40,9 +40,9 @@ def _classifier(name: str, class_name: str, width: int = WIDTH, **fields: Any) -
 
 
 def _make(class_name: str, width: int) -> Module:
-    from pytest_distcompat.models import _modules
+    from pytest_distcompat.ext.upstream.models import modules
 
-    model: Module = getattr(_modules, class_name)(FEATURES, width, CLASSES)
+    model: Module = getattr(modules, class_name)(FEATURES, width, CLASSES)
     return model
 
 

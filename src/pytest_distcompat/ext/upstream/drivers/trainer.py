@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import observer
 from pytest_distcompat.driver import OnAction, Plan
-from pytest_distcompat.drivers import _options, _preload, _releases, _rows
-from pytest_distcompat.drivers._calls import OFFLOADS, Calls
-from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
-from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_callback
-from pytest_distcompat.models import TinyModel, loss_to_targets, model_of
+from pytest_distcompat.ext.upstream.drivers import _options, _preload, _releases, _rows
+from pytest_distcompat.ext.upstream.drivers._refused import OFFLOADS
+from pytest_distcompat.ext.upstream.drivers._trainer_callback import PlanDoneError, make_callback
+from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE, TinyDriver
+from pytest_distcompat.ext.upstream.models import loss_to_targets
+from pytest_distcompat.ext.upstream.sweep.fields import Source
+from pytest_distcompat.live_calls import Calls
+from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.scenario import MESH, STEPS
-from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, _fsdp, first_reason
 from pytest_distcompat.trace import Loader
 
@@ -137,11 +139,11 @@ class TrainerDriver(TinyDriver):
             "TrainingArguments",
             "transformers.TrainingArguments",
             ("ddp", "fsdp2", "zero2"),
-            becomes="pytest_distcompat.drivers.trainer.json_of",
+            becomes="pytest_distcompat.ext.upstream.drivers.trainer.json_of",
         ),
         Source(
             "fsdp_config",
-            "pytest_distcompat.drivers.trainer.read_fsdp_config",
+            "pytest_distcompat.ext.upstream.drivers.trainer.read_fsdp_config",
             ("fsdp1", "fsdp2"),
             "keys",
         ),
@@ -673,8 +675,8 @@ def on_cpu(settings: Mapping[str, Any], *, in_parts: bool = False) -> dict[str, 
     A model ``in_parts`` runs under no strategy of accelerate, which refuses its mesh on what it takes for CPUs.
     """
     # ``use_cpu`` alone silently turns FSDP into plain DDP; without it DeepSpeed assumes a world size of 1. For FSDP
-    # ``use_configured_state``, a public option, makes Trainer use the state that ``drivers.accelerate.on_cpu`` sets.
-    from pytest_distcompat.drivers import accelerate
+    # ``use_configured_state``, a public option, makes Trainer use the state that ``launch.accelerate_cpu`` sets.
+    from pytest_distcompat.launch import accelerate_cpu
 
     if settings.get("deepspeed") and settings.get("parallelism_config"):
         # On GPUs accelerate does it, before Ulysses makes its groups.
@@ -683,7 +685,7 @@ def on_cpu(settings: Mapping[str, Any], *, in_parts: bool = False) -> dict[str, 
         deepspeed.init_distributed(dist_backend="gloo")
     if not settings.get("fsdp") and not in_parts:
         return {"use_cpu": True}
-    accelerate.on_cpu({"fsdp_plugin": settings.get("fsdp_config")})
+    accelerate_cpu.on_cpu({"fsdp_plugin": settings.get("fsdp_config")})
     return {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.decode import decode
+from pytest_distcompat.ext.upstream.sweep.fields import Field, Source
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.settings.fields import Field, Source
 
 #: What DeepSpeed's JSON says where another place decides.
 _AUTO = "auto"
@@ -248,6 +248,12 @@ def _read(data: str) -> str:
             f"the settings of the installed libraries cannot be read: {process.stderr.strip()[-2000:]}"
         )
     return process.stdout
+
+
+def sources_of(driver: Any) -> tuple[Source, ...]:
+    """Return the objects of libraries that a driver, a subclass of ``Driver``, makes: its ``sources``; none if it names none."""
+    sources: tuple[Source, ...] = getattr(driver, "sources", ())
+    return sources
 
 
 def settings_of(sources: Iterable[Source], shared: Path | None = None) -> list[Setting]:

@@ -31,14 +31,3 @@ DEEPSPEED = (
 )
 ACCELERATE = ("accelerate", "accelerate.utils.fsdp_utils", *DEEPSPEED)
 TRAINER = ("transformers.trainer", "transformers.integrations.deepspeed", *ACCELERATE)
-#: For cells that compile: torch.compile imports most of itself when it first compiles, seconds of each rank.
-COMPILE = (
-    # torch._dynamo imports pytest, if it is installed, to trace its context managers.
-    "pytest",
-    "torch._dynamo.backends.debugging",
-    "torch._dynamo.backends.inductor",
-    "torch._dynamo.repro.after_dynamo",
-    "torch._functorch.aot_autograd",
-    "torch._inductor.compile_fx",
-    "torch.export._trace",
-)

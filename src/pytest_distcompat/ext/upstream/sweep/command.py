@@ -21,8 +21,8 @@ from pytest_distcompat.report.document import Report
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.expect import Expectation
+    from pytest_distcompat.ext.upstream.sweep.rules import Setting
     from pytest_distcompat.runner import Runner
-    from pytest_distcompat.settings.rules import Setting
     from pytest_distcompat.status import Verdict
 
 #: The states of a setting: swept by its type, by rules, left out, or neither values nor a rule.
@@ -124,7 +124,7 @@ def _report(verdicts: list[Verdict], began: float) -> Report:
 def _chosen(driver: str, options: argparse.Namespace) -> list[Setting]:
     """Return the settings of a driver that the command is about."""
     from pytest_distcompat.drivers import find_driver
-    from pytest_distcompat.settings.rules import settings_of
+    from pytest_distcompat.ext.upstream.sweep.rules import settings_of, sources_of
 
     patterns = [_pattern(name) for name in options.names]
 
@@ -134,7 +134,9 @@ def _chosen(driver: str, options: argparse.Namespace) -> list[Setting]:
         name = setting.name.lower()
         return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-    return [setting for setting in settings_of(find_driver(driver).sources) if is_chosen(setting)]
+    return [
+        setting for setting in settings_of(sources_of(find_driver(driver))) if is_chosen(setting)
+    ]
 
 
 def _pattern(name: str) -> str:
@@ -175,9 +177,9 @@ def _pairs(driver: str, options: argparse.Namespace) -> list[Verdict]:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.engine import local_runner
+    from pytest_distcompat.ext.upstream.sweep.pairs import covering_rows, reduced_failures
+    from pytest_distcompat.ext.upstream.sweep.profile import with_set
     from pytest_distcompat.known import applying, concerned, shipped
-    from pytest_distcompat.profiles import with_set
-    from pytest_distcompat.settings.pairs import covering_rows, reduced_failures
 
     strategy = options.pairs
     kind = find_driver(driver)
@@ -248,7 +250,7 @@ def _first_failure(
     from pytest_distcompat.checks import CHECKS
     from pytest_distcompat.drivers import find_driver
     from pytest_distcompat.engine import not_applicable, run_check
-    from pytest_distcompat.settings.slice import SWEEP_CHECKS
+    from pytest_distcompat.ext.upstream.sweep.slice import SWEEP_CHECKS
 
     for name in SWEEP_CHECKS:
         check = CHECKS.get(name)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.drivers import _options, _preload, _rows
-from pytest_distcompat.drivers._calls import Calls
-from pytest_distcompat.drivers._tiny import HELD_OUT_BATCH, TinyDriver, listed
-from pytest_distcompat.settings.fields import Source
+from pytest_distcompat.ext.upstream.drivers import _options, _preload, _rows
+from pytest_distcompat.ext.upstream.drivers.tiny import HELD_OUT_BATCH, TinyDriver, listed
+from pytest_distcompat.ext.upstream.sweep.fields import Source
+from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, _context, _pipeline, first_reason
 from pytest_distcompat.trace import Loader
 

@@ -6,19 +6,17 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_distcompat.models._base import Stages, TinyModel, prompt_length
+from pytest_distcompat.models import Stages, TinyModel, prompt_length
 
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
 
 VOCABULARY, HIDDEN = 128, 32
 #: Rows of a batch, and tokens of a row.
 ROWS, TOKENS = 2, 16
-#: Names of the models below.
-LLAMAS = ("llama", "llama_tied", "llama_dropout")
 
 
 def _make(*, tied: bool, dropout: float) -> Module:
@@ -86,7 +84,7 @@ def _loss(model: Module, batch: Batch) -> torch.Tensor:
 _PRELOAD = (
     "transformers",
     "transformers.models.llama.modeling_llama",
-    "pytest_distcompat.models._checkpoint_names",
+    "pytest_distcompat.ext.upstream.models._checkpoint_names",
 )
 
 

@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.models._base import prompt_length
+from pytest_distcompat.models import prompt_length
 
 if TYPE_CHECKING:
     import torch
 
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
 
 #: Sizes of a batch: tokens that exist, tokens in a row, answers to choose from, classes, rows.
 VOCABULARY, TOKENS, CHOICES, CLASSES, ROWS = 128, 16, 3, 5, 2

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.drivers import _options, _preload, _rows
-from pytest_distcompat.drivers._calls import NO_SECOND_LOAD, Calls
-from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
+from pytest_distcompat.ext.upstream.drivers import _options, _preload, _rows
+from pytest_distcompat.ext.upstream.drivers._refused import NO_SECOND_LOAD
+from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE, TinyDriver
+from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES, _context, _expert
 from pytest_distcompat.trace import Loader
 

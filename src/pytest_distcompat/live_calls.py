@@ -16,14 +16,6 @@ from pytest_distcompat.strategies import MAX_NORM
 CLIP_VALUE = 0.01
 #: What ``slower`` multiplies learning rates by.
 SLOWER = 0.5
-#: Why walks under FSDP1 on the CPU have no call of accelerate that takes the whole state dict.
-OFFLOADS = (
-    "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989"
-)
-#: What walks under ZeRO-3 lack.
-NO_SECOND_LOAD = {
-    "load*": "under ZeRO-3 a checkpoint cannot be loaded after one was saved, says load_checkpoint's documentation"
-}
 
 
 class Calls:

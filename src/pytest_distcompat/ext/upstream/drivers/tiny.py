@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.cost import QUANTIZED_FROM
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers import _releases
+from pytest_distcompat.ext.upstream.drivers import _releases
 from pytest_distcompat.installed import has_compiler
 from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision

@@ -387,11 +387,3 @@ class Branch(OneBlock):
             x = x + self.branch(x) * needed
         logits: torch.Tensor = self.outlet(x)
         return logits
-
-
-class Elsewhere(nn.Module):
-    """Placeholder of a module that another stage of the pipeline has."""
-
-    def forward(self, received: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Return the input."""
-        return received
