@@ -518,7 +518,7 @@ class BoundCase:
         """Run the case, and end as its verdict says.
 
         Raises:
-            pytest.skip.Exception: For a skipped or simulated case.
+            pytest.skip.Exception: For a case that was not run, or not on real ranks.
             pytest.xfail.Exception: For a known failure.
             DistcompatError: For any other verdict but a success, see ``FAILURES``.
         """
