@@ -139,7 +139,7 @@ class Registry(Generic[T]):
         try:
             return self.by_name[name]
         except KeyError:
-            known = ", ".join(self.by_name)
+            known = ", ".join(self.by_name) or "none"
             raise UsageProblem(f"no {self._item_name} named {name!r}. Known: {known}.") from None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import os
 import re
 import shutil
@@ -19,6 +21,10 @@ from tests.house.test_floors import imports_of, name_of, ours
 
 import pytest_distcompat
 from pytest_distcompat import hookspecs
+from pytest_distcompat import suite as collected
+from pytest_distcompat.drivers import DRIVERS, TinyDriver
+from pytest_distcompat.ext.upstream import suites
+from pytest_distcompat.settings import Source
 
 SOURCE = Path(pytest_distcompat.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -77,9 +83,13 @@ class Copy:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run ``python -m pytest`` there."""
+        return self.run_module("pytest", "-p", "no:randomly", *arguments)
+
+    def run_module(self, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run ``python -m MODULE`` there."""
         environment = {**os.environ, "PYTHONPATH": str(self.directory)}
         environment.pop("PYTEST_ADDOPTS", None)
-        command = [str(self.python), "-m", "pytest", "-p", "no:randomly", *arguments]
+        command = [str(self.python), "-m", module, *arguments]
         return subprocess.run(
             command, cwd=self.directory, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
@@ -140,6 +150,17 @@ def with_dependents(name: str) -> list[str]:
 def modules_of(name: str) -> list[Path]:
     """Return the modules of an extension."""
     return sorted((SOURCE / "ext" / name).rglob("*.py"))
+
+
+def commands_of_extensions() -> dict[str, str]:
+    """Return the extension that adds each command."""
+    extension_by_command: dict[str, str] = {}
+    for entry in metadata.entry_points(group="pytest_distcompat.commands"):
+        commands = argparse.ArgumentParser().add_subparsers()
+        entry.load()(commands)
+        extension = entry.value.split(".")[2]
+        extension_by_command.update(dict.fromkeys(commands.choices, extension))
+    return extension_by_command
 
 
 def test_the_core_imports_nothing_of_an_extension() -> None:
@@ -224,6 +245,22 @@ def test_extensions_import_public_modules_only() -> None:
                 assert is_own or is_public or is_parent, f"{path.relative_to(SOURCE)} imports {imported}"
 
 
+def test_names_that_users_import_are_those_of_the_extension() -> None:
+    for name, driver in (
+        ("accelerate", "AccelerateDriver"),
+        ("deepspeed", "DeepSpeedDriver"),
+        ("torch", "TorchDriver"),
+        ("trainer", "TrainerDriver"),
+    ):
+        alias = importlib.import_module(f"pytest_distcompat.drivers.{name}")
+        assert getattr(alias, driver) is DRIVERS.get(name)
+        assert issubclass(getattr(alias, driver), TinyDriver)
+    assert Source is DRIVERS.get("torch").sources[0].__class__  # type: ignore[attr-defined]  # only drivers of a sweep have it
+    assert [suite for name, suite in vars(suites).items() if name.startswith("Test")] == [
+        suite for name, suite in vars(collected).items() if name.startswith("Test")
+    ]
+
+
 def test_every_hook_is_on_the_page() -> None:
     page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     hooks = [name for name in vars(hookspecs) if name.startswith("pytest_distcompat_")]
@@ -243,6 +280,10 @@ def test_without_extensions_the_rest_works(extensions: list[str], tmp_path: Path
     help_text = copy.run("--help").stdout
     flags = {option.flag for option in ALL_OPTIONS.values() if f"{option.flag}=" in help_text}
     assert flags == {option.flag for option in options_without(extensions).values()}
+    command_help = copy.run_module("pytest_distcompat.cli", "--help").stdout
+    for command, extension in commands_of_extensions().items():
+        is_listed = re.search(rf"^    {command} ", command_help, re.MULTILINE) is not None
+        assert is_listed == (extension not in extensions), command_help
     report = copy.directory / "report.json"
     done = copy.run(
         "-n",
