@@ -15,6 +15,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.law import law_of
 from pytest_distcompat.scenario import MESH, Scenario
 from pytest_distcompat.trace import CollectiveInfo, OptimizerInfo, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.wording import listed_ranks
 
 if TYPE_CHECKING:
     from pytest_distcompat.runner import Runner
@@ -217,7 +218,7 @@ def message(findings: list[str]) -> str:
     lines: list[str] = []
     for text, ranks in ranks_by_text.items():
         if ranks:
-            lines.append(f"{text.before}{_listed(ranks)}{text.after}")
+            lines.append(f"{text.before}{listed_ranks(ranks)}{text.after}")
         else:
             lines.append(text.before)
     if len(lines) > FINDINGS_SHOWN:
@@ -258,28 +259,6 @@ def requested(cell: Cell, unwrapped: UnwrappedInfo | None, option: str) -> bool:
     if cell.option(option) != OPTIONS[option].default:
         return True
     return unwrapped is not None and option in unwrapped.obeyed
-
-
-def named_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """Return the words for some ranks in a finding: "all ranks", "rank 1" or "ranks 0, 2"."""
-    if len(ranks) == world_size:
-        return "all ranks"
-    return _listed(ranks)
-
-
-def _listed(ranks: Sequence[int | str]) -> str:
-    numbers = ", ".join(str(rank) for rank in ranks)
-    if len(ranks) > 1:
-        return f"ranks {numbers}"
-    return f"rank {numbers}"
-
-
-def and_others(names: Iterable[str]) -> str:
-    """Return the words for some names in a finding: the first in their order, and how many there are besides."""
-    first, *others = sorted(names)
-    if not others:
-        return repr(first)
-    return f"{first!r} and {len(others)} others"
 
 
 def first_three(names: Sequence[str]) -> str:
