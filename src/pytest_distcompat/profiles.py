@@ -139,6 +139,7 @@ MODEL_OPTIONS = (
     "use_orig_params",
     "cpu_ram_efficient_loading",
     "meta_init",
+    "loaded",
     "wrap_policy",
     "save_only_model",
     "float32_norms",
@@ -168,7 +169,7 @@ def cells(
         world_size: The world size, for a matrix that names none.
         device: ``cuda`` or ``cpu``.
         shared: Returns a directory in which the processes of a session share what they read from
-            libraries.
+            libraries; None without one.
     """
     # Imported late: modules that only list the profiles do not need drivers.
     from pytest_distcompat.drivers import unsupported_reason
@@ -193,11 +194,17 @@ def cells(
     }
     added = find_added(profile)
     if added is not None:
-        return list(dict.fromkeys(added.cells(selection)))
+        return _spread(added.cells(selection), matrix)
     selected = selectors.get(profile, _full)(selection)
     if profile == "default":
         return list(selected)
-    return list(dict.fromkeys(selected))
+    return _spread(selected, matrix)
+
+
+def _spread(cells: Iterable[Cell], matrix: Matrix) -> list[Cell]:
+    """Return the cells over as many machines as those of the matrix, each once."""
+    spread = [cell.spread_as(matrix) for cell in cells]
+    return list(dict.fromkeys(spread))
 
 
 def left_out(
@@ -244,7 +251,7 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
     for cell in cells:
         facets = cell.facets()
         values = [facets[name] for name in sorted(depends_on)]
-        earlier = first.setdefault((cell.strategy, cell.nodes, cell.set, *values), cell)
+        earlier = first.setdefault((cell.strategy, cell.spread.nodes, cell.set, *values), cell)
         if earlier != cell:
             yield (
                 cell,

@@ -79,11 +79,13 @@ class Run:
         if self.tp:
             options["tp"] = self.tp
         world_size = self.world_size or cell.world_size
-        # One rank is on one node.
-        nodes = cell.nodes if world_size > 1 else 1
         strategy = self.strategy or cell.strategy
         precision = self.precision or cell.precision
-        return Cell(strategy, precision, world_size, tuple(options.items()), nodes)
+        run_cell = Cell(strategy, precision, world_size, tuple(options.items()))
+        if world_size == 1:
+            # One rank is on one machine.
+            return run_cell
+        return run_cell.spread_as(cell)
 
     def _followed(self, settings: Iterable[str], names: Iterable[str]) -> list[str]:
         """Return the settings of these objects and fields, without those that the run ignores.
@@ -161,6 +163,8 @@ THIRD_RUN = Run("third", (*_BUILD, "load", *("step",) * 4), first_step=6, after=
 #: The settings that the reference keeps, by object or field: they change the training, and apply to
 #: a training in one process too.
 FOLLOWED = (
+    "resize_token_embeddings",
+    "from_pretrained.ignore_mismatched_sizes",
     "AdamW",
     "SGD",
     "Adafactor",
@@ -194,6 +198,7 @@ REFERENCE_RUN = Run(
     # ``param_groups``.
     only=(
         "model",
+        "loaded",
         "grad_accum",
         "frozen",
         "lora",

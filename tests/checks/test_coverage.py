@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.ext.upstream.drivers import _rows
 from pytest_distcompat.scenario import coverage
 from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Snapshot, Trace
 
@@ -213,6 +215,37 @@ def test_on_a_mesh_loaders_are_not_moved_to_more_ranks() -> None:
         "moved_rows",
     ]
     assert [run.name for run in coverage(Cell.parse("fsdp2-fp32-w4-tp_2"), loaders).runs] == ["rows", "resumed_rows"]
+
+
+def one_row(*batches_by_rank: Epoch) -> list[str]:
+    """Findings about a data set of one row, of which each rank is given these batches."""
+    loader = Loader(shuffled=False, rows=1)
+    snapshots = []
+    for rank, given in enumerate(batches_by_rank):
+        epoch = tuple(tuple(batch) for batch in given)
+        rows = (RowsInfo("one row", 0, 0, loader, (epoch, epoch)),)
+        snapshots.append(Snapshot(rank, "rows", "rows", 0, rows=rows))
+    made = Trace.of("made", [RunTrace("rows", len(snapshots), tuple(snapshots))])
+    return CHECKS.get("coverage").findings(Cell("ddp", "fp32", len(snapshots)), made)
+
+
+def test_fewer_rows_than_ranks() -> None:
+    assert one_row([[0]], [[0]]) == []
+    assert one_row([[0, 0]], [[0, 0]]) == []
+    assert "one row: epoch 1: batch 1 of data parallel rank 1 has no rows: a mean over it is no number" in one_row(
+        [[0]], [[]]
+    )
+    assert "one row: epoch 1: 1 of 1 rows are given to no rank, first 0" in one_row([], [])
+
+
+def test_each_two_settings_of_loaders_are_together_in_one() -> None:
+    settings = ("split_batches", "dispatch_batches", "drop_last", "even_batches", "iterable")
+    together = set()
+    for loader in _rows._ACCELERATE.values():
+        for first, second in itertools.combinations(settings, 2):
+            if first in loader and second in loader:
+                together.add((first, second))
+    assert together == set(itertools.combinations(settings, 2))
 
 
 class OnlyBfloat16(TorchDriver):

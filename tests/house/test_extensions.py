@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import os
 import re
@@ -40,6 +41,8 @@ FACES = {
         *(f"drivers/{name}/__init__.py" for name in ("accelerate", "deepspeed", "torch", "trainer")),
     ],
 }
+#: Names of what only an extension knows: of its options, arguments and ideas.
+FLAGS = {"reuse", "reuse_limit", "reuse_scope", "simulate", "agrees_with", "walk_calls", "OTHER_REFERENCE", "WALK"}
 #: Extensions that are built on others, and go with them.
 NEEDS = {"search": {"reach", "walk", "upstream"}, "walk": {"upstream"}}
 
@@ -169,12 +172,48 @@ def test_the_core_imports_nothing_of_an_extension() -> None:
         assert not imported, f"{path.relative_to(SOURCE)} imports {imported}"
 
 
+def identifiers_of(path: Path) -> set[str]:
+    """Every name, attribute, argument and whole text in a module; what docstrings and comments say is not among them."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for field in ("id", "attr", "arg", "name", "value"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                found.add(value)
+    return found
+
+
+def test_the_core_has_no_flag_of_an_extension() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if not path.is_relative_to(SOURCE / "ext"):
+            flags = identifiers_of(path) & FLAGS
+            assert not flags, f"{path.relative_to(SOURCE)} has {flags}"
+
+
 def test_the_core_has_no_word_of_a_simulation() -> None:
     """Its status is registered, and checks ask for abilities of a run (``trace.StandIn``)."""
     for path in SOURCE.rglob("*.py"):
         if not path.is_relative_to(SOURCE / "ext"):
             words = set(re.findall(r"\w+", path.read_text(encoding="utf-8").lower()))
             assert not words & {"simulated", "simulation", "simulations"}, path.relative_to(SOURCE)
+
+
+def test_the_core_has_machines_as_plain_data_only() -> None:
+    """How many there are (``spread.Spread``), in cells, marks and requests; what has runs there is a placement's."""
+    of_data = {"spread.py", "cell.py", "expect.py", "runner.py", "launch/request.py", "executors.py"}
+    # The mark, the first placement and what says that it is not enough, and the name of a setting in reports.
+    of_data |= {f"plugin/{name}" for name in ("marked/declare.py", "marked/run.py", "placement.py", "__init__.py")}
+    of_data |= {"plugin/debugging.py", "engine.py", "profiles.py", "report/compare.py"}
+    lines: list[str] = []
+    for path in SOURCE.rglob("*.py"):
+        name = str(path.relative_to(SOURCE))
+        if name.startswith("ext/"):
+            continue
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if re.search(r"\b(nodes|per_node)\b", line):
+                assert name in of_data, f"{name}: {line}"
+                lines.append(line)
+    assert len(lines) < 40
 
 
 @pytest.mark.parametrize("extension", EXTENSIONS)

@@ -425,10 +425,10 @@ def test_the_rendezvous_and_the_exit_barrier_of_several_nodes() -> None:
         DynamicRendezvousHandler: ["_get_world", "_create_tcp_store_server"],
     }
     missing = [name for kind, names in private.items() for name in names if not callable(getattr(kind, name, None))]
-    assert not missing, f"gone from torch: {missing}; launch/agent.py overrides them"
+    assert not missing, f"gone from torch: {missing}; launch/agent.py and ext/cluster/rendezvous.py override them"
     waits = ("_delay(seconds=1)", "self._state_holder = ", "self._cache_duration = ")
     gone = [text for text in waits if text not in inspect.getsource(dynamic_rendezvous)]
-    assert not gone, f"torch waits otherwise, without {gone}: see launch/agent.py:SeveralNodes"
+    assert not gone, f"torch waits otherwise, without {gone}: see ext/cluster/rendezvous.py"
 
 
 def test_the_parent_of_a_process_of_multiprocessing() -> None:

@@ -200,7 +200,7 @@ def test_places_are_what_tests_are_packed_on(
     session: Any = SimpleNamespace(
         shared=lambda name: json.loads(json.dumps(dataclasses.asdict(demands))),
         inventory=Inventory("gpu", ("GPU-a", "GPU-b")[:gpus], 4, runs_share=runs_share),
-        worker_nodes=nodes,
+        placement=SimpleNamespace(machines_of_workers=max(1, nodes)),
         config=None,
     )
     assert plan(session, ["test_a.py::test"], 8) == [[0]]

@@ -13,7 +13,9 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.ext.cluster.channel import Channel
 from pytest_distcompat.ext.cluster.executors import Executor
-from pytest_distcompat.ext.cluster.launcher import Node, NodesLauncher, Settings
+from pytest_distcompat.ext.cluster.launcher import NodesLauncher
+from pytest_distcompat.ext.cluster.node import Node
+from pytest_distcompat.ext.cluster.settings import Settings
 from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request, Warmth

@@ -234,7 +234,7 @@ def test_runs_whose_files_are_on_each_node(tmp_path: Path, ranks: Ranks) -> None
         runner = Runner(tmp_path / "store", ranks, device="cpu", timeout=1, worker=worker)
         for scenario in (EXPORT, PARITY):
             runner.trace("trainer", cell, scenario)
-    found = [(one.payload["run"]["name"], one.nodes, one.payload["per_node"]) for one in ranks.requests]
+    found = [(one.payload["run"]["name"], one.nodes, one.payload["own_disks"]) for one in ranks.requests]
     # What is exported is on the first node. The reference loads nothing, and both workers may read it.
     own = [("train", 2, True), ("reload", 1, True)]
     assert found == [*own, ("reference", 1, False), *own]
@@ -242,7 +242,7 @@ def test_runs_whose_files_are_on_each_node(tmp_path: Path, ranks: Ranks) -> None
 
 def test_runs_of_one_node_have_one_directory(runner: Runner, ranks: Ranks) -> None:
     runner.trace("trainer", Cell.parse("ddp-fp32-w2-checkpoints_node"), RESUME)
-    assert [one.payload["per_node"] for one in ranks.requests] == [False, False]
+    assert [one.payload["own_disks"] for one in ranks.requests] == [False, False]
 
 
 @pytest.mark.parametrize("removed", ["store", "files"])

@@ -127,6 +127,24 @@ def test_keys_that_a_reader_looks_up_are_fields_with_their_defaults(fields: Any)
     }
 
 
+def read_files(path: str, *, strict: bool = True, **kwargs: Any) -> None:
+    """A function that takes some arguments out of its further keywords."""
+    kwargs.pop("workers", 2)
+    kwargs.pop("_from_library", None)
+    for name in ("old", "older"):
+        kwargs.pop(name, None)
+    del path, strict
+
+
+def test_keywords_that_a_function_takes_out_are_fields(fields: Any) -> None:
+    found = {name: one.values for name, one in fields("read_files").items()}
+    assert found == {
+        "read_files.path": (),
+        "read_files.strict": ("false",),
+        "read_files.workers": ("0", "1", "7", "1000003"),
+    }
+
+
 def test_limits_of_a_pydantic_field_hold_for_its_values(fields: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pydantic = pytest.importorskip("pydantic")
     model = pydantic.create_model(

@@ -1,8 +1,8 @@
 """Known issues: bugs of other projects, for which a failure is expected where they are installed.
 
 They are read from TOML files with ``version = 1`` and an ``[[issue]]`` for each; ``docs/known.md``
-has all keys. Extensions ship some, by the entry point
-``pytest_distcompat.known_issues``; users add files with ``--distcompat-known``.
+has all keys. Extensions ship some files (entry point ``pytest_distcompat.known_issues``); users add
+files with ``--distcompat-known``.
 """
 
 from __future__ import annotations

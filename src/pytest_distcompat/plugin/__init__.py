@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if given:
             # Reading these properties checks the options behind them.
             _ = session.world_size, session.verified
-            if session.over_nodes and _is_controller(config):
+            if session.placement.elsewhere and _is_controller(config):
                 _end_by_sigterm(config)
 
 
@@ -239,7 +239,7 @@ def _prepare_for_ranks(
     from pytest_distcompat.plugin import packing, rank_coverage
 
     rank_coverage.warn(session_of(config))
-    packing.note_nodes(session_of(config), items)
+    packing.note_spread(session_of(config), items)
     config.stash[_IN_USE] = True
     config.stash[_COLLECTED] = collected
 
@@ -282,7 +282,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     # On a full disk there is no launcher process; the tests themselves report what they cannot write.
     with contextlib.suppress(OSError):
         session_of(config).launcher.warm_up()
-    if session_of(config).over_nodes:
+    if session_of(config).placement.elsewhere:
         _end_by_sigterm(config)
     problem = config.hook.pytest_distcompat_why_not_ready()
     if problem:
@@ -294,7 +294,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def _end_by_sigterm(config: pytest.Config) -> None:
-    """Have SIGTERM end the session as Ctrl-C does: what ran is reported, reports are written, nodes are let go."""
+    """Have SIGTERM end the session as Ctrl-C does: what ran is reported, and other machines are let go."""
     from pytest_distcompat.plugin import interruption
 
     interruption.install(config)

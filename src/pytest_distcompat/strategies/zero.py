@@ -63,7 +63,7 @@ def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
         settings["communication_data_type"] = cell.option("reduce_dtype")
     if cell.option("conflict"):
         settings["bf16"] = {"enabled": False}
-    if cell.per_node:
+    if cell.own_disks:
         # https://www.deepspeed.ai/docs/config-json/#checkpoint-options
         settings["checkpoint"] = {"use_node_local_storage": True}
     if cell.cp > 1:

@@ -22,10 +22,12 @@ from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
 from pytest_distcompat.ext.cluster.channel import Channel, NotProvedError
 from pytest_distcompat.ext.cluster.facts import facts
+from pytest_distcompat.ext.cluster.own_disks import on_node
+from pytest_distcompat.ext.cluster.place import Place
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.files import recorded_files, written
 from pytest_distcompat.launch.process import die_with_parent
-from pytest_distcompat.launch.request import Place, Request, Warmth
+from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.temporary import OwnedDirectory
 from pytest_distcompat.launch.warm import WarmLauncher
 from pytest_distcompat.lease import Lease, Pool, cpu_slots, gpus
@@ -168,11 +170,11 @@ class _Agent:
         fields["payload"] = dict(fields["payload"])
         if "session" in fields["payload"]:
             fields["payload"] |= {"session": str(self._session), "directory": str(self._run)}
-        if fields["payload"].get("per_node"):
+        if fields["payload"].get("own_disks"):
             payload = decode(SuitePayload, fields["payload"])
             directory = Path(message["request"]["directory"])
             fields["payload"] = dataclasses.asdict(
-                payload.on_node(directory, self._owned.path / "runs")
+                on_node(payload, directory, self._owned.path / "runs")
             )
         self._given = tuple(message["gpus"])
         devices: tuple[str, ...] = ()

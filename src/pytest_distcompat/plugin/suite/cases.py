@@ -1,4 +1,4 @@
-"""Items of a suite: validation of its class, its cases, and running one of them."""
+"""Test items of a suite: validating its class, selecting its cases, and running each case."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunFailure, Trace
 
 VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
-#: What the ranks of an item's runs wrote, as sections of its report.
+#: The output of the ranks of an item's runs, as sections of its report.
 OUTPUT: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
 
 #: See docs/upstream/deepspeed_visible_uuid.py.
 NO_MIG = "DeepSpeed reads CUDA_VISIBLE_DEVICES as numbers, and a MIG instance has none: it is named by its UUID"
 
-#: The exception for a verdict that is a failure, by status; its message is the text to show.
+#: The exception for a failing verdict, by its status.
 FAILURES: Mapping[str, Callable[[str], DistcompatError]] = {
     Status.LATE: LateFailure,
     Status.CRASHED: functools.partial(RunFailedError, hard=True),
@@ -68,12 +68,12 @@ FAILURES: Mapping[str, Callable[[str], DistcompatError]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A case of a suite: one check in one cell."""
+    """A case of a suite: one check in one cell, which is one test item."""
 
     suite: type[CompatSuite]
     cell: Cell
     check: Check
-    #: Checks that have no item in the cell, with the reason.
+    #: The checks that have no item in this cell, each with the reason.
     not_applicable: Mapping[str, str] = field(default_factory=dict, compare=False)
     #: Why the driver cannot run the cell; None if it can.
     unsupported: str | None = field(default=None, compare=False)
@@ -88,12 +88,12 @@ class Case:
 
 
 def is_base(suite: type[CompatSuite]) -> bool:
-    """Tell whether a class is only there for suites to inherit: it has no driver, and there are classes below it."""
+    """Tell whether a class is only a base of suites: it has no driver, and it has subclasses."""
     return suite is CompatSuite or (not suite.driver and bool(suite.__subclasses__()))
 
 
 def validate(suite: type[CompatSuite], world_size: int) -> None:
-    """Raise UsageProblem for an override, an unknown name, or an expectation that covers no cell."""
+    """Raise UsageProblem for an override, an unknown name, or an expectation without a cell."""
     _check_overrides(suite)
     _check_kinds(suite)
     driver = find_driver(suite.driver)
@@ -140,14 +140,10 @@ def _check_kinds(suite: type[CompatSuite]) -> None:
 def _covers_any(suite: type[CompatSuite], expectation: Expectation, cells: Iterable[Cell]) -> bool:
     """Tell whether an expectation covers a check in any of these cells.
 
-    An option sets the world size and the nodes of a suite that has none, and an expectation for another size covers cells of
-    another session.
+    Counts of ranks and machines are ignored if the suite's matrix does not set them. They come from
+    options then, so the expectation may cover cells of another session.
     """
-    ignored = set()
-    if not suite.matrix.world_sizes:
-        ignored.add("world_size")
-    if not suite.matrix.nodes:
-        ignored.add("nodes")
+    ignored = suite.matrix.counts_of_session()
     facets = []
     for name, wanted in expectation.facets:
         if name not in ignored:
@@ -167,7 +163,7 @@ def _all_cells(suite: type[CompatSuite], world_size: int) -> Iterator[Cell]:
 
 
 def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
-    """Return the cases of a suite in this session: the cells of the profile that the options select, with their checks.
+    """Return the cases of a suite in this session: the selected cells with their checks.
 
     A cell that cannot run is one case, whose skip gives the reason.
     """
@@ -209,13 +205,16 @@ def _selected_cells(
     *,
     any_precision: bool,
 ) -> list[Cell]:
-    """Return the cells that the profile makes of the suite's matrix and that the options select.
+    """Return the cells that the profile derives from the suite's matrix and options select.
 
-    With ``any_precision`` options that select precisions do not count.
+    Args:
+        suite: The suite.
+        driver: Its driver.
+        session: The session, with the options.
+        any_precision: Whether to ignore options that select precisions.
     """
     profile = session.setting("profile").value
-    nodes = suite.matrix.nodes or int(session.setting("nodes").value)
-    matrix = dataclasses.replace(suite.matrix, nodes=nodes)
+    matrix = session.placement.spread_matrix(suite.matrix)
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells(
         profile,
@@ -226,9 +225,6 @@ def _selected_cells(
         device=session.device,
         shared=lambda: session.store,
     )
-    if profile != "default":
-        spread = [cell.over(nodes or 1) for cell in cells]
-        cells = list(dict.fromkeys(spread))
     if session.substitute is not None:
         cells = session.substitute.cells(cells)
     elif not _is_built_in(suite):
@@ -247,7 +243,15 @@ def _count_left_out(
     chosen: Collection[Cell],
     session: DistcompatSession,
 ) -> None:
-    """Note for the summary how many cells of the suite's own matrix, of those that can run here, the profile leaves out."""
+    """Add a line to the summary if the profile leaves out cells of the suite's matrix.
+
+    Args:
+        suite: The suite.
+        driver: Its driver.
+        own: The cells of the suite's matrix.
+        chosen: The cells of the profile.
+        session: The session.
+    """
     able = []
     for cell in own:
         if session.selects(cell) and not why_not_supported(driver, cell, session):
@@ -266,7 +270,7 @@ def _count_left_out(
 def _checks_without_verdict(
     cell: Cell, driver: type[Driver], session: DistcompatSession
 ) -> dict[str, str]:
-    """Return the checks that have no verdict in a cell, by name, each with the reason."""
+    """Return why checks have no verdict in a cell, by the name of the check."""
     reasons = {}
     for name, check in CHECKS.by_name.items():
         reason = why_not_checked(check, cell, driver, session)
@@ -280,7 +284,7 @@ def _leave_out(
     not_applicable: Mapping[Cell, dict[str, str]],
     unsupported: Mapping[Cell, str | None],
 ) -> None:
-    """Add to ``not_applicable`` the checks that the profile leaves out of the cells that can run, each with the reason."""
+    """Add the checks that the profile leaves out to ``not_applicable``, each with the reason."""
     applicable = {}
     for cell, reasons in not_applicable.items():
         if not unsupported[cell]:
@@ -292,7 +296,7 @@ def _leave_out(
 def _added_cases(
     suite: type[CompatSuite], driver: type[Driver], session: DistcompatSession
 ) -> list[Case]:
-    """Return the cases that extensions add, of the cells that options select."""
+    """Return the cases that extensions add, in cells that the options select."""
     added_cases = []
     for by_extension in session.config.hook.pytest_distcompat_added_checks(
         suite=suite, session=session
@@ -306,7 +310,7 @@ def _added_cases(
 
 @dataclass(frozen=True)
 class NoCell:
-    """The one parameter of a suite none of whose cells are selected; its item is skipped with the reason."""
+    """The parameter of the only item of a suite without cells, which is skipped with the reason."""
 
     #: The id of the parameter.
     id: ClassVar[str] = "no-cell"
@@ -314,12 +318,12 @@ class NoCell:
     reason: str
 
 
-#: How many reasons are given why no cell of a suite can run.
+#: How many reasons a message gives why no cell of a suite can run.
 REASONS = 2
 
 
 def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
-    """Return why the options select no cell of the suite, and what its matrix has."""
+    """Return why no cell of the suite is selected, or why none of the selected cells can run."""
     drivers = session.setting("drivers")
     if drivers.value and suite.driver not in drivers.value:
         return f"--distcompat-drivers={drivers.text} leaves out driver {suite.driver!r}"
@@ -336,7 +340,7 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
 
 
 def _excluding_options(cells: Iterable[Cell], session: DistcompatSession) -> list[str]:
-    """Return the options that select strategies or precisions, each with what the cells have instead."""
+    """Return the options for strategies and precisions, each with those of the suite's cells."""
     strategies: dict[str, None] = {}
     precisions: dict[str, None] = {}
     for cell in cells:
@@ -353,9 +357,9 @@ def _excluding_options(cells: Iterable[Cell], session: DistcompatSession) -> lis
 def _commonest_reasons(
     cells: Iterable[Cell], driver: type[Driver], session: DistcompatSession
 ) -> list[str]:
-    """Return why cells cannot run here, the reason of most cells first.
+    """Return the most frequent reasons why cells cannot run here.
 
-    A package that is missing comes before all others: the same cells could run with it.
+    A missing package comes before all other reasons, because the user can install it.
     """
     times: Counter[str] = Counter()
     for cell in cells:
@@ -384,23 +388,23 @@ def parametrize(metafunc: pytest.Metafunc, session: DistcompatSession) -> None:
 
 
 def why_not_run(case: Case, session: DistcompatSession) -> str | None:
-    """Return why the driver or the machine cannot run the case; None if nothing stands against it."""
+    """Return why the driver or the machine cannot run the case; None if they can."""
     if case.unsupported:
         return case.unsupported
     driver = find_driver(case.suite.driver)
-    # The ranks of one node, as far as all nodes have as many GPUs as this one.
+    # The most ranks on one machine. All machines are assumed to have as many GPUs as this one.
     largest = 0
     for run in case.check.runs(case.cell, driver).runs:
         cell = run.cell(case.cell)
-        largest = max(largest, -(-cell.world_size // cell.nodes))
+        largest = max(largest, cell.spread.local_size)
     return session.too_large(largest) or None
 
 
 def why_not_supported(driver: type[Driver], cell: Cell, session: DistcompatSession) -> str | None:
-    """Return why the driver, or this session, cannot run the cell; None if nothing stands against it."""
+    """Return why the driver or this session cannot run the cell; None if they can."""
     if session.uses_mig and STRATEGIES.get(cell.strategy).zero_stage is not None:
         return NO_MIG
-    reason = cell.uneven or unsupported_reason(driver, cell, session.device)
+    reason = cell.spread.uneven or unsupported_reason(driver, cell, session.device)
     if not reason and session.substitute is not None:
         reason = session.substitute.why_not_supported(driver, cell)
     if not reason and session.shares_through_gloo(cell.world_size):
@@ -416,7 +420,7 @@ def why_not_checked(
         reason = session.substitute.why_not_checked(check.name)
         if reason:
             return reason
-    # A reason against the whole cell is one item, not one for each check.
+    # A reason against the whole cell gives one skipped item, rather than one for each check.
     if session.shares_through_gloo(cell.world_size) and not why_not_through_gloo(cell):
         reason = why_not_through_gloo(cell, check.name)
         if reason:
@@ -428,7 +432,10 @@ def why_not_checked(
 
 
 def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
-    """Sort the items of suites by the order of the session's budget, after all others."""
+    """Sort the items of suites as the session's budget orders their cells.
+
+    All other tests come first.
+    """
     order = session.setting("budget").value.order(session.last_report)
 
     def position(item: pytest.Item) -> tuple[object, ...]:
@@ -442,14 +449,14 @@ def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
 
 
 def select_shard(session: DistcompatSession, shard: Shard, items: list[pytest.Item]) -> None:
-    """Deselect the items of other shards, and write the division into the store."""
+    """Deselect the items of other shards, and write the shards into the session's store."""
     items_of_unit: dict[str, list[pytest.Item]] = {}
     sizes: dict[str, float] = {}
     for item in items:
         unit = _shard_unit(item)
         items_of_unit.setdefault(unit, []).append(item)
         sizes[unit] = sizes.get(unit, 0) + _shard_size(item)
-    # Not the report that this session replaces: each machine may have another one.
+    # By the baseline, not by the last report, because all machines must divide in the same way.
     plan = divide(sizes, session.setting("baseline").value, shard.count)
     can_run = []
     for units in plan:
@@ -469,9 +476,10 @@ def select_shard(session: DistcompatSession, shard: Shard, items: list[pytest.It
 
 
 def _shard_unit(item: pytest.Item) -> str:
-    """Return what must stay together in a shard: the cell of a suite, or the module of any other test.
+    """Return the name of the unit of an item that must stay in one shard.
 
-    The checks of a suite's cell share runs; the other tests of a module share fixtures, and perhaps ranks.
+    A unit is a cell of a suite, or a module of other tests. The checks in a cell share runs. The
+    other tests of a module share fixtures, and perhaps ranks.
     """
     case = case_of(item)
     if case is None:
@@ -480,7 +488,7 @@ def _shard_unit(item: pytest.Item) -> str:
 
 
 def _shard_size(item: pytest.Item) -> float:
-    """Return the expected duration of a test, in those of a check or a marked test."""
+    """Return the expected duration of a test, relative to a check or a marked test."""
     if case_of(item) is not None or item.get_closest_marker("distcompat"):
         return 1
     return ORDINARY
@@ -499,7 +507,7 @@ def _any_can_run(items: Iterable[pytest.Item], session: DistcompatSession) -> bo
 
 
 class BoundCase:
-    """The value of the fixture ``distcompat_case``: calling it runs the case, and ends as its verdict says."""
+    """The value of the fixture ``distcompat_case``: a call runs the case and ends like it."""
 
     def __init__(self, case: Case, item: pytest.Function) -> None:
         self.case, self.item = case, item
@@ -507,7 +515,13 @@ class BoundCase:
         self._declaration: Expectation | None = None
 
     def __call__(self) -> None:
-        """Run the case; return if its verdict is a success, or skip, or xfail. Any other verdict is raised, see FAILURES."""
+        """Run the case, and end as its verdict says.
+
+        Raises:
+            pytest.skip.Exception: For a case that is skipped or passed without ranks.
+            pytest.xfail.Exception: For a known failure.
+            DistcompatError: For any other verdict but a success, see ``FAILURES``.
+        """
         __tracebackhide__ = True
         session = self.item.config.stash[SESSION]
         verdict, command = self._verdict(session)
@@ -526,14 +540,19 @@ class BoundCase:
         if not verdict.status.conclusive:
             pytest.skip(verdict.reason)
         if verdict.status is Status.KNOWN:
-            # Without a traceback, whose source pytest would parse: what ``pytest.xfail`` raises.
+            # As ``pytest.xfail`` does, but without a traceback, whose source pytest would parse.
             raise pytest.xfail.Exception(verdict.reason, pytrace=False)
         if not verdict.ok:
             failure = FAILURES.get(verdict.status, Incompatible)
             raise failure(self._text(verdict, command))
 
     def _verdict(self, session: DistcompatSession) -> tuple[Verdict, str]:
-        """Run the case; return its verdict, and the command that repeats the run which ended early, else the last run."""
+        """Run the case.
+
+        Returns:
+            The verdict, and the command that repeats the run that ended early, or else the last
+            run.
+        """
         case = self.case
         reason = why_not_run(case, session) or session.over_budget(case.suite.driver, case.cell)
         if reason:
@@ -549,13 +568,17 @@ class BoundCase:
                 rank_that_raised = rank
         command = _command_of(trace)
         session.note_failed_run(self.item, command, rank_that_raised)
-        message = trace.name_nodes(verdict.message)
+        message = trace.name_hosts(verdict.message)
         verdict = dataclasses.replace(verdict, ended_run=name, rank=rank, message=message)
         self._show_output(session, verdict)
         return verdict, command
 
     def _judge(self, session: DistcompatSession) -> tuple[Verdict, Trace]:
-        """Run the check; return its verdict, with what the suite and known issues expect, and the trace it was judged on."""
+        """Run the check, and judge it by what the suite and known issues expect.
+
+        Returns:
+            The verdict, and the trace from which it was made.
+        """
         case = self.case
         driver = find_driver(case.suite.driver)
         known = session.known_of(concerned(driver), session.nodeid_of(self.item))
@@ -578,11 +601,15 @@ class BoundCase:
     def _verified(
         self, verdict: Verdict, expected: Sequence[Expectation], session: DistcompatSession
     ) -> Verdict:
-        """Run the check again under cold torchrun, if it is its turn; return a failure if the second verdict differs."""
+        """Run a sample of the checks again under cold torchrun (``--distcompat-verify``).
+
+        Returns:
+            The verdict; a failure if the second verdict differs from it.
+        """
         case = self.case
-        # A check with a limit measures a number, which differs from run to run.
-        # Cold torchrun starts all ranks on this machine.
-        if case.check.limit or case.cell.nodes > 1:
+        # A check with a limit measures a number, which differs from run to run. And cold torchrun
+        # starts all ranks on this machine.
+        if case.check.limit or not case.cell.spread.on_one:
             return verdict
         if not session.verifies(session.nodeid_of(self.item)):
             return verdict
@@ -594,10 +621,10 @@ class BoundCase:
         return dataclasses.replace(verdict, status=Status.FAILED, message=message)
 
     def _show_output(self, session: DistcompatSession, verdict: Verdict) -> None:
-        """Keep what the ranks wrote for the report, or print it (``-s``).
+        """Store the output of the ranks for the report, or print it without capture (``-s``).
 
-        An item that failed shows the run that ended early, else all its runs; any other those that it has started: checks share
-        runs.
+        A failed item shows the run that ended early, or else all runs that its check reads. Any
+        other item shows only the runs that it has started, because checks share runs.
         """
         config = self.item.config
         if config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(
@@ -611,7 +638,7 @@ class BoundCase:
             self.item.stash[OUTPUT] = sections(session.runner.started)
 
     def _runs_of_failure(self, session: DistcompatSession, verdict: Verdict) -> dict[Path, str]:
-        """Return the directory and name of the run that ended early, else of all runs that the check reads."""
+        """Return the run that ended early, or all runs that the check reads: directory to name."""
         case = self.case
         scenario = case.check.runs(case.cell, find_driver(case.suite.driver))
         runs = session.runner.directories(case.suite.driver, case.cell, scenario)
@@ -620,10 +647,11 @@ class BoundCase:
         return {directory: name for directory, name in runs.items() if name == verdict.ended_run}
 
     def _text(self, verdict: Verdict, command: str) -> str:
-        # The finding first: summaries and JUnit show the first line, beside the item's name.
+        """Return the text of a failure."""
+        # The finding comes first, because summaries and JUnit show the first line only.
         lines = [verdict.message.rstrip(), "", f"{verdict.cell}: {verdict.check}: {verdict.status}"]
         if verdict.status is Status.FAILED and not verdict.ended_run:
-            # For a run that ended early the message has the cause already.
+            # If a run ended early, the message has the cause already.
             lines += [f"the claim: {self.case.check.text}", ""]
         if self._declaration is not None:
             lines.append(f"if that is known, declare it in expect: {self._declaration},")
@@ -634,7 +662,10 @@ class BoundCase:
 
 
 def _command_of(trace: Trace) -> str:
-    """Return the command that repeats the first run that ended early, else the last run; empty if there is none."""
+    """Return the command of the first run that ended early, or else of the last run.
+
+    The result is empty without runs.
+    """
     commands = list(trace.notes.values())
     last = commands[-1] if commands else ""
     for run in trace:
@@ -644,9 +675,9 @@ def _command_of(trace: Trace) -> str:
 
 
 def _quoted_run(trace: Trace, message: str) -> tuple[str, RunFailure | None]:
-    """Return the name and the end of the first run that ended early and whose message a verdict quotes.
+    """Return name and end of the first run that ended early and whose message a verdict quotes.
 
-    The message of a check names ranks itself.
+    The name is empty if there is none, as if a check has failed.
     """
     for run in trace:
         if run.end is not None and run.end.message and run.end.message in message:
@@ -657,7 +688,7 @@ def _quoted_run(trace: Trace, message: str) -> tuple[str, RunFailure | None]:
 def finish_report(
     item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
 ) -> None:
-    """Attach the verdict to the report, which then shows its message without frames of this plugin."""
+    """Attach the verdict to the report, and show its message without frames of this plugin."""
     setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
     output = item.stash.get(OUTPUT, None)
     if output is not None:
@@ -670,7 +701,13 @@ def finish_report(
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank wrote: the kind of the stream, the name of its run, the text."""
+    """Output of a rank.
+
+    Attributes:
+        kind: The stream, such as ``stdout``.
+        run: The name of the run.
+        text: The text.
+    """
 
     kind: str
     run: str
@@ -678,7 +715,13 @@ class _Written:
 
 
 def sections(runs: Mapping[Path, str]) -> list[tuple[str, str]]:
-    """Return a section for what each rank of these runs (directory to name) wrote; ranks that wrote the same share one."""
+    """Return report sections with the output of all ranks.
+
+    Ranks with the same output share a section.
+
+    Args:
+        runs: The runs, directory to name.
+    """
     ranks: dict[_Written, list[int]] = {}
     for directory, name in runs.items():
         for rank in range(_world_size_of_run(directory)):
@@ -692,7 +735,10 @@ def sections(runs: Mapping[Path, str]) -> list[tuple[str, str]]:
 
 
 def _world_size_of_run(directory: Path) -> int:
-    """Return the number of ranks of a run; 0 of one that follows one which failed, and so never began."""
+    """Return the number of ranks of a run.
+
+    The result is 0 if it was not started because an earlier run failed.
+    """
     request = directory / "request.json"
     if not request.exists():
         return 0

@@ -62,7 +62,7 @@ def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
             ),
         ),
         (
-            cell.per_node and several_files,
+            cell.own_disks and several_files,
             (
                 "of FSDP's files accelerate writes some on rank 0 alone that all ranks read "
                 "(https://github.com/huggingface/accelerate/issues/3010)"

@@ -37,6 +37,55 @@ _ACCELERATE: dict[str, dict[str, Any]] = {
     "iterable": {"iterable": True},
     "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
     "iterable, split_batches": {"iterable": True, "split_batches": True, "batch_size": SPLIT},
+    # With these each two of the settings are together in one loader. In order, so that each says more than a seed.
+    "dispatch_batches, split_batches, drop_last": {
+        "shuffle": False,
+        "split_batches": True,
+        "dispatch_batches": True,
+        "batch_size": SPLIT,
+        "drop_last": True,
+    },
+    "dispatch_batches, split_batches": {
+        "shuffle": False,
+        "split_batches": True,
+        "dispatch_batches": True,
+        "batch_size": SPLIT,
+    },
+    "split_batches, even_batches=False": {
+        "shuffle": False,
+        "split_batches": True,
+        "even_batches": False,
+        "batch_size": SPLIT,
+    },
+    "dispatch_batches, even_batches=False": {
+        "shuffle": False,
+        "dispatch_batches": True,
+        "even_batches": False,
+    },
+    "drop_last, even_batches=False": {
+        "shuffle": False,
+        "drop_last": True,
+        "even_batches": False,
+    },
+    "dispatch_batches, num_workers=2": {
+        "shuffle": False,
+        "dispatch_batches": True,
+        "num_workers": 2,
+    },
+    "iterable, drop_last": {"iterable": True, "dispatch_batches": False, "drop_last": True},
+    "iterable, even_batches=False": {
+        "iterable": True,
+        "dispatch_batches": False,
+        "even_batches": False,
+    },
+    "one row": {"shuffle": False, "rows": 1},
+    "one row, dispatch_batches": {"shuffle": False, "dispatch_batches": True, "rows": 1},
+    "one row, split_batches": {
+        "shuffle": False,
+        "split_batches": True,
+        "batch_size": SPLIT,
+        "rows": 1,
+    },
 }
 if version_of("torchdata"):
     _ACCELERATE |= _STATEFUL
@@ -52,7 +101,10 @@ def _expected(settings: Mapping[str, Any]) -> Loader:
         shuffled,
         filled=settings.get("even_batches", True),
         dropped="drop_last" in settings,
-        moves=repeatable and not counts_own_batches,
+        # There is nothing to go on with in an epoch of one batch.
+        resumes="rows" not in settings,
+        moves=repeatable and not counts_own_batches and "rows" not in settings,
+        rows=settings.get("rows", 0),
     )
 
 
@@ -88,6 +140,7 @@ def accelerate_loader(
     from torch.utils.data import DataLoader
 
     settings = dict(_ACCELERATE[name])
+    settings.pop("rows", None)
     iterable = settings.pop("iterable", False)
     arguments: dict[str, Any] = {"batch_size": BATCH, "shuffle": not iterable}
     for key in ("batch_size", "drop_last", "num_workers", "shuffle"):
@@ -147,6 +200,8 @@ def accelerate_metrics(
     for name, expected in ACCELERATE.items():
         if expected.dropped or not expected.filled or "num_workers" in _ACCELERATE[name]:
             continue  # ranks gather as many rows each, and all of them; who reads the rows changes nothing of that
+        if expected.rows:
+            continue  # a batch that has no rows is seen where rows are read
         accelerator, loader = accelerate_loader(name, count, device, parallel)
         gathered = [accelerator.gather_for_metrics(batch) for batch in loader]
         squares = torch.cat(gathered).double() ** 2
@@ -163,12 +218,62 @@ _TRAINER: dict[str, dict[str, Any]] = {
     "dataloader_drop_last": {"dataloader_drop_last": True},
     "iterable": {"iterable": True},
     "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
+    "sequential": {"train_sampling_strategy": "sequential"},
+    "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "data_seed": {"data_seed": 7, "seed": 1},
+    "use_seedable_sampler=False": {"use_seedable_sampler": False},
+    "dispatch_batches, dataloader_drop_last": {
+        "dispatch_batches": True,
+        "dataloader_drop_last": True,
+    },
+    "split_batches, dataloader_drop_last": {
+        "split_batches": True,
+        "per_device_train_batch_size": SPLIT,
+        "dataloader_drop_last": True,
+    },
+    "iterable, dataloader_drop_last": {
+        "iterable": True,
+        "dispatch_batches": False,
+        "dataloader_drop_last": True,
+    },
 }
 #: Trainer counts steps, which are others at another world size.
 TRAINER: dict[str, Loader] = {
-    name: Loader("iterable" not in name, dropped="drop_last" in name, moves=False)
+    name: Loader(
+        shuffled="iterable" not in name and name != "sequential",
+        dropped="drop_last" in name,
+        moves=False,
+    )
     for name in _TRAINER
 }
+
+
+def _numbered(count: int, *, tokens: bool) -> list[dict[str, Any]]:
+    """Return rows that are their own numbers, with as many tokens as rows may be grouped by if wanted."""
+    import torch
+
+    rows = []
+    for number in range(count):
+        value = torch.tensor([float(number)])
+        row = {"x": value, "labels": value}
+        if tokens:
+            row["input_ids"] = torch.zeros(1 + number % 5)
+        rows.append(row)
+    return rows
+
+
+def _joined(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return rows as a batch, without their tokens."""
+    import torch
+
+    return {name: torch.stack([row[name] for row in rows]) for name in ("x", "labels")}
+
+
+def _steps(count: int, rows_a_step: int, settings: Mapping[str, Any]) -> int:
+    """Return how many steps an epoch of so many rows has."""
+    if settings.get("dataloader_drop_last"):
+        return count // rows_a_step
+    return math.ceil(count / rows_a_step)
 
 
 def _trainer(
@@ -182,11 +287,6 @@ def _trainer(
     """Return a Trainer of a model that records the rows that it is fed, by epoch, and returns them."""
     import torch
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-
-    rows = [
-        {"x": torch.tensor([float(row)]), "labels": torch.tensor([float(row)])}
-        for row in range(count)
-    ]
 
     class _Recorder(torch.nn.Module):
         def __init__(self) -> None:
@@ -211,7 +311,7 @@ def _trainer(
     settings = dict(settings)
     iterable = settings.pop("iterable", False)
     accelerator_config: dict[str, Any] = {}
-    for key in ("dispatch_batches", "split_batches"):
+    for key in ("dispatch_batches", "split_batches", "use_seedable_sampler"):
         if key in settings:
             accelerator_config[key] = settings.pop(key)
     settings.setdefault("per_device_train_batch_size", BATCH)
@@ -221,7 +321,7 @@ def _trainer(
         rows_a_step = settings["per_device_train_batch_size"]
         if not accelerator_config.get("split_batches"):
             rows_a_step *= world
-        settings["max_steps"] = EPOCHS * math.ceil(count / rows_a_step)
+        settings["max_steps"] = EPOCHS * _steps(count, rows_a_step, settings)
     arguments = TrainingArguments(
         output_dir=str(directory),
         num_train_epochs=EPOCHS,
@@ -236,12 +336,14 @@ def _trainer(
         dataloader_pin_memory=False,
         **settings,
     )
+    rows = _numbered(count, tokens=settings.get("train_sampling_strategy") == "group_by_length")
     data = _iterable(rows) if iterable else rows
     trainer = Trainer(
         model=_Recorder(),
         args=arguments,
         train_dataset=data,
         eval_dataset=data,
+        data_collator=_joined,
         callbacks=[_Epochs()],
         **more,
     )
@@ -325,6 +427,7 @@ TORCH: dict[str, Loader] = {
     "shuffle": Loader(),
     "in order": Loader(shuffled=False),
     "drop_last": Loader(filled=False, dropped=True, moves=False),
+    "one row": Loader(shuffled=False, resumes=False, moves=False, rows=1),
 }
 
 

@@ -217,6 +217,7 @@ class AccelerateDriver(TinyDriver):
         *_options.OF_ALL,
         *_options.OF_FSDP,
         "cpu_ram_efficient_loading",
+        "loaded",
         "wrap_policy",
         "ignored_modules",
         "param_groups",
@@ -320,17 +321,21 @@ class AccelerateDriver(TinyDriver):
         settings = dict(self.strategy.accelerate(self.precision, self.cell, self.wrap_spec))
         settings["mixed_precision"] = self._mixed_precision()
         settings["gradient_accumulation_steps"] = self.accumulate
-        settings |= self._compilation(model)
-        if self.cell.per_node:
+        settings |= self._compilation()
+        if self.world.own_disks:
             settings["project_config"] = ProjectConfiguration(save_on_each_node=True)
         handlers = [*settings.pop("kwargs_handlers", ()), *self._recipe()]
         if self.world.device == "cpu":
             settings |= on_cpu(settings)
         settings.setdefault("kwargs_handlers", []).extend(handlers)
-        self._recompute(model)
         self.accelerator = Accelerator(
             **self.cell.with_settings("Accelerator", self._with_objects(settings))
         )
+        # Once there is an Accelerator, transformers makes models in parts under ZeRO-3.
+        model = self.own_model(model)
+        if self.cell.option("compile") == "partial":
+            _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
+        self._recompute(model)
         if self.cell.tp > 1:
             # accelerate wants a model that is cut already: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
             mesh = self.accelerator.torch_device_mesh["tp"]
@@ -338,7 +343,7 @@ class AccelerateDriver(TinyDriver):
             _tensor.parallelize(model, mesh, spec.tp_plan, spec.experts, sequence=False)
         optimizers = listed(self.make_optimizer(model))
         if len(optimizers) > 1 and self.cell.strategy != "ddp":
-            from pytest_distcompat.drivers._joined import Joined
+            from pytest_distcompat.ext.upstream.drivers._joined import Joined
 
             # It prepares several, and cannot save them (docs/upstream/accelerate_two_optimizers.py).
             optimizers = [Joined(self.groups(model), self.muon_and_adamw)]
@@ -393,12 +398,10 @@ class AccelerateDriver(TinyDriver):
             return {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[self.precision.compute]
         return "no"
 
-    def _compilation(self, model: Module) -> dict[str, Any]:
+    def _compilation(self) -> dict[str, Any]:
         from accelerate.utils import TorchDynamoPlugin
 
         mode = self.cell.option("compile")
-        if mode == "partial":
-            _options.compile_blocks(mode, self.wrap_spec.block_modules(model))
         if mode in {False, "partial"}:
             return {}
         settings: dict[str, Any] = {"backend": "inductor" if mode is True else "aot_eager"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.ext.upstream.drivers import _options, _preload, _rows
+from pytest_distcompat.ext.upstream.drivers import _loaded, _options, _preload, _rows
 from pytest_distcompat.ext.upstream.drivers._refused import NO_SECOND_LOAD
 from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.ext.upstream.sweep.fields import Source
@@ -187,6 +187,7 @@ class DeepSpeedDriver(TinyDriver):
         *_options.OF_ALL,
         "ep",
         "meta_init",
+        "loaded",
         "param_groups",
         "grad_accum_dtype",
         "conflict",
@@ -203,6 +204,8 @@ class DeepSpeedDriver(TinyDriver):
         Source("load_checkpoint", "deepspeed.DeepSpeedEngine.load_checkpoint", ("zero2", "zero3")),
         Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("zero2", "zero3")),
         Source("AdamW", "torch.optim.AdamW", ("zero2", "zero3")),
+        Source("zero_init", "deepspeed.zero.Init", ("zero3",)),
+        *_loaded.sources("zero3"),
     )
     libraries: ClassVar[tuple[str, ...]] = ("deepspeed", "torch")
     #: By way of a universal checkpoint.
@@ -215,6 +218,8 @@ class DeepSpeedDriver(TinyDriver):
 
     #: The directory of the universal checkpoint, if one of another world size is loaded.
     universal: Path | None = None
+    #: What tells transformers to make models in parts under ZeRO-3, if it makes one.
+    loading_config: Any = None
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
@@ -233,7 +238,7 @@ class DeepSpeedDriver(TinyDriver):
 
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan; a checkpoint of another world size is converted, as the engine must know when it is created."""
-        saved_sizes = None if self.cell.per_node else saved_on(plan.load_from)
+        saved_sizes = None if self.world.own_disks else saved_on(plan.load_from)
         own_sizes = (self.world.size, self.cell.tp)
         if "load" in plan.actions and saved_sizes not in {None, own_sizes}:
             self.universal = plan.save_to.parent / "universal"
@@ -254,9 +259,14 @@ class DeepSpeedDriver(TinyDriver):
             config["optimizer"] = self._named("optimizer")
             # Each rank orthogonalizes whole matrices: with reduce_scatter the engine refuses.
             config["zero_optimization"] = {**config["zero_optimization"], "reduce_scatter": False}
-        self.raw = model
+        if self.cell.option("loaded").startswith("from"):  # type: ignore[union-attr]
+            from transformers.integrations import HfDeepSpeedConfig
+
+            # While it lives, transformers makes models in parts: https://huggingface.co/docs/transformers/deepspeed
+            self.loading_config = HfDeepSpeedConfig(config)
+        self.raw = self.own_model(model, config)
         if self.precision.float8:
-            self.raw = _options.in_8_bits(model, self.world.device)
+            self.raw = _options.in_8_bits(self.raw, self.world.device)
         if self.cell.option("activation_checkpointing"):
             _options.recompute_by_model(self.raw, self.wrap_spec.block_modules(self.raw), self.cell)
         if self.cell.option("meta_init"):
@@ -400,7 +410,7 @@ class DeepSpeedDriver(TinyDriver):
     @property
     def tag(self) -> dict[str, str]:
         """Return the tag of a checkpoint on each node: DeepSpeed notes the latest one on that of rank 0 alone."""
-        if not self.cell.per_node:
+        if not self.world.own_disks:
             return {}
         return {"tag": "saved"}
 
@@ -443,10 +453,10 @@ class DeepSpeedDriver(TinyDriver):
             state = whole_weights(self.model)
         elif self.tiny.driver:
             state = self._with_all_experts(directory.parent / "shards")
-        elif self.cell.per_node and self.strategy.shards:
-            # The shards of a checkpoint are on all nodes.
+        elif self.world.own_disks and self.strategy.shards:
+            # The shards of a checkpoint are on all machines.
             state = whole_weights(self.model)
-        elif self.cell.per_node or not self.strategy.zero_stage:
+        elif self.world.own_disks or not self.strategy.zero_stage:
             state = self.model.module_state_dict()
         else:
             from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.cost import QUANTIZED_FROM
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.ext.upstream.drivers import _releases
+from pytest_distcompat.ext.upstream.drivers import _loaded, _releases
 from pytest_distcompat.installed import has_compiler
 from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
@@ -126,6 +126,7 @@ class TinyDriver(Driver):
         tiny = model_of(cell)
         yield _model_reason(cell, tiny, device)
         yield _options_reason(cell, tiny, cls.name)
+        yield _loaded.unsupported_reason(cell, tiny)
         if cell.option("lora") == "int8":
             yield _no_quantized_base(cell, cls.name)
         yield _dtypes_reason(cell, tiny)
@@ -191,9 +192,10 @@ class TinyDriver(Driver):
     def build_model(self) -> Module:
         """Return the tiny model, made from a fixed seed, in the precision's load dtype; buffers keep their own."""
         model, trained_layers = self._base_model()
-        if self.cell.option("frozen"):
-            for name in self.tiny.frozen_modules:
-                model.get_submodule(name).requires_grad_(requires_grad=False)
+        if _loaded.changes_values(self.cell):
+            # What one process gets is what ranks are to get.
+            model = _loaded.read(self.cell, self.precision, model)
+        self._freeze(model)
         if not self.cell.option("lora"):
             return model
         from peft import LoraConfig, get_peft_model
@@ -207,6 +209,30 @@ class TinyDriver(Driver):
         )
         adapted: Module = get_peft_model(model, config, autocast_adapter_dtype=False)
         return adapted
+
+    def _freeze(self, model: Module) -> None:
+        """Freeze the modules that option ``frozen`` names."""
+        if self.cell.option("frozen"):
+            for name in self.tiny.frozen_modules:
+                model.get_submodule(name).requires_grad_(requires_grad=False)
+
+    def own_model(self, given: Module, zero_config: Mapping[str, Any] | None = None) -> Module:
+        """Return the model to train: the given one or, with option ``loaded``, one that is made here and has its values.
+
+        Args:
+            given: The model that ``build_model`` returned.
+            zero_config: DeepSpeed's JSON, for ``deepspeed.zero.Init``.
+        """
+        if self.cell.option("loaded") == "given":
+            return given
+        base = self._base_model()[0] if self.cell.option("lora") else given
+        if _loaded.changes_values(self.cell):
+            base = self._base_model()[0]
+        made = _loaded.make(self.cell, self.precision, base, self.tiny.make, zero_config)
+        self._freeze(made)
+        if self.cell.option("lora"):
+            return _loaded.with_adapter(made, given)
+        return made
 
     def _base_model(self) -> tuple[Module, list[str] | None]:
         """Return the model without an adapter, and the names of base layers that are trained beside one; None if none is.
@@ -568,7 +594,7 @@ def _model_reason(cell: Cell, tiny: TinyModel, device: str) -> str | None:
     )
     return first_reason(
         (
-            cell.per_node and (other_parallelism or bool(tiny.driver)),
+            cell.own_disks and (other_parallelism or bool(tiny.driver)),
             "checkpoints on each node are tried with plain data parallel ranks alone, without experts",
         ),
         (bool(tiny.unsupported_reason), tiny.unsupported_reason),

@@ -305,11 +305,11 @@ class TorchDriver(TinyDriver):
                 "FSDP1's hybrid sharding without resharding after forward has a private name only",
             ),
             (
-                bool(cell.option("async_save")) and (device != "cpu" or one_file or cell.per_node),
+                bool(cell.option("async_save")) and (device != "cpu" or one_file or cell.own_disks),
                 "async_save is for sharded checkpoints, and needs gloo",
             ),
             (
-                cell.per_node and "fsdp" in cell.strategy and not one_file,
+                cell.own_disks and "fsdp" in cell.strategy and not one_file,
                 (
                     "torch.distributed.checkpoint writes the metadata of shards on rank 0 alone (its use_collectives=False is "
                     "experimental, and not driven); state_dict='full' is one file"
@@ -514,7 +514,7 @@ class TorchDriver(TinyDriver):
     @property
     def whole(self) -> bool:
         """Tell whether a checkpoint is one file."""
-        return self.cell.option("state_dict") == "full" or self.cell.per_node
+        return self.cell.option("state_dict") == "full" or self.world.own_disks
 
     def save(self, directory: Path) -> None:
         """Write one DCP checkpoint, or one file by rank 0; on each node that has its own, its first rank writes that file."""
@@ -525,7 +525,7 @@ class TorchDriver(TinyDriver):
         if not self.cell.option("save_only_model"):
             self.save_random(directory)
         if self.whole:
-            if self.world.first(per_node=self.cell.per_node):
+            if self.world.writes_first:
                 torch.save(state, directory / "checkpoint.pt")
             return
         if self.cell.option("async_save"):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import observer
 from pytest_distcompat.driver import OnAction, Plan
-from pytest_distcompat.ext.upstream.drivers import _options, _preload, _releases, _rows
+from pytest_distcompat.ext.upstream.drivers import _loaded, _options, _preload, _releases, _rows
 from pytest_distcompat.ext.upstream.drivers._refused import OFFLOADS
 from pytest_distcompat.ext.upstream.drivers._trainer_callback import PlanDoneError, make_callback
 from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE, TinyDriver
@@ -128,6 +128,7 @@ class TrainerDriver(TinyDriver):
         *_options.OF_FSDP,
         "ep",
         "cpu_ram_efficient_loading",
+        "loaded",
         "wrap_policy",
         "save_only_model",
         "grad_accum_dtype",
@@ -151,6 +152,7 @@ class TrainerDriver(TinyDriver):
             "fsdp_config", "accelerate.FullyShardedDataParallelPlugin", ("fsdp2",), "environment"
         ),
         Source("checkpoint", "torch.utils.checkpoint.checkpoint", ("ddp", "zero2", "zero3")),
+        *_loaded.sources("fsdp2", "zero3"),
     )
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         **TinyDriver.needs_options,
@@ -276,7 +278,7 @@ class TrainerDriver(TinyDriver):
             # A callback requests checkpoints where the plan saves.
             "save_strategy": "no",
             "save_only_model": bool(self.cell.option("save_only_model")),
-            "save_on_each_node": self.cell.per_node,
+            "save_on_each_node": self.world.own_disks,
             "logging_steps": 1,
             "logging_nan_inf_filter": False,
             "disable_tqdm": True,
@@ -372,14 +374,17 @@ class TrainerDriver(TinyDriver):
 
         os.environ.update(self.environment())
         self.compile_nothing()
-        if self.cell.option("compile") == "partial":
-            _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
 
         def make(model: Any, plan: Plan) -> None:
+            # Once there are arguments, transformers makes models in parts under ZeRO-3.
+            args = TrainingArguments(**self.arguments(plan))
+            model = self.own_model(model)
+            if self.cell.option("compile") == "partial":
+                _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
             computes_loss = hasattr(model, "config") and not self.tiny.without_loss
             self.trainer = self.make_trainer(
                 model=model,
-                args=TrainingArguments(**self.arguments(plan)),
+                args=args,
                 train_dataset=self.dataset(self.cell.dp_size),
                 data_collator=self.collator() if self.cell.option("packed") else None,
                 compute_loss_func=None if computes_loss else self._loss(),
@@ -396,7 +401,7 @@ class TrainerDriver(TinyDriver):
         make(model, plan)
         checkpoint = None
         if "load" in plan.actions:
-            self.model = model
+            self.model = self.trainer.model
             report("build")
             checkpoint = get_last_checkpoint(str(plan.load_from))
             if checkpoint is None:
@@ -420,7 +425,7 @@ class TrainerDriver(TinyDriver):
         """Return the class of the optimizer and its arguments, where TrainingArguments have no name for it."""
         if self.cell.option("optimizer") != "muon":
             return None
-        from pytest_distcompat.drivers._joined import Joined
+        from pytest_distcompat.ext.upstream.drivers._joined import Joined
 
         return Joined, {"make": self.muon_and_adamw}
 
@@ -615,7 +620,7 @@ def _trainer_reason(cell: Cell, device: str) -> str | None:
         ),
         # It hangs, and a known issue never covers a hang.
         (
-            cell.per_node and fsdp,
+            cell.own_disks and fsdp,
             "Trainer loads FSDP's optimizer where it finds the file that rank 0 wrote, so on one node, where it then waits",
         ),
         (

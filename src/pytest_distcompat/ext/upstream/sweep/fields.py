@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
 import dataclasses
@@ -13,6 +14,7 @@ import operator
 import os
 import pkgutil
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -307,10 +309,29 @@ def _parameters(target: Any) -> Iterator[_Member]:
         annotated = vars(target).get("__init__", target)
     hints = _hints(annotated)
     for parameter in inspect.signature(target).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            yield from _taken_out(target, parameter.name)
         if parameter.kind in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}:
             continue
         default = None if parameter.default is parameter.empty else parameter.default
         yield _Member(parameter.name, hints.get(parameter.name, type(default)), default)
+
+
+def _taken_out(target: Any, keywords: str) -> Iterator[_Member]:
+    """Yield the parameters that a function takes out of its further keywords: ``kwargs.pop("name", default)``."""
+    try:
+        source = inspect.getsource(target)
+    except (OSError, TypeError):
+        return
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) != f"{keywords}.pop":
+            continue
+        name, *rest = node.args
+        # In a loop over names it takes out what is obsolete; what begins with an underscore is the library's own.
+        if not isinstance(name, ast.Constant) or str(name.value).startswith("_"):
+            continue
+        default = rest[0].value if rest and isinstance(rest[0], ast.Constant) else None
+        yield _Member(str(name.value), type(default), default)
 
 
 def _limits_test(field: Any) -> Callable[[Any], bool]:
