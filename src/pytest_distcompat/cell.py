@@ -98,8 +98,9 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "activation_checkpointing",
-            (False, True, "selective"),
-            "recompute activations in the backward pass; `selective` keeps those of matrix products",
+            (False, True, "selective", "reentrant"),
+            "recompute activations in the backward pass; `selective` keeps those of matrix products, `reentrant` runs a backward "
+            "pass of its own for each block",
         ),
         Option("grad_accum", (1, 2, 4), "micro-batches an optimizer step"),
         Option(

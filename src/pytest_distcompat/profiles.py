@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -251,7 +252,9 @@ def _repeated(cells: Iterable[Cell], depends_on: Collection[str]) -> Iterator[tu
     for cell in cells:
         facets = cell.facets()
         values = [facets[name] for name in sorted(depends_on)]
-        earlier = first.setdefault((cell.strategy, cell.spread.nodes, cell.set, *values), cell)
+        # The same machines, however many ranks they have together.
+        machines = dataclasses.replace(cell.spread, world_size=0)
+        earlier = first.setdefault((cell.strategy, machines, cell.set, *values), cell)
         if earlier != cell:
             yield (
                 cell,

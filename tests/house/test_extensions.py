@@ -203,7 +203,7 @@ def test_the_core_has_machines_as_plain_data_only() -> None:
     of_data = {"spread.py", "cell.py", "expect.py", "runner.py", "launch/request.py", "executors.py"}
     # The mark, the first placement and what says that it is not enough, and the name of a setting in reports.
     of_data |= {f"plugin/{name}" for name in ("marked/declare.py", "marked/run.py", "placement.py", "__init__.py")}
-    of_data |= {"plugin/debugging.py", "engine.py", "profiles.py", "report/compare.py"}
+    of_data |= {"plugin/debugging.py", "engine.py", "report/compare.py"}
     lines: list[str] = []
     for path in SOURCE.rglob("*.py"):
         name = str(path.relative_to(SOURCE))

@@ -137,7 +137,7 @@ def test_no_room_for_odds_and_ends() -> None:
 def test_importing_everything_the_parent_needs_imports_no_torch() -> None:
     script = (
         "import sys, pytest_distcompat, pytest_distcompat.plugin, pytest_distcompat.plugin.session\n"
-        "import pytest_distcompat.plugin.suite.cases, pytest_distcompat.plugin.marked.run, pytest_distcompat.runner\n"
+        "import pytest_distcompat.plugin.suite.run, pytest_distcompat.plugin.marked.run, pytest_distcompat.runner\n"
         "from pytest_distcompat import CHECKS\n"
         "from pytest_distcompat.drivers import DRIVERS\n"
         "from pytest_distcompat.models import MODELS\n"

@@ -20,6 +20,8 @@ import pytest_distcompat.plugin.reporting.results
 
 # Imported before any run in this process: pytester takes out of sys.modules what such a run imports.
 import pytest_distcompat.plugin.suite.cases
+import pytest_distcompat.plugin.suite.order
+import pytest_distcompat.plugin.suite.run
 import pytest_distcompat.runner  # noqa: F401
 from pytest_distcompat import devices
 from pytest_distcompat.cell import Cell

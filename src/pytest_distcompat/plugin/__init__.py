@@ -154,14 +154,14 @@ def pytest_pycollect_makeitem(
     suite = sys.modules.get("pytest_distcompat.compat_suite")
     if suite is None or not isinstance(obj, type) or not issubclass(obj, suite.CompatSuite):
         return None
-    from pytest_distcompat.plugin.suite import cases
+    from pytest_distcompat.plugin.suite import suite_class
     from pytest_distcompat.plugin.suite.declared_names import check_attributes
 
     try:
         check_attributes(obj)
-        if cases.is_base(obj):
+        if suite_class.is_base(obj):
             return []
-        cases.validate(obj, session_of(collector.config).world_size)
+        suite_class.validate(obj, session_of(collector.config).world_size)
     except UsageProblem as problem:
         raise pytest.Collector.CollectError(str(problem)) from None
     test_class: pytest.Class = pytest.Class.from_parent(collector, name=name, obj=obj)
@@ -200,7 +200,7 @@ def pytest_collection_modifyitems(
     yield
     shard = options.setting(config, "distcompat_shard").value
     if shard is not None and (ON_RANK not in config.stash or COLLECTS in config.stash):
-        from pytest_distcompat.plugin.suite.cases import select_shard
+        from pytest_distcompat.plugin.suite.order import select_shard
 
         select_shard(session_of(config), shard, items)
     marked = []
@@ -233,9 +233,9 @@ def _prepare_for_ranks(
 
         raise pytest.UsageError(FORKED)
     if session_of(config).setting("budget").value:
-        from pytest_distcompat.plugin.suite import cases
+        from pytest_distcompat.plugin.suite import order
 
-        cases.put_in_order(items, session_of(config))
+        order.put_in_order(items, session_of(config))
     from pytest_distcompat.plugin import packing, rank_coverage
 
     rank_coverage.warn(session_of(config))
@@ -356,9 +356,9 @@ def _finish_report(
     elif call.when != "call":
         return
     elif _is_of_suite(item):
-        from pytest_distcompat.plugin.suite import cases
+        from pytest_distcompat.plugin.suite import run
 
-        cases.finish_report(item, call, report)
+        run.finish_report(item, call, report)
     elif call.excinfo is not None and item.stash.get(STARTS_RANKS, False):
         from pytest_distcompat.plugin import declared
 

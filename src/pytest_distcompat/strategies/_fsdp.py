@@ -135,7 +135,8 @@ def _common_settings(cell: Cell) -> dict[str, Any]:
         "state_dict_type": STATE_DICT_TYPES[str(cell.option("state_dict"))],
         "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
         "cpu_offload": bool(cell.option("cpu_offload")),
-        "activation_checkpointing": bool(cell.option("activation_checkpointing")),
+        # It has no word for recomputation in a backward pass of its own, which the model does itself.
+        "activation_checkpointing": cell.option("activation_checkpointing") is True,
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
     }
 

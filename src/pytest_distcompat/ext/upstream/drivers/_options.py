@@ -89,11 +89,16 @@ def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
 def recompute_by_model(model: Any, blocks: Iterable[Module], cell: Cell) -> None:
     """Turn on activation checkpointing by the model's own method, as transformers' have one, or wrap each block."""
     if hasattr(model, "gradient_checkpointing_enable"):
-        settings = cell.with_settings("checkpoint", {"use_reentrant": False})
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=recomputation(cell))
         model.train()
     else:
         recompute(model, blocks, cell)
+
+
+def recomputation(cell: Cell) -> dict[str, Any]:
+    """Return the arguments of ``torch.utils.checkpoint.checkpoint`` as the cell sets them."""
+    reentrant = cell.option("activation_checkpointing") == "reentrant"
+    return cell.with_settings("checkpoint", {"use_reentrant": reentrant})
 
 
 def merge_shards(accelerator: Any, model: Any, directory: Path, *, lora: bool) -> None:
@@ -170,8 +175,8 @@ def recompute(model: Module, blocks: Iterable[Module], cell: Cell) -> None:
     )
 
     recomputed = set(blocks)
-    settings = cell.settings("checkpoint")
-    if settings.pop("use_reentrant", False):
+    settings = recomputation(cell)
+    if settings.pop("use_reentrant"):
         settings["checkpoint_impl"] = CheckpointImpl.REENTRANT
     if cell.option("activation_checkpointing") == "selective":
         from torch.utils.checkpoint import create_selective_checkpoint_contexts

@@ -414,8 +414,9 @@ class AccelerateDriver(TinyDriver):
         }
 
     def _recompute(self, model: Any) -> None:
-        """Turn on activation checkpointing in the model; for FSDP accelerate does it."""
-        if not self.cell.option("activation_checkpointing") or "fsdp" in self.cell.strategy:
+        """Turn on activation checkpointing in the model; for FSDP accelerate does it, but re-entrantly."""
+        mode = self.cell.option("activation_checkpointing")
+        if not mode or ("fsdp" in self.cell.strategy and mode != "reentrant"):
             return
         _options.recompute_by_model(model, self.wrap_spec.block_modules(model), self.cell)
 

@@ -605,6 +605,9 @@ def _model_reason(cell: Cell, tiny: TinyModel, device: str) -> str | None:
 def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
     """Return why the model, or the driver of that name, has not an option of the cell; None if they have all."""
     elsewhere = driver != "torch" or cell.pp > 1 or bool(cell.option("compile"))
+    reentrant = cell.option("activation_checkpointing") == "reentrant"
+    # Models of transformers see to the inputs of their blocks.
+    by_driver = driver == "torch" or "transformers" not in tiny.preload
     return first_reason(
         (
             cell.option("compile") is True and not has_compiler(),
@@ -621,6 +624,22 @@ def _options_reason(cell: Cell, tiny: TinyModel, driver: str) -> str | None:
         (
             cell.option("activation_checkpointing") == "selective" and elsewhere,
             "selective activation checkpointing is driven by the torch driver alone, uncompiled and without stages",
+        ),
+        (
+            reentrant and cell.pp > 1,
+            "a stage asks for gradients by autograd.grad, which torch refuses for re-entrant recomputation",
+        ),
+        (
+            reentrant and bool(cell.option("compile")),
+            "torch.compile makes no graph of what is recomputed re-entrantly",
+        ),
+        (
+            reentrant and tiny.name == "twice",
+            "each use of a block has a backward pass of its own, which DDP's documentation excludes, and FSDP and ZeRO-3 fail",
+        ),
+        (
+            reentrant and bool(cell.option("frozen")) and by_driver,
+            "behind a frozen part no input has a gradient, and re-entrant recomputation then has none, says its documentation",
         ),
     )
 

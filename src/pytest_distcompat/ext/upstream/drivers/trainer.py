@@ -288,12 +288,12 @@ class TrainerDriver(TinyDriver):
         }
         settings |= self._backend_config()[0]
         settings |= self._mixed_precision()
-        recomputed_by_fsdp = "fsdp" in self.cell.strategy and not self.in_parts
-        if self.cell.option("activation_checkpointing") and not recomputed_by_fsdp:
-            recomputation = self.cell.with_settings("checkpoint", {"use_reentrant": False})
+        recomputed = self.cell.option("activation_checkpointing")
+        by_fsdp = "fsdp" in self.cell.strategy and not self.in_parts and recomputed != "reentrant"
+        if recomputed and not by_fsdp:
             settings |= {
                 "gradient_checkpointing": True,
-                "gradient_checkpointing_kwargs": recomputation,
+                "gradient_checkpointing_kwargs": _options.recomputation(self.cell),
             }
         mode = self.cell.option("compile")
         if mode not in {False, "partial"}:
@@ -595,6 +595,7 @@ BESIDE = frozenset(
 def _trainer_reason(cell: Cell, device: str) -> str | None:
     """Return why Trainer itself cannot run the cell; None if it can."""
     model = cell.option("model")
+    recomputed = cell.option("activation_checkpointing")
     fsdp = "fsdp" in cell.strategy
     transformers_model = "transformers" in model_of(cell).preload
     return first_reason(
@@ -615,7 +616,7 @@ def _trainer_reason(cell: Cell, device: str) -> str | None:
             f"rows of tokens are packed, and model {model} has none",
         ),
         (
-            bool(cell.option("activation_checkpointing")) and not transformers_model and not fsdp,
+            bool(recomputed) and not transformers_model and (not fsdp or recomputed == "reentrant"),
             f"Trainer has the model recompute, and model {model} has no gradient_checkpointing_enable()",
         ),
         # It hangs, and a known issue never covers a hang.
