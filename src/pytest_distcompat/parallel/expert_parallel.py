@@ -201,6 +201,6 @@ def spread_by_deepspeed(model: Any, size: int, rank: int) -> None:
     own_experts = model.moe.deepspeed_moe.experts.deepspeed_experts
     # Neighbours hold the experts together: deepspeed/utils/groups.py, _create_expert_and_data_parallel.
     first = rank % size * len(own_experts)
-    sources = all_experts[first : first + len(own_experts)]
-    for expert, source in zip(own_experts, sources, strict=True):
-        expert.load_state_dict(source.state_dict())
+    originals = all_experts[first : first + len(own_experts)]
+    for expert, original in zip(own_experts, originals, strict=True):
+        expert.load_state_dict(original.state_dict())
