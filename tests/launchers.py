@@ -1,23 +1,23 @@
-"""Base of test launchers that start no process: ready at once, with nothing to end."""
+"""A base class for test launchers that start no process: they are ready at once and have nothing to end."""
 
 from __future__ import annotations
 
 
 class WithoutProcesses:
-    """All that a launcher must be able to do, but for ``run``."""
+    """Every method that a launcher needs, except ``run``."""
 
     reuse_scope: str = ""
 
     def warm_up(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def get_warm(self) -> str:
-        """It is."""
+        """Return an empty reason: the launcher is warm."""
         return ""
 
     def retire(self) -> str:
-        """Nobody waits."""
+        """Return an empty reason: there are no ranks."""
         return ""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
