@@ -143,9 +143,13 @@ TRAIN_RUN = Run(
 #: A fresh process group loads what TRAIN_RUN saved and takes the same two steps.
 RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, after="train")
 
-#: A resumed run that saves, and one that resumes from that. The first goes on to the end of an epoch, the second over it.
+#: A resumed run that saves twice in one place, and one that resumes from the second save. The first goes on to the end of
+#: an epoch, the second over it.
 SECOND_RUN = Run(
-    "second", (*_BUILD, "load", *("step",) * 3, "save", *("step",) * 2), first_step=3, after="train"
+    "second",
+    (*_BUILD, "load", "step", "save", *("step",) * 2, "save", *("step",) * 2),
+    first_step=3,
+    after="train",
 )
 THIRD_RUN = Run("third", (*_BUILD, "load", *("step",) * 4), first_step=6, after="second")
 
