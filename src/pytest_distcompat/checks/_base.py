@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: (cell, driver) -> why the check does not apply to that cell; None if it does.
 NotApplicable = Callable[[Cell, type[Driver]], str | None]
+#: (cell, trace) -> what is worth telling though the claim holds; empty for nothing.
+Remark = Callable[[Cell, Trace], str]
 #: The runs that a check reads, or a function that returns them for a cell and a driver.
 Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
 
@@ -84,6 +86,10 @@ def _applies_to_all(cell: Cell, driver: type[Driver]) -> str | None:
     return None
 
 
+def _no_remark(cell: Cell, trace: Trace) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Execution:
     """What a check's runs in a cell gave.
@@ -117,6 +123,7 @@ class Check:
         costly: Whether it takes several runs that no other check reads.
         depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the strategy; None: all. The
             default profile runs the check in one cell of those that are alike in them.
+        remark: What reports say beside a claim that holds.
     """
 
     name: str
@@ -129,6 +136,7 @@ class Check:
     raises: tuple[str, ...] = ()
     costly: bool = False
     depends_on: frozenset[str] | None = None
+    remark: Remark = _no_remark
 
     def execute(self, runner: Runner, name: str, driver: type[Driver], cell: Cell) -> Execution:
         """Run what the claim reads in a cell. A check whose runs depend on what earlier ones show overrides this.
@@ -197,6 +205,7 @@ def check(
     raises: tuple[str, ...] = (),
     costly: bool = False,
     depends_on: frozenset[str] | None = None,
+    remark: Remark = _no_remark,
 ) -> Callable[[Claim], Check]:
     """Make a Check of a function: its name becomes the check's name, its docstring states the claim."""
 
@@ -212,6 +221,7 @@ def check(
             raises=raises,
             costly=costly,
             depends_on=depends_on,
+            remark=remark,
         )
 
     return check_of
