@@ -175,6 +175,8 @@ FOLLOWED = (
     "TrainingArguments.lr_scheduler_type",
     "TrainingArguments.lr_scheduler_kwargs",
     "TrainingArguments.warmup_steps",
+    "TrainingArguments.label_smoothing_factor",
+    "TrainingArguments.average_tokens_across_devices",
 )
 
 #: The same training without any strategy: the reference for losses, norms and learning rates.
