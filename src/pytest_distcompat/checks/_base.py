@@ -15,6 +15,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.law import law_of
 from pytest_distcompat.scenario import MESH, Scenario
 from pytest_distcompat.trace import CollectiveInfo, OptimizerInfo, Snapshot, Trace, UnwrappedInfo
+from pytest_distcompat.wording import listed_ranks
 
 if TYPE_CHECKING:
     from pytest_distcompat.runner import Runner
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: Called with a cell and a driver: why the check does not apply to that cell; None if it does.
 NotApplicable = Callable[[Cell, type[Driver]], str | None]
+#: (cell, trace) -> what is worth telling though the claim holds; empty for nothing.
+Remark = Callable[[Cell, Trace], str]
 #: The runs that a check reads, or a function that returns them for a cell and a driver.
 Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
 
@@ -97,6 +100,10 @@ def _applies_to_all(cell: Cell, driver: type[Driver]) -> str | None:
     return None
 
 
+def _no_remark(cell: Cell, trace: Trace) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Execution:
     """What a check's runs in a cell recorded, and how they were chosen.
@@ -132,9 +139,10 @@ class Check:
         raises: The names of runs that must end in an exception. If one of them crashes or hangs
             instead, that is the verdict, whatever ``until`` says.
         costly: Whether it takes several runs that no other check reads.
-        depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the
+            depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the
             strategy; None for all. Of several cells that do not differ in them, the default profile
             runs the check in only one.
+        remark: Returns what reports say beside a claim that holds; empty for nothing.
     """
 
     name: str
@@ -147,6 +155,7 @@ class Check:
     raises: tuple[str, ...] = ()
     costly: bool = False
     depends_on: frozenset[str] | None = None
+    remark: Remark = _no_remark
 
     def execute(self, runner: Runner, name: str, driver: type[Driver], cell: Cell) -> Execution:
         """Run in a cell what the claim reads.
@@ -192,6 +201,7 @@ def check(
     raises: tuple[str, ...] = (),
     costly: bool = False,
     depends_on: frozenset[str] | None = None,
+    remark: Remark = _no_remark,
 ) -> Callable[[Claim], Check]:
     """Make a ``Check`` of a function: it has the function's name, and the docstring is its claim."""
 
@@ -207,6 +217,7 @@ def check(
             raises=raises,
             costly=costly,
             depends_on=depends_on,
+            remark=remark,
         )
 
     return check_of
@@ -241,7 +252,7 @@ def message(findings: list[str]) -> str:
     lines: list[str] = []
     for text, ranks in ranks_by_text.items():
         if ranks:
-            lines.append(f"{text.before}{_listed(ranks)}{text.after}")
+            lines.append(f"{text.before}{listed_ranks(ranks)}{text.after}")
         else:
             lines.append(text.before)
     if len(lines) > FINDINGS_SHOWN:
@@ -289,28 +300,6 @@ def requested(cell: Cell, unwrapped: UnwrappedInfo | None, option: str) -> bool:
     if cell.option(option) != OPTIONS[option].default:
         return True
     return unwrapped is not None and option in unwrapped.obeyed
-
-
-def named_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """Return the words for some ranks in a finding: "all ranks", "rank 1" or "ranks 0, 2"."""
-    if len(ranks) == world_size:
-        return "all ranks"
-    return _listed(ranks)
-
-
-def _listed(ranks: Sequence[int | str]) -> str:
-    numbers = ", ".join(str(rank) for rank in ranks)
-    if len(ranks) > 1:
-        return f"ranks {numbers}"
-    return f"rank {numbers}"
-
-
-def and_others(names: Iterable[str]) -> str:
-    """Return the words for some names in a finding: the first, and how many others there are."""
-    first, *others = sorted(names)
-    if not others:
-        return repr(first)
-    return f"{first!r} and {len(others)} others"
 
 
 def first_three(names: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,18 +13,15 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.ext.upstream.drivers import _loaded, _releases
 from pytest_distcompat.installed import has_compiler
 from pytest_distcompat.models import TinyModel, model_of
-from pytest_distcompat.precisions import PRECISIONS, Precision
-from pytest_distcompat.strategies import (
-    MAX_NORM,
-    STRATEGIES,
-    Strategy,
-    WrapSpec,
-    _context,
-    _expert,
-    _pipeline,
-    _tensor,
-    first_reason,
+from pytest_distcompat.parallel import (
+    context_parallel,
+    expert_parallel,
+    pipeline_parallel,
+    tensor_parallel,
 )
+from pytest_distcompat.parallel.reasons import first_reason
+from pytest_distcompat.precisions import PRECISIONS, Precision
+from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, Strategy, WrapSpec
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +132,7 @@ class TinyDriver(Driver):
             yield _no_quantized_base(cell, cls.name)
         yield _dtypes_reason(cell, tiny)
         if cell.tp > 1:
-            yield _tensor.unsupported_reason(cell, cls.plan_of(tiny))
+            yield tensor_parallel.unsupported_reason(cell, cls.plan_of(tiny))
         if tiny.largest and cell.option("optimizer") != "adam8bit":
             yield f"the model {tiny.name} is for optimizer=adam8bit, which others have too small layers for"
         if tiny.driver not in {"", cls.name}:
@@ -143,11 +140,11 @@ class TinyDriver(Driver):
         experts = cls.experts_of(tiny)
         shards_experts = cell.tp > 1 and experts
         if cell.ep > 1 or tiny.driver or shards_experts:
-            yield _expert.unsupported_reason(cell, tiny, experts)
+            yield expert_parallel.unsupported_reason(cell, tiny, experts)
         if cell.pp > 1:
-            yield _pipeline.unsupported_reason(cell, tiny.stages)
+            yield pipeline_parallel.unsupported_reason(cell, tiny.stages)
         if cell.cp > 1:
-            yield _context.unsupported_reason(cell)
+            yield context_parallel.unsupported_reason(cell)
         if cell.option("lora") and cell.option("frozen"):
             yield "with an adapter the base model is frozen anyway"
         if cell.option("optimizer") != "adamw":
@@ -488,7 +485,7 @@ class TinyDriver(Driver):
                 for index in range(first, first + cp):
                     batch = self.tiny.batch(index, rank)
                     if cp > 1:
-                        batch["position_ids"] = _context.positions_of(batch["input_ids"])
+                        batch["position_ids"] = context_parallel.positions_of(batch["input_ids"])
                     rows += _rows_of(batch)
         return rows
 
@@ -532,7 +529,18 @@ class TinyDriver(Driver):
             self.scheduler = self.make_scheduler(self.optimizer)
         for optimizer in listed(self.optimizer):
             optimizer.zero_grad()
-        total = self._reference_loss(model, self._reference_batches(number, ranks), ranks)
+        batches = self._reference_batches(number, ranks)
+        tokens = [self.tiny.count(batch) for batch in batches]
+        weights = self._weights(tokens, ranks)
+        losses = []
+        total = 0.0
+        for batch, weight in zip(batches, weights, strict=True):
+            loss = self.reference_loss(model, batch)
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            losses.append(float(loss.detach()))
+            total += losses[-1] * weight
+        if not self.tiny.one_batch:
+            self.averages = _averages(losses, tokens, ranks, self.accumulate)
         self.grad_norm = float(clip_grad_norm_(model.parameters(), self.max_norm or math.inf))
         for optimizer in listed(self.optimizer):
             optimizer.step()
@@ -540,36 +548,36 @@ class TinyDriver(Driver):
             scheduler.step()
         return total
 
-    def _reference_loss(self, model: Module, batches: list[Batch], ranks: int) -> float:
-        """Add up the gradients of a step's batches, and return the mean loss that they belong to.
+    def reference_loss(self, model: Module, batch: Batch) -> torch.Tensor:
+        """Return the loss of one micro-batch in the reference."""
+        return self.tiny.loss(model, batch)
 
-        It is the mean that the trainer computes: over tokens or over micro-batches.
+    @property
+    def averaged_over(self) -> str:
+        """Return what has equal weight in the reference: ``mean``, unless a setting changes that."""
+        return self.mean
+
+    def _weights(self, tokens: Sequence[int], ranks: int) -> list[float]:
+        """Return the weight of each micro-batch in the loss of a step.
 
         Args:
-            model: The model of the reference.
-            batches: Those of ``_reference_batches``.
-            ranks: The number of ranks that the reference stands for.
+            tokens: The number of tokens of each micro-batch, those of rank 0 first.
+            ranks: The number of ranks.
         """
-        tokens = [self.tiny.count(batch) for batch in batches]
-        if self.mean == "token":
-            weights = tokens
-            divisor = sum(weights)
-        else:
-            # A batch that has the rows of all ranks counts as one micro-batch of each.
-            weights = [ranks if self.tiny.one_batch else 1] * len(batches)
-            # The last step of an epoch has fewer micro-batches, and is divided by the full count
-            # too, as in trainers that average micro-batches.
-            divisor = self.accumulate * ranks
-        losses = []
-        total = 0.0
-        for batch, weight in zip(batches, weights, strict=True):
-            loss = self.tiny.loss(model, batch)
-            (loss * weight / divisor).backward()  # type: ignore[no-untyped-call]
-            losses.append(float(loss.detach()))
-            total += losses[-1] * weight
-        if not self.tiny.one_batch:
-            self.averages = _averages(losses, tokens, ranks, self.accumulate)
-        return total / divisor
+        if self.averaged_over == "token":
+            return [count / sum(tokens) for count in tokens]
+        if self.averaged_over == "rank":
+            micros = len(tokens) // ranks
+            weights = []
+            for number, count in enumerate(tokens):
+                first = number // micros * micros
+                weights.append(count / sum(tokens[first : first + micros]) / ranks)
+            return weights
+        # A batch that has the rows of all ranks counts as one micro-batch of each.
+        stands_for = ranks if self.tiny.one_batch else 1
+        # The last step of an epoch has fewer micro-batches, and is divided by the full count too,
+        # as in trainers that average micro-batches.
+        return [stands_for / (self.accumulate * ranks)] * len(tokens)
 
     def _reference_batches(self, number: int, ranks: int) -> list[Batch]:
         """Return the micro-batches of a step, those of rank 0 first.

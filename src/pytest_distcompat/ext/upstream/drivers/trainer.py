@@ -26,8 +26,10 @@ from pytest_distcompat.ext.upstream.models import loss_to_targets
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.models import TinyModel, model_of
+from pytest_distcompat.parallel.mesh import distributed_config
+from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.scenario import MESH, STEPS
-from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, _fsdp, first_reason
+from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models import Batch
 
 #: The only decaying schedule that does not depend on how many steps are left. Before transformers 5 the time scale is not
 #: passed on, and the rate hardly changes.
@@ -417,9 +420,7 @@ class TrainerDriver(TinyDriver):
 
     def load_in_parts(self, kind: Any, directory: str) -> Any:
         """Return a model of that class, of whose weights each rank has read its part."""
-        return kind.from_pretrained(
-            directory, distributed_config=_fsdp.distributed_config(self.cell)
-        )
+        return kind.from_pretrained(directory, distributed_config=distributed_config(self.cell))
 
     def optimizer_class(self) -> tuple[Any, dict[str, Any]] | None:
         """Return the class of the optimizer and its arguments, where TrainingArguments have no name for it."""
@@ -478,6 +479,26 @@ class TrainerDriver(TinyDriver):
                 1e-8, "TrainingArguments.adam_epsilon", "ds_config.optimizer.params.eps"
             )
         return super().make_with_settings(optimizer_class, groups, **arguments, **numbers)
+
+    @property
+    def averaged_over(self) -> str:
+        """Return ``rank`` where the cell has Trainer count the tokens of each rank alone."""
+        across = self.setting_or_default(True, "TrainingArguments.average_tokens_across_devices")
+        return self.mean if across else "rank"
+
+    def reference_loss(self, model: Module, batch: Batch) -> torch.Tensor:
+        """Return the loss, of labels as smooth as the cell has them."""
+        smoothing = self.setting_or_default(0.0, "TrainingArguments.label_smoothing_factor")
+        if not smoothing:
+            return super().reference_loss(model, batch)
+        from torch.nn import functional
+
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = model(**inputs).logits[:, :-1].float()
+        labels = batch["labels"][:, 1:]
+        return functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing
+        )
 
     def collator(self, **settings: Any) -> Callable[[list[dict[str, torch.Tensor]]], Any]:
         """Return what joins rows into one: https://huggingface.co/blog/packing-with-FA2. The reference is fed the rows."""

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import and_others, named_ranks
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.digests import combine, concatenate
 from pytest_distcompat.precisions import PRECISIONS, Precision
@@ -28,6 +27,7 @@ from pytest_distcompat.trace import (
     UnwrappedInfo,
     shard_groups,
 )
+from pytest_distcompat.wording import and_others, named_ranks
 
 #: State keys that hold the factors of a moment: torch's Adafactor, then transformers'.
 #: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html
