@@ -554,7 +554,7 @@ class TinyDriver(Driver):
 
     @property
     def averaged_over(self) -> str:
-        """Return what has equal weight in the reference: ``mean``, unless a setting changes that."""
+        """Return what has equal weight in the reference: ``mean``, or what a setting says."""
         return self.mean
 
     def _weights(self, tokens: Sequence[int], ranks: int) -> list[float]:
