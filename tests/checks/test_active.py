@@ -443,8 +443,8 @@ def test_on_one_rank_fsdp1_does_not_shard(sound: Sound) -> None:
 
 def test_on_two_ranks_fsdp1_shards(sound: Sound) -> None:
     story = sound("fsdp1-fp32-w2").parameters(ONE_RANK_FSDP1, action="build", rank=1)
-    (found,) = story.findings("active")
-    assert found.startswith("rank 1: 3 of 3 parameters are not of kind FSDP1 shard")
+    (finding,) = story.findings("active")
+    assert finding.startswith("rank 1: 3 of 3 parameters are not of kind FSDP1 shard")
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ CELL = Cell.of("ddp", "fp32", set="+".join(TWO))
 def changed(run: RunTrace, name: str, *, loss: float = 1.0, square: float = 1.0) -> RunTrace:
     """Return a reference in which losses, or the squares of what the optimizer gets, are larger by a factor."""
 
-    def change(one: Snapshot) -> Snapshot:
-        steps = tuple(replace(step, square=step.square * square) for step in one.steps)
-        return replace(one, loss=None if one.loss is None else one.loss * loss, steps=steps)
+    def change(snapshot: Snapshot) -> Snapshot:
+        steps = tuple(replace(step, square=step.square * square) for step in snapshot.steps)
+        return replace(snapshot, loss=None if snapshot.loss is None else snapshot.loss * loss, steps=steps)
 
     return replace(run, name=name, snapshots=tuple(map(change, run.snapshots)))
 

@@ -56,7 +56,7 @@ def trace(change: Mapping[tuple[str, str, int], Sequence[Epoch]] = {}) -> Trace:
                 if run == "moved_rows" and name in {"uneven", "drop_last"}:
                     continue
                 for epoch, done in starts:
-                    found = [batches(order_of(name, one), rank, ranks) for one in range(epoch, 2)]
+                    found = [batches(order_of(name, number), rank, ranks) for number in range(epoch, 2)]
                     found[0] = found[0][done:]
                     given = tuple(tuple(map(tuple, one)) for one in change.get((run, name, rank), found))
                     infos.append(RowsInfo(name, epoch, done, LOADERS[name], given))
@@ -155,7 +155,7 @@ def test_more_ranks_have_nothing_left() -> None:
         ("moved_rows", [RowsInfo("all", 1, 1, loader, ()) for _ in range(16)]),
     ]
     made = [
-        RunTrace(run, len(infos), tuple(Snapshot(rank, run, run, 0, rows=(one,)) for rank, one in enumerate(infos)))
+        RunTrace(run, len(infos), tuple(Snapshot(rank, run, run, 0, rows=(info,)) for rank, info in enumerate(infos)))
         for run, infos in runs
     ]
     assert CHECKS.get("coverage").findings(Cell("ddp", "fp32", 8), Trace.of("made", made)) == []

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.checks._renamed import renamed
-from pytest_distcompat.checks._values import values
 from pytest_distcompat.checks.names import NO_READABLE_FILE
+from pytest_distcompat.model_values import values
 from pytest_distcompat.trace import FileInfo, StandIn
 
 if TYPE_CHECKING:

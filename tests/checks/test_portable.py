@@ -133,9 +133,9 @@ def test_parts_that_do_not_make_a_whole_tensor(runs_of: RunsOf) -> None:
         return replace(snapshot, model=replace(snapshot.model, parameters=held))
 
     story = runs_of("zero3-fp32-w2", "portable").alter(cut, run="port", action="build", rank=1)
-    (found,) = story.findings("portable")
-    assert found.startswith("parameter 'inlet.weight': the parts of all ranks are ")
-    assert found.endswith(" after the export and build")
+    (finding,) = story.findings("portable")
+    assert finding.startswith("parameter 'inlet.weight': the parts of all ranks are ")
+    assert finding.endswith(" after the export and build")
 
 
 @pytest.mark.parametrize(

@@ -187,12 +187,12 @@ def test_a_loss_of_another_run_where_tied_weights_have_two_units(
 
     story = sound(cell).alter(cut, action="build")
     assert story.findings("resume") == []
-    (found,) = story.snapshot("step", {"loss": 0.375}, run="resume", nth=0, rank=0).findings("resume")
+    (finding,) = story.snapshot("step", {"loss": 0.375}, run="resume", nth=0, rank=0).findings("resume")
     words = "'inlet.weight' and 'head.weight' are one tensor in units of their own: shard them"
-    assert (words in found) == told
+    assert (words in finding) == told
     # Where there is a reference, the same is told of losses and norms that differ from its own.
-    (found,) = story.snapshot("step", {"loss": 0.375}, nth=0).findings("parity")[:1]
-    assert (words in found) == told
+    (finding,) = story.snapshot("step", {"loss": 0.375}, nth=0).findings("parity")[:1]
+    assert (words in finding) == told
 
 
 def test_a_loss_that_is_no_number(sound: Sound) -> None:

@@ -141,7 +141,9 @@ def test_a_trained_layer_of_a_frozen_block_may_be_a_unit_apart(sound: Sound) -> 
 
     def freeze(snapshot: Snapshot) -> Snapshot:
         assert snapshot.unwrapped is not None
-        parameters = (replace(one, trainable=".inner" in one.name) for one in snapshot.unwrapped.parameters)
+        parameters = (
+            replace(parameter, trainable=".inner" in parameter.name) for parameter in snapshot.unwrapped.parameters
+        )
         return replace(snapshot, unwrapped=replace(snapshot.unwrapped, parameters=tuple(parameters)))
 
     story = with_inner(sound("fsdp1-fp32-w2"))

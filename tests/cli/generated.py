@@ -60,7 +60,7 @@ COLUMNS: Mapping[str, str] = {
 
 def blocks(text: str) -> Iterator[tuple[str, str]]:
     """Name and text of each block of a page that is made here."""
-    return ((found[1], found[3]) for found in BLOCK.finditer(text))
+    return ((match[1], match[3]) for match in BLOCK.finditer(text))
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -78,17 +78,19 @@ def code(words: Iterable[object]) -> str:
 def prose(text: str) -> str:
     """A docstring as Markdown, a line a paragraph."""
     paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-    return "\n\n".join(re.sub(r"(https?://[^\s)]+[^\s).,:;])", r"<\1>", one.replace("``", "`")) for one in paragraphs)
+    return "\n\n".join(
+        re.sub(r"(https?://[^\s)]+[^\s).,:;])", r"<\1>", paragraph.replace("``", "`")) for paragraph in paragraphs
+    )
 
 
 def checks() -> str:
     """The table of the checks."""
 
-    def row(one: Check) -> list[str]:
-        runs = [run.name for run in one.runs(CELL, TorchDriver).runs if run.name != "train"]
-        claim = prose(one.text).partition("\n\n")[0].removeprefix("Check that ").removesuffix(".")
-        source = f"../src/{one.claim.__module__.replace('.', '/')}.py"
-        return [f"[`{one.name}`]({source})", claim, " ".join(f"`{run}`" for run in runs)]
+    def row(check: Check) -> list[str]:
+        runs = [run.name for run in check.runs(CELL, TorchDriver).runs if run.name != "train"]
+        claim = prose(check.text).partition("\n\n")[0].removeprefix("Check that ").removesuffix(".")
+        source = f"../src/{check.claim.__module__.replace('.', '/')}.py"
+        return [f"[`{check.name}`]({source})", claim, " ".join(f"`{run}`" for run in runs)]
 
     return table(("check", "checks that", "runs besides `train`"), map(row, CHECKS.by_name.values()))
 
@@ -96,15 +98,15 @@ def checks() -> str:
 def claims() -> str:
     """A section for each check: claim, an example of a failure, likely causes."""
 
-    def section(one: Check) -> str:
-        claim, _, causes = prose(one.text).partition("If it fails: ")
+    def section(check: Check) -> str:
+        claim, _, causes = prose(check.text).partition("If it fails: ")
         # The first sentence is in the table.
         claim = claim.partition("\n\n")[2]
-        example = EXAMPLES[one.name]
-        findings = one.findings(example.story(example.cell).cell, example.story(example.cell).trace)
+        example = EXAMPLES[check.name]
+        findings = check.findings(example.story(example.cell).cell, example.story(example.cell).trace)
         cause = causes[:1].upper() + causes[1:]
         shown = f"```text\n{findings[0]}\n```"
-        return f"### {one.name}\n\n{claim.lstrip()}{shown}\n\n**Causes.** {cause}\n"
+        return f"### {check.name}\n\n{claim.lstrip()}{shown}\n\n**Causes.** {cause}\n"
 
     return "\n".join(map(section, CHECKS.by_name.values()))
 
@@ -121,7 +123,7 @@ def upstream() -> str:
         if "refuse" not in issue.kind:
             declared[Path(issue.script).stem or f"{issue.link} {issue.reason}"].append(issue)
     scripts = {path.stem: path for path in sorted((DOCS / "upstream").glob("*.py"))}
-    found: dict[str, list[str]] = defaultdict(list)
+    lines_by_library: dict[str, list[str]] = defaultdict(list)
     for name in (*scripts, *(name for name in declared if name not in scripts)):
         issues, path = declared[name], scripts.get(name)
         if path:
@@ -137,7 +139,7 @@ def upstream() -> str:
         checks = list(dict.fromkeys(check for issue in issues for check in issue.check if check != "*"))
         seen = f"seen by {code(checks[:3])}{' and others' * (len(checks) > 3)}"
         parts = [*links, *([f"[script](upstream/{path.name})"] if path else []), *([seen] if checks else [])]
-        found["transformers" if library == "peft" else library].append(f"- {'; '.join([claim, *parts])}\n")
+        lines_by_library["transformers" if library == "peft" else library].append(f"- {'; '.join([claim, *parts])}\n")
     titles = {
         "torch": "torch",
         "accelerate": "accelerate",
@@ -145,7 +147,7 @@ def upstream() -> str:
         "deepspeed": "DeepSpeed",
         "torchao": "torchao",
     }
-    return "\n".join(f"## {title}\n\n{''.join(found.pop(library))}" for library, title in titles.items())
+    return "\n".join(f"## {title}\n\n{''.join(lines_by_library.pop(library))}" for library, title in titles.items())
 
 
 def mutants() -> str:
@@ -153,10 +155,10 @@ def mutants() -> str:
     from mutants.catalog import MUTANTS
     from mutants.sightings import SIGHTINGS
 
-    def line(one: Any) -> str:
-        seen = ", ".join(f"{sight.driver} `{sight.cell}:{sight.check}`" for sight in SIGHTINGS[one.id])
-        fix = next((link for link in one.upstream if "/pull/" in link), one.upstream[0])
-        return f"- [{one.id}]({fix}): {one.symptom}. {seen}\n"
+    def line(mutant: Any) -> str:
+        seen = ", ".join(f"{sight.driver} `{sight.cell}:{sight.check}`" for sight in SIGHTINGS[mutant.id])
+        fix = next((link for link in mutant.upstream if "/pull/" in link), mutant.upstream[0])
+        return f"- [{mutant.id}]({fix}): {mutant.symptom}. {seen}\n"
 
     return "".join(map(line, MUTANTS))
 
@@ -179,15 +181,22 @@ def strategies() -> str:
         )
         return code(able)
 
-    rows = ([f"`{one.name}`", one.meaning, drivers(one.name)] for one in STRATEGIES.by_name.values())
+    rows = (
+        [f"`{strategy.name}`", strategy.meaning, drivers(strategy.name)] for strategy in STRATEGIES.by_name.values()
+    )
     return table(("strategy", "is", "drivers"), rows)
 
 
 def precisions() -> str:
     """Return the table of dtypes that each precision loads, computes and stores in."""
     rows = (
-        [f"`{one.name}`", one.load, f"8 bits in, {one.compute} out" if one.float8 else one.compute, one.master]
-        for one in PRECISIONS.by_name.values()
+        [
+            f"`{precision.name}`",
+            precision.load,
+            f"8 bits in, {precision.compute} out" if precision.float8 else precision.compute,
+            precision.master,
+        ]
+        for precision in PRECISIONS.by_name.values()
     )
     return table(("precision", "loaded in", "products in", "masters and optimizer state in"), rows)
 
@@ -195,8 +204,8 @@ def precisions() -> str:
 def dtypes() -> str:
     """Return the dtype table of bf16_upcast; strategies with equal rows share one."""
     alike: dict[Dtypes, list[str]] = {}
-    for one in STRATEGIES.by_name.values():
-        alike.setdefault(one.dtypes(PRECISIONS.get("bf16_upcast")), []).append(one.name)
+    for strategy in STRATEGIES.by_name.values():
+        alike.setdefault(strategy.dtypes(PRECISIONS.get("bf16_upcast")), []).append(strategy.name)
     rows = (
         [code(names), *(getattr(row, column) or ("float32" if column == "buffer" else "") for column in COLUMNS)]
         for row, names in alike.items()
@@ -216,12 +225,12 @@ def cell_options() -> str:
 
     rows = (
         [
-            f"`{one.name}`",
-            words(one.values),
-            one.meaning,
-            supporting(one.name),
+            f"`{option.name}`",
+            words(option.values),
+            option.meaning,
+            supporting(option.name),
         ]
-        for one in OPTIONS.values()
+        for option in OPTIONS.values()
     )
     return table(("option", "values, the default first", "means", "drivers"), rows)
 
@@ -234,10 +243,10 @@ def tasks() -> str:
 
 def left_blank() -> str:
     """Return the architectures that the profile ``zoo`` has no tiny model of, by the reason."""
-    found: dict[str, list[str]] = defaultdict(list)
+    names_by_reason: dict[str, list[str]] = defaultdict(list)
     for name, reason in BLANK.items():
-        found[reason].append(f"hf:{name}")
-    return table(("no tiny model of", "why not"), ([code(names), reason] for reason, names in found.items()))
+        names_by_reason[reason].append(f"hf:{name}")
+    return table(("no tiny model of", "why not"), ([code(names), reason] for reason, names in names_by_reason.items()))
 
 
 def beside_axes() -> str:
@@ -264,12 +273,12 @@ def beside_axes() -> str:
     def row(axis: str) -> list[str]:
         here = (axis, OPTIONS[axis].values[1])
         strategies = [name for name in STRATEGIES.names() if not able(name, "fp32", here)]
-        others = [one for one in STRATEGIES.names() if one not in strategies]
-        precisions = [name for name in PRECISIONS.names() if not any(able(one, name, here) for one in others)]
+        others = [strategy for strategy in STRATEGIES.names() if strategy not in strategies]
+        precisions = [name for name in PRECISIONS.names() if not any(able(other, name, here) for other in others)]
         beside = [
             name
             for name, value in [*((name, OPTIONS[name].values[1]) for name in AXES), *BESIDE_AXES]
-            if name not in {axis, "model"} and not any(able(one, "fp32", here, (name, value)) for one in others)
+            if name not in {axis, "model"} and not any(able(other, "fp32", here, (name, value)) for other in others)
         ]
         return [f"`{axis}`", code(strategies), code(precisions), code(beside)]
 
@@ -339,22 +348,22 @@ CELLS_OF_CHECKS = {
 FEW_RUNS = 8
 
 
-def cell_of(one: Check, driver: type[Driver]) -> str | None:
+def cell_of(check: Check, driver: type[Driver]) -> str | None:
     """Return the words for the first cell in which the check applies to the driver; None if it does in none."""
-    return next((words for words, cell in CELLS_OF_CHECKS.items() if not one.not_applicable(cell, driver)), None)
+    return next((words for words, cell in CELLS_OF_CHECKS.items() if not check.not_applicable(cell, driver)), None)
 
 
-def needed_actions(one: Check) -> set[str]:
+def needed_actions(check: Check) -> set[str]:
     """Return the actions without which the check fails: those of its runs up to the last snapshot that it reads."""
-    cell = CELLS_OF_CHECKS[cell_of(one, Able) or ""]
-    last = {run: (action, nth) for run, action, nth in one.until}
+    cell = CELLS_OF_CHECKS[cell_of(check, Able) or ""]
+    last = {run: (action, nth) for run, action, nth in check.until}
     needed: set[str] = set()
-    for run in one.runs(cell, Able).runs:
+    for run in check.runs(cell, Able).runs:
         action, nth = last.get(run.name, ("", 0))
         places = [place for place, name in enumerate(run.actions) if name == action]
-        if places and run.name not in one.raises:
+        if places and run.name not in check.raises:
             needed.update(run.actions[: places[nth] + 1])
-        elif run.name in one.raises or not one.until:
+        elif run.name in check.raises or not check.until:
             needed.update(run.actions)
     return needed
 
@@ -365,30 +374,30 @@ def brought_by(step: Step) -> list[Check]:
         without = type("Without", (Able,), dict(step.without))
         cells = CELLS_OF_CHECKS.values()
         return [
-            one
-            for one in CHECKS.by_name.values()
-            if any(one.not_applicable(cell, without) and not one.not_applicable(cell, Able) for cell in cells)
+            check
+            for check in CHECKS.by_name.values()
+            if any(check.not_applicable(cell, without) and not check.not_applicable(cell, Able) for cell in cells)
         ]
     required = [name for other in STEPS_OF_A_DRIVER if other.without is None for name in other.methods]
-    found = []
-    for one in CHECKS.by_name.values():
-        needed = needed_actions(one)
+    checks = []
+    for check in CHECKS.by_name.values():
+        needed = needed_actions(check)
         last = [name for name in required if name in needed][-1:]
-        if cell_of(one, Driver) is not None and last == [*step.methods[-1:]]:
-            found.append(one)
-    return found
+        if cell_of(check, Driver) is not None and last == [*step.methods[-1:]]:
+            checks.append(check)
+    return checks
 
 
 def runs_with(step: Step) -> str:
     """Return the names of the runs in which a method of a row is called."""
-    found = []
-    for one in CHECKS.by_name.values():
-        for run in one.runs(CELLS_OF_CHECKS[cell_of(one, Able) or ""], Able).runs:
+    run_names = []
+    for check in CHECKS.by_name.values():
+        for run in check.runs(CELLS_OF_CHECKS[cell_of(check, Able) or ""], Able).runs:
             called = any(CALLED.get(action, action) in step.methods for action in run.actions)
             # Some are the run of another cell under a name of their own.
             if called and not run.same_as:
-                found.append(run.name)
-    return code(found) if len({*found}) <= FEW_RUNS else "all that train"
+                run_names.append(run.name)
+    return code(run_names) if len({*run_names}) <= FEW_RUNS else "all that train"
 
 
 def actions() -> str:
@@ -401,11 +410,11 @@ def actions() -> str:
     def first_line(name: str) -> str:
         return prose((getattr(Driver, name).__doc__ or "").strip().split("\n")[0])
 
-    def check_words(one: Check) -> str:
-        condition = cell_of(one, Able)
-        if one.limit:
-            condition = f"with `--distcompat-{one.limit}`"
-        return f"`{one.name}` {condition or ''}".strip()
+    def check_words(check: Check) -> str:
+        condition = cell_of(check, Able)
+        if check.limit:
+            condition = f"with `--distcompat-{check.limit}`"
+        return f"`{check.name}` {condition or ''}".strip()
 
     rows = (
         [
@@ -483,7 +492,7 @@ def write() -> None:
     """Write every block of every page anew."""
     for page in sorted(DOCS.glob("*.md")):
         old = page.read_text(encoding="utf-8")
-        new = BLOCK.sub(lambda found: f"{found[1]}{found[2]}{made(found[1])}", old)
+        new = BLOCK.sub(lambda match: f"{match[1]}{match[2]}{made(match[1])}", old)
         if new != old:
             page.write_text(new, encoding="utf-8")
             print(page.name)

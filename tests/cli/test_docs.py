@@ -42,16 +42,16 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 def blocks(page: Path, language: str) -> Iterator[str]:
     """The code blocks of that language, those inside a list too."""
-    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return (textwrap.dedent(text) for named, text in found if named == language)
+    fences = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return (textwrap.dedent(text) for named, text in fences if named == language)
 
 
 def commands(page: Path, name: str) -> list[list[str]]:
     """The lines of its console blocks that call a program, without prompt and comment."""
-    found = [
+    lines = [
         line.removeprefix("$ ") for block in blocks(page, "console") for line in block.splitlines() if line[:2] == "$ "
     ]
-    words = [shlex.split(line, comments=True) for line in found]
+    words = [shlex.split(line, comments=True) for line in lines]
     return [line[1:] for line in words if line and line[0] == name]
 
 
@@ -125,7 +125,7 @@ class CheckedFixture:
 @pytest.mark.parametrize("page", [page for page in PAGES if next(blocks(page, "python"), "")], ids=name_of)
 def test_python_on_pages_runs(page: Path, tmp_path: Path) -> None:
     """Classes and tests are defined: a wrong argument of Matrix, fails, refuses or a mark would raise."""
-    public = {one: getattr(pytest_distcompat, one) for one in pytest_distcompat.__all__}
+    public = {name: getattr(pytest_distcompat, name) for name in pytest_distcompat.__all__}
     space: dict[str, Any] = {"pytest": pytest, "distcompat": CheckedFixture(), **public}
     for block in blocks(page, "python"):
         # Marks that are shown below each other are each a test's.
@@ -172,9 +172,9 @@ def test_every_command_and_flag_is_on_a_page() -> None:
     assert actions is not None
     (subparsers,) = (action for action in actions._actions if action.choices)
     choices: dict[str, Any] = dict(subparsers.choices or {})
-    for name, one in choices.items():
+    for name, choice in choices.items():
         assert f"`{name}`" in text or f"distcompat {name}" in text
-        for action in one._actions:
+        for action in choice._actions:
             for flag in action.option_strings if action.help != argparse.SUPPRESS else ():
                 assert flag in {"-h", "--help", "-o", "--output", "--timeout"} or flag in text, flag
 
@@ -182,15 +182,15 @@ def test_every_command_and_flag_is_on_a_page() -> None:
 def test_pages_give_the_action_inputs_that_it_has() -> None:
     inputs = yaml.safe_load((ROOT / ".github/actions/distcompat/action.yml").read_text(encoding="utf-8"))["inputs"]
     pages = map(yaml.safe_load, blocks(ROOT / "docs" / "gpu-ci.md", "yaml"))
-    (job,) = [one["jobs"]["gpu"] for one in pages if "jobs" in one]
-    one = job["steps"][-1]
-    assert one["uses"].endswith(f"/.github/actions/distcompat@v{pytest_distcompat.__version__}")
-    assert set(one["with"]) <= set(inputs)
+    (job,) = [page["jobs"]["gpu"] for page in pages if "jobs" in page]
+    step = job["steps"][-1]
+    assert step["uses"].endswith(f"/.github/actions/distcompat@v{pytest_distcompat.__version__}")
+    assert set(step["with"]) <= set(inputs)
 
 
 def test_the_matrix_of_the_readme_is_consistent() -> None:
     """Its checks, cells and words exist: it was copied from a terminal, and says so."""
-    (block,) = [one for one in blocks(ROOT / "README.md", "") if one.startswith("Test")]
+    (block,) = [block for block in blocks(ROOT / "README.md", "") if block.startswith("Test")]
     title, heads, *lines = block.splitlines()
     assert title == "TestAccelerate (driver accelerate)"
     assert set(heads.split()) <= set(CHECKS.names())
@@ -226,7 +226,7 @@ def test_the_parallel_plan_of_the_page_is_sound_and_its_red_example_red(tmp_path
     assert row.mesh is not None
     parts = {name: layout["parts"][0] for layout in row.mesh["layouts"] for name in layout["names"]}
     assert parts == {"0.weight": "0:4, :", "0.bias": "0:4", "2.weight": "0:4, 0:8", "2.bias": "0:4"}
-    assert {one["unwrapped"]: one["local"] for one in row.names} == {
+    assert {name["unwrapped"]: name["local"] for name in row.names} == {
         "0.weight": 32,
         "0.bias": 4,
         "2.weight": 32,

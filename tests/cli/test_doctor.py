@@ -155,7 +155,7 @@ def test_contradicting_packages_are_a_problem(
     packages: dict[str, str], change: dict[str, str], expected: list[str]
 ) -> None:
     packages.update(change)
-    assert [f"{one.level}: {one.text}" for one in machine.package_findings()] == expected
+    assert [f"{finding.level}: {finding.text}" for finding in machine.package_findings()] == expected
 
 
 def test_without_torch(packages: dict[str, str]) -> None:
@@ -215,8 +215,8 @@ def test_cells_that_can_run_depend_on_the_device() -> None:
 
 def test_a_machine_on_which_no_cell_can_run_has_a_problem() -> None:
     def problems(*devices: str) -> list[str]:
-        found = doctor._findings(GOOD, 0, [capability("able", Able, device, 2) for device in devices])
-        return [one.text for one in found if one.level == "problem" and "cell" in one.text]
+        findings = doctor._findings(GOOD, 0, [capability("able", Able, device, 2) for device in devices])
+        return [finding.text for finding in findings if finding.level == "problem" and "cell" in finding.text]
 
     assert problems("cpu") == ["no cell can run here, so a suite fails: needs a GPU"]
     assert problems("cpu", "cuda") == []

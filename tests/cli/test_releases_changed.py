@@ -214,11 +214,11 @@ def test_a_broken_release_is_seen_by_the_cell_that_executes_the_change(
     new = [*old[: first - 1], "        raise ValueError('this release has no backward pass')\n", *old[first - 1 :]]
     names = ("a/src/accelerate/accelerator.py", "b/src/accelerate/accelerator.py")
     (tmp_path / "broken.diff").write_text("".join(difflib.unified_diff(old, new, *names)), encoding="utf-8")
-    found = ReachMap({}, {file_id: file})
-    found.add(file_id, Context("accelerate", "ddp-fp32-w2", "step"), Executed(backward.body))
+    reach_map = ReachMap({}, {file_id: file})
+    reach_map.add(file_id, Context("accelerate", "ddp-fp32-w2", "step"), Executed(backward.body))
     # The map knows this cell, and that it executes nothing of the change.
-    found.add(file_id, Context("accelerate", "fsdp2-fp32-w2", "step"), Executed())
-    write_map(tmp_path / "r.sqlite", found)
+    reach_map.add(file_id, Context("accelerate", "fsdp2-fp32-w2", "step"), Executed())
+    write_map(tmp_path / "r.sqlite", reach_map)
     (tmp_path / "test_x.py").write_text(SUITE, encoding="utf-8")
     options = ["--reach", str(tmp_path / "r.sqlite"), "--into", str(tmp_path / "kept"), "--limit", "5m"]
     change = ["--changed", f"accelerate@{tmp_path / 'broken.diff'}"]

@@ -114,12 +114,12 @@ class Faulty:
 
     def _processes(self) -> list[psutil.Process]:
         """Return the processes that inherited our mark, whatever their parent is by now."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("FAULTS_MARK") == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
 
 def held_leases(temporary: Path) -> list[str]:
@@ -160,12 +160,12 @@ def _open_shared_memory(process: subprocess.Popen[bytes]) -> int:
 
 def _mapped() -> set[str]:
     """The files in shared memory that a process has mapped."""
-    found = set()
+    files = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
-            found |= {Path(line.split()[5]).name for line in lines if " /dev/shm/" in line}
-    return found
+            files |= {Path(line.split()[5]).name for line in lines if " /dev/shm/" in line}
+    return files
 
 
 Start = Callable[..., Faulty]
@@ -228,8 +228,8 @@ def run_faults(start: Start) -> RunFaults:
 
 @pytest.fixture(scope="module", params=forms("alone", "workers", "reused", "alone at 4", "reused at 4"))
 def form(request: pytest.FixtureRequest) -> Form:
-    found: Form = request.param
-    return found
+    parameter: Form = request.param
+    return parameter
 
 
 @pytest.fixture(autouse=True)

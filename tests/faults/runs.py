@@ -55,8 +55,8 @@ class Run(RunOfPytest):
 
     def seconds(self, name: str) -> float:
         """How long that test took, from the start of its setup to the end of its teardown."""
-        found = [one for one in self.reports if "when" in one and one["nodeid"].partition("::")[2] == name]
-        return float(sum(one["duration"] for one in found))
+        found = [report for report in self.reports if "when" in report and report["nodeid"].partition("::")[2] == name]
+        return float(sum(report["duration"] for report in found))
 
     def warming(self, name: str) -> float:
         """How long that test may take because a process warms up: its own, or that of a worker which has the CPU slots meanwhile.
@@ -76,11 +76,11 @@ class Run(RunOfPytest):
     @property
     def first_of_processes(self) -> set[str]:
         """The tests that came first in pytest's process, or in the processes of xdist's workers."""
-        found: dict[int, str] = {}
-        for one in self.reports:
-            if "process" in one:
-                found.setdefault(one["process"], one["nodeid"].partition("::")[2])
-        return set(found.values())
+        by_name: dict[int, str] = {}
+        for report in self.reports:
+            if "process" in report:
+                by_name.setdefault(report["process"], report["nodeid"].partition("::")[2])
+        return set(by_name.values())
 
     @property
     def outcomes(self) -> dict[str, str]:
@@ -90,12 +90,12 @@ class Run(RunOfPytest):
     @property
     def processes(self) -> dict[str, dict[int, int]]:
         """By test, in order: by rank its process. Where ranks are reused."""
-        found: dict[str, dict[int, int]] = {}
+        by_name: dict[str, dict[int, int]] = {}
         with contextlib.suppress(FileNotFoundError):
             for line in (self.directory / "processes.jsonl").read_text(encoding="utf-8").splitlines():
                 one = json.loads(line)
-                found.setdefault(one["name"], {})[one["rank"]] = one["process"]
-        return found
+                by_name.setdefault(one["name"], {})[one["rank"]] = one["process"]
+        return by_name
 
     def shows_used_ranks(self, *well: str) -> None:
         """Each fault was in processes that had done the test before it; the test after it was in others, unless all was well.
@@ -131,9 +131,9 @@ class Run(RunOfPytest):
     def leftovers_by_test(self) -> dict[str, list[str]]:
         """By test: processes that it started and that outlived it, but for each process's first test, which warms up."""
         seen: set[int] = set()
-        found = {}
-        for one in self.reports:
-            if one.get("left") and one["process"] in seen:
-                found[one["nodeid"]] = one["left"]
-            seen.add(one.get("process", 0))
-        return found
+        by_name = {}
+        for report in self.reports:
+            if report.get("left") and report["process"] in seen:
+                by_name[report["nodeid"]] = report["left"]
+            seen.add(report.get("process", 0))
+        return by_name

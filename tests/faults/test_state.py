@@ -126,8 +126,8 @@ NAMED_CHANGES = (
 @pytest.fixture(scope="module", params=[(), pytest.param((REUSE,), marks=pytest.mark.nightly)], ids=["fresh", "reused"])
 def ranks(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Return whether each test has fresh ranks, or shares those of the previous test if it left nothing."""
-    found: tuple[str, ...] = request.param
-    return found
+    parameter: tuple[str, ...] = request.param
+    return parameter
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +141,8 @@ def seeded(run_faults: RunFaults) -> Run:
 
 
 def state(run: Run, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run.properties(name)["state"])
-    return found
+    content: dict[str, Any] = json.loads(run.properties(name)["state"])
+    return content
 
 
 def drawn(run: Run) -> list[dict[str, float]]:
@@ -172,7 +172,7 @@ def test_shared_ranks_with_changed_state_end_and_say_why(run: Run) -> None:
     assert {name for name in NAMED_CHANGES if name not in why} == set(), why
     # Nothing else ended them: neither what only looks, nor a group of the test's own.
     properties = [run.properties(name) for name in ("test_well", "test_before", "test_after", "test_random")]
-    assert not [one["distcompat: ranks left"] for one in properties if "distcompat: ranks left" in one]
+    assert not [prop["distcompat: ranks left"] for prop in properties if "distcompat: ranks left" in prop]
 
 
 def test_changes_do_not_reach_the_parent(run: Run) -> None:

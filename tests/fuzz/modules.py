@@ -194,7 +194,7 @@ class Case:
         """
         phases = (self.setup, self.call, self.teardown)
         ends = [[self._phase(kinds[rank]) for kinds in phases] for rank in (0, 1)]
-        skips = any("skipped" in one[: other.index("xfailed")] for one in ends for other in ends if "xfailed" in other)
+        skips = any("skipped" in end[: other.index("xfailed")] for end in ends for other in ends if "xfailed" in other)
         return skips or (self.mark in EXPECTING and self.teardown != PASS)
 
     @property
@@ -292,6 +292,6 @@ def _kinds(draw: random.Random, ends: Sequence[str]) -> Kinds:
 def simpler(case: Case) -> Iterator[Case]:
     """Yield what is left of a case without one thing that it does, each."""
     plain = Case(case.name)
-    for one in dataclasses.fields(Case):
-        if one.name != "effect" and getattr(case, one.name) != getattr(plain, one.name):
-            yield dataclasses.replace(case, **{one.name: getattr(plain, one.name)})
+    for field in dataclasses.fields(Case):
+        if field.name != "effect" and getattr(case, field.name) != getattr(plain, field.name):
+            yield dataclasses.replace(case, **{field.name: getattr(plain, field.name)})

@@ -474,7 +474,7 @@ class Asking:
     def source(self) -> str:
         """Return the whole file."""
         libraries = "\n".join(f"import {name}" for name in self.libraries)
-        return HEAD.format(libraries=libraries) + "\n\n" + "".join(one.code() for one in self.questions)
+        return HEAD.format(libraries=libraries) + "\n\n" + "".join(question.code() for question in self.questions)
 
 
 def asking_modules(seed: int, many: int) -> list[Asking]:

@@ -199,8 +199,8 @@ def _installed_in() -> Path:
 def _finished(work: Path, driver: str, stages: Sequence[str]) -> Iterator[str]:
     for stage in stages:
         for path in sorted(work.glob(f"{stage}-{driver}.*.json")):
-            for one in json.loads(path.read_text(encoding="utf-8"))["results"]:
-                yield one["nodeid"]
+            for load in json.loads(path.read_text(encoding="utf-8"))["results"]:
+                yield load["nodeid"]
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -209,14 +209,15 @@ def read_report(path: Path) -> dict[str, Any]:
     results = document["results"]
     return {
         "device": document["session"]["device"],
-        "count": dict(Counter(one["status"] for one in results)),
-        "seconds": sum(one["seconds"] for one in results),
+        "count": dict(Counter(result["status"] for result in results)),
+        "seconds": sum(result["seconds"] for result in results),
         "findings": {
-            f"{one['driver']} {one['cell']}:{one['check']}": f"{one['status']}: " + _shortened(one["message"])
-            for one in results
-            if one["status"] not in EXPECTED
+            f"{result['driver']} {result['cell']}:{result['check']}": f"{result['status']}: "
+            + _shortened(result["message"])
+            for result in results
+            if result["status"] not in EXPECTED
         },
-        "known": sorted({f"{one['cell']}:{one['check']}" for one in results if one["status"] == "known"}),
+        "known": sorted({f"{result['cell']}:{result['check']}" for result in results if result["status"] == "known"}),
     }
 
 
@@ -412,7 +413,9 @@ def markdown(outcomes: dict[str, Outcome], waiting: Sequence[str], suites: dict[
 
 def _throughput(outcomes: dict[str, Outcome]) -> list[str]:
     found = [
-        one.result for name, one in outcomes.items() if name.startswith("throughput-") and isinstance(one.result, dict)
+        outcome.result
+        for name, outcome in outcomes.items()
+        if name.startswith("throughput-") and isinstance(outcome.result, dict)
     ]
     if not found:
         return []

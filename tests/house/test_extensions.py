@@ -42,7 +42,17 @@ FACES = {
     ],
 }
 #: Names of what only an extension knows: of its options, arguments and ideas.
-FLAGS = {"reuse", "reuse_limit", "reuse_scope", "simulate", "agrees_with", "walk_calls", "OTHER_REFERENCE", "WALK"}
+FLAGS = {
+    "reuse",
+    "reuse_limit",
+    "reuse_scope",
+    "simulate",
+    "agrees_with",
+    "walk_calls",
+    "sources",
+    "OTHER_REFERENCE",
+    "WALK",
+}
 #: Extensions that are built on others, and go with them.
 NEEDS = {"search": {"reach", "walk", "upstream"}, "walk": {"upstream"}}
 

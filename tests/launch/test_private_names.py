@@ -251,7 +251,7 @@ def test_the_experts_of_deepspeeds_layer(warm: WarmLauncher, tmp_path: Path) -> 
     refused = {event["text"] for event in events(ending, "refused")}
     assert refused == {
         "Native DeepSpeed MoE is not supported with ZeRO Stage 3. Use AutoEP or choose ZeRO stage 1/2."
-    }, "ZeRO-3 has DeepSpeed's layer now: see strategies/_expert.py:unsupported_reason"
+    }, "ZeRO-3 has DeepSpeed's layer now: see parallel/expert_parallel.py:unsupported_reason"
 
 
 @pytest.mark.nightly

@@ -44,16 +44,21 @@ def facts(built: Snapshot, trained: Snapshot) -> dict[str, Any]:
         "parameters": [dataclasses.replace(info, digest="") for info in built.parameters],
         "wrappers": built.model.wrappers,
         "units": built.model.units,
-        "states": sorted((one.owner, one.key, one.dtype, one.numel, str(one.layout)) for one in trained.states),
-        "steps": [(one.master, one.gradient, one.state, one.holders) for one in trained.steps],
+        "states": sorted(
+            (state.owner, state.key, state.dtype, state.numel, str(state.layout)) for state in trained.states
+        ),
+        "steps": [(step.master, step.gradient, step.state, step.holders) for step in trained.steps],
         "compute": set(trained.compute),
         # An operator without ranks, such as ``wait_tensor``, sends nothing.
-        "collectives": sorted(str(one) for one in trained.collectives if one.ranks),
+        "collectives": sorted(str(collective) for collective in trained.collectives if collective.ranks),
     }
 
 
 def of_rank(run: RunTrace, rank: int) -> dict[str, Any]:
-    built, trained = (next(one for one in found if one.rank == rank) for found in (run.at("build"), run.trained))
+    built, trained = (
+        next(snapshot for snapshot in snapshots if snapshot.rank == rank)
+        for snapshots in (run.at("build"), run.trained)
+    )
     return facts(built, trained)
 
 
@@ -85,13 +90,15 @@ def test_it_records_what_real_ranks_record(tmp_path: Path, cell: str) -> None:
     assert (real.end, found.end) == (None, None)
     assert found.unwrapped is not None
     assert real.unwrapped is not None
-    assert [one.name for one in found.unwrapped.parameters] == [one.name for one in real.unwrapped.parameters]
+    assert [parameter.name for parameter in found.unwrapped.parameters] == [
+        parameter.name for parameter in real.unwrapped.parameters
+    ]
     for snapshot in found.at("build"):
         assert of_rank(found, snapshot.rank) == of_rank(real, snapshot.rank), f"rank {snapshot.rank}"
         for rank in snapshot.ranks:
             assert sizes(snapshot) == sizes(real.at("build")[rank]), f"rank {snapshot.rank} stands for {rank}"
     assert tensor_bytes(found) == tensor_bytes(real)
-    assert {rank for one in found.at("build") for rank in one.ranks} == set(range(asked.world_size))
+    assert {rank for snapshot in found.at("build") for rank in snapshot.ranks} == set(range(asked.world_size))
 
 
 @pytest.fixture
@@ -146,7 +153,7 @@ def test_a_sound_trainer_at_many_ranks_is_simulated_and_never_passes(tmp_path: P
     assert {one.status for one in verdicts.values()} == {SIMULATED}, verdicts
     assert not any(one.ok or one.red for one in verdicts.values())
     assert verdicts["active"].reason == "simulated: no values were computed"
-    sent = {(one["collective"], one["mesh"], one["ranks"]) for one in sent_bytes(trace.run())}
+    sent = {(sending["collective"], sending["mesh"], sending["ranks"]) for sending in sent_bytes(trace.run())}
     assert {("all_gather", "dp_shard", size // 4), ("reduce_scatter", "dp_shard", size // 4)} <= sent
     assert {("all_reduce", "dp_replicate", 2), ("all_reduce", "tp", 2)} <= sent
     # Few ranks differ: each size of layer ends at another one.

@@ -39,8 +39,10 @@ def session(cluster: Any, environment: dict[str, str], directory: Path, chosen: 
     shutil.copy(Path(__file__).parents[1] / "nodes" / "two_nodes.py", directory / "test_two_nodes.py")
     line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", chosen, "--distcompat-executor", "ray"]
     theirs = {**environment, "RAY_ADDRESS": cluster.address}
-    found = subprocess.run(line, env=theirs, cwd=directory, capture_output=True, text=True, timeout=300, check=False)
-    return found.stdout + found.stderr
+    completed = subprocess.run(
+        line, env=theirs, cwd=directory, capture_output=True, text=True, timeout=300, check=False
+    )
+    return completed.stdout + completed.stderr
 
 
 def test_two_nodes_of_a_cluster(cluster: Any, environment: dict[str, str], tmp_path: Path) -> None:
@@ -91,6 +93,6 @@ def test_workers_without_a_cluster(environment: dict[str, str], tmp_path: Path) 
     line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--distcompat-worker-nodes", "2"]
     line += ["--distcompat-executor", "ray"]
     theirs = {**environment, "RAY_ADDRESS": "127.0.0.1:1"}
-    found = subprocess.run(line, env=theirs, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    completed = subprocess.run(line, env=theirs, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     refused = "--distcompat-executor ray: no Ray cluster is there (127.0.0.1:1: [Errno 111] Connection refused)"
-    assert refused in found.stdout + found.stderr
+    assert refused in completed.stdout + completed.stderr

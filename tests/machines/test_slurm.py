@@ -32,11 +32,11 @@ def test_two_nodes_of_an_allocation(slurm: dict[str, str], tmp_path: Path) -> No
     shutil.copy(Path(__file__).parents[1] / "nodes" / "two_nodes.py", tmp_path / "test_two_nodes.py")
     line = ["salloc", "--nodes=2", "--ntasks=2", sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k"]
     line += ["sum or assertion or killed", "--distcompat-executor", "slurm"]
-    found = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-    assert "2 failed, 1 passed" in found.stdout, found.stdout + found.stderr
-    assert "test_assertion - rank 1 on n2 failed: AssertionError: one is wrong" in found.stdout
-    assert "test_killed - rank 1 on n2 was killed by SIGKILL" in found.stdout
-    assert "srun: error" not in found.stderr
+    completed = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert "2 failed, 1 passed" in completed.stdout, completed.stdout + completed.stderr
+    assert "test_assertion - rank 1 on n2 failed: AssertionError: one is wrong" in completed.stdout
+    assert "test_killed - rank 1 on n2 was killed by SIGKILL" in completed.stdout
+    assert "srun: error" not in completed.stderr
     left = subprocess.run(["squeue", "--noheader", "--states=R"], env=slurm, capture_output=True, text=True, check=True)
     assert left.stdout == ""
 
@@ -56,19 +56,20 @@ def test_workers_have_their_runs_on_a_node_each(slurm: dict[str, str], tmp_path:
     (tmp_path / "test_workers.py").write_text(WORKERS)
     line = ["salloc", "--nodes=2", "--ntasks=2", sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2"]
     line += ["--distcompat-worker-nodes", "2", "--distcompat-executor", "slurm"]
-    found = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-    assert "4 failed" in found.stdout, found.stdout + found.stderr
-    seen = set(re.findall(r"rank \d on (n\d) failed: AssertionError: assert '(n\d)' == 'n3'", found.stdout))
-    assert seen == {("n1", "n1"), ("n2", "n2")}, found.stdout
+    completed = subprocess.run(line, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert "4 failed" in completed.stdout, completed.stdout + completed.stderr
+    seen = set(re.findall(r"rank \d on (n\d) failed: AssertionError: assert '(n\d)' == 'n3'", completed.stdout))
+    assert seen == {("n1", "n1"), ("n2", "n2")}, completed.stdout
 
 
 def test_without_an_allocation(environment: dict[str, str], tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parents[1] / "nodes" / "two_nodes.py", tmp_path / "test_two_nodes.py")
     theirs = {name: value for name, value in environment.items() if not name.startswith("SLURM_")}
     line = [sys.executable, "-m", "pytest", "--distcompat-executor", "slurm"]
-    found = subprocess.run(line, env=theirs, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    completed = subprocess.run(line, env=theirs, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (
-        "--distcompat-executor slurm: there is no allocation (SLURM_JOB_ID is not set)" in found.stdout + found.stderr
+        "--distcompat-executor slurm: there is no allocation (SLURM_JOB_ID is not set)"
+        in completed.stdout + completed.stderr
     )
 
 
@@ -83,9 +84,11 @@ def test_a_job_script_that_we_wrote(slurm: dict[str, str], tmp_path: Path) -> No
     shutil.copy(Path(__file__).parents[1] / "nodes" / "two_nodes.py", tmp_path / "test_two_nodes.py")
     job_script(slurm, tmp_path, "--", "-k", "sum or one_node")
     submit = ["sbatch", "--wait", "--output=out", "job.sh"]
-    found = subprocess.run(submit, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    completed = subprocess.run(
+        submit, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     written = (tmp_path / "out").read_text()
-    assert found.returncode == 0, written
+    assert completed.returncode == 0, written
     assert "nodes 2 (from option), executor slurm (from option)" in written
     assert "2 passed" in written
 
@@ -147,12 +150,12 @@ def preempted(slurm: dict[str, str], directory: Path, line: list[str], tests: st
     code = low.wait(60)
 
     def left() -> list[str]:
-        found = []
+        commands = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.cwd() == str(directory) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(" ".join(process.cmdline()))
-        return found
+                    commands.append(" ".join(process.cmdline()))
+        return commands
 
     assert clock.wait_until(lambda: not left(), 20), left()
     assert (directory / "junit.xml").exists(), written()

@@ -185,9 +185,9 @@ def test_an_agent_that_is_killed_is_started_again(
     def kill() -> None:
         clock.wait_until(started.exists, 120, every=0.1)
         sessions = [
-            one for one in psutil.Process().children() if f"--basetemp={tmp_path / 'basetemp'}" in one.cmdline()
+            child for child in psutil.Process().children() if f"--basetemp={tmp_path / 'basetemp'}" in child.cmdline()
         ]
-        (agent,) = (one for session in sessions for one in session.children() if one.cmdline()[-1] == "n2")
+        (agent,) = (child for session in sessions for child in session.children() if child.cmdline()[-1] == "n2")
         below.extend([agent, *agent.children(recursive=True)])
         agent.send_signal(number)
 
@@ -204,7 +204,7 @@ def test_an_agent_that_is_killed_is_started_again(
 def session_of(directory: Path) -> psutil.Process:
     """Return the process of the session that runs in that directory."""
     basetemp = f"--basetemp={directory / 'basetemp'}"
-    (found,) = (one for one in psutil.Process().children() if basetemp in one.cmdline())
+    (found,) = (child for child in psutil.Process().children() if basetemp in child.cmdline())
     return found
 
 
@@ -261,7 +261,7 @@ def test_a_node_agent_that_is_held_for_ever_is_lost(run_pytest: RunPytest, tmp_p
     def stop() -> None:
         clock.wait_until((tmp_path / "stops-1").exists, 120, every=0.1)
         session = session_of(tmp_path)
-        held.extend(one for one in session.children() if "n2" in one.cmdline())
+        held.extend(child for child in session.children() if "n2" in child.cmdline())
         for one in held:
             one.suspend()
 

@@ -56,8 +56,8 @@ def fingerprint(
         result = recorded(directory, [*way.launch, "-m", "pytest", *RECORDED], environment)
         written = directory / "rank-0.json"
         assert written.exists(), result.out
-        found: dict[str, Any] = json.loads(written.read_text(encoding="utf-8"))
-        return found
+        content: dict[str, Any] = json.loads(written.read_text(encoding="utf-8"))
+        return content
 
     return run
 

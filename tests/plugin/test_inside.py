@@ -128,7 +128,7 @@ def test_rank_0_alone_reports(verdicts: Run) -> None:
     properties = next(case for case in cases if case.get("name") == "test_property").iter("property")
     expected = [("same", "2"), ("of rank", "0"), ("of rank (rank 1)", "1")]
     assert [
-        (one.get("name"), one.get("value")) for one in properties if "distcompat" not in str(one.get("name"))
+        (prop.get("name"), prop.get("value")) for prop in properties if "distcompat" not in str(prop.get("name"))
     ] == expected
     assert len(cases) == len({case.get("name") for case in cases}) == len(verdicts.outcomes)
     assert verdicts.sections("test_one_fails")["Captured stdout call (rank 1)"] == "printed by 1\n"

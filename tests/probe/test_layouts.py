@@ -43,12 +43,12 @@ def ranks(size: int) -> Iterator[int]:
 
 def parts(whole: torch.Tensor, sizes: tuple[int, ...], placements: list[Any]) -> list[Any]:
     """The part of each rank."""
-    found = []
+    pieces = []
     for _ in ranks(math.prod(sizes)):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[-len(sizes) :])
         part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        found.append((layout_of(part), digest(part), local_of(part).numel()))
-    return found
+        pieces.append((layout_of(part), digest(part), local_of(part).numel()))
+    return pieces
 
 
 SHARDS = (Shard(0), Shard(1), Shard(2))
@@ -222,16 +222,16 @@ def test_the_gradient_of_the_whole_of_a_parameter_in_parts() -> None:
 def test_state_that_an_optimizer_makes_of_local_parts() -> None:
     """It is no DTensor, and its parts add up all the same."""
     whole = torch.randn(4, 6)
-    found: list[StateInfo] = []
+    pieces: list[StateInfo] = []
     for _ in ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = torch.nn.Linear(6, 4, bias=False)
         model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.state[model.weight] = {"average": local_of(model.weight.detach()).clone()}
-        found += read_optimizer(model, optimizer).states
-    assert [state.layout.holders for state in found] == [(0, 1), (0, 1)]
-    assert combine(state.digest for state in found) == digest(whole)
+        pieces += read_optimizer(model, optimizer).states
+    assert [state.layout.holders for state in pieces] == [(0, 1), (0, 1)]
+    assert combine(state.digest for state in pieces) == digest(whole)
 
 
 def test_a_step_count_is_the_same_on_ranks_that_hold_one_element_each() -> None:

@@ -76,12 +76,12 @@ def copies(tmp_path: Path) -> tuple[Path, Path]:
 def found(copies: tuple[Path, Path]) -> ReachMap:
     """FSDP2 executes the wrap; DDP prepares without it and saves."""
     file = AnalysedFile(copies[0] / "accelerate" / "accelerator.py", FILE).file
-    found = ReachMap({"accelerate": "1.0"}, {FILE: file})
+    reach_map = ReachMap({"accelerate": "1.0"}, {FILE: file})
     check, wrap, leave = line_of("if shard:"), line_of("model = self.wrap("), line_of("return model")
-    found.add(FILE, BUILD, Executed(bits_of([check, wrap, leave])))
-    found.add(FILE, DDP, Executed(bits_of([check, leave])))
-    found.add(FILE, SAVE, Executed(bits_of([line_of("state = model.state_dict()"), line_of("return state")])))
-    return found
+    reach_map.add(FILE, BUILD, Executed(bits_of([check, wrap, leave])))
+    reach_map.add(FILE, DDP, Executed(bits_of([check, leave])))
+    reach_map.add(FILE, SAVE, Executed(bits_of([line_of("state = model.state_dict()"), line_of("return state")])))
+    return reach_map
 
 
 def texts(places: list[ChangedPlace]) -> list[str]:

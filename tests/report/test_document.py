@@ -190,9 +190,9 @@ def small() -> str:
         "fixed": [],
         "missing": [],
     }
-    by_status = {one["status"]: one for one in data["results"]}
+    by_status = {result["status"]: result for result in data["results"]}
     data["results"] = list(by_status.values())
-    costly = [one for one in data["cells"] if one["cost"]]
+    costly = [cell for cell in data["cells"] if cell["cost"]]
     data["cells"], data["runs"] = [*data["cells"][:1], *costly[:1]], data["runs"][:2]
     return json.dumps(data)
 

@@ -50,8 +50,8 @@ def test_every_strategy_in_every_precision(tmp_path: Path) -> None:
 
 def settings(path: Path) -> dict[str, Any]:
     """The file as accelerate reads it."""
-    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
 
 
 def test_accelerate_reads_them_all(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def loaded_by_the_library(**changes: Any) -> dict[str, Any]:
 
 def findings(run: RunTrace, answer: Mapping[str, Any]) -> list[str]:
     found = check_final_model(run, CELL, Path(), (), lambda request: answer, saved_name=lambda key: key)
-    return [one.partition(": ")[2] for one in found]
+    return [finding.partition(": ")[2] for finding in found]
 
 
 def test_a_library_may_rename_keys_if_it_loads_what_was_trained(run: RunTrace) -> None:

@@ -108,8 +108,8 @@ def broken(directory: Path, part: str, *places: str) -> dict[str, dict[str, Any]
     command = [sys.executable, str(PROGRAMS / "faulty_probe.py"), str(directory), part, *places]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert not done.returncode, done.stderr
-    found: dict[str, dict[str, Any]] = json.loads((directory / "found.json").read_text(encoding="utf-8"))
-    return found
+    content: dict[str, dict[str, Any]] = json.loads((directory / "found.json").read_text(encoding="utf-8"))
+    return content
 
 
 def says(place: str) -> str:
@@ -230,10 +230,10 @@ def test_a_probe_that_fails_in_a_process_that_is_no_rank(run: Launch, tmp_path: 
         "if 'RANK' not in os.environ: instrumentation.on_import('torch', broken)\n",
         encoding="utf-8",
     )
-    found = run("ends.py", "well", environment={"PYTHONPATH": str(tmp_path)})
-    assert found.failed
-    assert "the probe failed in a process of the run" in found.text()
-    assert "no such thing any more" in found.text()
+    script_run = run("ends.py", "well", environment={"PYTHONPATH": str(tmp_path)})
+    assert script_run.failed
+    assert "the probe failed in a process of the run" in script_run.text()
+    assert "no such thing any more" in script_run.text()
 
 
 @pytest.mark.nightly
@@ -248,20 +248,20 @@ def test_a_disk_on_which_ranks_cannot_write(run: Launch, tmp_path: Path) -> None
         "        os.dup2(os.open('/dev/full', os.O_WRONLY), int(name))\n",
         encoding="utf-8",
     )
-    found = run("prepared_twice.py", "--steps", "3", strategy="ddp", environment={"PYTHONPATH": str(tmp_path)})
-    assert found.failed
-    assert "the probe failed in a process of the run" in found.text()
-    assert "No space left on device" in found.text()
-    assert [found.output_of(rank).count("trained to the end") for rank in (0, 1)] == [1, 1]
+    script_run = run("prepared_twice.py", "--steps", "3", strategy="ddp", environment={"PYTHONPATH": str(tmp_path)})
+    assert script_run.failed
+    assert "the probe failed in a process of the run" in script_run.text()
+    assert "No space left on device" in script_run.text()
+    assert [script_run.output_of(rank).count("trained to the end") for rank in (0, 1)] == [1, 1]
 
 
 @pytest.mark.nightly
 def test_a_model_that_is_prepared_twice(run: Launch) -> None:
     """More steps than are looked at in full: then hooks are taken off while torch goes through them."""
     pytest.importorskip("accelerate")
-    found = run("prepared_twice.py", "--steps", "7", strategy="ddp")
-    found.check("active", "optimizer", "dtypes")
-    assert [loss is not None for loss in found.losses[0]] == [True] * 7
+    script_run = run("prepared_twice.py", "--steps", "7", strategy="ddp")
+    script_run.check("active", "optimizer", "dtypes")
+    assert [loss is not None for loss in script_run.losses[0]] == [True] * 7
 
 
 def test_a_rank_needs_no_package_but_those_of_its_script(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def test_a_model_that_is_saved_module_by_module(run: Launch, output: str) -> Non
 @pytest.mark.nightly
 def test_a_loop_in_a_function_that_returns_with_its_model(run: Launch) -> None:
     """It takes more steps than the probe watches, and the weights after the last one are compared."""
-    found = run("main_loop.py", "--output", "{output}", output="{output}", strategy="ddp")
-    found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
+    script_run = run("main_loop.py", "--output", "{output}", output="{output}", strategy="ddp")
+    script_run.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
 
 
 def test_a_state_dict_with_both_names_of_a_tied_tensor(run: Launch) -> None:

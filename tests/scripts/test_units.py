@@ -22,9 +22,9 @@ nightly = pytest.mark.nightly
 
 
 def cut(run: Launch, wrap: str, *more: str, strategy: str = "fsdp2", **settings: Any) -> ScriptRun:
-    found = run(CUT, "--strategy", strategy, "--wrap", wrap, *more, strategy=strategy, **settings)
-    assert not found.failed, found.text()
-    return found
+    script_run = run(CUT, "--strategy", strategy, "--wrap", wrap, *more, strategy=strategy, **settings)
+    assert not script_run.failed, script_run.text()
+    return script_run
 
 
 @pytest.mark.nightly
@@ -97,16 +97,16 @@ def test_a_unit_for_what_is_trained_of_a_frozen_block(run: Launch, frozen: bool)
 def configured(tmp_path: Path, strategy: str, **changes: str) -> Path:
     """The cell's file for accelerate, with other words for FSDP."""
     path = write_configuration(Cell(strategy, "fp32", 2), tmp_path)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    found["fsdp_config"] |= {f"fsdp_{name}": value for name, value in changes.items()}
-    path.write_text(json.dumps(found), encoding="utf-8")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["fsdp_config"] |= {f"fsdp_{name}": value for name, value in changes.items()}
+    path.write_text(json.dumps(content), encoding="utf-8")
     return path
 
 
 def accelerated(run: Launch, strategy: str, *more: str, **settings: Any) -> ScriptRun:
-    found = run(ACCELERATE, "--steps", "3", *more, launcher="accelerate", strategy=strategy, **settings)
-    assert not found.failed, found.text()
-    return found
+    script_run = run(ACCELERATE, "--steps", "3", *more, launcher="accelerate", strategy=strategy, **settings)
+    assert not script_run.failed, script_run.text()
+    return script_run
 
 
 @pytest.mark.nightly

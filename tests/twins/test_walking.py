@@ -16,7 +16,7 @@ DDP = Cell.parse("ddp-fp32-w2-model_mlp")
 
 
 def calls(text: str) -> list[Call]:
-    return [Call.parse(f"{one})".lstrip(", ")) for one in text.split(")")[:-1]]
+    return [Call.parse(f"{text_of_call})".lstrip(", ")) for text_of_call in text.split(")")[:-1]]
 
 
 def test_only_the_wrong_call_fails(runner: Runner) -> None:

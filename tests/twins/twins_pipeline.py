@@ -196,7 +196,7 @@ class NormOnNoStage(Torch):
     """No stage keeps the last norm."""
 
     def _wrap(self, model: Module, device: Any) -> Module:
-        from pytest_distcompat.strategies._placeholder import Elsewhere
+        from pytest_distcompat.parallel.placeholder import Elsewhere
 
         model.set_submodule("model.norm", Elsewhere())
         return super()._wrap(model, device)

@@ -18,19 +18,19 @@ class Together(list[Any]):
     """Several optimizers, or several schedulers, that do everything together."""
 
     def zero_grad(self) -> None:
-        for one in self:
-            one.zero_grad()
+        for optimizer in self:
+            optimizer.zero_grad()
 
     def step(self) -> None:
-        for one in self:
-            one.step()
+        for optimizer in self:
+            optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(place): one.state_dict() for place, one in enumerate(self)}
+        return {str(place): optimizer.state_dict() for place, optimizer in enumerate(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for place, one in enumerate(self):
-            one.load_state_dict(state[str(place)])
+        for place, optimizer in enumerate(self):
+            optimizer.load_state_dict(state[str(place)])
 
 
 class Two(Torch):

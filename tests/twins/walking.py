@@ -83,7 +83,7 @@ class SummingCalls(DeepSpeedCalls):
 
     @observer
     def accessors(self, of: Literal["fp32_param", "optimizer_state", "grad"] = "grad") -> Any:
-        return {name: one * self.trainer.world.size for name, one in super().accessors(of).items()}
+        return {name: accessor * self.trainer.world.size for name, accessor in super().accessors(of).items()}
 
 
 class Casting(TorchDriver):

@@ -116,7 +116,7 @@ def test_the_reference_clips_to_what_is_set(name: str, settings: str, norm: floa
     trainer = driver(name, settings)
     model = trainer.tiny.make()
     trainer.reference(model, 0, 1)
-    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     clipped = torch.nn.utils.get_total_norm(gradients)
     assert float(clipped) == pytest.approx(min(trainer.grad_norm, norm or trainer.grad_norm), rel=1e-4)
 
@@ -154,7 +154,7 @@ def test_the_reference_of_deepspeed_has_its_muon_for_matrices_but_embeddings_and
     with torch.compiler.set_stance("default"):
         found = driver("deepspeed", "ds_config.optimizer.params.momentum=0.5", optimizer="muon").make_optimizer(model)
     groups = {group["use_muon"]: group for group in found.param_groups}
-    assert [one is model["inner"].weight for one in groups[True]["params"]] == [True]
+    assert [group is model["inner"].weight for group in groups[True]["params"]] == [True]
     assert len(groups[False]["params"]) == 5
     assert (groups[True]["momentum"], groups[True]["lr"], groups[False]["weight_decay"]) == (0.5, 3e-3, 0.01)
 

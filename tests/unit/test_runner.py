@@ -202,7 +202,7 @@ def test_stored_ranks_of_a_run_have_the_cause_first(tmp_path: Path) -> None:
         RankEnd(3, "done"),
     )
     reports = rank_reports(Ending(ends, {}))
-    assert [(one["rank"], one["status"], one["text"]) for one in reports] == [
+    assert [(report["rank"], report["status"], report["text"]) for report in reports] == [
         (1, "raised", "--- rank 0: fake ---\nValueError: no"),
         (2, "stuck", ""),
         (0, "lost peer", "Traceback"),

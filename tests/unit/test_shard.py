@@ -30,7 +30,7 @@ def test_each_unit_is_in_one_shard_in_whatever_order_it_was_collected() -> None:
 
 def test_the_last_report_makes_shards_of_equal_duration() -> None:
     seconds = {f"cell-{n}": float(1 + n * n) for n in range(24)}
-    last = report({cell: {cell: one} for cell, one in seconds.items()})
+    last = report({cell: {cell: second} for cell, second in seconds.items()})
     plan = divide({unit: 10.0 for unit in UNITS if "cell" in unit}, last, 4)
     took = [sum(seconds[unit.partition("[")[2][:-1]] for unit in shard) for shard in plan]
     assert max(took) < 1.02 * sum(took) / 4

@@ -25,7 +25,7 @@ DECLARED = [name for name in DRIVERS.names() if find_driver(name).live_calls is 
 
 
 def calls(text: str) -> list[Call]:
-    return [Call.parse(f"{one})".lstrip(", ")) for one in text.split(")")[:-1]]
+    return [Call.parse(f"{part})".lstrip(", ")) for part in text.split(")")[:-1]]
 
 
 def test_a_call_is_written_as_python_writes_it_and_read_back() -> None:

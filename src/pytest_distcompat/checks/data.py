@@ -12,15 +12,15 @@ from pytest_distcompat.checks._base import (
     UNTIL_RESUMED,
     check,
     every_rank,
-    named_ranks,
     other_mode,
     pairs,
 )
-from pytest_distcompat.checks._values import by_stage
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.model_values import by_stage
 from pytest_distcompat.models import known_model, model_of
 from pytest_distcompat.scenario import RESUME, SAVED
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+from pytest_distcompat.wording import named_ranks
 
 
 def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:

@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
+from pytest_distcompat.checks._base import check, every_rank, finite_losses
 from pytest_distcompat.checks._factors import factors_of, named_factor
 from pytest_distcompat.checks._tied import tied_apart
-from pytest_distcompat.checks._values import Names, across_stages, in_tf32, rounding_of, stages_of
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.excerpt import listed
+from pytest_distcompat.model_values import Names, across_stages, in_tf32, rounding_of, stages_of
 from pytest_distcompat.models import TinyModel, known_model, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace, shard_groups, together
+from pytest_distcompat.wording import named_ranks
 
 #: A trainer may deviate by so many times what rounding does to the reference, or what the table allows: it rounds in other
 #: places too. ``benchmarks/rounding.py`` measures it on four small models.

@@ -16,7 +16,8 @@ from pytest_distcompat.checks._base import (
     saved_as_elsewhere,
     trained_again,
 )
-from pytest_distcompat.checks._values import (
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.model_values import (
     compare,
     differences,
     exported_weights,
@@ -26,7 +27,6 @@ from pytest_distcompat.checks._values import (
     step_counts,
     values,
 )
-from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import SAVED, Scenario
 from pytest_distcompat.strategies import STRATEGIES

@@ -11,7 +11,6 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import (
     RESUMED,
     UNTIL_RESUMED,
-    and_others,
     check,
     every_rank,
     finite_losses,
@@ -21,11 +20,12 @@ from pytest_distcompat.checks._base import (
     trained_again,
 )
 from pytest_distcompat.checks._tied import tied_apart
-from pytest_distcompat.checks._values import GroupNumber, held_states, same_dtype, unlike
+from pytest_distcompat.model_values import GroupNumber, held_states, same_dtype, unlike
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME, SAVED, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
+from pytest_distcompat.wording import and_others
 
 #: Relative tolerance of losses. State must come back bit by bit, but a GPU may sum a loss in any
 #: order.

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies import _tensor
+from pytest_distcompat.parallel import tensor_parallel
 from pytest_distcompat.strategies._base import MAX_NORM, Dtypes, Strategy, WrapSpec
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
         settings["sequence_parallel_size"] = cell.cp
     if cell.tp > 1:
         # https://www.deepspeed.ai/tutorials/autotp-training
-        settings["tensor_parallel"] = {"autotp_size": cell.tp, **_tensor.autotp_plan(cell)}
+        settings["tensor_parallel"] = {"autotp_size": cell.tp, **tensor_parallel.autotp_plan(cell)}
     return settings
 
 

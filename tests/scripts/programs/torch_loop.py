@@ -78,7 +78,7 @@ while done < arguments.steps:
         everyones: list[torch.Tensor] = [torch.empty_like(torch.get_rng_state()) for _ in range(ranks)]
         dist.all_gather(everyones, torch.get_rng_state())
         whole = {"model": parts, "optimizer": states, "scheduler": scheduler.state_dict(), "done": done}
-        whole["random"] = {str(one): state for one, state in enumerate(everyones)}
+        whole["random"] = {str(rank): state for rank, state in enumerate(everyones)}
         dcp.save(whole, checkpoint_id=arguments.output / f"step-{done}")  # type: ignore[attr-defined]
 if arguments.output:
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

@@ -12,8 +12,8 @@ from pytest_distcompat.ext.cluster.settings import Settings
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Warmth
+from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.plugin.session import DistcompatSession
-from pytest_distcompat.strategies import first_reason
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.ext.upstream.sweep.fields import Source
-from pytest_distcompat.strategies import STRATEGIES, first_reason
+from pytest_distcompat.parallel.reasons import first_reason
+from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from torch.nn import Module

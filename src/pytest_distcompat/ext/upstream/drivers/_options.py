@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies import first_reason
+from pytest_distcompat.parallel.reasons import first_reason
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,9 @@
-"""Loaders and metrics of libraries on a data set whose rows are their own numbers, for the checks of coverage and evaluation."""
+"""Data loaders and evaluation metrics of accelerate, Trainer and torch, for the driver classes.
+
+The data set's rows are the numbers 0, 1, 2 ..., so that a batch tells which rows it has. The checks
+of coverage and of evaluation compare what the ranks read with what ``Loader`` says a loader must
+do.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +20,17 @@ from pytest_distcompat.trace import Loader
 
 #: How many rows a batch of one rank has.
 BATCH = 2
-#: How many rows a batch has that ranks split, in all together.
+#: How many rows a batch has that the ranks split among them (``split_batches``).
 SPLIT = 4
-#: The epochs that loaders are read for.
+#: How many epochs of a loader are read.
 EPOCHS = 2
 
-#: torchdata's loader knows itself where it is.
+#: torchdata's loader saves and restores its position itself.
 _STATEFUL = {
     "use_stateful_dataloader": {"use_stateful_dataloader": True, "use_seedable_sampler": True}
 }
-#: Loader of accelerate -> what is set in DataLoaderConfiguration and, of the rest, in DataLoader.
+#: Settings of accelerate's loaders, by the loader's name: those of DataLoaderConfiguration and
+#: those of DataLoader together; ``rows`` and ``iterable`` are about the data set.
 _ACCELERATE: dict[str, dict[str, Any]] = {
     "shuffle": {},
     "seedable": {"use_seedable_sampler": True},
@@ -37,7 +43,8 @@ _ACCELERATE: dict[str, dict[str, Any]] = {
     "iterable": {"iterable": True},
     "iterable, dispatch_batches=False": {"iterable": True, "dispatch_batches": False},
     "iterable, split_batches": {"iterable": True, "split_batches": True, "batch_size": SPLIT},
-    # With these each two of the settings are together in one loader. In order, so that each says more than a seed.
+    # With these, each two settings are together in some loader. They do not shuffle: so the rows of
+    # a batch are known, not only repeatable.
     "dispatch_batches, split_batches, drop_last": {
         "shuffle": False,
         "split_batches": True,
@@ -94,14 +101,14 @@ if version_of("torchdata"):
 def _expected(settings: Mapping[str, Any]) -> Loader:
     """Return what a loader of accelerate with these settings must do."""
     shuffled = settings.get("shuffle", True) and "iterable" not in settings
-    # In the order of one seed, or in none: the rows before a batch are the same on any number of ranks.
+    # The order is that of a seed, or not shuffled: on any number of ranks the same rows come first.
     repeatable = not shuffled or "use_seedable_sampler" in settings
     counts_own_batches = "split_batches" in settings or "use_stateful_dataloader" in settings
     return Loader(
         shuffled,
         filled=settings.get("even_batches", True),
         dropped="drop_last" in settings,
-        # There is nothing to go on with in an epoch of one batch.
+        # An epoch of one batch has no middle to resume in.
         resumes="rows" not in settings,
         moves=repeatable and not counts_own_batches and "rows" not in settings,
         rows=settings.get("rows", 0),
@@ -114,7 +121,7 @@ ACCELERATE: dict[str, Loader] = {
 
 
 def _iterable(rows: Sequence[Any]) -> Any:
-    """Return a data set without a length, which begins anew in each epoch."""
+    """Return the rows as an iterable data set, which has no length."""
     from torch.utils.data import IterableDataset
 
     class Rows(IterableDataset[Any]):
@@ -133,7 +140,7 @@ def accelerate_loader(
         name: One of ``ACCELERATE``.
         count: The number of rows.
         device: ``cpu`` or that of this rank.
-        parallel: The arguments of Accelerator for a mesh; its loaders count on them.
+        parallel: The arguments of Accelerator for a mesh, on which the rows of each rank depend.
     """
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
@@ -164,7 +171,19 @@ def accelerate_rows(
     device: str = "cpu",
     parallel: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[int, Sequence[int]]]:
-    """Read a loader as accelerate's documentation resumes one: ``load_state``, then ``skip_first_batches``."""
+    """Yield the epoch and the rows of each batch that this rank reads.
+
+    A run resumes as accelerate's documentation says: ``load_state``, then ``skip_first_batches``.
+
+    Args:
+        name: One of ``ACCELERATE``.
+        count: The number of rows.
+        start: Where to begin: an epoch, and how many of its batches were read before. A run that
+            begins at (0, 0) saves its state wherever another one resumes.
+        directory: The states are saved there.
+        device: ``cpu`` or that of this rank.
+        parallel: The arguments of Accelerator for a mesh.
+    """
     accelerator, loader = accelerate_loader(name, count, device, parallel)
     first_epoch, done = start
     stateful = "stateful" in name
@@ -193,15 +212,18 @@ def accelerate_rows(
 def accelerate_metrics(
     count: int, device: str = "cpu", parallel: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, float]:
-    """Return how many rows ``gather_for_metrics`` gives, and the mean of their squares, for each loader."""
+    """Return for each loader the number of rows of ``gather_for_metrics``, and their mean square."""
     import torch
 
     metrics: dict[str, float] = {}
     for name, expected in ACCELERATE.items():
         if expected.dropped or not expected.filled or "num_workers" in _ACCELERATE[name]:
-            continue  # ranks gather as many rows each, and all of them; who reads the rows changes nothing of that
+            # The ranks have unequal numbers of rows to gather, or not all rows; a worker process
+            # that reads the rows makes no difference.
+            continue
         if expected.rows:
-            continue  # a batch that has no rows is seen where rows are read
+            # The check of coverage shows what such a small data set breaks.
+            continue
         accelerator, loader = accelerate_loader(name, count, device, parallel)
         gathered = [accelerator.gather_for_metrics(batch) for batch in loader]
         squares = torch.cat(gathered).double() ** 2
@@ -210,7 +232,8 @@ def accelerate_metrics(
     return metrics
 
 
-#: Loader of Trainer -> what is set in its ``accelerator_config`` and, of the rest, in TrainingArguments.
+#: Settings of Trainer's loaders, by the loader's name: those of its ``accelerator_config`` and
+#: those of TrainingArguments together; ``iterable`` is about the data set.
 _TRAINER: dict[str, dict[str, Any]] = {
     "shuffle": {},
     "dispatch_batches": {"dispatch_batches": True},
@@ -237,7 +260,8 @@ _TRAINER: dict[str, dict[str, Any]] = {
         "dataloader_drop_last": True,
     },
 }
-#: Trainer counts steps, which are others at another world size.
+#: No loader of Trainer moves to another number of ranks: Trainer saves its position in steps, of
+#: which an epoch then has another number.
 TRAINER: dict[str, Loader] = {
     name: Loader(
         shuffled="iterable" not in name and name != "sequential",
@@ -249,7 +273,7 @@ TRAINER: dict[str, Loader] = {
 
 
 def _numbered(count: int, *, tokens: bool) -> list[dict[str, Any]]:
-    """Return rows that are their own numbers, with as many tokens as rows may be grouped by if wanted."""
+    """Return rows that hold their own number, and optionally tokens to group them by length."""
     import torch
 
     rows = []
@@ -263,30 +287,25 @@ def _numbered(count: int, *, tokens: bool) -> list[dict[str, Any]]:
 
 
 def _joined(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return rows as a batch, without their tokens."""
+    """Collate rows to a batch, without their tokens."""
     import torch
 
     return {name: torch.stack([row[name] for row in rows]) for name in ("x", "labels")}
 
 
 def _steps(count: int, rows_a_step: int, settings: Mapping[str, Any]) -> int:
-    """Return how many steps an epoch of so many rows has."""
+    """Return how many steps an epoch of ``count`` rows has."""
     if settings.get("dataloader_drop_last"):
         return count // rows_a_step
     return math.ceil(count / rows_a_step)
 
 
-def _trainer(
-    count: int,
-    directory: Path,
-    settings: Mapping[str, Any],
-    device: str,
-    world: int = 1,
-    **more: Any,
-) -> Any:
-    """Return a Trainer of a model that records the rows that it is fed, by epoch, and returns them."""
+def _recorder() -> Any:
+    """Return a model that records the rows that it is trained on, and returns its input as logits.
+
+    Its ``fed`` has a list for each epoch that began, of the batches with their rows.
+    """
     import torch
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     class _Recorder(torch.nn.Module):
         def __init__(self) -> None:
@@ -299,6 +318,13 @@ def _trainer(
                 self.fed[-1].append(x.flatten().tolist())
             return {"loss": (0 * self.scale + labels).square().mean(), "logits": x}
 
+    return _Recorder()
+
+
+def _epochs_callback() -> Any:
+    """Return a callback that tells the recorder of epochs, and saves where other runs resume."""
+    from transformers import TrainerCallback
+
     class _Epochs(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
         def on_epoch_begin(self, *_: Any, model: Any, **__: Any) -> None:
             model.fed.append([])
@@ -308,21 +334,38 @@ def _trainer(
             save_steps = [epoch * steps_per_epoch + done for epoch, done in RESUME_AT]
             control.should_save = state.global_step in save_steps
 
-    settings = dict(settings)
-    iterable = settings.pop("iterable", False)
+    return _Epochs()
+
+
+def _training_arguments(
+    count: int, directory: Path, settings: Mapping[str, Any], device: str, world: int
+) -> Any:
+    """Return the ``TrainingArguments`` for one of ``_TRAINER``.
+
+    Args:
+        count: The number of rows.
+        directory: Checkpoints are saved there.
+        settings: Those of ``_TRAINER``.
+        device: ``cpu`` or that of this rank.
+        world: The number of ranks.
+    """
+    from transformers import TrainingArguments
+
+    arguments = dict(settings)
+    iterable = arguments.pop("iterable", False)
     accelerator_config: dict[str, Any] = {}
     for key in ("dispatch_batches", "split_batches", "use_seedable_sampler"):
-        if key in settings:
-            accelerator_config[key] = settings.pop(key)
-    settings.setdefault("per_device_train_batch_size", BATCH)
-    settings.setdefault("per_device_eval_batch_size", BATCH)
+        if key in arguments:
+            accelerator_config[key] = arguments.pop(key)
+    arguments.setdefault("per_device_train_batch_size", BATCH)
+    arguments.setdefault("per_device_eval_batch_size", BATCH)
     if iterable:
         # Without a length Trainer cannot tell how many steps an epoch has.
-        rows_a_step = settings["per_device_train_batch_size"]
+        rows_a_step = arguments["per_device_train_batch_size"]
         if not accelerator_config.get("split_batches"):
             rows_a_step *= world
-        settings["max_steps"] = EPOCHS * _steps(count, rows_a_step, settings)
-    arguments = TrainingArguments(
+        arguments["max_steps"] = EPOCHS * _steps(count, rows_a_step, arguments)
+    return TrainingArguments(
         output_dir=str(directory),
         num_train_epochs=EPOCHS,
         accelerator_config=accelerator_config,
@@ -334,17 +377,39 @@ def _trainer(
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=False,
-        **settings,
+        **arguments,
     )
+
+
+def _trainer(
+    count: int,
+    directory: Path,
+    settings: Mapping[str, Any],
+    device: str,
+    world: int = 1,
+    **more: Any,
+) -> Any:
+    """Return a Trainer whose model records the rows of each epoch.
+
+    Args:
+        count: The number of rows.
+        directory: Checkpoints are saved there.
+        settings: Those of ``_TRAINER``.
+        device: ``cpu`` or that of this rank.
+        world: The number of ranks.
+        more: Further arguments of Trainer.
+    """
+    from transformers import PrinterCallback, Trainer
+
     rows = _numbered(count, tokens=settings.get("train_sampling_strategy") == "group_by_length")
-    data = _iterable(rows) if iterable else rows
+    data = _iterable(rows) if settings.get("iterable") else rows
     trainer = Trainer(
-        model=_Recorder(),
-        args=arguments,
+        model=_recorder(),
+        args=_training_arguments(count, directory, settings, device, world),
         train_dataset=data,
         eval_dataset=data,
         data_collator=_joined,
-        callbacks=[_Epochs()],
+        callbacks=[_epochs_callback()],
         **more,
     )
     trainer.remove_callback(PrinterCallback)
@@ -354,7 +419,16 @@ def _trainer(
 def trainer_rows(
     name: str, count: int, start: tuple[int, int], directory: Path, *, world: int, device: str
 ) -> Iterator[tuple[int, Sequence[int]]]:
-    """Train two epochs, or what is left of them after a checkpoint."""
+    """Train two epochs, or what is left of them after a checkpoint; yield what this rank read.
+
+    Args:
+        name: One of ``TRAINER``.
+        count: The number of rows.
+        start: Where to begin: an epoch, and how many of its batches were read before.
+        directory: Checkpoints are saved there.
+        world: The number of ranks.
+        device: ``cpu`` or that of this rank.
+    """
     trainer = _trainer(count, directory / name, _TRAINER[name], device, world)
     saved = sorted(
         (directory / name).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2])
@@ -369,7 +443,10 @@ def trainer_rows(
 
 
 def trainer_metrics(count: int, device: str = "cpu") -> dict[str, float]:
-    """Return what ``Trainer.evaluate`` finds: the loss, how many rows ``compute_metrics`` gets, and the mean of their squares."""
+    """Return what ``Trainer.evaluate`` finds with each loader.
+
+    It is the loss, how many rows ``compute_metrics`` gets, and the mean of their squares.
+    """
     metrics: dict[str, float] = {}
 
     def compute(predictions: Any) -> dict[str, float]:

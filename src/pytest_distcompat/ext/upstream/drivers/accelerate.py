@@ -17,8 +17,10 @@ from pytest_distcompat.ext.upstream.drivers.tiny import TinyDriver, listed
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.launch.accelerate_cpu import on_cpu
 from pytest_distcompat.live_calls import CLIP_VALUE, Calls
+from pytest_distcompat.parallel import context_parallel, tensor_parallel
+from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, _context, _tensor, first_reason
+from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
@@ -340,7 +342,7 @@ class AccelerateDriver(TinyDriver):
             # accelerate wants a model that is cut already: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
             mesh = self.accelerator.torch_device_mesh["tp"]
             spec = self.wrap_spec
-            _tensor.parallelize(model, mesh, spec.tp_plan, spec.experts, sequence=False)
+            tensor_parallel.parallelize(model, mesh, spec.tp_plan, spec.experts, sequence=False)
         optimizers = listed(self.make_optimizer(model))
         if len(optimizers) > 1 and self.cell.strategy != "ddp":
             from pytest_distcompat.ext.upstream.drivers._joined import Joined
@@ -440,7 +442,7 @@ class AccelerateDriver(TinyDriver):
     def micro_loss(self, batch: Batch) -> Any:
         """Return the loss of a micro-batch, of which the loader of a sequence's ranks has given a part."""
         if self.cell.cp > 1:
-            return _context.ulysses_part_loss(self.model, batch)
+            return context_parallel.ulysses_part_loss(self.model, batch)
         return self.tiny.loss(self.model, batch)
 
     def next_batch(self, done: int) -> Batch:

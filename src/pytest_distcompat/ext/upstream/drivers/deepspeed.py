@@ -17,8 +17,9 @@ from pytest_distcompat.ext.upstream.drivers.tiny import DECAY, LEARNING_RATE, Ti
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.live_calls import Calls
+from pytest_distcompat.parallel import context_parallel, expert_parallel
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.strategies import STRATEGIES, _context, _expert
+from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ class DeepSpeedDriver(TinyDriver):
             # Parameters are partitioned one by one; the whole model need not fit into one rank's memory.
             deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)
         if self.cell.ep > 1:
-            _expert.spread_by_deepspeed(self.raw, self.cell.ep, self.world.rank)
+            expert_parallel.spread_by_deepspeed(self.raw, self.cell.ep, self.world.rank)
         initialized = deepspeed.initialize(
             **self.cell.with_settings("initialize", self._arguments(config))
         )
@@ -396,7 +397,7 @@ class DeepSpeedDriver(TinyDriver):
     def micro_loss(self, batch: Batch) -> Any:
         """Return the loss of a micro-batch, of which Ulysses gives the ranks of a sequence parts."""
         if self.cell.cp > 1:
-            return _context.ulysses_loss(self.model, batch)
+            return context_parallel.ulysses_loss(self.model, batch)
         return self.tiny.loss(self.model, batch)
 
     @property

@@ -13,18 +13,15 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.ext.upstream.drivers import _loaded, _releases
 from pytest_distcompat.installed import has_compiler
 from pytest_distcompat.models import TinyModel, model_of
-from pytest_distcompat.precisions import PRECISIONS, Precision
-from pytest_distcompat.strategies import (
-    MAX_NORM,
-    STRATEGIES,
-    Strategy,
-    WrapSpec,
-    _context,
-    _expert,
-    _pipeline,
-    _tensor,
-    first_reason,
+from pytest_distcompat.parallel import (
+    context_parallel,
+    expert_parallel,
+    pipeline_parallel,
+    tensor_parallel,
 )
+from pytest_distcompat.parallel.reasons import first_reason
+from pytest_distcompat.precisions import PRECISIONS, Precision
+from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, Strategy, WrapSpec
 
 if TYPE_CHECKING:
     import torch
@@ -131,7 +128,7 @@ class TinyDriver(Driver):
             yield _no_quantized_base(cell, cls.name)
         yield _dtypes_reason(cell, tiny)
         if cell.tp > 1:
-            yield _tensor.unsupported_reason(cell, cls.plan_of(tiny))
+            yield tensor_parallel.unsupported_reason(cell, cls.plan_of(tiny))
         if tiny.largest and cell.option("optimizer") != "adam8bit":
             yield f"the model {tiny.name} is for optimizer=adam8bit, which others have too small layers for"
         if tiny.driver not in {"", cls.name}:
@@ -139,11 +136,11 @@ class TinyDriver(Driver):
         experts = cls.experts_of(tiny)
         shards_experts = cell.tp > 1 and experts
         if cell.ep > 1 or tiny.driver or shards_experts:
-            yield _expert.unsupported_reason(cell, tiny, experts)
+            yield expert_parallel.unsupported_reason(cell, tiny, experts)
         if cell.pp > 1:
-            yield _pipeline.unsupported_reason(cell, tiny.stages)
+            yield pipeline_parallel.unsupported_reason(cell, tiny.stages)
         if cell.cp > 1:
-            yield _context.unsupported_reason(cell)
+            yield context_parallel.unsupported_reason(cell)
         if cell.option("lora") and cell.option("frozen"):
             yield "with an adapter the base model is frozen anyway"
         if cell.option("optimizer") != "adamw":
@@ -459,7 +456,7 @@ class TinyDriver(Driver):
                 for index in range(first, first + cp):
                     batch = self.tiny.batch(index, rank)
                     if cp > 1:
-                        batch["position_ids"] = _context.positions_of(batch["input_ids"])
+                        batch["position_ids"] = context_parallel.positions_of(batch["input_ids"])
                     rows += _rows_of(batch)
         return rows
 

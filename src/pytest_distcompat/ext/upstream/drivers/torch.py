@@ -16,7 +16,9 @@ from pytest_distcompat.ext.upstream.drivers import _options, _preload, _rows
 from pytest_distcompat.ext.upstream.drivers.tiny import HELD_OUT_BATCH, TinyDriver, listed
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.live_calls import Calls
-from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, _context, _pipeline, first_reason
+from pytest_distcompat.parallel import context_parallel, pipeline_parallel
+from pytest_distcompat.parallel.reasons import first_reason
+from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
@@ -352,7 +354,7 @@ class TorchDriver(TinyDriver):
         """Keep this rank's stages of the model, wrap each and connect them to the others."""
         assert self.tiny.stages is not None
         self.flat = True
-        self.pipeline = _pipeline.Pipeline(self.tiny.stages, self.cell, device)
+        self.pipeline = pipeline_parallel.Pipeline(self.tiny.stages, self.cell, device)
         self.pp_group = self.pipeline.group
         modules = {
             number: self._wrap(stage, device) for number, stage in self.pipeline.keep(model).items()
@@ -408,7 +410,7 @@ class TorchDriver(TinyDriver):
             with (
                 self._synchronised(last),
                 self._autocast(),
-                _context.attending(self.model, self.context),
+                context_parallel.attending(self.model, self.context),
             ):
                 loss = self.micro_loss(batch) / self.accumulate
                 scaled: Any = loss
@@ -436,7 +438,7 @@ class TorchDriver(TinyDriver):
     def micro_loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a micro-batch, under context parallelism of this rank's part of it."""
         if self.context:
-            return _context.loss_of(self.model, self.context, batch)
+            return context_parallel.loss_of(self.model, self.context, batch)
         return self.tiny.loss(self.model, batch)
 
     def update(self) -> None:

@@ -26,8 +26,10 @@ from pytest_distcompat.ext.upstream.models import loss_to_targets
 from pytest_distcompat.ext.upstream.sweep.fields import Source
 from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.models import TinyModel, model_of
+from pytest_distcompat.parallel.mesh import distributed_config
+from pytest_distcompat.parallel.reasons import first_reason
 from pytest_distcompat.scenario import MESH, STEPS
-from pytest_distcompat.strategies import MAX_NORM, STRATEGIES, _fsdp, first_reason
+from pytest_distcompat.strategies import MAX_NORM, STRATEGIES
 from pytest_distcompat.trace import Loader
 
 if TYPE_CHECKING:
@@ -417,9 +419,7 @@ class TrainerDriver(TinyDriver):
 
     def load_in_parts(self, kind: Any, directory: str) -> Any:
         """Return a model of that class, of whose weights each rank has read its part."""
-        return kind.from_pretrained(
-            directory, distributed_config=_fsdp.distributed_config(self.cell)
-        )
+        return kind.from_pretrained(directory, distributed_config=distributed_config(self.cell))
 
     def optimizer_class(self) -> tuple[Any, dict[str, Any]] | None:
         """Return the class of the optimizer and its arguments, where TrainingArguments have no name for it."""

@@ -96,7 +96,7 @@ def _reload(class_name: str, width: int, directory: Path) -> Module:
 
 
 def _tp_plan(*layers: str) -> dict[str, str]:
-    """Return a plan of tensor parallelism (``strategies/_tensor.py``): each rank has full activations between the layers."""
+    """Return a plan for ``parallel/tensor_parallel.py``: each rank has full activations between the layers."""
     return {**dict.fromkeys(("inlet", *layers), "colwise_gather"), "outlet": "rowwise_split"}
 
 
@@ -135,7 +135,7 @@ SYNCBATCHNORM = _classifier(
 #: (torch).
 MOE = _classifier("moe", "MixtureOfExperts", spread=2.5, order=10)
 #: Mixture of experts whose weights are one tensor, which expert parallelism can shard. As torchtitan has it: the router is
-#: replicated, experts are sharded by the driver (``strategies/_expert.py``).
+#: replicated, experts are sharded by the driver (``parallel/expert_parallel.py``).
 MOE_FUSED = _classifier(
     "moe_fused",
     "FusedMixture",

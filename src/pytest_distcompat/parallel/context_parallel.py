@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.models import LLAMAS
-from pytest_distcompat.strategies._base import first_reason, untried_option_reason
+from pytest_distcompat.parallel.reasons import first_reason, untried_option_reason
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.models import LLAMAS, model_of
-from pytest_distcompat.strategies import _expert
-from pytest_distcompat.strategies._base import first_reason, untried_option_reason
+from pytest_distcompat.parallel import expert_parallel
+from pytest_distcompat.parallel.reasons import first_reason, untried_option_reason
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -126,7 +126,7 @@ def parallelize(
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from pytest_distcompat.strategies._placeholder import Elsewhere
+    from pytest_distcompat.parallel.placeholder import Elsewhere
 
     styles = {}
     placeholders = {name for name, module in model.named_modules() if isinstance(module, Elsewhere)}
@@ -136,7 +136,7 @@ def parallelize(
             styles[name] = style
     parallelize_module(model, mesh, styles)
     if experts:
-        _expert.spread(model.get_submodule(experts), mesh)
+        expert_parallel.spread(model.get_submodule(experts), mesh)
 
 
 def _style(name: str, *, sequence: bool) -> Any:

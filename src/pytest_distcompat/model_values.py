@@ -1,6 +1,8 @@
-"""Values of a trainer, put together from all its ranks under the unwrapped model's names, and their comparison.
+"""A trainer's tensors, put together from what each rank holds of them, and their comparison.
 
-Digests of parts add up to that of the tensor, so values of 2 ranks compare with those of 4, another strategy or another mesh.
+Tensors go by their name in the unwrapped model. The digest of a tensor can be computed from the
+digests of its shards, so a run on 2 ranks compares with one on 4, and with one that shards another
+way: no tensor is ever gathered.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import and_others, named_ranks
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.digests import combine, concatenate
 from pytest_distcompat.precisions import PRECISIONS, Precision
@@ -26,19 +27,21 @@ from pytest_distcompat.trace import (
     UnwrappedInfo,
     shard_groups,
 )
+from pytest_distcompat.wording import and_others, named_ranks
 
 #: State keys that hold the factors of a moment: torch's Adafactor, then transformers'.
 #: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html
 FACTORS = frozenset({"row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"})
 
-#: A library turned TF32 on; the user, who sets it before, did not.
+#: The evidence that a library turned TF32 on. (A user who wants it sets it before the build.)
 TF32_SINCE_BUILD = "products of float32 are in TF32 since build"
 
-#: A kind of value: ``parameter``, ``buffer``, ``master``, or a key of optimizer state such as ``exp_avg`` or ``step``.
+#: What a tensor is: ``parameter``, ``buffer``, ``master``, or the key of an optimizer state, such
+#: as ``exp_avg`` or ``step``.
 Kind = str
-#: By unwrapped name the digest of the tensor; several where replicas of it disagree.
+#: By unwrapped name the digest of the tensor; several where its replicas differ.
 Digests = Mapping[str, tuple[str, ...]]
-#: Ranks that hold a copy of something together.
+#: Ranks that together hold one copy of a tensor or model: a shard group.
 Ranks = tuple[int, ...]
 
 
@@ -49,7 +52,8 @@ class Values:
     Attributes:
         digests: By kind the digests by unwrapped name.
         wrong: Findings about tensors whose parts do not add up to the whole.
-        not_elementwise: The kinds of state that do not have an element for each element of a parameter.
+        not_elementwise: The kinds of state that do not have an element for each element of a
+            parameter.
         dtypes: By kind and unwrapped name the dtypes that the parts are stored in.
     """
 
@@ -64,7 +68,10 @@ class Values:
 
 
 class Names:
-    """Map from live names of a run to those of the unwrapped model; of tied parameters all have the first one's name."""
+    """Map from the names that a run's wrapped model has to those of the unwrapped model.
+
+    Tied parameters all get the name of the first of them.
+    """
 
     def __init__(self, run: RunTrace, unwrapped: UnwrappedInfo) -> None:
         self.cell = Cell.parse(run.cell)
@@ -142,9 +149,9 @@ def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
 
 
 def not_elementwise_kinds(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
-    """Return the kinds of state that never have as many elements as the rank holds of the parameter."""
-    # Such state is one number (NAdam's ``mu_product``), or a factor of a moment (Adafactor). Parameters of one element
-    # are passed over: for them the sizes always agree.
+    """Return the kinds of state that do not have one element for each element of the parameter."""
+    # Such state is one number (NAdam's ``mu_product``), or a factor of a moment (Adafactor).
+    # Parameters of one element are passed over: for them the sizes always agree.
     kinds: set[Kind] = set()
     elementwise: set[Kind] = set()
     for snapshot in snapshots:
@@ -162,7 +169,10 @@ def not_elementwise_kinds(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
 
 
 def _held_tensors(snapshot: Snapshot, names: Names) -> Iterator[_HeldTensor]:
-    """Yield what a rank holds of each parameter, saved buffer, state and master; of flat partitions only step counts."""
+    """Yield what a rank holds of each parameter, persistent buffer, state and master weight.
+
+    Of the flat partitions of ZeRO, which mix several parameters, only the step counts are compared.
+    """
     rank = snapshot.rank
     for info in snapshot.parameters:
         yield _HeldTensor("parameter", names(info.name), rank, info, info.local_numel)
@@ -180,7 +190,9 @@ def _held_tensors(snapshot: Snapshot, names: Names) -> Iterator[_HeldTensor]:
 def _copies(
     parts: Sequence[_HeldTensor], parameter_parts: Sequence[_HeldTensor]
 ) -> tuple[Ranks, ...]:
-    """Return the ranks of each copy of a tensor: its shard groups.
+    """Return, for each copy of a tensor in the run, the ranks that hold it together.
+
+    With HSDP on 4 ranks in 2 replicas, for example, a parameter has two copies: ((0, 1), (2, 3)).
 
     Args:
         parts: What the ranks hold of the tensor.
@@ -192,14 +204,20 @@ def _copies(
     )
     for group in groups:
         if len(group) > 1 and group in parameter_groups:
-            # Each copy of the parameter has this state, or should have it.
+            # The state is sharded like its parameter, so each copy of the parameter should have
+            # one, even where no rank of that copy recorded any.
             return tuple(sorted({*groups, *parameter_groups}))
     return groups
 
 
 @dataclass(frozen=True)
 class _WholeTensor:
-    """A tensor put together from its parts: its digest, and what is wrong with the parts; empty texts for neither."""
+    """One copy of a tensor, put together from its parts.
+
+    Attributes:
+        digest: Its digest; empty if the parts do not make up the tensor.
+        problem: What is wrong with the parts, as words; empty if nothing is.
+    """
 
     digest: str = ""
     problem: str = ""
@@ -208,11 +226,11 @@ class _WholeTensor:
 def _put_together(
     parts: Sequence[_HeldTensor], ranks: Ranks, numel: int | None, world_size: int
 ) -> _WholeTensor:
-    """Return the tensor that these ranks hold together.
+    """Return the copy of a tensor that some ranks hold together.
 
     Args:
-        parts: What all ranks hold of it.
-        ranks: Those of one shard group, in the order of their pieces.
+        parts: What all ranks of the run hold of the tensor.
+        ranks: The ranks of the copy, in the order of their shards.
         numel: The number of elements in the unwrapped model; None if that has no such tensor.
         world_size: The number of ranks of the run.
     """
@@ -235,7 +253,7 @@ def _put_together(
 
 
 def pipelines_of(run: RunTrace) -> Mapping[int, Ranks]:
-    """Return for each rank the ranks of its pipeline, in the order of the stages that they hold; empty for a whole model."""
+    """Return for each rank the ranks of its pipeline, by stage; none if it holds a whole model."""
     pipelines: dict[int, Ranks] = {}
     for snapshot in run.at("build"):
         if snapshot.model:
@@ -244,7 +262,7 @@ def pipelines_of(run: RunTrace) -> Mapping[int, Ranks]:
 
 
 def stages_of(run: RunTrace) -> Mapping[int, int]:
-    """Return which stage of a pipeline each rank holds, by its place along the mesh dimension ``pp``; empty for whole models."""
+    """Return the number of the pipeline stage that each rank holds; empty without a pipeline."""
     stage_of_rank: dict[int, int] = {}
     for rank, pipeline in pipelines_of(run).items():
         if pipeline:
@@ -255,7 +273,7 @@ def stages_of(run: RunTrace) -> Mapping[int, int]:
 def by_stage(
     run: RunTrace, snapshots: tuple[Snapshot, ...]
 ) -> Iterator[tuple[tuple[Snapshot, ...], UnwrappedInfo | None]]:
-    """Yield the snapshots of the ranks of each stage of a pipeline, with what the stage has of the unwrapped model.
+    """Yield for each stage of a pipeline its ranks' snapshots and its part of the unwrapped model.
 
     A run without a pipeline yields once: all snapshots and the whole model.
     """
@@ -280,7 +298,7 @@ def by_stage(
 
 
 def _part_of_model(unwrapped: UnwrappedInfo, names: Names, stage_names: set[str]) -> UnwrappedInfo:
-    """Return the unwrapped model with only these parameters and buffers, and the blocks that have any of them."""
+    """Return the unwrapped model with only the parameters, buffers and blocks of one stage."""
     parameters = []
     for info in unwrapped.parameters:
         if names(info.name) in stage_names:
@@ -299,7 +317,7 @@ def _part_of_model(unwrapped: UnwrappedInfo, names: Names, stage_names: set[str]
 
 
 def across_stages(run: RunTrace, groups: Iterable[Ranks]) -> tuple[Ranks, ...]:
-    """Return the ranks of each copy of a model, from the groups of ranks that hold a copy of one of its stages."""
+    """Return the ranks of each copy of a model, given those of each copy of one of its stages."""
     pipelines = pipelines_of(run)
     copies: set[Ranks] = set()
     for group in groups:
@@ -311,7 +329,7 @@ def across_stages(run: RunTrace, groups: Iterable[Ranks]) -> tuple[Ranks, ...]:
 
 
 def named_stage(run: RunTrace, ranks: Sequence[int]) -> str:
-    """Return the words for some ranks in a finding, and which stage of a pipeline they hold if they hold one."""
+    """Return how a finding names ranks: with the stage, if all hold the same one of a pipeline."""
     stage_of_rank = stages_of(run)
     words = named_ranks(ranks, run.world_size)
     stages = set()
@@ -330,9 +348,10 @@ def is_sharded_along(info: ParameterInfo, name: str) -> bool:
 
 
 def tp_copies(info: ParameterInfo, cell: Cell, rank: int) -> int:
-    """Return how many ranks of tensor parallelism hold the same of a parameter: 1 if they hold one copy of it together.
+    """Return how many copies of a parameter the ranks of one tensor-parallel group hold.
 
-    They hold one copy together of what tensor parallelism shards, and of experts that are spread over them.
+    They hold one copy together of what tensor parallelism shards, and of experts that are spread
+    over them; of any other parameter each of them has a copy.
 
     Args:
         info: The parameter as a rank holds it.
@@ -346,7 +365,7 @@ def tp_copies(info: ParameterInfo, cell: Cell, rank: int) -> int:
 
 
 def expert_parts(info: ParameterInfo) -> int:
-    """Return over how many ranks experts are spread of which the parameter's is one; 1 for any other parameter."""
+    """Return the degree of expert parallelism of a parameter; 1 if it is no expert's."""
     dim = info.layout.dim("ep")
     if dim is None or dim.placement != STAGE:
         return 1
@@ -354,23 +373,33 @@ def expert_parts(info: ParameterInfo) -> int:
 
 
 def held_states(snapshot: Snapshot) -> Iterator[StateInfo]:
-    """Yield a rank's optimizer states, without those of parameters of which it holds no element."""
-    # Those say nothing: torch creates them at the first save, by a step of a fresh optimizer.
-    is_empty_by_owner: dict[str, bool] = {}
+    """Yield a rank's optimizer states, without those of parameters of which it holds no element.
+
+    Such states tell nothing: torch creates them when a fresh optimizer is first saved, by a step.
+    A parameter that has nothing but a step count keeps it.
+    """
+    owners: set[str] = set()
+    owners_with_elements: set[str] = set()
     for state in snapshot.states:
-        if state.key != "step":
-            is_empty_by_owner[state.owner] = (
-                is_empty_by_owner.get(state.owner, True) and not state.numel
-            )
+        if state.key == "step":
+            continue
+        owners.add(state.owner)
+        if state.numel:
+            owners_with_elements.add(state.owner)
+    empty_owners = owners - owners_with_elements
     for state in snapshot.states:
-        if not is_empty_by_owner.get(state.owner):
+        if state.owner not in empty_owners:
             yield state
 
 
 def differences(saved: Values, loaded: Values, when: str, *, states: bool = True) -> Iterator[str]:
-    """Yield a finding for everything that is not equal bit by bit after the load, or whatever ``when`` says.
+    """Yield a finding for everything that is not equal bit by bit before and after a load.
 
-    Without ``states`` only parameters and buffers are compared.
+    Args:
+        saved: The values before.
+        loaded: The values after.
+        when: The words for the time of the second: "after the load".
+        states: Whether to compare optimizer states and master weights too.
     """
     for text in loaded.wrong:
         yield f"{text} {when}"
@@ -392,7 +421,8 @@ def differences(saved: Values, loaded: Values, when: str, *, states: bool = True
         before = saved.of(kind)
         after = loaded.of(kind)
         if kind in saved.not_elementwise:
-            # Each rank may keep another number for its own shard; which rank gets which one back is not defined.
+            # Each rank may keep another number for its own shard; which rank gets which one back is
+            # not defined.
             unlike_names = _unlike_from_rank_to_rank(before)
             before = _without(before, unlike_names)
             after = _without(after, unlike_names)
@@ -419,14 +449,20 @@ def _without(digests_by_name: Digests, names: set[str]) -> dict[str, tuple[str, 
 
 @dataclass(frozen=True)
 class _DtypeChange:
-    """The dtypes of a tensor before and after a load, as words: of one whose parts have several "bfloat16 and float32"."""
+    """The dtypes of a tensor before and after a load, as words.
+
+    If its parts have several, the words are, for example, "bfloat16 and float32".
+    """
 
     before: str
     after: str
 
 
 def other_dtypes(saved: Values, loaded: Values, when: str, *, states: bool = True) -> Iterator[str]:
-    """Yield a finding for each change of dtype; names that changed alike share one. Arguments as of ``differences``."""
+    """Yield a finding for each change of dtype, with all tensors that changed in the same way.
+
+    The arguments are those of ``differences``.
+    """
     for kind, dtypes_before in saved.dtypes.items():
         if not states and kind not in {"parameter", "buffer"}:
             continue
@@ -442,19 +478,19 @@ def other_dtypes(saved: Values, loaded: Values, when: str, *, states: bool = Tru
 
 
 def same_dtype(before: str, after: str) -> bool:
-    """Tell whether the dtypes are the same; a Python number, which has none, may come back as a tensor."""
+    """Tell whether the dtypes are the same. A saved Python number may come back as a tensor."""
     return before == after or "int" in {before, after} or "float" in {before, after}
 
 
 def compare(kind: Kind, before: Digests, after: Digests, when: str) -> Iterator[str]:
-    """Yield findings for one kind of values, before and after; names that differ alike share one."""
+    """Yield findings for one kind of values, each with all tensors that differ in the same way."""
     for title, names in _changes(kind, before, after).items():
         if names:
             yield f"{kind} {and_others(names)}: {title} {when}"
 
 
 def _changes(kind: Kind, before: Digests, after: Digests) -> dict[str, set[str]]:
-    """Return the names of the tensors by what is unlike before and after, in the order of findings."""
+    """Return the names of the tensors that differ by how they differ, in the findings' order."""
     changes: dict[str, set[str]] = {
         "missing": set(before) - set(after),
         "new": set(after) - set(before),
@@ -465,7 +501,8 @@ def _changes(kind: Kind, before: Digests, after: Digests) -> dict[str, set[str]]
     for name in before.keys() & after.keys():
         digests_before = before[name]
         digests = after[name]
-        # Each rank may fill its own buffer (BatchNorm); then any rank's value may come back, or each rank's own.
+        # Each rank may fill its own buffer (BatchNorm); then any rank's value may come back, or
+        # each rank's own.
         if kind == "buffer" and set(digests) <= set(digests_before):
             continue
         if len(digests) > 1:
@@ -481,7 +518,7 @@ def _changes(kind: Kind, before: Digests, after: Digests) -> dict[str, set[str]]
 
 
 def settings(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...], when: str) -> Iterator[str]:
-    """Yield a finding for each number of a param group, and each scheduler state, that is not what was saved."""
+    """Yield a finding for each number of a scheduler or param group that was not restored."""
     if not saved:
         return
     before = saved[0]
@@ -501,7 +538,7 @@ def settings(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...], when: st
 
 @dataclass(frozen=True)
 class GroupNumber:
-    """A number of a param group, such as its learning rate, before and after something; None where it is missing."""
+    """A number of a param group, such as its learning rate, before and after; None if missing."""
 
     group: int
     key: str
@@ -538,9 +575,12 @@ def flat_parameters(snapshots: tuple[Snapshot, ...]) -> bool:
 
 
 def unused(run: RunTrace) -> frozenset[str]:
-    """Return the live names of parameters that nothing updates in three steps: empty ones, and those without a gradient.
+    """Return the live names of the parameters that three steps do not update.
 
-    BERT's pooler is so: it is trainable, an optimizer that steps holds it, but autograd never reaches it.
+    They are those that are empty, and those without a gradient.
+
+    BERT's pooler, for example, is trainable, an optimizer that steps holds it, but autograd never
+    reaches it.
     """
     snapshots: list[Snapshot] = []
     for nth in range(3):
@@ -567,7 +607,7 @@ def _always_empty(snapshots: Sequence[Snapshot]) -> frozenset[str]:
 
 
 def _without_gradient(run: RunTrace, snapshots: Sequence[Snapshot]) -> frozenset[str]:
-    """Return the live names of trainable parameters for which no rank had a gradient in any of the steps."""
+    """Return the live names of trainable parameters that never had a gradient on any rank."""
     stage_of_rank = stages_of(run)
     names_by_stage: dict[int, set[str]] = defaultdict(set)
     with_gradient: set[str] = set()
@@ -576,7 +616,8 @@ def _without_gradient(run: RunTrace, snapshots: Sequence[Snapshot]) -> frozenset
             continue
         names_on_rank = names_by_stage[stage_of_rank.get(snapshot.rank, 0)]
         for info in snapshot.parameters:
-            # A rank that holds no element of it may have no gradient. DeepSpeed's optimizers hold partitions (None).
+            # A rank that holds no element of it may have no gradient. DeepSpeed's optimizers hold
+            # partitions (None).
             if info.held == 0 or not info.local_numel:
                 continue
             names_on_rank.add(info.name)
@@ -586,14 +627,18 @@ def _without_gradient(run: RunTrace, snapshots: Sequence[Snapshot]) -> frozenset
     lost: set[str] = set()
     for names in names_by_stage.values():
         without_gradient |= names - with_gradient
-        # If all of a model, or of a stage, have no gradient, gradients were lost: then these are not unused.
+        # If all of a model, or of a stage, have no gradient, gradients were lost: then these are
+        # not unused.
         if names.isdisjoint(with_gradient):
             lost |= names
     return frozenset(without_gradient - lost)
 
 
 def step_counts(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:
-    """Yield a finding for each step count that, one step later, is not that of the run that never stopped."""
+    """Yield a finding for each step count that differs one step after the resume.
+
+    It is compared with that of the run that went on without one.
+    """
     # A step count that several parameters share is counted up more than once a step.
     save = source.at("save")
     next_step: list[Snapshot] = []
@@ -608,14 +653,20 @@ def step_counts(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:
 
 
 def adapter_name(name: str) -> str:
-    """Return the name under which PEFT saves a parameter of an adapter; loading puts the adapter's name back in."""
-    # Layers that are trained as a whole beside it (``modules_to_save``) are saved under the names that they had before.
+    """Return the name under which PEFT saves an adapter's parameter: without the adapter's name."""
+    # Layers that are trained as a whole beside it (``modules_to_save``) are saved under the names
+    # that they had before.
     return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
 
 
 def exported_weights(train: RunTrace, reload: RunTrace) -> Digests:
-    """Return the digests that the export should hold: of masters, or of the copies in a lower dtype where it has that dtype."""
-    # Each tensor's own dtype decides: trained weights may be exported in float32 beside frozen ones in bfloat16.
+    """Return the digests that the export should hold.
+
+    They are those of the master weights, or of their copies in a lower dtype where the export is in
+    it.
+    """
+    # Each tensor's own dtype decides: trained weights may be exported in float32 beside frozen ones
+    # in bfloat16.
     exported = train.at("export")
     trained = values(train, exported)
     copies = trained.of("parameter")
@@ -655,23 +706,30 @@ def _exported_sizes(train: RunTrace, reloaded: UnwrappedInfo) -> dict[str, int]:
 
 
 def rounding_of(cell: Cell, run: RunTrace) -> Precision:
-    """Return the precision whose tolerances hold for a training: Muon computes its update in bfloat16 in float32 too."""
+    """Return the precision whose tolerances apply to training.
+
+    Muon computes its update in bfloat16 even where the training is in float32.
+    """
     if cell.option("optimizer") == "muon" and PRECISIONS.get(cell.precision).compute == "float32":
         return PRECISIONS.get("bf16_upcast")
     return precision_of_products(cell, run)
 
 
 def precision_of_products(cell: Cell, run: RunTrace) -> Precision:
-    """Return the precision whose tolerances hold for what a model computes: the cell's, or a lower one where it has TF32."""
+    """Return the precision whose tolerances apply to what a model computes.
+
+    It is the cell's, or a lower one where float32 is multiplied in TF32.
+    """
     precision = PRECISIONS.get(cell.precision)
-    # TF32 has float16's 10 bits after the point. Under accelerate on an H100 losses were 2.7e-5 off, outputs 4.2e-4.
+    # TF32 has float16's 10 bits after the point. Under accelerate on an H100 losses were 2.7e-5
+    # off, outputs 4.2e-4.
     if run.tf32 and precision.compute == "float32":
         return PRECISIONS.get("fp16_mixed")
     return precision
 
 
 def in_tf32(run: RunTrace) -> str:
-    """Return what to add to a finding about numbers of a run that multiplies float32 in TF32; else nothing."""
+    """Return what a finding about numbers adds if the run multiplies float32 in TF32."""
     if run.tf32_since_build:
         return f"; {TF32_SINCE_BUILD}"
     if run.tf32:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies._base import first_reason, untried_option_reason
+from pytest_distcompat.parallel.reasons import first_reason, untried_option_reason
 
 if TYPE_CHECKING:
     import torch
@@ -201,6 +201,6 @@ def spread_by_deepspeed(model: Any, size: int, rank: int) -> None:
     own_experts = model.moe.deepspeed_moe.experts.deepspeed_experts
     # Neighbours hold the experts together: deepspeed/utils/groups.py, _create_expert_and_data_parallel.
     first = rank % size * len(own_experts)
-    sources = all_experts[first : first + len(own_experts)]
-    for expert, source in zip(own_experts, sources, strict=True):
-        expert.load_state_dict(source.state_dict())
+    originals = all_experts[first : first + len(own_experts)]
+    for expert, original in zip(own_experts, originals, strict=True):
+        expert.load_state_dict(original.state_dict())

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies._base import first_reason, untried_option_reason
+from pytest_distcompat.parallel.reasons import first_reason, untried_option_reason
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ class Pipeline:
 
         With several stages on a rank each module is a copy of the model that shares the layers of its stage.
         """
-        from pytest_distcompat.strategies._placeholder import Elsewhere
+        from pytest_distcompat.parallel.placeholder import Elsewhere
 
         stage_by_name = self._stage_by_name()
         layers = {name: model.get_submodule(name) for name in stage_by_name}
