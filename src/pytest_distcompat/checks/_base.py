@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: Called with a cell and a driver: why the check does not apply to that cell; None if it does.
 NotApplicable = Callable[[Cell, type[Driver]], str | None]
+#: (cell, trace) -> what is worth telling though the claim holds; empty for nothing.
+Remark = Callable[[Cell, Trace], str]
 #: The runs that a check reads, or a function that returns them for a cell and a driver.
 Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
 
@@ -98,6 +100,10 @@ def _applies_to_all(cell: Cell, driver: type[Driver]) -> str | None:
     return None
 
 
+def _no_remark(cell: Cell, trace: Trace) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Execution:
     """What a check's runs in a cell recorded, and how they were chosen.
@@ -133,9 +139,10 @@ class Check:
         raises: The names of runs that must end in an exception. If one of them crashes or hangs
             instead, that is the verdict, whatever ``until`` says.
         costly: Whether it takes several runs that no other check reads.
-        depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the
+            depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the
             strategy; None for all. Of several cells that do not differ in them, the default profile
             runs the check in only one.
+        remark: Returns what reports say beside a claim that holds; empty for nothing.
     """
 
     name: str
@@ -148,6 +155,7 @@ class Check:
     raises: tuple[str, ...] = ()
     costly: bool = False
     depends_on: frozenset[str] | None = None
+    remark: Remark = _no_remark
 
     def execute(self, runner: Runner, name: str, driver: type[Driver], cell: Cell) -> Execution:
         """Run in a cell what the claim reads.
@@ -193,6 +201,7 @@ def check(
     raises: tuple[str, ...] = (),
     costly: bool = False,
     depends_on: frozenset[str] | None = None,
+    remark: Remark = _no_remark,
 ) -> Callable[[Claim], Check]:
     """Make a ``Check`` of a function: it has the function's name, and the docstring is its claim."""
 
@@ -208,6 +217,7 @@ def check(
             raises=raises,
             costly=costly,
             depends_on=depends_on,
+            remark=remark,
         )
 
     return check_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -502,22 +502,14 @@ class TinyDriver(Driver):
             optimizer.zero_grad()
         batches = self._reference_batches(number, ranks)
         tokens = [self.tiny.count(batch) for batch in batches]
-        if self.mean == "token":
-            weights = tokens
-            divisor = sum(weights)
-        else:
-            # A batch of the rows of all ranks stands for one of each.
-            weights = [ranks if self.tiny.one_batch else 1] * len(batches)
-            # The incomplete last step of an epoch is divided by the full count too, as trainers that average micro-batches do.
-            divisor = self.accumulate * ranks
+        weights = self._weights(tokens, ranks)
         losses = []
         total = 0.0
         for batch, weight in zip(batches, weights, strict=True):
-            loss = self.tiny.loss(model, batch)
-            (loss * weight / divisor).backward()  # type: ignore[no-untyped-call]
+            loss = self.reference_loss(model, batch)
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
             total += losses[-1] * weight
-        total /= divisor
         if not self.tiny.one_batch:
             self.averages = _averages(losses, tokens, ranks, self.accumulate)
         self.grad_norm = float(clip_grad_norm_(model.parameters(), self.max_norm or math.inf))
@@ -526,6 +518,31 @@ class TinyDriver(Driver):
         for scheduler in listed(self.scheduler):
             scheduler.step()
         return total
+
+    def reference_loss(self, model: Module, batch: Batch) -> torch.Tensor:
+        """Return the loss of one micro-batch in the reference."""
+        return self.tiny.loss(model, batch)
+
+    @property
+    def averaged_over(self) -> str:
+        """Return what has an equal weight in the reference: ``mean``, unless a setting of the cell changes that."""
+        return self.mean
+
+    def _weights(self, tokens: Sequence[int], ranks: int) -> list[float]:
+        """Return the weight of each micro-batch's mean in the loss of a step, from their tokens, those of rank 0 first."""
+        if self.averaged_over == "token":
+            return [count / sum(tokens) for count in tokens]
+        if self.averaged_over == "rank":
+            micros = len(tokens) // ranks
+            weights = []
+            for number, count in enumerate(tokens):
+                first = number // micros * micros
+                weights.append(count / sum(tokens[first : first + micros]) / ranks)
+            return weights
+        # A batch of the rows of all ranks stands for one of each.
+        stands_for = ranks if self.tiny.one_batch else 1
+        # The incomplete last step of an epoch is divided by the full count too, as trainers that average micro-batches do.
+        return [stands_for / (self.accumulate * ranks)] * len(tokens)
 
     def _reference_batches(self, number: int, ranks: int) -> list[Batch]:
         """Return the micro-batches of a step, those of rank 0 first; or, of each index, the rows of all ranks in one."""

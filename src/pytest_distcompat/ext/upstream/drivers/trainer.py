@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models import Batch
 
 #: The only decaying schedule that does not depend on how many steps are left. Before transformers 5 the time scale is not
 #: passed on, and the rate hardly changes.
@@ -478,6 +479,26 @@ class TrainerDriver(TinyDriver):
                 1e-8, "TrainingArguments.adam_epsilon", "ds_config.optimizer.params.eps"
             )
         return super().make_with_settings(optimizer_class, groups, **arguments, **numbers)
+
+    @property
+    def averaged_over(self) -> str:
+        """Return ``rank`` where the cell has Trainer count the tokens of each rank alone."""
+        across = self.setting_or_default(True, "TrainingArguments.average_tokens_across_devices")
+        return self.mean if across else "rank"
+
+    def reference_loss(self, model: Module, batch: Batch) -> torch.Tensor:
+        """Return the loss, of labels as smooth as the cell has them."""
+        smoothing = self.setting_or_default(0.0, "TrainingArguments.label_smoothing_factor")
+        if not smoothing:
+            return super().reference_loss(model, batch)
+        from torch.nn import functional
+
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = model(**inputs).logits[:, :-1].float()
+        labels = batch["labels"][:, 1:]
+        return functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing
+        )
 
     def collator(self, **settings: Any) -> Callable[[list[dict[str, torch.Tensor]]], Any]:
         """Return what joins rows into one: https://huggingface.co/blog/packing-with-FA2. The reference is fed the rows."""
