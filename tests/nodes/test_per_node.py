@@ -87,8 +87,8 @@ def test_checks(driver: str, cell: str, check: str, reason: str | None) -> None:
 
 def test_the_first_rank_of_a_node() -> None:
     ranks = [World(rank, 4, rank % 2, "cpu") for rank in range(4)]
-    assert [one.rank for one in ranks if one.first(per_node=False)] == [0]
-    assert [one.rank for one in ranks if one.first(per_node=True)] == [0, 2]
+    assert [world.rank for world in ranks if world.first(per_node=False)] == [0]
+    assert [world.rank for world in ranks if world.first(per_node=True)] == [0, 2]
 
 
 @pytest.mark.parametrize(
