@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pytest_distcompat.launch.launcher import OpenRun
+from pytest_distcompat.launch.request import Request
+
 
 class WithoutProcesses:
     """Every method that a launcher needs, except ``run``."""
 
-    reuse_scope: str = ""
+    can_open = False
 
     def warm_up(self) -> None:
         """Do nothing."""
@@ -15,9 +18,9 @@ class WithoutProcesses:
         """Return an empty reason: the launcher is warm."""
         return ""
 
-    def retire(self) -> str:
-        """Return an empty reason: there are no ranks."""
-        return ""
+    def open(self, request: Request, target: str) -> OpenRun:
+        """Not asked for."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Do nothing."""

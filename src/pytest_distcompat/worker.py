@@ -24,7 +24,7 @@ from pytest_distcompat.registry import installed_entry_points
 from pytest_distcompat.run_paths import RunPaths, SuitePayload
 from pytest_distcompat.scenario import ROWS, Run
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import FileInfo, RowsInfo, Snapshot
+from pytest_distcompat.trace import FileInfo, Loader, RowsInfo, Snapshot
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -58,11 +58,12 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
 
     suite_payload = decode(SuitePayload, payload)
     _capture_log(suite_payload.log_level, log)
+    cell = suite_payload.driver_cell
     world = World.from_environment(suite_payload.device)
+    world = dataclasses.replace(world, own_disks=cell.own_disks)
     world.divide_memory()
     if world.shared and world.backend == "gloo":
         _init_gloo(world)
-    cell = suite_payload.driver_cell
     os.environ.update(cell.settings("env"))
     recorded_rank = RecordedRank(
         suite_payload.driver, suite_payload.asking_cell, log.path.parent, log.rank
@@ -70,11 +71,8 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     with recording(suite_payload.recorders, recorded_rank) as recorders:
         driver = find_driver(suite_payload.driver)(cell, world)
         if log.by_hand:
-            suite_payload.paths.clear(
-                suite_payload.run,
-                log.path.parent,
-                first=world.first(per_node=suite_payload.per_node),
-            )
+            of_run = dataclasses.replace(world, own_disks=suite_payload.own_disks)
+            suite_payload.paths.clear(suite_payload.run, log.path.parent, first=of_run.writes_first)
         rank = Rank(driver, suite_payload.run, suite_payload.paths, Observer(), log)
         rank.recorders = recorders
         rank.perform()
@@ -381,11 +379,11 @@ class Rank:
         return infos
 
     def _files(self) -> dict[str, Any]:
-        """Read the saved files, then the exported ones, on rank 0, or on the first rank of each node that has its own."""
+        """Read the saved files, then the exported ones, on rank 0, or on the first rank of each machine that has its own."""
         from pytest_distcompat.probe.files import read_files, read_saved
 
         rank = self.driver.world.rank
-        if not self.driver.world.first(per_node=self.driver.cell.per_node):
+        if not self.driver.world.writes_first:
             return {}
         exported = read_files(self.run_paths.export, "export/")
         saved = read_files(self.run_paths.save_to, f"of rank {rank}: " if rank else "")
@@ -460,15 +458,20 @@ class Rank:
             return {}
         return {"files": (corrupt(self.run_paths.save_to, self.run.damage),)}
 
+    @property
+    def _loaders(self) -> Mapping[str, Loader]:
+        """The trainer's loaders in this cell, by name."""
+        return self.driver.loaders_in(self.driver.cell)
+
     def _rows(self) -> dict[str, Any]:
-        return self._loaded(self.driver.loaders, [(0, 0)], self.run_paths.save_to)
+        return self._loaded(self._loaders, [(0, 0)], self.run_paths.save_to)
 
     def _resumed_rows(self) -> dict[str, Any]:
-        resumed = [name for name, loader in self.driver.loaders.items() if loader.resumes]
+        resumed = [name for name, loader in self._loaders.items() if loader.resumes]
         return self._loaded(resumed, RESUME_AT, self.run_paths.load_from)
 
     def _moved_rows(self) -> dict[str, Any]:
-        moved = [name for name, loader in self.driver.loaders.items() if loader.moves]
+        moved = [name for name, loader in self._loaders.items() if loader.moves]
         # Twice as many ranks are as far after half the batches.
         starts = [(epoch, batch // 2) for epoch, batch in RESUME_AT if batch]
         return self._loaded(moved, starts, self.run_paths.load_from)
@@ -486,10 +489,11 @@ class Rank:
     def _rows_of_loader(self, name: str, epoch: int, batch: int, directory: Path) -> RowsInfo:
         """Return the numbers of the rows that a loader gives from that epoch and batch on, by epoch and batch."""
         batches_by_epoch: dict[int, list[tuple[int, ...]]] = {}
-        for number, rows in self.driver.rows(name, ROWS, (epoch, batch), directory):
+        count = self._loaders[name].rows or ROWS
+        for number, rows in self.driver.rows(name, count, (epoch, batch), directory):
             batches_by_epoch.setdefault(number, []).append(tuple(map(int, rows)))
         batches = tuple(map(tuple, batches_by_epoch.values()))
-        return RowsInfo(name, epoch, batch, self.driver.loaders[name], batches)
+        return RowsInfo(name, epoch, batch, self._loaders[name], batches)
 
     def _metrics(self) -> dict[str, Any]:
         if not self.driver.can("metrics"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.ext.upstream.drivers import _rows
+from pytest_distcompat.scenario import coverage
 from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Snapshot, Trace
 
 CELL = Cell("ddp", "fp32")
@@ -157,6 +161,93 @@ def test_more_ranks_have_nothing_left() -> None:
     assert CHECKS.get("coverage").findings(Cell("ddp", "fp32", 8), Trace.of("made", made)) == []
 
 
+def on_mesh(places: Sequence[int], dp_size: int) -> Trace:
+    """A run on ranks that are given the rows of these places among the data parallel ranks."""
+    snapshots = []
+    for rank, place in enumerate(places):
+        given = tuple(tuple(batches(order_of("shuffle", epoch), place, dp_size)) for epoch in (0, 1))
+        rows = (RowsInfo("shuffle", 0, 0, LOADERS["shuffle"], given),)
+        snapshots.append(Snapshot(rank, "rows", "rows", 0, rows=rows))
+    return Trace.of("made", [RunTrace("rows", len(places), tuple(snapshots))])
+
+
+@pytest.mark.parametrize(
+    ("cell", "places"),
+    [
+        ("fsdp2-fp32-w4-tp_2", (0, 0, 1, 1)),
+        ("fsdp2-fp32-w4-cp_2", (0, 0, 1, 1)),
+        ("fsdp2-fp32-w4-pp_2", (0, 1, 0, 1)),
+        ("fsdp2-fp32-w2-pp_2", (0, 0)),
+        ("fsdp2-fp32-w4-model_moe_fused-ep_2", (0, 1, 2, 3)),
+        ("fsdp2-fp32-w4-dp_replicate_2", (0, 1, 2, 3)),
+    ],
+)
+def test_ranks_that_share_rows_on_a_mesh_count_once(cell: str, places: Sequence[int]) -> None:
+    made = on_mesh(places, len(set(places)))
+    assert CHECKS.get("coverage").findings(Cell.parse(cell), made) == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "finding"),
+    [
+        ("fsdp2-fp32-w4-tp_2", "they hold parts of the same layers (tp 2)"),
+        ("fsdp2-fp32-w4-cp_2", "they hold parts of the same sequences (cp 2)"),
+        ("fsdp2-fp32-w4-pp_2", "they hold stages of the same pipeline (pp 2)"),
+    ],
+)
+def test_a_sampler_that_counts_all_ranks_of_a_mesh(cell: str, finding: str) -> None:
+    found = CHECKS.get("coverage").findings(Cell.parse(cell), on_mesh((0, 1, 2, 3), 4))
+    assert found[0].startswith("shuffle: ranks ")
+    assert found[0].endswith(f"expected the same, as {finding}")
+    assert any("rows are given to no rank" in text for text in found)
+
+
+def test_data_parallel_ranks_of_a_mesh_that_have_the_same_rows() -> None:
+    found = CHECKS.get("coverage").findings(Cell.parse("fsdp2-fp32-w4-tp_2"), on_mesh((0, 0, 0, 0), 1))
+    assert any(text.startswith("shuffle: epoch 1: 23 rows are given up to 4 times, first 0") for text in found)
+
+
+def test_on_a_mesh_loaders_are_not_moved_to_more_ranks() -> None:
+    loaders = TorchDriver.loaders.values()
+    assert [run.name for run in coverage(Cell.parse("ddp-fp32-w2"), loaders).runs] == [
+        "rows",
+        "resumed_rows",
+        "moved_rows",
+    ]
+    assert [run.name for run in coverage(Cell.parse("fsdp2-fp32-w4-tp_2"), loaders).runs] == ["rows", "resumed_rows"]
+
+
+def one_row(*batches_by_rank: Epoch) -> list[str]:
+    """Findings about a data set of one row, of which each rank is given these batches."""
+    loader = Loader(shuffled=False, rows=1)
+    snapshots = []
+    for rank, given in enumerate(batches_by_rank):
+        epoch = tuple(tuple(batch) for batch in given)
+        rows = (RowsInfo("one row", 0, 0, loader, (epoch, epoch)),)
+        snapshots.append(Snapshot(rank, "rows", "rows", 0, rows=rows))
+    made = Trace.of("made", [RunTrace("rows", len(snapshots), tuple(snapshots))])
+    return CHECKS.get("coverage").findings(Cell("ddp", "fp32", len(snapshots)), made)
+
+
+def test_fewer_rows_than_ranks() -> None:
+    assert one_row([[0]], [[0]]) == []
+    assert one_row([[0, 0]], [[0, 0]]) == []
+    assert "one row: epoch 1: batch 1 of data parallel rank 1 has no rows: a mean over it is no number" in one_row(
+        [[0]], [[]]
+    )
+    assert "one row: epoch 1: 1 of 1 rows are given to no rank, first 0" in one_row([], [])
+
+
+def test_each_two_settings_of_loaders_are_together_in_one() -> None:
+    settings = ("split_batches", "dispatch_batches", "drop_last", "even_batches", "iterable")
+    together = set()
+    for loader in _rows._ACCELERATE.values():
+        for first, second in itertools.combinations(settings, 2):
+            if first in loader and second in loader:
+                together.add((first, second))
+    assert together == set(itertools.combinations(settings, 2))
+
+
 class OnlyBfloat16(TorchDriver):
     """A trainer that has no float32."""
 
@@ -175,6 +266,12 @@ class OnlyBfloat16(TorchDriver):
         ("ddp-bf16_upcast-w2", TorchDriver, "is tested in ddp-fp32"),
         ("ddp-fp32-w2-model_mlp", TorchDriver, "is tested in ddp-fp32"),
         ("ddp-fp32-w2", TorchDriver, ""),
+        ("fsdp2-fp32-w4-tp_2", TorchDriver, ""),
+        ("fsdp2-bf16_upcast-w4-model_mlp-dp_replicate_2", TorchDriver, ""),
+        ("fsdp2-fp32-w2-model_moe_fused-ep_2", TorchDriver, ""),
+        ("fsdp2-fp16_mixed-w4-tp_2", TorchDriver, "where it is tested"),
+        ("fsdp2-fp32-w4-activation_checkpointing-tp_2", TorchDriver, "as they are without activation_checkpointing"),
+        ("zero2-fp32-w4-cp_2", AccelerateDriver, "not made for this mesh"),
     ],
 )
 def test_cells_to_which_it_does_not_apply(cell: str, driver: type[Driver], reason: str) -> None:

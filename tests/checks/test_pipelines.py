@@ -63,6 +63,16 @@ def test_a_frozen_part_of_one_stage_in_evaluation_mode(sound: Sound) -> None:
     assert not [text for text in story.findings("randomness") if "mode" in text]
 
 
+def test_a_stage_that_has_no_snapshot_of_a_step(sound: Sound) -> None:
+    story = pipelined(sound(CELL), FIRST, LAST)
+    train = story.trace.run("train")
+    second_step = train.at("step", 1)[0].index
+    kept = [one for one in train.snapshots if (one.rank, one.index) != (1, second_step)]
+    runs = {**story.trace.runs, "train": replace(train, snapshots=tuple(kept))}
+    silent = replace(story, trace=replace(story.trace, runs=runs))
+    assert "rank 1: no report after step 2" in silent.findings("randomness")
+
+
 def test_what_two_stages_train_apart(sound: Sound) -> None:
     story = pipelined(sound(CELL), FIRST, ("head.weight", *LAST))
     apart = story.parameters({"digest": "other"}, only="head.weight", action="step", nth=2, rank=1)

@@ -25,11 +25,12 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cli.main import parser
 from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.ext.reuse.plugin import pytest_distcompat_mark_arguments
 from pytest_distcompat.known import read_file
 from pytest_distcompat.plugin.marked.declare import read_mark
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report.document import Report
-from pytest_distcompat.status import Status
+from pytest_distcompat.status import all_statuses
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Trace
 from pytest_distcompat.world import World
@@ -142,7 +143,7 @@ def test_python_on_pages_runs(page: Path, tmp_path: Path) -> None:
         exec(compile(text, page.name, "exec"), space)
         for function in functions_of_page(space):
             for mark in getattr(function, "pytestmark", ()):
-                read_mark(mark)
+                read_mark(mark, pytest_distcompat_mark_arguments())
             if "distcompat" in inspect.signature(function).parameters:
                 function(CheckedFixture(), tmp_path)
 
@@ -216,7 +217,7 @@ def test_the_matrix_of_the_readme_is_consistent() -> None:
     assert len(rows) == 7
     for cell, *words in rows:
         assert Cell.parse(cell).id == cell
-        assert set(words) <= {status.word for status in Status}
+        assert set(words) <= {status.word for status in all_statuses()}
     verdicts = next(line for line in lines if "runs" in line)
     counts = next(line for line in lines if "selected" in line)
     assert verdicts.split()[0] == counts.split()[0]

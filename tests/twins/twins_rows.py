@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from pytest_distcompat.drivers import _rows
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.ext.upstream.drivers import _rows
 from pytest_distcompat.trace import Loader
 
 from .declare import twin
@@ -54,6 +54,35 @@ class ShardedTwice(Rows):
     def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
         del loader, count, directory
         return ((epoch, rows[self.world.rank % 2 :: 2]) for epoch, rows in self.read(start) if len(rows) > 1)
+
+
+@twin(
+    "coverage",
+    "fsdp2-fp32-w2-model_dropout-tp_2",
+    match=r"^shuffle: ranks 1 and 0 are given different rows: .*; expected the same, as they hold parts of the same layers",
+)
+class CountsAllRanks(Rows):
+    """The sampler counts all ranks, of which those of a tensor-parallel group must have the same rows."""
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        del loader, count, directory
+        return self.read(start)
+
+
+@twin(
+    "coverage",
+    DDP,
+    match=r"shuffle: epoch 1: batch 6 of data parallel rank 1 has no rows: a mean over it is no number",
+)
+class GivesNothing(Rows):
+    """The last batch of an epoch has no rows on a rank."""
+
+    def rows(self, loader: str, count: int, start: Start, directory: Path) -> Iterator[tuple[int, Sequence[int]]]:
+        del loader, count, directory
+        done = [0, 0]
+        for epoch, rows in self.read(start):
+            done[epoch] += 1
+            yield epoch, () if done[epoch] == 6 and self.world.rank else rows
 
 
 class Prepared(AccelerateDriver):

@@ -162,3 +162,38 @@ def test_the_reference_of_deepspeed_has_its_muon_for_matrices_but_embeddings_and
 
 
 ONE_CYCLE = "ds_config.scheduler.params.cycle_min_lr=0.001+ds_config.scheduler.params.cycle_max_lr=0.003"
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ("", [0.2, 0.1, 0.3, 0.4]),
+        # Two micro-batches of each of two ranks, and each rank half of the loss.
+        ("TrainingArguments.average_tokens_across_devices=false", [1 / 3, 1 / 6, 3 / 14, 2 / 7]),
+    ],
+)
+def test_the_reference_of_trainer_averages_as_the_setting_says(settings: str, weights: list[float]) -> None:
+    assert driver("trainer", settings)._weights([4, 2, 6, 8], 2) == pytest.approx(weights)
+
+
+def test_the_reference_of_trainer_smooths_labels() -> None:
+    from types import SimpleNamespace
+
+    logits = torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[1, -100, 3, 4]])
+    smoothing = driver("trainer", "TrainingArguments.label_smoothing_factor=0.5")
+    loss = smoothing.reference_loss(
+        lambda **inputs: SimpleNamespace(logits=logits), {"input_ids": labels, "labels": labels}
+    )
+    logs = logits[0, 1:3].log_softmax(-1)
+    right = -(logs[0, 3] + logs[1, 4]) / 2
+    assert loss == pytest.approx(float(0.5 * right - 0.5 * logs.mean()))
+
+
+@pytest.mark.parametrize("field", ["label_smoothing_factor", "average_tokens_across_devices"])
+def test_what_the_reference_follows_is_compared_with_it(field: str) -> None:
+    from pytest_distcompat.ext.upstream.sweep.rules import meant_to_fail
+    from pytest_distcompat.scenario import FOLLOWED
+
+    assert f"TrainingArguments.{field}" in FOLLOWED
+    assert meant_to_fail(f"TrainingArguments.{field}=0.5") == []

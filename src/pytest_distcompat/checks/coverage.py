@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks.data import shared_by
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import EVALUATION, ROWS
+from pytest_distcompat.scenario import EVALUATION, MESH, ROWS
 from pytest_distcompat.scenario import coverage as runs_of_loaders
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Trace
@@ -21,19 +22,42 @@ Batches = Sequence[Sequence[int]]
 RowsByRank = Mapping[int, Sequence[RowsInfo]]
 
 
+#: What decides which rows a rank is given, of cells on a mesh: the default profile asks once for each strategy and mesh.
+DATA_PLACE = frozenset({"world_size", *MESH}) - {"pp_schedule"}
+
+
 def tested_once(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why another cell tests what depends on neither strategy nor precision; None if this one does."""
+    if any(name in MESH for name, _ in cell.options):
+        return _not_on_mesh(cell, driver)
     first = _first_cell(cell, driver)
     if cell == first:
         return None
     return f"data are loaded alike in all cells, and that is tested in {first.strategy}-{first.precision}"
 
 
+def _not_on_mesh(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why a cell on a mesh does not test its loaders: others on that mesh do; None if it does."""
+    if cell.precision not in {"fp32", "bf16_upcast"}:
+        return f"data are loaded on a mesh in {cell.precision} as in fp32 and bf16_upcast, where it is tested"
+    allowed = {"model", *MESH}
+    for key, needed in driver.needs_options.items():
+        # Of several options together, as ``tp+ep``, and of an option with its value, as ``optimizer_muon``.
+        if allowed.issuperset(key.split("+")):
+            allowed.update(needed)
+    for name, _ in cell.options:
+        if name not in allowed:
+            return f"data are loaded on a mesh as they are without {name}, where it is tested"
+    if not driver.loaders_in(cell):
+        return "the driver's loaders are not made for this mesh"
+    return None
+
+
 def _first_cell(cell: Cell, driver: type[Driver]) -> Cell:
     """Return the first cell of that world size, without options, that the driver supports; the cell itself if there is none."""
     for precision in PRECISIONS.names():
         for strategy in STRATEGIES.names():
-            plain = Cell(strategy, precision, cell.world_size, nodes=cell.nodes)
+            plain = Cell(strategy, precision, cell.world_size).spread_as(cell)
             if not driver.unsupported_reason(plain):
                 return plain
     return cell
@@ -46,7 +70,7 @@ def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 @check(
-    scenario=lambda cell, driver: runs_of_loaders(cell.world_size, driver.loaders.values()),
+    scenario=lambda cell, driver: runs_of_loaders(cell, driver.loaders_in(cell).values()),
     until=(
         ("rows", "rows", 0),
         ("resumed_rows", "resumed_rows", 0),
@@ -55,13 +79,15 @@ def _has_loaders(cell: Cell, driver: type[Driver]) -> str | None:
     order=9,
     not_applicable=_has_loaders,
     costly=True,
+    depends_on=DATA_PLACE,
 )
 def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that each loader gives every row to one rank in each epoch, resumed and at another world size too.
 
     The rows do not divide by the ranks, so some may be given twice to fill the last batches. A shuffled loader has
     another order in each epoch. Resumed between epochs, or in the middle of the second, it goes on with the next rows;
-    twice as many ranks share those left.
+    twice as many ranks share those left. On a mesh ranks that hold parts of the same layers (``tp``), the same sequences
+    (``cp``) or stages of one pipeline (``pp``) are given the same rows, and count once.
 
     If it fails: with rows on several ranks nothing shards the data; with rows on none two samplers do (``DistributedSampler``
     and the trainer's). With the same order in each epoch ``set_epoch`` is not called. A resumed run needs the epoch's seed and
@@ -71,9 +97,11 @@ def coverage(cell: Cell, trace: Trace) -> Iterator[str]:
     full_run = _rows_by_loader(trace.runs.get("rows"))
     resumed_run = _rows_by_loader(trace.runs.get("resumed_rows"))
     resharded_run = _rows_by_loader(trace.runs.get("moved_rows"))
-    for name, full_rows in full_run.items():
-        findings = list(_other_epochs(full_rows))
-        findings += _not_continued(full_rows, resumed_run.get(name, {}))
+    for name, rows_by_rank in full_run.items():
+        findings = list(_unlike_peers(cell, rows_by_rank))
+        full_rows = _once_for_peers(cell, rows_by_rank)
+        findings += _other_epochs(full_rows)
+        findings += _not_continued(rows_by_rank, resumed_run.get(name, {}))
         if name in resharded_run:
             findings += _not_continued_resharded(full_rows, resharded_run[name])
         for finding in dict.fromkeys(findings):
@@ -90,6 +118,29 @@ def _rows_by_loader(run: RunTrace | None) -> Mapping[str, RowsByRank]:
             rows_by_rank = rows.setdefault(info.loader, {})
             rows_by_rank.setdefault(snapshot.rank, []).append(info)
     return rows
+
+
+def _unlike_peers(cell: Cell, rows_by_rank: RowsByRank) -> Iterator[str]:
+    """Yield a finding for each rank that is given other rows than the first of those with which it shares them."""
+    first_of_place: dict[int, int] = {}
+    for rank, infos in sorted(rows_by_rank.items()):
+        first = first_of_place.setdefault(cell.dp_rank(rank), rank)
+        if infos[0].epochs == rows_by_rank[first][0].epochs:
+            continue
+        rows = f"{_listed(_epoch(infos[0], 0))} and {_listed(_epoch(rows_by_rank[first][0], 0))}"
+        given = f"ranks {rank} and {first} are given different rows: {rows}"
+        yield f"{given}; expected the same, as they hold {shared_by(cell, rank, first)}"
+
+
+def _once_for_peers(cell: Cell, rows_by_rank: RowsByRank) -> RowsByRank:
+    """Return what the first rank of those that share rows is given, for each of them."""
+    places: set[int] = set()
+    once: dict[int, Sequence[RowsInfo]] = {}
+    for rank, infos in sorted(rows_by_rank.items()):
+        if cell.dp_rank(rank) not in places:
+            places.add(cell.dp_rank(rank))
+            once[rank] = infos
+    return once
 
 
 def _only_records(rows_by_rank: RowsByRank) -> list[RowsInfo]:
@@ -133,9 +184,10 @@ def _not_each_once(
     times_given = _times_given([*batches_by_rank, *before])
     # After the last batch, none is left to tell how many rows a step has but those before.
     rows_of_step = max(_rows_of_first_step(batches_by_rank), _rows_of_first_step(before))
-    missing = sorted(set(range(ROWS)) - times_given.keys())
+    count = loader.rows or ROWS
+    missing = sorted(set(range(count)) - times_given.keys())
     if missing and not (loader.dropped and len(missing) < rows_of_step):
-        yield f"{len(missing)} of {ROWS} rows are given to no rank, first {missing[0]}"
+        yield f"{len(missing)} of {count} rows are given to no rank, first {missing[0]}"
     surplus = sum(times_given.values()) - len(times_given)
     if surplus and not (loader.filled and surplus < rows_of_step):
         repeated: list[int] = []
@@ -148,6 +200,10 @@ def _not_each_once(
         if loader.filled:
             allowed = f"less than {rows_of_step}, which fill the last batches"
         yield f"{len(repeated)} rows are given {times}, first {repeated[0]}; expected {allowed}"
+    for place, batches in enumerate(batches_by_rank):
+        if () in batches:
+            number = list(batches).index(()) + 1
+            yield f"batch {number} of data parallel rank {place} has no rows: a mean over it is no number"
     lengths = [len(batches) for batches in batches_by_rank]
     if len(set(lengths)) > 1 and (loader.filled or loader.dropped):
         numbers = ", ".join(str(length) for length in lengths)
@@ -228,6 +284,7 @@ def _has_metrics(cell: Cell, driver: type[Driver]) -> str | None:
     order=9,
     not_applicable=_has_metrics,
     costly=True,
+    depends_on=DATA_PLACE,
 )
 def evaluation(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that each metric over rows that do not divide by the ranks equals the metric of one process, on every rank.

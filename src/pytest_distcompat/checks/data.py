@@ -12,15 +12,15 @@ from pytest_distcompat.checks._base import (
     UNTIL_RESUMED,
     check,
     every_rank,
-    named_ranks,
     other_mode,
     pairs,
 )
-from pytest_distcompat.checks._values import by_stage
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.models import model_of
+from pytest_distcompat.model_values import by_stage
+from pytest_distcompat.models import known_model, model_of
 from pytest_distcompat.scenario import RESUME, SAVED
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace
+from pytest_distcompat.wording import named_ranks
 
 
 def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
@@ -80,7 +80,7 @@ def _wrong_batches(cell: Cell, run: RunTrace, nth: int) -> Iterator[str]:
         peer = first_at_place.setdefault(_place_of_rows(cell, rank), snapshot)
         if peer.inputs != snapshot.inputs:
             finding = f"ranks {peer.rank} and {rank} are fed different batches in {step}"
-            yield f"{finding}; expected the same, as they hold {_shared_by(cell, peer.rank, rank)}"
+            yield f"{finding}; expected the same, as they hold {shared_by(cell, peer.rank, rank)}"
         for batch in set(snapshot.inputs) - {""}:
             other = first_rank_of_batch.setdefault(batch, rank)
             if _place_of_rows(cell, other) != _place_of_rows(cell, rank):
@@ -96,10 +96,12 @@ def _place_of_rows(cell: Cell, rank: int) -> int:
     return rank % ranks_of_stage // cell.tp
 
 
-def _shared_by(cell: Cell, rank: int, other: int) -> str:
+def shared_by(cell: Cell, rank: int, other: int) -> str:
     """Return the words for what two ranks hold parts of that are fed the same."""
     if other in cell.tp_peers(rank):
         return f"parts of the same layers (tp {cell.tp})"
+    if other in cell.cp_peers(rank):
+        return f"parts of the same sequences (cp {cell.cp})"
     return f"stages of the same pipeline (pp {cell.pp})"
 
 
@@ -133,9 +135,10 @@ def randomness(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from every_rank(snapshots, cell.world_size, f"step {nth + 1}")
     drawing_ranks = _ranks_that_draw(cell, steps)
     idle_ranks = set(range(cell.world_size)) - drawing_ranks
-    if model_of(cell).random and idle_ranks:
+    model = known_model(cell)
+    if model is not None and model.random and idle_ranks:
         ranks = named_ranks(sorted(idle_ranks), cell.world_size)
-        yield f"{ranks}: a step draws no random numbers; the model {model_of(cell).name} draws some in each forward"
+        yield f"{ranks}: a step draws no random numbers; the model {model.name} draws some in each forward"
     yield from _unlike_modes(train, steps)
     for nth in range(1, SAVED):
         drawing = []
@@ -164,8 +167,9 @@ def _unlike_modes(run: RunTrace, steps: Sequence[tuple[Snapshot, ...]]) -> Itera
     """Yield findings of the first step in which ranks with the same modules do not train the same ones."""
     for nth in range(1, SAVED):
         findings: list[str] = []
-        for (first, *others), _ in by_stage(run, steps[nth]):
-            for snapshot in others:
+        for snapshots, _ in by_stage(run, steps[nth]):
+            for snapshot in snapshots[1:]:
+                first = snapshots[0]
                 findings += other_mode(first, snapshot, f"step {nth + 1}", f"on rank {first.rank}")
         yield from findings
         if findings:
