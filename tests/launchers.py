@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pytest_distcompat.launch.launcher import OpenRun
+from pytest_distcompat.launch.request import Request
+
 
 class WithoutProcesses:
     """All that a launcher must be able to do, but for ``run``."""
 
-    reuse_scope: str = ""
+    can_open = False
 
     def warm_up(self) -> None:
         """Nothing."""
@@ -15,9 +18,9 @@ class WithoutProcesses:
         """It is."""
         return ""
 
-    def retire(self) -> str:
-        """Nobody waits."""
-        return ""
+    def open(self, request: Request, target: str) -> OpenRun:
+        """Not asked for."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Nothing."""

@@ -44,10 +44,13 @@ class Call:
             tree = None
         if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
             raise ValueError(f"{text!r} is no call; one reads like step(clip='no')")
-        arguments = [
-            (str(keyword.arg), ast.literal_eval(keyword.value)) for keyword in tree.keywords
-        ]
-        return cls(tree.func.id, tuple(arguments))
+        arguments: dict[str, Any] = {}
+        for keyword in tree.keywords:
+            name = str(keyword.arg)
+            if name in arguments:
+                raise ValueError(f"{text!r} names {name!r} twice")
+            arguments[name] = ast.literal_eval(keyword.value)
+        return cls(tree.func.id, tuple(arguments.items()))
 
 
 def training(method: Method) -> Method:

@@ -12,10 +12,19 @@ TENSOR_SUFFIXES = PICKLED | {".safetensors", ".distcp"}
 
 
 def corrupt(directory: Path, how: str) -> FileInfo:
-    """Corrupt the largest file of a checkpoint: ``truncate`` cuts it to half its size, ``remove`` deletes it.
+    """Corrupt the largest file of a checkpoint, or its directory.
 
-    ``block`` puts a file in place of the empty directory itself, which nobody can then write to, not even root. Return the
-    path, with ``how`` as its ``holds``. Raises FileNotFoundError if no file has weights or optimizer state.
+    Args:
+        directory: The directory of the checkpoint.
+        how: ``truncate`` cuts the largest file to half its size; ``remove`` deletes it; ``block``
+            replaces the directory, which must be empty, by a file: then not even root can write to
+            it.
+
+    Returns:
+        The path that was corrupted, with ``how`` in its field ``holds``.
+
+    Raises:
+        FileNotFoundError: If no file has weights or optimizer state.
     """
     if how == "block":
         directory.rmdir()

@@ -208,8 +208,8 @@ class _Traffic:
 
 
 def sent_bytes(run: RunTrace) -> list[dict[str, Any]]:
-    """Return what rank 0 sends in the recorded step of a simulation, in a ring: by kind of collective and mesh dimension."""
-    if not run.simulated or not run.trained:
+    """Return what rank 0 sends in the recorded step of a run without values, by kind of collective and mesh dimension."""
+    if run.has_values or not run.trained:
         return []
     snapshot = run.trained[0]
     dims = _largest_mesh(snapshot)

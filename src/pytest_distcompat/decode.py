@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import types
 import typing
@@ -17,7 +16,7 @@ def encode(value: Any) -> Any:
     """Return a value of a trace as plain data: dataclasses, also those in tuples and mappings, as dictionaries."""
     # ``dataclasses.asdict`` copies each number and text too: that took a tenth of the CPU time of a rank.
     if isinstance(value, tuple):
-        # Most are of numbers: the ranks of a mesh, a thousand for each parameter of a simulation.
+        # Most are of numbers: the ranks of a mesh, a thousand for each parameter of a large mesh.
         if _PLAIN.issuperset(map(type, value)):
             return value
         return tuple(map(encode, value))
@@ -55,8 +54,9 @@ def _reader(kind: Any) -> Callable[[Any], Any] | None:
     # Cached by type: a session reads millions of values, and inspecting the type of each took longer than all checks.
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _reader_of_fields(kind)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind
+    from_name: Callable[[Any], Any] | None = getattr(kind, "from_name", None)
+    if from_name is not None:
+        return from_name
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if origin is types.UnionType or origin is typing.Union:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.calls import CALL
-from pytest_distcompat.settings.fields import Source
+from pytest_distcompat.law import law_of
 from pytest_distcompat.trace import ExtraState, Loader
 
 if TYPE_CHECKING:
@@ -68,18 +68,6 @@ def _missing(driver: Driver, action: str) -> str:
     return (
         f"{type(driver).__name__} has no {action}(); a driver needs {', '.join(REQUIRED_METHODS)}"
     )
-
-
-def _makers(sources: Iterable[Source], setting: str, strategy: str) -> list[Source]:
-    """Return the objects of libraries that may have a setting: those that name it, else those that take any subclass."""
-    by_name = []
-    of_subclasses = []
-    for source in sources:
-        if source.names(setting, strategy):
-            by_name.append(source)
-        if source.kind == "subclasses":
-            of_subclasses.append(source)
-    return by_name or of_subclasses
 
 
 class LiveTrainer:
@@ -332,8 +320,6 @@ class Driver(
     #: Option, or several as ``tp+ep`` -> other options without which the driver does not have it, with their values; profiles
     #: add them.
     needs_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    #: The objects of libraries that this driver makes, whose fields option ``set`` of a cell can set.
-    sources: ClassVar[tuple[Source, ...]] = ()
     #: Strategies whose checkpoints can be loaded at another world size.
     reshards: ClassVar[tuple[str, ...]] = ()
     #: Strategy -> the other strategy that can load its checkpoints.
@@ -350,11 +336,7 @@ class Driver(
         for name, _ in cell.options:
             if name not in cls.options:
                 return f"the {cls.name or cls.__name__} driver does not support option {name!r}"
-        for setting in cell.set:
-            makers = _makers(cls.sources, setting, cell.strategy)
-            if not any(cell.strategy in source.strategies for source in makers):
-                return f"the {cls.name or cls.__name__} driver has no {setting.partition('.')[0]} under {cell.strategy}"
-        return None
+        return law_of(cell).unsupported_reason(cls, cell)
 
     @classmethod
     def can(cls, action: str) -> bool:

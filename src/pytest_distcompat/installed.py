@@ -14,21 +14,28 @@ if TYPE_CHECKING:
 
 
 def version_of(package: str, path: list[str] | None = None) -> str | None:
-    """Return the version that Python would import, from these directories if given; None if there is none."""
-    found = next(
-        iter(
-            importlib.metadata.distributions(name=package, path=sys.path if path is None else path)
-        ),
-        None,
-    )
-    return None if found is None else found.version
+    """Return the version of the package that Python would import; None if it is not installed.
+
+    Args:
+        package: The name of the distribution.
+        path: The directories to search instead of ``sys.path``.
+    """
+    directories = sys.path if path is None else path
+    # The first distribution hides later ones, as in an import.
+    for distribution in importlib.metadata.distributions(name=package, path=directories):
+        return distribution.version
+    return None
 
 
 def fits(requirement: Requirement, version: str | None) -> bool:
-    """Tell whether the version meets the requirement. Local builds (2.13.0+cpu) and nightlies count by their number."""
-    return version is not None and requirement.specifier.contains(
-        version.partition("+")[0], prereleases=True
-    )
+    """Tell whether the version meets the requirement; None, which is not installed, meets none.
+
+    Local builds (2.13.0+cpu) and nightlies count by their number.
+    """
+    if version is None:
+        return False
+    number = version.partition("+")[0]
+    return requirement.specifier.contains(number, prereleases=True)
 
 
 #: The packages under test, and those that test them.
@@ -36,18 +43,22 @@ PACKAGES = ("pytest-distcompat", "torch", "accelerate", "transformers", "deepspe
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Return the versions of Python and of the installed packages, from metadata: none is imported."""
-    installed = {name: version_of(name) for name in packages}
-    return {
-        "python": platform.python_version(),
-        **{name: version for name, version in installed.items() if version},
-    }
+    """Return the versions of Python and of the installed packages, without importing them."""
+    installed = {"python": platform.python_version()}
+    for name in packages:
+        version = version_of(name)
+        if version:
+            installed[name] = version
+    return installed
 
 
-#: How to get a torch: by default pip brings one for CUDA, of some gigabytes.
+#: How to install torch. By default pip installs the build for CUDA, of some gigabytes.
 GET_TORCH = "pip install torch; without a GPU: pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
 
 def has_compiler() -> bool:
-    """Tell whether there is a C++ compiler, for inductor and for DeepSpeed's offload."""
-    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "c++", "clang++"))))
+    """Tell whether there is a C++ compiler, which inductor and DeepSpeed's offload need."""
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        if name and shutil.which(name):
+            return True
+    return False

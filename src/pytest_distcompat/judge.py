@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks import CHECKS, Check, message
-from pytest_distcompat.drivers import find_driver
-from pytest_distcompat.expect import Expectation, fails, may_refuse, refuses
-from pytest_distcompat.scenario import OTHER_REFERENCE
-from pytest_distcompat.settings.rules import contradiction, meant_to_fail
+from pytest_distcompat.checks import Check, message
+from pytest_distcompat.expect import Expectation, fails, refuses
+from pytest_distcompat.law import law_of
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunFailure, Snapshot, Trace
 
-#: Why a claim that holds in a simulation has not passed.
-NO_VALUES = "simulated: no values were computed"
 #: What differs between failures of one cause, and what a regular expression would have to escape.
 _VARIABLE = re.compile(r"[^\w\s,;:'\"/=<>-]+|\branks? \d+|\b\d\w*")
 #: Exceptions that are not raised on purpose.
@@ -27,7 +23,7 @@ _UNWRITTEN = re.compile(r"NotImplementedError: (TODO: |\w+ has no \w+\(\); a dri
 #: The longest ``match`` of a declaration to paste, in characters.
 _LONGEST_MATCH = 240
 #: The actions in which a trainer is to refuse what it does not support.
-_BUILDS = frozenset({"build_model", "build"})
+BUILDS = frozenset({"build_model", "build"})
 
 
 def skipped(check: str, cell: Cell, reason: str) -> Verdict:
@@ -40,15 +36,18 @@ def judge(
 ) -> Verdict:
     """Return the verdict of a check in a cell. A crash or a hang is never a known failure.
 
-    A failure that an expectation no longer excuses, since its last day is over, says so. A simulation never passes.
+    A failure that an expectation no longer excuses, since its last day is over, says so. Where stand-ins took the place of
+    ranks, a claim that holds has the status that they name, and has not passed.
     """
-    if trace.simulated:
-        # A bug may show only in values.
-        expectations = [replace(expectation, strict=False) for expectation in expectations]
-    verdict = _judge(check, cell, trace, expectations)
-    if trace.simulated and verdict.status is Status.PASSED:
-        return replace(verdict, status=Status.SIMULATED, reason=NO_VALUES)
-    return verdict
+    if trace.stand_in is None:
+        return _judge(check, cell, trace, expectations)
+    # A bug may show only in values.
+    lenient = [replace(expectation, strict=False) for expectation in expectations]
+    verdict = _judge(check, cell, trace, lenient)
+    if verdict.status is not Status.PASSED:
+        return verdict
+    status = Status.from_name(trace.stand_in.status)
+    return replace(verdict, status=status, reason=status.reason)
 
 
 def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation]) -> Verdict:
@@ -58,21 +57,19 @@ def _judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expect
         current = [expectation for expectation in covering if expectation not in ended]
         verdict = _judge(check, cell, trace, current)
         return _with_ended_excuse(verdict, ended)
-    broken_off = _broken_off(check, trace)
+    broken_off = premature_end(check, trace)
     if broken_off is not None and broken_off.kind != "raised":
-        return Verdict(check.name, cell.id, Status(broken_off.kind), broken_off.text)
+        return Verdict(check.name, cell.id, Status.from_name(broken_off.kind), broken_off.text)
     failure = broken_off or _first_failure(trace)
-    if cell.set:
-        # A swept setting is accepted or refused, and may mend what is known to fail without it.
-        covering = [replace(expectation, strict=False) for expectation in covering]
-        covering += _refused_setting(failure)
+    law = law_of(cell)
+    covering = law.expectations(covering, failure)
     refusal = _expected_refusal(covering, failure)
     if refusal is not None:
         return _refusal(check, cell, trace, refusal, failure)
     if broken_off is not None:
         findings = [broken_off.text or broken_off.message or "broke off without a word"]
     else:
-        findings = _findings(check, cell, trace)
+        findings = law.findings(check, cell, trace)
     declared = _declared_failures(covering, findings)
     if declared:
         return _known(check, cell, declared, findings, complete=broken_off is None)
@@ -119,7 +116,7 @@ def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
 
     A method that is not written yet is none: once declared, a suite would pass without a run.
     """
-    broken_off = _broken_off(check, trace)
+    broken_off = premature_end(check, trace)
     if broken_off is not None and _UNWRITTEN.search(broken_off.message):
         return None
     facets: dict[str, Any] = {
@@ -130,8 +127,8 @@ def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
     if broken_off is not None:
         findings = [_without_rank(broken_off) or broken_off.text]
     else:
-        findings = _findings(check, cell, trace)
-    if broken_off is not None and broken_off.action in _BUILDS:
+        findings = law_of(cell).findings(check, cell, trace)
+    if broken_off is not None and broken_off.action in BUILDS:
         expectation = refuses(match=_constant_part(findings[0]) or ".", **facets)
     else:
         patterns = dict.fromkeys(_constant_part(finding) for finding in findings)
@@ -151,7 +148,7 @@ def _constant_part(finding: str) -> str:
     return max(_VARIABLE.split(first_line), key=len).strip(" ,;:")
 
 
-def _broken_off(check: Check, trace: Trace) -> RunFailure | None:
+def premature_end(check: Check, trace: Trace) -> RunFailure | None:
     """Return the failure of a run that ended before the snapshots that the check needs, None if there is none."""
     for run in trace:
         failure = run.end
@@ -172,36 +169,6 @@ def _ended_before(failure: RunFailure, snapshots: Sequence[Snapshot]) -> bool:
     return failure.index <= snapshots[0].index
 
 
-def _findings(check: Check, cell: Cell, trace: Trace) -> list[str]:
-    """Return what the check finds; if nothing, whether it and another check hold with one setting each of two."""
-    return check.findings(cell, trace) or list(_mixed(check, cell, trace))
-
-
-def _mixed(check: Check, cell: Cell, trace: Trace) -> Iterator[str]:
-    """Yield a finding where the claim holds against one of two contradictory settings alone, and another against the other."""
-    settings = contradiction(cell.set)
-    if not settings or OTHER_REFERENCE not in trace.runs:
-        return
-    own = check.agrees_with(cell, trace)
-    driver = find_driver(trace.driver)
-    meant: set[str] = set()
-    for setting in cell.set:
-        meant.update(meant_to_fail(setting))
-    for other in CHECKS.by_name.values():
-        comparable = not other.not_applicable(cell, driver) and other.runs(
-            cell, driver
-        ) == check.runs(cell, driver)
-        if other.name in meant or not comparable or _broken_off(other, trace):
-            continue
-        # A claim that holds against neither is a finding of its own.
-        others = other.agrees_with(cell, trace)
-        if len(own) == len(others) == 1 and own != others:
-            yield (
-                f"a mix of two settings that contradict each other: {check.name} holds with {settings[own[0]]} alone, "
-                f"{other.name} with {settings[others[0]]} alone; expected one of them everywhere"
-            )
-
-
 def _expected_refusal(
     covering: Iterable[Expectation], failure: RunFailure | None
 ) -> Expectation | None:
@@ -214,16 +181,6 @@ def _expected_refusal(
         if refusal.strict:
             return refusal
     return None
-
-
-def _refused_setting(end: RunFailure | None) -> list[Expectation]:
-    """Return a refusal for a run that ended before its first step with an error that speaks of the setting.
-
-    Errors of Python itself in a library's code (``AttributeError``) speak of nothing that a user has set.
-    """
-    if end is None or end.action not in _BUILDS:
-        return []
-    return [may_refuse(match=rf"raised (?!{ACCIDENTS})[\w.]+: \S")]
 
 
 def _refused(refusal: Expectation, end: RunFailure | None) -> bool:
@@ -245,11 +202,11 @@ def _refusal(
         expected = f"expected to be refused at build with a message like {refusal.match!r}"
         text = f"{expected}, but it ran to the end\n{declared}"
     elif end.kind != "raised":
-        status = Status(end.kind)
+        status = Status.from_name(end.kind)
         text = end.text
     elif not _refused(refusal, end):
         text = f"{end.text}\n\nrefused with another message than {refusal.match!r}\n{declared}"
-    elif end.action not in _BUILDS:
+    elif end.action not in BUILDS:
         status = Status.LATE
         text = f"refused only at {end.action!r}, after build; expected at build\n{declared}\n\n{end.text}"
     elif built:

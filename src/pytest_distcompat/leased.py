@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pytest_distcompat.launch import nccl
 from pytest_distcompat.launch.forensics.ending import Ending
-from pytest_distcompat.launch.launcher import Launcher
+from pytest_distcompat.launch.forensics.watchdog import Watchdog
+from pytest_distcompat.launch.launcher import Launcher, OpenRun, Replies
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Leak, Lease, Pool
 from pytest_distcompat.world import RANKS_PER_GPU
 
@@ -39,7 +40,7 @@ def rank_environment(lease: Lease, ranks: int) -> dict[str, str]:
     return environment
 
 
-class LeasedLauncher:
+class LeasedLauncher(Launcher):
     """Launcher that runs another one on leased devices; ``pool`` is called when the first run begins."""
 
     def __init__(
@@ -59,50 +60,96 @@ class LeasedLauncher:
         """Wait until the launcher is ready; return what is wrong with it, if anything."""
         return self._launcher.get_warm()
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
-        """Start the ranks when there are devices for all of them, or raise LeaseTimeout. Kept ranks keep their devices."""
-        if self._lease is None or reuse is None or reuse.scope != self.reuse_scope:
-            # Imports take seconds and need no device, so other runs can use them. ``run`` reports what goes wrong.
-            self._launcher.get_warm()
-            problem = self.retire()
-            if problem:
-                self._notice(f"ranks that were kept did not leave well: {problem}")
-            who = current_item() or request.directory
-            self._lease = self._held.enter_context(self._pool().lease(request.world_size, who=who))
-            for leak in self._lease.leak:
-                self._notice(inherited_leak_message(leak))
-        leaks: tuple[Leak, ...] = ()
-        environment = {**request.set, **rank_environment(self._lease, request.world_size)}
+    def run(self, request: Request) -> Ending:
+        """Start the ranks when there are devices for all of them, or raise LeaseTimeout."""
+        # Imports take seconds and need no device, so other runs can use them. ``run`` reports what goes wrong.
+        self._launcher.get_warm()
+        environment = self._take(request)
+        leaks: tuple[str, ...] = ()
         try:
-            ending = self._launcher.run(dataclasses.replace(request, set=environment), reuse)
+            ending = self._launcher.run(with_variables(request, environment))
         finally:
-            if not self._launcher.reuse_scope:
-                leaks = self._give_back()
-        return dataclasses.replace(ending, leaks=tuple(map(leak_message, leaks)))
+            leaks = self.give_back()
+        return dataclasses.replace(ending, leaks=leaks)
 
     @property
-    def reuse_scope(self) -> str:
-        """Return the scope of the ranks that wait for a request; empty if there are none."""
-        return self._launcher.reuse_scope
+    def can_open(self) -> bool:
+        """Tell whether the launcher can hold a run open."""
+        return self._launcher.can_open
 
-    def retire(self) -> str:
-        """End the ranks that wait and give their devices back; return what went wrong, if anything."""
-        problem = self._launcher.retire()
-        for leak in self._give_back():
-            # It cannot be known which of the tests that shared the ranks leaked.
-            self._notice(f"ranks that {leak.who} and later tests shared: {leak_message(leak)}")
-        return problem
+    def open(self, request: Request, target: str) -> OpenRun:
+        """Start ranks that get requests when there are devices for them; they hold these until they are gone."""
+        environment = self._take(request)
+        try:
+            run = self._launcher.open(with_variables(request, environment), target)
+        except BaseException:
+            self.give_back()
+            raise
+        return LeasedRun(self, run, environment)
 
-    def _give_back(self) -> tuple[Leak, ...]:
-        """End the lease, if there is one; return the memory that stayed in use on its devices."""
+    def _take(self, request: Request) -> dict[str, str]:
+        """Lease devices for a run, and return the variables that its ranks need for them."""
+        # An open run may have gone with its launcher process.
+        for message in self.give_back():
+            self._notice(message)
+        who = current_item() or request.directory
+        self._lease = self._held.enter_context(self._pool().lease(request.world_size, who=who))
+        for leak in self._lease.leak:
+            self._notice(inherited_leak_message(leak))
+        return rank_environment(self._lease, request.world_size)
+
+    def give_back(self) -> tuple[str, ...]:
+        """End the lease, if there is one; return messages about memory that stayed in use on its devices."""
         lease, self._lease = self._lease, None
         self._held.close()
-        return lease.own_leak if lease is not None else ()
+        if lease is None:
+            return ()
+        return tuple([leak_message(leak) for leak in lease.own_leak])
 
     def close(self) -> None:
         """End all processes that still run."""
         self._launcher.close()
-        self._give_back()
+        self.give_back()
+
+
+class LeasedRun(OpenRun):
+    """An open run on leased devices, which are given back when it is concluded."""
+
+    def __init__(
+        self, launcher: LeasedLauncher, run: OpenRun, environment: Mapping[str, str]
+    ) -> None:
+        self._launcher = launcher
+        self._run = run
+        self._environment = environment
+        self.start_request = run.start_request
+        self.listener = run.listener
+
+    @property
+    def open(self) -> bool:
+        """Tell whether the run goes on."""
+        return self._run.open
+
+    def adapted(self, request: Request) -> Request:
+        """Return a request with the changes that these ranks need, those for their devices too."""
+        return self._run.adapted(with_variables(request, self._environment))
+
+    def wait(self, watch: Watchdog, replies: Replies | None = None) -> Mapping[str, Any] | None:
+        """Wait until all ranks have ended, or all replies have come."""
+        return self._run.wait(watch, replies)
+
+    def ending(self, watch: Watchdog, *, notice: str = "") -> Ending:
+        """Return how the watched request has ended, though its ranks go on."""
+        return self._run.ending(watch, notice=notice)
+
+    def conclude(self, watch: Watchdog, answer: Mapping[str, Any] | None) -> Ending:
+        """Return how the watched request ended, with the memory that its ranks leaked."""
+        ending = self._run.conclude(watch, answer)
+        return dataclasses.replace(ending, leaks=self._launcher.give_back())
+
+
+def with_variables(request: Request, variables: Mapping[str, str]) -> Request:
+    """Return the request with these environment variables beside its own."""
+    return dataclasses.replace(request, set={**request.set, **variables})
 
 
 def current_item() -> str:

@@ -1,4 +1,4 @@
-"""Scenarios: one or more runs, each a list of actions that every rank performs."""
+"""Scenarios: the runs that a check needs, each a list of actions that every rank performs."""
 
 from __future__ import annotations
 
@@ -15,35 +15,50 @@ from pytest_distcompat.trace import Loader
 class Run:
     """One process group from start to end, on which every rank performs the ``actions`` in order.
 
-    - ``build_model`` makes the model, unwrapped; ``reload`` makes it from what ``export`` wrote;
-    - ``build``, ``step`` (one optimizer step), ``overflow`` (one with infinite gradients on one rank), ``save``, ``load``,
-      ``export``: methods of the trainer;
-    - ``exported`` (the model again), ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 corrupts the checkpoint),
-      ``evaluate`` (on a fixed batch);
-    - ``rows``, ``resumed_rows``, ``moved_rows``: the rows that the trainer's loaders give; ``metrics``: of an evaluation;
-    - ``reference``: a step of the same training in one process, in float32, unwrapped; ``rounded``: the same under autocast.
+    The actions, after each of which the probe records a snapshot:
 
-    ``first_step`` is the number of the first step. ``after`` names the run whose checkpoint this one finds. ``strategy``,
-    ``precision``, ``world_size`` and ``tp`` say where the run's cell differs from the check's; ``only`` which options it keeps
-    (None: all), ``follows`` which settings (None: all), and ``ignores`` which of them it does not. ``directory`` is the
-    checkpoint's name, ``damage`` what is done to it. ``same_as`` is the name under which other checks know the very same run.
-    ``records_calls``: after each action it is recorded what calls of the live trainer are compared by (``CallInfo``).
+    - ``build_model`` makes the model, which nothing wraps yet; ``reload`` makes it from what
+      ``export`` wrote.
+    - ``build``, ``step``, ``save``, ``load`` and ``export`` call the trainer; ``step`` is one
+      optimizer step. ``overflow`` is a step in which the gradients of one rank are infinite.
+    - ``exported`` reads the model that was exported, ``files`` reads on rank 0 what was saved, and
+      ``damage`` corrupts the checkpoint on rank 0. ``evaluate`` computes outputs of a fixed batch.
+    - ``rows`` reads two epochs of the trainer's data loaders, ``resumed_rows`` and ``moved_rows``
+      read loaders that resume, the latter at another world size. ``metrics`` runs an evaluation.
+    - ``reference`` is a step of the same training in one process, in float32 and without wrappers;
+      ``rounded`` is the same step under autocast.
     """
 
+    #: The name of the run in the trace.
     name: str
     actions: tuple[str, ...]
+    #: The number of the first ``step``; more than 0 after a load.
     first_step: int = 0
+    #: The name of the run whose checkpoint or export this one loads.
     after: str = ""
+
+    # How the run's cell differs from the cell of the check. Empty or 0: it does not.
     strategy: str = ""
     precision: str = ""
     world_size: int = 0
     tp: int = 0
+    #: The options of the check's cell that the run keeps; None for all.
     only: tuple[str, ...] | None = None
-    directory: str = "checkpoint"
-    damage: str = ""
-    same_as: str = ""
+    #: The settings of the check's cell that the run keeps, by object or by object and field
+    #: (``AdamW``, ``TrainingArguments.optim``); None for all.
     follows: tuple[str, ...] | None = None
+    #: Settings that the run drops although ``follows`` keeps them, as ``OBJECT.FIELD=VALUE``.
     ignores: tuple[str, ...] = ()
+
+    #: The name of the checkpoint's directory.
+    directory: str = "checkpoint"
+    #: How ``damage`` corrupts the checkpoint, see ``corrupt.corrupt``.
+    damage: str = ""
+    #: The name of a run of other scenarios that does exactly the same, so that one can stand for
+    #: both.
+    same_as: str = ""
+    #: Whether to record after each action what calls of the live trainer are compared by
+    #: (``CallInfo``).
     records_calls: bool = False
 
     @property
@@ -55,7 +70,7 @@ class Run:
         return False
 
     def cell(self, cell: Cell) -> Cell:
-        """Return the cell that the run runs in, for a check in ``cell``."""
+        """Return the cell in which the run trains, for a check in ``cell``."""
         options = dict(cell.options)
         if self.only is not None:
             options = {name: value for name, value in cell.options if name in self.only}
@@ -64,20 +79,28 @@ class Run:
         if self.tp:
             options["tp"] = self.tp
         world_size = self.world_size or cell.world_size
-        # One rank is on one node.
-        nodes = cell.nodes if world_size > 1 else 1
         strategy = self.strategy or cell.strategy
         precision = self.precision or cell.precision
-        return Cell(strategy, precision, world_size, tuple(options.items()), nodes)
+        run_cell = Cell(strategy, precision, world_size, tuple(options.items()))
+        if world_size == 1:
+            # One rank is on one machine.
+            return run_cell
+        return run_cell.spread_as(cell)
 
     def _followed(self, settings: Iterable[str], names: Iterable[str]) -> list[str]:
-        """Return the settings of these objects and fields, without those that the run ignores."""
-        beginnings: list[str] = []
+        """Return the settings of these objects and fields, without those that the run ignores.
+
+        A setting is ``OBJECT.FIELD=VALUE``; a field of DeepSpeed's JSON is
+        ``ds_config.FIELD.FIELD=VALUE``.
+        """
+        prefixes: list[str] = []
         for name in names:
-            # A setting is ``OBJECT.FIELD=VALUE``, a field of DeepSpeed's JSON ``ds_config.FIELD.FIELD=VALUE``.
-            beginnings += [f"{name}.", f"{name}="]
-        followed = [setting for setting in settings if setting.startswith(tuple(beginnings))]
-        return [setting for setting in followed if setting not in self.ignores]
+            prefixes += [f"{name}.", f"{name}="]
+        followed: list[str] = []
+        for setting in settings:
+            if setting.startswith(tuple(prefixes)) and setting not in self.ignores:
+                followed.append(setting)
+        return followed
 
 
 def without(*options: str) -> tuple[str, ...]:
@@ -87,43 +110,30 @@ def without(*options: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Runs in order. Scenarios that begin with the same runs share them."""
+    """The runs that a check needs, in order. Scenarios that begin with the same runs share them."""
 
     name: str
     runs: tuple[Run, ...]
-
-    def following(self, *settings: str) -> Scenario:
-        """Return the scenario with a reference for each of two settings, which follows all of the cell's but the other."""
-        if not settings:
-            return self
-        first, second = settings[:2]
-        runs: list[Run] = []
-        for run in self.runs:
-            if run == REFERENCE_RUN:
-                runs.append(dataclasses.replace(REFERENCE_RUN, ignores=(second,)))
-                runs.append(
-                    dataclasses.replace(REFERENCE_RUN, name=OTHER_REFERENCE, ignores=(first,))
-                )
-            else:
-                runs.append(run)
-        return dataclasses.replace(self, runs=tuple(runs))
 
 
 #: Options that say on which mesh a cell runs; one rank has none.
 MESH = ("dp_replicate", "tp", "sp", "cp", "ep", "pp", "pp_schedule")
 
-#: Steps of a training: enough for two trainings that differ in their optimizer to diverge.
+#: The steps of a training: enough for two trainings that differ in their optimizer to diverge.
 STEPS = 20
-#: How many of them come before the save.
+#: How many of them come before the checkpoint.
 SAVED = 3
 
-#: The rows of the data set that loaders are compared on: 2 and 4 ranks with batches of 2 rows leave some over.
+#: The rows of the data set for loaders: a number that 2 and 4 ranks with batches of 2 rows do not
+#: divide.
 ROWS = 23
 
 _BUILD = ("build_model", "build")
 
-#: Three steps, a checkpoint, two more steps. Three, for the moments of Adam to differ from one another; two, because the
-#: first loss after a load depends on the parameters only and the second on the optimizer state. Then the remaining steps.
+#: Three steps, a checkpoint, two more steps, then the remaining ones. Three steps before the
+#: checkpoint let Adam's moments differ from one another. ``RESUME_RUN`` repeats the two steps after
+#: it: the first loss depends on the loaded parameters only, the second one on the loaded optimizer
+#: state.
 TRAIN_RUN = Run(
     "train",
     (
@@ -140,11 +150,11 @@ TRAIN_RUN = Run(
     ),
 )
 
-#: A fresh process group loads what TRAIN_RUN saved and takes the same two steps.
+#: A new process group loads the checkpoint of TRAIN_RUN and repeats the two steps after it.
 RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, after="train")
 
-#: A resumed run that saves twice in one place, and one that resumes from the second save. The first goes on to the end of
-#: an epoch, the second over it.
+#: A resumed run that saves twice in one place, and a run that resumes from the second save. The
+#: first goes on to the end of an epoch, the second beyond it.
 SECOND_RUN = Run(
     "second",
     (*_BUILD, "load", "step", "save", *("step",) * 2, "save", *("step",) * 2),
@@ -153,8 +163,11 @@ SECOND_RUN = Run(
 )
 THIRD_RUN = Run("third", (*_BUILD, "load", *("step",) * 4), first_step=6, after="second")
 
-#: The settings that the reference follows, of an object or a field: they change the training, and one process can be given them.
+#: The settings that the reference keeps, by object or field: they change the training, and apply to
+#: a training in one process too.
 FOLLOWED = (
+    "resize_token_embeddings",
+    "from_pretrained.ignore_mismatched_sizes",
     "AdamW",
     "SGD",
     "Adafactor",
@@ -179,16 +192,18 @@ FOLLOWED = (
     "TrainingArguments.average_tokens_across_devices",
 )
 
-#: The same training without any strategy: the reference for losses, norms and learning rates.
-#: It trains on the batches of all ranks of the check's cell.
+#: The same training in one process, without any strategy, on the batches of all ranks of the
+#: check's cell: the reference for losses, norms and learning rates.
 REFERENCE_RUN = Run(
     "reference",
     ("build_model", *("reference",) * STEPS),
     strategy="ddp",
     world_size=1,
-    # With flat parameters a trainer may lose its groups.
+    # ``use_orig_params`` stays, because without it flat parameters may merge the groups of
+    # ``param_groups``.
     only=(
         "model",
+        "loaded",
         "grad_accum",
         "frozen",
         "lora",
@@ -200,15 +215,12 @@ REFERENCE_RUN = Run(
     follows=FOLLOWED,
 )
 
-#: The name of the reference that follows the other one of two settings which say different values of the same.
-OTHER_REFERENCE = "other_reference"
-
 #: The reference under autocast: how far rounding alone moves a training, for a model that is not built in.
 ROUNDED_RUN = dataclasses.replace(
     REFERENCE_RUN, name="rounded", actions=("build_model", *("rounded",) * STEPS)
 )
 
-#: Loads the export with the model's own library alone.
+#: Loads the exported model with the model's own library, without the trainer.
 RELOAD_RUN = Run(
     "reload",
     ("reload", "evaluate"),
@@ -218,8 +230,8 @@ RELOAD_RUN = Run(
     only=("model", "lora"),
 )
 
-#: A run directory whose name has spaces, separators, umlauts and words that trainers search paths for
-#: (https://github.com/huggingface/accelerate/pull/4119); REOPENED_RUN loads what is saved there.
+#: A checkpoint directory whose name has spaces, separators, umlauts, and words that trainers search
+#: paths for (https://github.com/huggingface/accelerate/pull/4119). REOPENED_RUN loads from it.
 NAMED_RUN = Run(
     "named",
     (*_BUILD, "step", "save", "step", "files"),
@@ -233,7 +245,8 @@ REOPENED_RUN = Run(
     directory=NAMED_RUN.directory,
 )
 
-#: A file is where the checkpoint's directory should be. It is put there before ``build``, when some trainers look.
+#: A file is in the place of the checkpoint's directory. It is put there before ``build``, because
+#: some trainers look at the directory then.
 BLOCKED_RUN = Run(
     "blocked",
     ("build_model", "damage", "build", "step", "save", "step"),
@@ -241,8 +254,8 @@ BLOCKED_RUN = Run(
     damage="block",
 )
 
-#: A checkpoint with a truncated or removed file. It is corrupted before ``build``, after which all ranks are in step: none loads
-#: earlier.
+#: A run that loads a checkpoint with a truncated or removed file. Rank 0 corrupts it before
+#: ``build``, whose collectives keep the other ranks from loading too early.
 TRUNCATED_RUN = Run(
     "truncated",
     ("build_model", "damage", "build", "load", "step"),
@@ -253,10 +266,12 @@ TRUNCATED_RUN = Run(
 REMOVED_RUN = dataclasses.replace(TRUNCATED_RUN, name="removed", damage="remove")
 DAMAGED_RUNS = (TRUNCATED_RUN, REMOVED_RUN)
 
-#: Gradients overflow in the second of three steps, as they do in float16 until a scaler has found its scale.
+#: Gradients overflow in the second of three steps, as they do in float16 until the scaler has found
+#: a scale that fits.
 OVERFLOW_RUN = Run("overflow", (*_BUILD, "step", "overflow", "step"))
 
-#: Loaders give their rows for two epochs, begin in the second, then half as far into it at twice as many ranks.
+#: Loaders yield their rows for two epochs, then resume in the second epoch. A loader that resumes
+#: at twice as many ranks (``coverage``) has taken half as many batches before.
 ROWS_RUN = Run("rows", ("rows", "metrics"))
 RESUMED_ROWS_RUN = Run("resumed_rows", ("resumed_rows",), after="rows")
 ALONE_RUN = Run("alone", ("metrics",), world_size=1, only=without(*MESH))
@@ -268,11 +283,11 @@ PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN))
 ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))
 EXPORT = Scenario("export", (TRAIN_RUN, RELOAD_RUN))
 PATHS = Scenario("paths", (NAMED_RUN, REOPENED_RUN, BLOCKED_RUN))
-#: Of a trainer that knows the directory when it is built.
+#: For a trainer that is given the directory when it is built, and should reject it then.
 BLOCKED_AT_BUILD_RUN = dataclasses.replace(BLOCKED_RUN, actions=("build_model", "damage", "build"))
 PATHS_AT_BUILD = Scenario("paths", (NAMED_RUN, REOPENED_RUN, BLOCKED_AT_BUILD_RUN))
 OVERFLOW = Scenario("overflow", (OVERFLOW_RUN,))
-#: 8 bits alone, DeepSpeed alone, then both.
+#: float8 without DeepSpeed, DeepSpeed without float8, then both.
 STAGES = Scenario(
     "stages",
     (
@@ -288,13 +303,16 @@ DAMAGE = Scenario("damage", (TRAIN_RUN, *DAMAGED_RUNS))
 
 
 def reshard(cell: Cell, tp: int = 0) -> Scenario:
-    """Return runs that load a checkpoint at twice its world size, then back at its own; and in one process.
+    """Return runs that load a checkpoint at another world size, and then back at the first.
 
-    One of tensor or pipeline parallelism is loaded without it at the same world size, and what that saves with it, in parts of
-    ``tp`` ranks.
+    - ``up`` loads it at twice the world size; under tensor or pipeline parallelism at the same
+      world size without this parallelism.
+    - ``back`` loads what ``up`` saved in the cell itself, on ``tp`` tensor parallel ranks if that
+      is not 0.
+    - ``one`` loads the first checkpoint in one process, unless the cell has only one.
     """
     world_size = cell.world_size
-    # One step before the save, so that what is loaded last is not what was loaded first.
+    # One step before the save, so that the second checkpoint differs from the first.
     up = Run("up", (*_BUILD, "load", "step", "save", "step"), first_step=3, after="train")
     if cell.tp * cell.pp > 1:
         up = dataclasses.replace(up, only=without(*MESH))
@@ -319,9 +337,11 @@ def reshard(cell: Cell, tp: int = 0) -> Scenario:
 
 
 def coverage(cell: Cell, loaders: Collection[Loader]) -> Scenario:
-    """Return runs of loaders from the beginning and, of those that can do it, resumed, and resumed at twice as many ranks.
+    """Return runs that read the rows of loaders.
 
-    On a mesh they are not resumed at twice as many: what is left is shared among more ranks as it is without one.
+    All loaders are read from the beginning; those that can resume are resumed, too; and those that
+    can resume at another world size are resumed at twice as many ranks, except on a mesh: there what
+    is left is shared among more ranks as it is without one.
     """
     runs = [ROWS_RUN]
     if any(loader.resumes for loader in loaders):
@@ -334,7 +354,11 @@ def coverage(cell: Cell, loaders: Collection[Loader]) -> Scenario:
 
 
 def port(strategy: str) -> Scenario:
-    """Return runs that save under one strategy and load under another, without options that shape flat parameters."""
+    """Return runs that save under the cell's strategy and load under another one.
+
+    The latter has no options that only the first strategy may have: the mesh and
+    ``use_orig_params``.
+    """
     options = without("use_orig_params", *MESH)
     moved = Run(
         "port",
@@ -348,7 +372,10 @@ def port(strategy: str) -> Scenario:
 
 
 def port_weights(strategy: str) -> Scenario:
-    """Return runs that export under one strategy and train on under another, with a new optimizer."""
+    """Return runs that export under the cell's strategy, and train on under another.
+
+    Only weights are exported, so the optimizer is new.
+    """
     moved = Run(
         "port",
         ("reload", "build", "step"),

@@ -2,59 +2,100 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_distcompat.registry import Registry
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Status(str, Enum):
-    """Status of one check in one cell. It equals its name in reports: ``Status.FIXED == "fixed?"``.
+class Status(str):
+    """The status of one check in one cell: a text that equals its name in reports, as ``Status.FIXED == "fixed?"``.
+
+    An extension adds one by an entry point in the group ``pytest_distcompat.statuses``: of claims that hold in runs of its own
+    kind, which show less than real ranks do (``trace.StandIn``).
 
     Attributes:
+        name: The name in reports.
         word: The word in the matrix. Statuses that make a session red are in capitals, so that no colour is needed.
         style: ``good``, ``known``, ``bad`` or ``dim``.
         weight: Of two verdicts on a check in a cell the heavier one counts: red, then known, then any that ran.
-
+        order: Its place among all statuses, in counts and lists.
+        heading: The words before its reasons, where a report lists them; empty for a status whose reasons are not listed.
+        reason: Of an extension's status: why a claim that holds has not passed.
     """
 
+    __slots__ = ("heading", "name", "order", "reason", "style", "weight", "word")
+
+    name: str
     word: str
     style: str
     weight: int
+    order: int
+    heading: str
+    reason: str
 
     #: The claim holds.
-    PASSED = "passed", "ok", "good", 2
+    PASSED: ClassVar[Status]
     #: The driver refused the cell at build, as declared.
-    REFUSED = "refused", "refused", "good", 2
+    REFUSED: ClassVar[Status]
     #: The check fails, as declared.
-    KNOWN = "known", "known", "known", 3
-    #: The claim holds in a simulation, which computes no values: weaker than ``passed``.
-    SIMULATED = "simulated", "simulated", "known", 1
+    KNOWN: ClassVar[Status]
     #: The cell was not run.
-    SKIPPED = "skipped", "-", "dim", 1
+    SKIPPED: ClassVar[Status]
     #: The claim does not hold.
-    FAILED = "failed", "FAIL", "bad", 4
+    FAILED: ClassVar[Status]
     #: The check is declared to fail, and does not.
-    FIXED = "fixed?", "FIXED?", "bad", 4
+    FIXED: ClassVar[Status]
     #: The driver refused the cell, but only after build.
-    LATE = "late", "LATE", "bad", 4
-    CRASHED = "crashed", "CRASH", "bad", 4
-    HUNG = "hung", "HUNG", "bad", 4
+    LATE: ClassVar[Status]
+    CRASHED: ClassVar[Status]
+    HUNG: ClassVar[Status]
     #: A run left processes, files or memory behind.
-    LEAKED = "leaked", "LEAK", "bad", 4
+    LEAKED: ClassVar[Status]
     #: The item came to no verdict.
-    ERROR = "error", "ERROR", "bad", 4
+    ERROR: ClassVar[Status]
 
-    def __new__(cls, value: str, word: str = "", style: str = "", weight: int = 0) -> Self:
-        """Make a member that is equal to its value. ``Status(value)``, which finds one, takes no more arguments."""
-        member = str.__new__(cls, value)
-        member._value_ = value
-        member.word, member.style, member.weight = word, style, weight
-        return member
+    def __new__(
+        cls,
+        name: str,
+        word: str,
+        style: str,
+        weight: int,
+        *,
+        order: int,
+        heading: str = "",
+        reason: str = "",
+    ) -> Self:
+        """Make a text that equals the name."""
+        status = super().__new__(cls, name)
+        status.name = name
+        status.word = word
+        status.style = style
+        status.weight = weight
+        status.order = order
+        status.heading = heading
+        status.reason = reason
+        return status
 
-    __str__ = str.__str__
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have a copy be the same object."""
+        return Status.from_name, (self.name,)
+
+    @staticmethod
+    def from_name(name: str) -> Status:
+        """Return the status of that name; ``decode`` calls it.
+
+        One that is not known here is of an extension that made a report and is not installed.
+        """
+        if name in _OWN:
+            return _OWN[name]
+        if name in ADDED_STATUSES.by_name:
+            return ADDED_STATUSES.by_name[name]
+        return _of_another_installation(name)
 
     @property
     def red(self) -> bool:
@@ -65,6 +106,50 @@ class Status(str, Enum):
     def ok(self) -> bool:
         """Tell whether it is a success; a known failure is none."""
         return self.style == "good"
+
+    @property
+    def conclusive(self) -> bool:
+        """Tell whether it is of real ranks: they ran, and nothing stood in for them."""
+        return self.weight > Status.SKIPPED.weight
+
+
+Status.PASSED = Status("passed", "ok", "good", 2, order=10)
+Status.REFUSED = Status("refused", "refused", "good", 2, order=20, heading="refused")
+Status.KNOWN = Status("known", "known", "known", 3, order=30, heading="known")
+# Those of extensions are listed here, from 31 to 39.
+Status.SKIPPED = Status("skipped", "-", "dim", 1, order=40, heading="not run")
+Status.FAILED = Status("failed", "FAIL", "bad", 4, order=50)
+Status.FIXED = Status("fixed?", "FIXED?", "bad", 4, order=60)
+Status.LATE = Status("late", "LATE", "bad", 4, order=70)
+Status.CRASHED = Status("crashed", "CRASH", "bad", 4, order=80)
+Status.HUNG = Status("hung", "HUNG", "bad", 4, order=90)
+Status.LEAKED = Status("leaked", "LEAK", "bad", 4, order=100)
+Status.ERROR = Status("error", "ERROR", "bad", 4, order=110)
+
+_OWN: dict[str, Status] = {
+    status.name: status for status in vars(Status).values() if isinstance(status, Status)
+}
+#: The statuses of extensions.
+ADDED_STATUSES: Registry[Status] = Registry(
+    "pytest_distcompat.statuses", Status, "status", has_modules=False
+)
+
+
+def all_statuses() -> list[Status]:
+    """Return all statuses in their order, those of extensions too."""
+    statuses = [*_OWN.values(), *ADDED_STATUSES.by_name.values()]
+    return sorted(statuses, key=lambda status: status.order)
+
+
+def explained_statuses() -> list[Status]:
+    """Return the statuses whose reasons a report lists: those that are no success, then the others."""
+    explained = [status for status in all_statuses() if status.heading]
+    return sorted(explained, key=lambda status: status.ok)
+
+
+@functools.cache
+def _of_another_installation(name: str) -> Status:
+    return Status(name, name, "known", Status.SKIPPED.weight, order=39)
 
 
 @dataclass(frozen=True)
@@ -130,4 +215,4 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data, as JSON and xdist have it; ``decode`` reads that."""
-        return {**vars(self), "status": self.status.value, "reasons": list(self.reasons)}
+        return {**vars(self), "status": self.status.name, "reasons": list(self.reasons)}

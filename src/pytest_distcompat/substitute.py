@@ -1,4 +1,4 @@
-"""What takes the place of ranks in a session, as a simulation does. An extension makes it."""
+"""What takes the place of the ranks of a session, such as processes without peers. An extension supplies one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from pytest_distcompat.launch.launcher import Launcher
 
 
 class Substitute(Protocol):
-    """The place of the ranks of all runs of suites; marked tests need ranks, and are skipped.
+    """Runs the cells of all suites of a session without starting ranks.
+
+    Marked tests run on real ranks only. In a session with a substitute they are skipped.
 
     Attributes:
-        name: What it is, in messages.
-        option: The option that asks for it.
+        name: A noun for messages, such as ``replay``.
+        option: The command-line option that turns the substitute on.
         world_size: The number of ranks of each cell.
-        title: The line about it in pytest's output.
-        needs_ranks: Why marked tests are skipped.
+        title: The line of pytest's header that announces the substitute.
+        needs_ranks: The reason with which marked tests are skipped.
     """
 
     name: str
@@ -28,13 +30,17 @@ class Substitute(Protocol):
     needs_ranks: str
 
     def launcher(self) -> Launcher:
-        """Return the launcher of all runs."""
+        """Return the launcher that performs all runs of the session."""
 
     def cells(self, cells: Iterable[Cell]) -> list[Cell]:
-        """Return the cells as they run here, each once. Raises UsageProblem if one cannot be made."""
+        """Return the cells of a suite as the substitute runs them, without duplicates.
+
+        Raises:
+            UsageProblem: If a cell has no counterpart.
+        """
 
     def why_not_supported(self, driver: type[Driver], cell: Cell) -> str | None:
-        """Return why a cell cannot run here; None if it can."""
+        """Return why the substitute cannot run a cell; None if it can."""
 
     def why_not_checked(self, check: str) -> str | None:
-        """Return why the check of that name has no verdict here; None if it has one."""
+        """Return why the substitute cannot decide the check of that name; None if it can."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pytest_distcompat.excerpt import name_nodes
+from pytest_distcompat.spread import Hosts
 
 T = TypeVar("T")
 
@@ -416,6 +416,24 @@ WITHOUT_GRADIENT = "without gradient"
 
 
 @dataclass(frozen=True)
+class StandIn:
+    """What took a snapshot in place of some ranks: one process without peers, whose tensors have no values.
+
+    The launcher of an extension has such runs. What a check may read of them are a run's abilities: ``RunTrace.has_values``,
+    ``RunTrace.has_every_rank``.
+
+    Attributes:
+        status: The name of the status of a claim that holds in such a run; it never passes (``status.ADDED_STATUSES``).
+        ranks: The ranks for which the snapshot was taken: all that hold as much.
+        steps: How many steps of the training it takes, instead of three.
+    """
+
+    status: str
+    ranks: tuple[int, ...]
+    steps: int
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Record of one rank's probe after one action: what it read of model, optimizer, process and files.
 
@@ -514,18 +532,20 @@ class Snapshot:
     #: Of a reference: what its loss would be if something else were averaged: what counts alike -> loss.
     averages: Mapping[str, float] = field(default_factory=dict)
 
-    # Of the machine, and of simulations.
+    # Of the machine, and of what stood in for ranks.
 
     #: How the GPU multiplies: ``matmul`` and ``conv`` the precision of float32 (``ieee``, ``tf32``), ``autocast`` its dtype if it
     #: is on between steps; empty on the CPU.
     products: Mapping[str, str] = field(default_factory=dict)
-    #: In a simulation the ranks that hold as much as this one, it included.
-    stands_for: tuple[int, ...] = ()
+    #: What took the snapshot in place of ranks; None for a rank itself.
+    stand_in: StandIn | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that the snapshot is of: one, in a simulation each that holds as much."""
-        return self.stands_for or (self.rank,)
+        """Return the ranks that the snapshot is of: one, or each that a stand-in took it for."""
+        if self.stand_in is None:
+            return (self.rank,)
+        return self.stand_in.ranks
 
     @property
     def parameters(self) -> tuple[ParameterInfo, ...]:
@@ -571,14 +591,14 @@ class RunFailure:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """One run on all its ranks; ``cell`` is the id of the cell that it ran in, ``nodes`` has each rank's node, if of several."""
+    """One run on all its ranks; ``cell`` is the id of the cell that it ran in, ``hosts`` has the machine of each rank."""
 
     name: str
     world_size: int
     snapshots: tuple[Snapshot, ...]
     end: RunFailure | None = None
     cell: str = ""
-    nodes: tuple[str, ...] = ()
+    hosts: Hosts = field(default_factory=Hosts)
 
     def at(self, action: str, nth: int = 0) -> tuple[Snapshot, ...]:
         """Return the snapshots after the nth such action, one per rank in rank order; empty if no rank reached it."""
@@ -598,8 +618,11 @@ class RunTrace:
 
     @property
     def trained(self) -> tuple[Snapshot, ...]:
-        """Return the snapshots after three steps; a simulation takes one."""
-        return self.at("step", 0 if self.simulated else 2)
+        """Return the snapshots after three steps, or after those that stand-ins take."""
+        steps = 3
+        if self.stand_in is not None:
+            steps = self.stand_in.steps
+        return self.at("step", steps - 1)
 
     @property
     def on_gpu(self) -> bool:
@@ -618,9 +641,22 @@ class RunTrace:
         return self.tf32 and before is not None and before.products.get("matmul", TF32) != TF32
 
     @property
-    def simulated(self) -> bool:
-        """Tell whether some ranks stood for all, without values."""
-        return any(snapshot.stands_for for snapshot in self.snapshots)
+    def stand_in(self) -> StandIn | None:
+        """Return what took the place of the lowest rank that did not run itself; None if all ranks ran."""
+        for snapshot in self.snapshots:
+            if snapshot.stand_in is not None:
+                return snapshot.stand_in
+        return None
+
+    @property
+    def has_values(self) -> bool:
+        """Tell whether its tensors had values, so that it can train on and save."""
+        return self.stand_in is None
+
+    @property
+    def has_every_rank(self) -> bool:
+        """Tell whether each rank recorded its own part."""
+        return self.stand_in is None
 
     @property
     def unwrapped(self) -> UnwrappedInfo | None:
@@ -716,28 +752,36 @@ class Trace:
         return self.runs[name]
 
     @property
-    def simulated(self) -> bool:
-        """Tell whether its runs are simulations."""
-        return any(run.simulated for run in self)
+    def stand_in(self) -> StandIn | None:
+        """Return what took the place of ranks in the first run of which that is so; None if all ranks ran."""
+        for run in self:
+            if run.stand_in is not None:
+                return run.stand_in
+        return None
 
     def __iter__(self) -> Iterator[RunTrace]:
         return iter(self.runs.values())
 
-    def name_nodes(self, text: str) -> str:
-        """Return a finding with the nodes of the ranks that it names.
+    def name_hosts(self, text: str) -> str:
+        """Return a finding with the machines of the ranks that it names.
 
         Runs of several world sizes spread their ranks otherwise, and a finding may be about either: then a line says how.
         """
         failed_runs = [run for run in self if run.end is not None and run.end.message in text]
-        spreads = list(dict.fromkeys(run.nodes for run in failed_runs or self if run.nodes))
-        if not text or not spreads:
+        # A dictionary, to have each only once.
+        all_hosts: dict[Hosts, None] = {}
+        for run in failed_runs or self:
+            if run.hosts.names:
+                all_hosts[run.hosts] = None
+        if not text or not all_hosts:
             return text
-        if len(spreads) == 1:
-            return name_nodes(text, spreads[0])
+        if len(all_hosts) == 1:
+            (only_hosts,) = all_hosts
+            return only_hosts.name_in(text)
         places: list[str] = []
-        for nodes in spreads:
-            ranks = ", ".join(str(rank) for rank in range(len(nodes)))
-            places.append(name_nodes(f"ranks {ranks}", nodes))
+        for hosts in all_hosts:
+            ranks = ", ".join(str(rank) for rank in range(len(hosts.names)))
+            places.append(hosts.name_in(f"ranks {ranks}"))
         return f"{text}\n\nwhere ranks are: {'; '.join(places)}"
 
     @classmethod

@@ -9,8 +9,8 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.ext.upstream.sweep.law import OTHER_REFERENCE
 from pytest_distcompat.judge import judge
-from pytest_distcompat.scenario import OTHER_REFERENCE
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound

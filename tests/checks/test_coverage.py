@@ -10,9 +10,9 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers import _rows
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.ext.upstream.drivers import _rows
 from pytest_distcompat.scenario import coverage
 from pytest_distcompat.trace import Loader, RowsInfo, RunTrace, Snapshot, Trace
 

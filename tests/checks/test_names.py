@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.checks._renamed import renamed
-from pytest_distcompat.checks._values import values
 from pytest_distcompat.checks.names import NO_READABLE_FILE
-from pytest_distcompat.trace import FileInfo
+from pytest_distcompat.model_values import values
+from pytest_distcompat.trace import FileInfo, StandIn
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
@@ -82,7 +82,7 @@ def test_a_live_parameter_is_missing(sound: Sound) -> None:
 
 def test_a_live_parameter_is_missing_in_a_simulation(sound: Sound) -> None:
     def stands_for_itself(snapshot: Snapshot) -> Snapshot:
-        return replace(snapshot, stands_for=(snapshot.rank,))
+        return replace(snapshot, stand_in=StandIn("simulated", (snapshot.rank,), steps=1))
 
     def first(snapshot: Snapshot) -> Snapshot:
         assert snapshot.model is not None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.checks._values import adapter_name
+from pytest_distcompat.model_values import adapter_name
 from pytest_distcompat.trace import FileInfo, ModelInfo, ParameterInfo
 
 if TYPE_CHECKING:

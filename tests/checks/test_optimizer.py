@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.checks._values import unused
+from pytest_distcompat.model_values import unused
 from pytest_distcompat.trace import WITHOUT_GRADIENT, Snapshot, StateInfo
 
 if TYPE_CHECKING:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.checks.parity import tolerances
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.models import MODELS, known_model
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.world import World
 
@@ -472,3 +474,12 @@ def test_the_loss_of_a_small_model_in_bfloat16_may_be_off_more_on_a_gpu(
     assert f"({1e-1:.1e} off, {on_gpu} allowed)" in multiplied(off, FLOAT32, FLOAT32).findings("parity")[0]
     seen = scaled(sound(cell), "loss", 1.67421 / 1.67055, nth=3)
     assert (multiplied(seen, FLOAT32, FLOAT32).findings("parity") == []) == (float(on_gpu) > 2.2e-3)
+
+
+def test_without_the_built_in_models_every_driver_has_its_own(sound: Sound, monkeypatch: pytest.MonkeyPatch) -> None:
+    story = sound("ddp-bf16_upcast-w2")
+    with_models = tolerances(story.cell, story.trace)
+    monkeypatch.setitem(vars(MODELS), "by_name", {})
+    assert known_model(story.cell) is None
+    assert tolerances(story.cell, story.trace) == with_models
+    assert story.findings("parity") == []

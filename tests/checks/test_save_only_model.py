@@ -11,9 +11,9 @@ import pytest
 from pytest_distcompat import refuses
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
-from pytest_distcompat.checks._values import values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.judge import judge
+from pytest_distcompat.model_values import values
 from pytest_distcompat.trace import FileInfo, RunFailure, Trace
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.ext.upstream.models import BLANK, BLANK_TASKS, of_tasks
 from pytest_distcompat.known import KnownIssue, shipped
-from pytest_distcompat.models import BLANK, BLANK_TASKS, of_tasks
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import AXES, BESIDE_AXES
 from pytest_distcompat.strategies import STRATEGIES, Dtypes

@@ -121,3 +121,19 @@ def test_a_benchmark_that_is_stopped_has_written_what_it_has(tmp_path: Path) -> 
     assert "| done | 1 | 0.500 |" in output
     assert "waits" not in output
     assert "stopped: these are the figures so far" in errors
+
+
+def test_branches_of_its_own_are_those_that_no_other_cell_executes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    profile_cells = importlib.import_module("profile_cells")
+    branches_by_cell = {"torch/ddp-fp32-w2": {(0, 1), (0, 2)}, "torch/fsdp2-fp32-w2": {(0, 2), (1, 2)}}
+    results = [
+        {"driver": "torch", "cell": "ddp-fp32-w2", "seconds": 2.0},
+        {"driver": "torch", "cell": "ddp-fp32-w2", "seconds": None},
+        {"driver": "torch", "cell": "fsdp2-fp32-w2", "seconds": 0.5},
+        {"driver": "torch", "cell": "fsdp1-fp32-w2", "seconds": 1.0},
+    ]
+    ddp, fsdp2, untraced = profile_cells.cell_values(branches_by_cell, {"results": results})
+    assert (ddp.branches, ddp.own, ddp.seconds, ddp.verdicts) == (2, 1, 2.0, 2)
+    assert (fsdp2.own, fsdp2.own_per_second) == (1, 2.0)
+    assert (untraced.branches, untraced.own) == (0, 0)

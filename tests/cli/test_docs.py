@@ -25,11 +25,12 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cli.main import parser
 from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.ext.reuse.plugin import pytest_distcompat_mark_arguments
 from pytest_distcompat.known import read_file
 from pytest_distcompat.plugin.marked.declare import read_mark
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report.document import Report
-from pytest_distcompat.status import Status
+from pytest_distcompat.status import all_statuses
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Trace
 from pytest_distcompat.world import World
@@ -132,7 +133,7 @@ def test_python_on_pages_runs(page: Path, tmp_path: Path) -> None:
         exec(compile(whole, page.name, "exec"), space)
         for one in [value for value in space.values() if inspect.isfunction(value) and value.__module__ != __name__]:
             for mark in getattr(one, "pytestmark", ()):
-                read_mark(mark)
+                read_mark(mark, pytest_distcompat_mark_arguments())
             if "distcompat" in inspect.signature(one).parameters:
                 one(CheckedFixture(), tmp_path)
 
@@ -197,7 +198,7 @@ def test_the_matrix_of_the_readme_is_consistent() -> None:
     assert len(rows) == 7
     for cell, *words in rows:
         assert Cell.parse(cell).id == cell
-        assert set(words) <= {status.word for status in Status}
+        assert set(words) <= {status.word for status in all_statuses()}
     verdicts, counted = (next(line for line in lines if end in line) for end in ("runs", "selected"))
     assert verdicts.split()[0] == counted.split()[0]
 

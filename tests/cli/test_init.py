@@ -86,6 +86,13 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert printed[:2] == ["would write tests/test_distcompat.py", "would write pytest.ini"]
 
 
+def test_a_file_that_cannot_be_written_is_not_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_distcompat.py").symlink_to(tmp_path / "gone" / "test_distcompat.py")
+    assert init(tmp_path) != 0
+    assert "wrote" not in capsys.readouterr().out
+
+
 TOML = '[project]\nname = "x"\n\n[tool.pytest.ini_options]\n# ours\naddopts = ["-ra"]\ntestpaths = ["checks"]\n\n[tool.ruff]\nline-length = 99\n'
 ADDED = "distcompat_profile = smoke"
 

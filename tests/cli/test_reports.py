@@ -34,7 +34,7 @@ def made(place: str = "t.py::S", **statuses: str) -> Report:
         cell = f"{strategy}-fp32-w{size}"
         nodeid = f"{place}::test[{cell}:names]"
         message = "rank 0: is wrong" if status == "failed" else ""
-        results.append(Verdict("names", cell, Status(status), message, suite="S", driver="d", nodeid=nodeid))
+        results.append(Verdict("names", cell, Status.from_name(status), message, suite="S", driver="d", nodeid=nodeid))
     run: dict[str, Any] = {"versions": {"torch": "2.12.0", "accelerate": "1.14.0"}, "runs": 3, "seconds": 1.5}
     settings = {"profile": {"value": "default", "from": "default"}}
     rows = [Row("S", "d", result.cell, place, runs=["one"]) for result in results]
@@ -192,7 +192,7 @@ def test_an_item_without_a_driver_is_compared_by_its_node_id() -> None:
 @pytest.mark.parametrize("order", [("failed", "passed"), ("passed", "failed")])
 def test_the_matrix_shows_the_worst_of_parametrized_items(order: tuple[str, str]) -> None:
     results = [
-        Verdict("names", "ddp-fp32-w2", Status(status), nodeid=f"t.py::S::test[{name}-ddp-fp32-w2:names]")
+        Verdict("names", "ddp-fp32-w2", Status.from_name(status), nodeid=f"t.py::S::test[{name}-ddp-fp32-w2:names]")
         for name, status in zip("ab", order, strict=True)
     ]
     assert Table.of(results).word("ddp-fp32-w2", "names") == "FAIL"

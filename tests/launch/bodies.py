@@ -236,7 +236,7 @@ def compiled(payload: Mapping[str, Any], log: RankLog) -> None:
     import torch
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.drivers._options import recompute
+    from pytest_distcompat.ext.upstream.drivers._options import recompute
     from pytest_distcompat.probe.live import read_model
 
     class Block(torch.nn.Linear):
@@ -259,7 +259,7 @@ def autotp(payload: Mapping[str, Any], log: RankLog) -> None:
     import deepspeed
     import torch
 
-    from pytest_distcompat.drivers.deepspeed import whole_weights
+    from pytest_distcompat.ext.upstream.drivers.deepspeed import whole_weights
     from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
     from pytest_distcompat.probe.layouts import autotp_cut
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pytest_distcompat.events import Note
-from pytest_distcompat.launch import randomness, request_loop
+from pytest_distcompat.ext.reuse import request_loop
+from pytest_distcompat.launch import randomness
 from pytest_distcompat.launch.rank_log import RankLog
 
 

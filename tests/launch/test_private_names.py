@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.launch.conftest import notes
 
-from pytest_distcompat.launch import library_state
+from pytest_distcompat.ext.reuse import library_state
+from pytest_distcompat.ext.reuse.process_state import _at_exit
 from pytest_distcompat.launch.forensics.ending import Ending
-from pytest_distcompat.launch.process_state import _at_exit
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.warm import WarmLauncher
 from pytest_distcompat.probe.live import _not_saved
@@ -110,10 +110,10 @@ def test_the_queues_and_sentinels_of_the_agents_processes() -> None:
 def test_the_patterns_of_transformers() -> None:
     from transformers import conversion_mapping
 
-    from pytest_distcompat.models import _checkpoint_names  # noqa: F401 - imported for what that does
+    from pytest_distcompat.ext.upstream.models import _checkpoint_names  # noqa: F401 - imported for what that does
 
     assert conversion_mapping._checkpoint_conversion_mapping_cache is not None, (
-        "transformers keeps its patterns elsewhere: see models/_checkpoint_names.py, without which each rank compiles them"
+        "transformers keeps its patterns elsewhere: see ext/upstream/models/_checkpoint_names.py, without which each rank compiles them"
     )
 
 
@@ -166,7 +166,7 @@ def test_marks_of_compiled_and_checkpointed_modules(run: Run) -> None:
     infos = {event["step"]: event for event in events(ending, "fact")}
     assert not ending.failed, (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper or torch._dynamo.utils.counters is not where it was: "
-        f"see drivers/_options.py:recompute and probe/live.py:_graph_count\n{ending.text()}"
+        f"see ext/upstream/drivers/_options.py:recompute and probe/live.py:_graph_count\n{ending.text()}"
     )
     assert infos["before"]["compiled"] == infos["after"]["compiled"] == ["0"], (
         "a module compiled in place has no _compiled_call_impl: see probe/live.py:compiled_modules"
@@ -224,7 +224,7 @@ def test_what_deepspeed_says_of_layers_that_autotp_has_cut(warm: WarmLauncher, t
     )
     assert "TensorParallel_Layer" in first["bases"], "the layers have another name: see probe/observe.py"
     assert {"0.weight": [8, 4], "0.bias": [8], "1.running_mean": [4]}.items() <= first["shapes"].items(), (
-        "DeepSpeed's engine has no _consolidated_16bit_state_dict: see drivers/deepspeed.py:whole_weights"
+        "DeepSpeed's engine has no _consolidated_16bit_state_dict: see ext/upstream/drivers/deepspeed.py:whole_weights"
     )
 
 
@@ -251,7 +251,7 @@ def test_the_experts_of_deepspeeds_layer(warm: WarmLauncher, tmp_path: Path) -> 
     refused = {event["text"] for event in events(ending, "refused")}
     assert refused == {
         "Native DeepSpeed MoE is not supported with ZeRO Stage 3. Use AutoEP or choose ZeRO stage 1/2."
-    }, "ZeRO-3 has DeepSpeed's layer now: see strategies/_expert.py:unsupported_reason"
+    }, "ZeRO-3 has DeepSpeed's layer now: see parallel/expert_parallel.py:unsupported_reason"
 
 
 @pytest.mark.nightly
@@ -333,7 +333,7 @@ def test_the_singletons_of_accelerate() -> None:
     state = pytest.importorskip("accelerate.state")
     for kind in (state.PartialState, state.AcceleratorState, state.GradientState):
         assert isinstance(getattr(kind, "_shared_state", None), dict), (
-            f"{kind.__name__}._shared_state is not what it was: see launch/library_state.py:_accelerate"
+            f"{kind.__name__}._shared_state is not what it was: see ext/reuse/library_state.py:_accelerate"
         )
 
 
@@ -353,7 +353,7 @@ def test_the_hooks_of_all_modules_and_optimizers(name: str) -> None:
     after = _hooks()
     handle.remove()
     assert sum(after) == sum(before) + 1, (
-        f"{name} keeps its functions elsewhere: see launch/library_state.py:_hook_dicts"
+        f"{name} keeps its functions elsewhere: see ext/reuse/library_state.py:_hook_dicts"
     )
     assert _hooks() == before
 
@@ -374,7 +374,7 @@ def test_the_number_of_entered_modes() -> None:
     with torch.overrides.TorchFunctionMode(), TorchDispatchMode():  # type: ignore[no-untyped-call]
         assert read(module) == (before[0] + 1, before[1] + 1), (
             "torch.overrides._get_current_function_mode_stack or torch.utils._python_dispatch."
-            "_get_current_dispatch_mode_stack is not what it was: see launch/library_state.py:_modes"
+            "_get_current_dispatch_mode_stack is not what it was: see ext/reuse/library_state.py:_modes"
         )
 
 
@@ -386,7 +386,7 @@ def test_the_digest_of_torch_compile_settings(module: str, setting: str) -> None
     before = config.get_hash()
     with config.patch({setting: not getattr(config, setting)}):
         assert config.get_hash() != before, (
-            f"{module}.get_hash does not depend on {setting}: see launch/library_state.py:SETTINGS"
+            f"{module}.get_hash does not depend on {setting}: see ext/reuse/library_state.py:SETTINGS"
         )
     assert config.get_hash() == before
 
@@ -400,7 +400,7 @@ def test_the_number_of_exit_functions() -> None:
     finalizer.cancel()
     assert after == (before[0] + 1, before[1] + 1), (
         "atexit._ncallbacks or multiprocessing.util._finalizer_registry is not what it was: see "
-        "launch/process_state.py:_at_exit"
+        "ext/reuse/process_state.py:_at_exit"
     )
 
 
@@ -425,10 +425,10 @@ def test_the_rendezvous_and_the_exit_barrier_of_several_nodes() -> None:
         DynamicRendezvousHandler: ["_get_world", "_create_tcp_store_server"],
     }
     missing = [name for kind, names in private.items() for name in names if not callable(getattr(kind, name, None))]
-    assert not missing, f"gone from torch: {missing}; launch/agent.py overrides them"
+    assert not missing, f"gone from torch: {missing}; launch/agent.py and ext/cluster/rendezvous.py override them"
     waits = ("_delay(seconds=1)", "self._state_holder = ", "self._cache_duration = ")
     gone = [text for text in waits if text not in inspect.getsource(dynamic_rendezvous)]
-    assert not gone, f"torch waits otherwise, without {gone}: see launch/agent.py:SeveralNodes"
+    assert not gone, f"torch waits otherwise, without {gone}: see ext/cluster/rendezvous.py"
 
 
 def test_the_parent_of_a_process_of_multiprocessing() -> None:

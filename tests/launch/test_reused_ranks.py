@@ -13,9 +13,11 @@ import pytest
 from tests.launch.conftest import notes
 from tests.launch.state_changes import CHANGES
 
+from pytest_distcompat.ext.reuse.keeper import LEFT, RankKeeper
+from pytest_distcompat.ext.reuse.plugin import pytest_distcompat_preload
+from pytest_distcompat.ext.reuse.reused_ranks import Reuse
 from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.request import Request, Warmth
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.launch.warm import WarmLauncher
 
 pytestmark = pytest.mark.spawn
@@ -25,26 +27,41 @@ Send = Callable[..., Ending]
 
 
 @pytest.fixture(scope="module")
-def supervisor() -> Iterator[WarmLauncher]:
+def launcher() -> Iterator[WarmLauncher]:
     modules = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._inductor.config", "numpy.polynomial")
-    launcher = WarmLauncher(Warmth(modules=modules))
+    launcher = WarmLauncher(Warmth(modules=(*modules, *pytest_distcompat_preload())))
     yield launcher
     launcher.close()
 
 
+@pytest.fixture(scope="module")
+def keeper(launcher: WarmLauncher) -> RankKeeper:
+    return RankKeeper(launcher, pytest.fail)
+
+
 @pytest.fixture
-def send(supervisor: WarmLauncher, tmp_path: Path, importable: None) -> Iterator[Send]:
+def send(launcher: WarmLauncher, keeper: RankKeeper, tmp_path: Path, importable: None) -> Iterator[Send]:
     endings: list[Ending] = []
 
     def send(body: str, world_size: int = 2, *, timeout: float = 30.0, keep: Any = (), **payload: Any) -> Ending:
         where = tmp_path / str(len(endings))
-        keeping = keep if keep is None else Reuse(**{"scope": f"{world_size}", "uses": 100, **dict(keep)})
         module = "" if ":" in body else "reused_bodies:"
-        endings.append(supervisor.run(Request(f"{module}{body}", payload, world_size, str(where), timeout), keeping))
+        request = Request(f"{module}{body}", payload, world_size, str(where), timeout)
+        if keep is None:
+            keeper.retire()
+            endings.append(launcher.run(request))
+        else:
+            reuse = Reuse(**{"scope": f"{world_size}", "uses": 100, **dict(keep)})
+            endings.append(keeper.run(request, reuse))
         return endings[-1]
 
     yield send
-    assert not supervisor.retire()
+    assert not keeper.retire()
+
+
+def left(ending: Ending) -> str:
+    """Why its ranks did not stay."""
+    return ending.properties.get(LEFT, "")
 
 
 def reported(ending: Ending, event: str, key: str) -> list[Any]:
@@ -52,11 +69,11 @@ def reported(ending: Ending, event: str, key: str) -> list[Any]:
     return [one[key] for one in notes(ending, event)]
 
 
-def test_requests_share_ranks(send: Send, supervisor: WarmLauncher) -> None:
+def test_requests_share_ranks(send: Send, keeper: RankKeeper) -> None:
     first, second = (reported(send("report_process"), "seen", "pid") for _ in range(2))
     assert first == second
     assert len(set(first)) == 2
-    assert supervisor.reuse_scope == "2"
+    assert keeper.scope == "2"
 
 
 @pytest.mark.parametrize(
@@ -72,17 +89,17 @@ def test_requests_of_other_kinds_do_not_share_ranks(send: Send, then: dict[str, 
     assert not set(again) & {*first, *other}
 
 
-def test_the_last_request_ends_shared_ranks(send: Send, supervisor: WarmLauncher) -> None:
+def test_the_last_request_ends_shared_ranks(send: Send, keeper: RankKeeper) -> None:
     first = reported(send("report_process"), "seen", "pid")
     assert reported(send("report_process", keep={"last": True}), "seen", "pid") == first
-    assert not supervisor.reuse_scope
+    assert not keeper.scope
 
 
 def test_ranks_end_after_the_reuse_limit(send: Send) -> None:
     endings = [send("report_process", keep={"uses": 3}) for _ in range(4)]
     pids = [reported(ending, "seen", "pid") for ending in endings]
     assert pids[0] == pids[1] == pids[2] != pids[3]
-    assert [ending.left for ending in endings] == ["", "", "they did 3 requests", ""]
+    assert [left(ending) for ending in endings] == ["", "", "they did 3 requests", ""]
 
 
 def test_each_request_has_the_current_environment(send: Send, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -108,9 +125,9 @@ def test_each_request_draws_its_own_random_numbers(send: Send) -> None:
         assert len(set(kind)) == 6
 
 
-def test_a_process_group_may_be_made_again_and_again(send: Send, supervisor: WarmLauncher) -> None:
+def test_a_process_group_may_be_made_again_and_again(send: Send, keeper: RankKeeper) -> None:
     assert [reported(send("own_group"), "sum", "value") for _ in range(3)] == [[2.0, 2.0]] * 3
-    assert supervisor.reuse_scope
+    assert keeper.scope
 
 
 def test_the_shared_group_stays(send: Send) -> None:
@@ -119,10 +136,10 @@ def test_the_shared_group_stays(send: Send) -> None:
     assert reported(second, "sum", "value") == [2.0, 2.0]
 
 
-def test_an_unmatched_collective_ends_shared_ranks(send: Send, supervisor: WarmLauncher) -> None:
+def test_an_unmatched_collective_ends_shared_ranks(send: Send, keeper: RankKeeper) -> None:
     ending = send("shared_group", half=True)
-    assert "the process group" in ending.left, ending.text()
-    assert not supervisor.reuse_scope
+    assert "the process group" in left(ending), ending.text()
+    assert not keeper.scope
     assert reported(send("shared_group"), "sum", "value") == [2.0, 2.0]
 
 
@@ -137,14 +154,12 @@ def test_an_unmatched_collective_ends_shared_ranks(send: Send, supervisor: WarmL
         "no torch on one rank",
     ],
 )
-def test_a_broken_group_ends_shared_ranks_and_their_request_passes(
-    what: str, send: Send, supervisor: WarmLauncher
-) -> None:
+def test_a_broken_group_ends_shared_ranks_and_their_request_passes(what: str, send: Send, keeper: RankKeeper) -> None:
     # The limit is that of the request; what is left of its group must not use it up.
     ending = send("corrupt", what=what, timeout=4.0)
     assert ending.kind == "ok", ending.text()
-    assert "the process group" in ending.left, ending.left
-    assert not supervisor.reuse_scope
+    assert "the process group" in left(ending), left(ending)
+    assert not keeper.scope
     assert reported(send("shared_group"), "sum", "value") == [2.0, 2.0]
 
 
@@ -155,9 +170,9 @@ def test_a_group_that_cannot_be_destroyed_fails_the_request_soon(send: Send) -> 
     assert ending.seconds < 10
 
 
-def test_a_group_that_cannot_be_destroyed_at_the_end_is_no_failure(send: Send, supervisor: WarmLauncher) -> None:
+def test_a_group_that_cannot_be_destroyed_at_the_end_is_no_failure(send: Send, keeper: RankKeeper) -> None:
     assert send("corrupt", what="a group below it").kind == "ok"
-    assert not supervisor.retire()
+    assert not keeper.retire()
 
 
 def test_a_failure_between_requests_is_reported(send: Send) -> None:
@@ -165,10 +180,10 @@ def test_a_failure_between_requests_is_reported(send: Send) -> None:
     assert "rank 0 raised ZeroDivisionError" in ending.headline(), ending.text()
 
 
-def test_the_end_of_shared_ranks_has_the_time_limit_of_the_last_request(send: Send, supervisor: WarmLauncher) -> None:
+def test_the_end_of_shared_ranks_has_the_time_limit_of_the_last_request(send: Send, keeper: RankKeeper) -> None:
     send("sleep_at_end", timeout=1.0)
     began = time.monotonic()
-    assert "time limit of 1 s" in supervisor.retire()
+    assert "time limit of 1 s" in keeper.retire()
     assert time.monotonic() - began < 10
 
 
@@ -176,15 +191,15 @@ def test_the_end_of_shared_ranks_has_the_time_limit_of_the_last_request(send: Se
     "what",
     [pytest.param(what, marks=() if index % 8 == 0 else pytest.mark.nightly) for index, what in enumerate(CHANGES)],
 )
-def test_changed_state_ends_shared_ranks_and_is_named(what: str, send: Send, supervisor: WarmLauncher) -> None:
+def test_changed_state_ends_shared_ranks_and_is_named(what: str, send: Send, keeper: RankKeeper) -> None:
     if what.startswith("accelerate"):
         pytest.importorskip("accelerate")
     first = send("report_process")
     ending = send("state_changes:change", what=what)
     assert ending.kind == "ok", ending.text()
-    assert ending.left.startswith("on rank 1 it left "), ending.left
-    assert what.partition(":")[0] in ending.left
-    assert not supervisor.reuse_scope
+    assert left(ending).startswith("on rank 1 it left "), left(ending)
+    assert what.partition(":")[0] in left(ending)
+    assert not keeper.scope
     assert not set(reported(send("report_process"), "seen", "pid")) & set(reported(first, "seen", "pid"))
 
 
@@ -192,7 +207,7 @@ def test_library_settings_are_compared_after_the_request_that_imports_it(send: S
     pytest.importorskip("accelerate")
     # Whether these are the library's own, or what the request made of them, nobody knows.
     endings = [send("imports", level=level) for level in (10, 10, 20)]
-    assert [ending.left.partition(" it left ")[2] for ending in endings] == [
+    assert [left(ending).partition(" it left ")[2] for ending in endings] == [
         "",
         "",
         "the log level of accelerate (20 instead of 10) changed",
@@ -212,13 +227,13 @@ def test_library_settings_are_compared_after_the_request_that_imports_it(send: S
     ],
 )
 def test_a_failure_is_reported_and_ends_shared_ranks(
-    acts: dict[str, str], kind: str, headline: str, send: Send, supervisor: WarmLauncher
+    acts: dict[str, str], kind: str, headline: str, send: Send, keeper: RankKeeper
 ) -> None:
     send("report_process")
     ending = send("bodies:act", acts=acts)
     assert ending.kind == kind, ending.text()
     assert fnmatch(ending.headline(), headline), ending.text()
-    assert not supervisor.reuse_scope
+    assert not keeper.scope
     assert send("report_process").kind == "ok"
 
 
@@ -254,7 +269,7 @@ def test_a_failure_at_the_end_of_shared_ranks_fails_the_last_request(send: Send)
     assert ending.headline().endswith("raised KeyError: 'no such fixture'"), ending.text()
 
 
-def test_a_failure_at_an_unrequested_end_is_reported(send: Send, supervisor: WarmLauncher) -> None:
+def test_a_failure_at_an_unrequested_end_is_reported(send: Send, keeper: RankKeeper) -> None:
     send("at_end")
-    assert "KeyError: 'no such fixture'" in supervisor.retire()
-    assert not supervisor.retire()
+    assert "KeyError: 'no such fixture'" in keeper.retire()
+    assert not keeper.retire()

@@ -67,7 +67,7 @@ COMPARED = {
 REGISTERED = "new registrations"
 UNREADABLE = "what cannot be read"
 ACCELERATORS = "settings of accelerators"
-RANDOM = "random states, which each test gets anew"
+RANDOM = "Each test has fresh random states"
 NOT_COMPARED = {
     "codecs.*register": REGISTERED,
     "copyreg.*": REGISTERED,
@@ -159,7 +159,7 @@ def test_every_setter_is_compared_or_on_the_page(found: list[str]) -> None:
     patterns = [*COMPARED, *NOT_COMPARED, *OF_ITS_ARGUMENTS]
     unknown = [name for name in found if not any(fnmatchcase(name, pattern) for pattern in patterns)]
     assert not unknown, (
-        "compare what they set in launch/process_state.py or settings.py, or write on the page that it is not compared"
+        "compare what they set in ext/reuse/process_state.py or library_state.py, or write on the page that it is not compared"
     )
 
 

@@ -18,6 +18,7 @@ from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.engine import local_runner
 from pytest_distcompat.ext.simulation.fake_ranks import fake_ranks
 from pytest_distcompat.ext.simulation.launcher import SimulatingLauncher
+from pytest_distcompat.ext.simulation.status import SIMULATED
 from pytest_distcompat.judge import judge
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.probe.layouts import alike_ranks
@@ -141,7 +142,7 @@ def test_a_sound_trainer_at_many_ranks_is_simulated_and_never_passes(tmp_path: P
     cell = Cell.parse(f"fsdp2-fp32-w{size}-dp_replicate_2-tp_2")
     trace = simulated(tmp_path, "torch", cell)
     verdicts = {name: judge(find_check(name), cell, trace) for name in ("active", "names", "dtypes", "units", "memory")}
-    assert {one.status for one in verdicts.values()} == {Status.SIMULATED}, verdicts
+    assert {one.status for one in verdicts.values()} == {SIMULATED}, verdicts
     assert not any(one.ok or one.red for one in verdicts.values())
     assert verdicts["active"].reason == "simulated: no values were computed"
     sent = {(one["collective"], one["mesh"], one["ranks"]) for one in sent_bytes(trace.run())}

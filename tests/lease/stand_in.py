@@ -17,7 +17,6 @@ from pytest_distcompat import devices
 from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.hosting import LAUNCHERS
 from pytest_distcompat.launch.request import Request, Warmth
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import pool
 from pytest_distcompat.plugin.marked.phase import Phase
 
@@ -48,7 +47,7 @@ def meet(runs: float) -> None:
 class Ranks:
     """Stands for a launcher: every run ends well, after its time."""
 
-    reuse_scope = ""
+    can_open = False
 
     def __init__(self, warmth: Warmth, *, device: str) -> None:
         assert device == "cuda"
@@ -59,10 +58,7 @@ class Ranks:
     def get_warm(self) -> str:
         return ""
 
-    def retire(self) -> str:
-        return ""
-
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+    def run(self, request: Request) -> Ending:
         item = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
         state = script().get(item.rpartition("::")[2], {})
         time.sleep(state.get("seconds", 0.0))

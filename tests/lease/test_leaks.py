@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.launchers import WithoutProcesses
 
+from pytest_distcompat.ext.reuse.keeper import RankKeeper
+from pytest_distcompat.ext.reuse.reused_ranks import Reuse
 from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
+from pytest_distcompat.launch.forensics.watchdog import Watchdog
+from pytest_distcompat.launch.launcher import OpenRun, Replies
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Inventory, Leak, Pool
 from pytest_distcompat.leased import LeasedLauncher, leak_message
 
@@ -227,34 +232,56 @@ def test_a_failed_rank_is_shown_before_the_leak_and_a_crash_stays_a_crash(status
 
 
 @dataclass
-class ReusedRanks(WithoutProcesses):
-    """Stands for a launcher whose ranks are kept; what they leave is there when they are gone."""
+class MadeUpRun(OpenRun):
+    """Ranks that do each request at once, and leak when they are gone."""
+
+    start_request: Request
+    memory: MadeUpMemory
+    leaves: int
+    open: bool = True
+
+    def __post_init__(self) -> None:
+        # Nobody connects.
+        self.listener, self.peer = socket.socketpair()
+
+    def adapted(self, request: Request) -> Request:
+        return request
+
+    def wait(self, watch: Watchdog, replies: Replies | None = None) -> None:
+        return None
+
+    def ending(self, watch: Watchdog, *, notice: str = "") -> Ending:
+        return Ending((RankEnd(0, "done"),), {0: []})
+
+    def conclude(self, watch: Watchdog, answer: Mapping[str, Any] | None) -> Ending:
+        self.memory.now["GPU-a"] += self.leaves
+        return self.ending(watch)
+
+
+@dataclass
+class OpensRuns(WithoutProcesses):
+    """Stands for a launcher whose ranks are kept."""
 
     memory: MadeUpMemory
     leaves: int
-    reuse_scope: str = ""
+    can_open = True
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
-        assert reuse is not None
-        self.reuse_scope = "" if reuse.last else reuse.scope
-        if reuse.last:
-            self.retire()
-        return Ending((RankEnd(0, "done"),), {0: []})
+    def run(self, request: Request) -> Ending:
+        raise NotImplementedError
 
-    def retire(self) -> str:
-        self.reuse_scope = ""
-        self.memory.now["GPU-a"] += self.leaves
-        return ""
+    def open(self, request: Request, target: str) -> OpenRun:
+        return MadeUpRun(request, self.memory, self.leaves)
 
 
 def test_a_leak_of_shared_ranks_is_charged_to_their_last_test(memory: MadeUpMemory, tmp_path: Path) -> None:
     pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, free_timeout=0)
     notices: list[str] = []
-    launcher = LeasedLauncher(ReusedRanks(memory, 300 << 20), lambda: pool, notices.append)
+    launcher = LeasedLauncher(OpensRuns(memory, 300 << 20), lambda: pool, notices.append)
+    keeper = RankKeeper(launcher, notices.append)
     request = Request("", {}, 1, str(tmp_path / "run"))
-    assert not launcher.run(request, Reuse("module", 10, last=False)).failed
+    assert not keeper.run(request, Reuse("module", 10, last=False)).failed
     assert [holder.id for holder in pool.holders()] == ["GPU-a"]
-    last = launcher.run(request, Reuse("module", 10, last=True))
+    last = keeper.run(request, Reuse("module", 10, last=True))
     assert last.headline() == "300 MiB stayed in use on GPU-a after the ranks were gone"
     assert not pool.holders()
     assert not notices
@@ -263,9 +290,10 @@ def test_a_leak_of_shared_ranks_is_charged_to_their_last_test(memory: MadeUpMemo
 def test_a_leak_of_shared_ranks_at_the_end_of_the_session_is_reported(memory: MadeUpMemory, tmp_path: Path) -> None:
     pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, free_timeout=0)
     notices: list[str] = []
-    launcher = LeasedLauncher(ReusedRanks(memory, 300 << 20), lambda: pool, notices.append)
-    launcher.run(Request("", {}, 1, str(tmp_path / "run")), Reuse("module", 10, last=False))
-    launcher.retire()
+    launcher = LeasedLauncher(OpensRuns(memory, 300 << 20), lambda: pool, notices.append)
+    keeper = RankKeeper(launcher, notices.append)
+    keeper.run(Request("", {}, 1, str(tmp_path / "run")), Reuse("module", 10, last=False))
+    keeper.retire()
     here = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
     left = "300 MiB stayed in use on GPU-a after the ranks were gone"
     assert notices == [f"ranks that {here} and later tests shared: {left}"]

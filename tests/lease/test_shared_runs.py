@@ -16,7 +16,6 @@ from pytest_distcompat import lease as lease_package
 from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease import Inventory, Pool, Span, entries, read_timeline
 from pytest_distcompat.lease.timeline import Leak, append
 from pytest_distcompat.leased import LeasedLauncher
@@ -117,7 +116,7 @@ class Records(Launcher):
     def __init__(self) -> None:
         self.requests: list[Request] = []
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+    def run(self, request: Request) -> Ending:
         self.requests.append(request)
         return Ending((), {})
 
@@ -201,7 +200,7 @@ def test_places_are_what_tests_are_packed_on(
     session: Any = SimpleNamespace(
         shared=lambda name: json.loads(json.dumps(dataclasses.asdict(demands))),
         inventory=Inventory("gpu", ("GPU-a", "GPU-b")[:gpus], 4, runs_share=runs_share),
-        worker_nodes=nodes,
+        placement=SimpleNamespace(machines_of_workers=max(1, nodes)),
         config=None,
     )
     assert plan(session, ["test_a.py::test"], 8) == [[0]]

@@ -13,11 +13,12 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.ext.cluster.channel import Channel
 from pytest_distcompat.ext.cluster.executors import Executor
-from pytest_distcompat.ext.cluster.launcher import Node, NodesLauncher, Settings
+from pytest_distcompat.ext.cluster.launcher import NodesLauncher
+from pytest_distcompat.ext.cluster.node import Node
+from pytest_distcompat.ext.cluster.settings import Settings
 from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import Request, Warmth
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.lease.pool import boot_id
 
 TOKEN = "a token of the session"
@@ -55,7 +56,7 @@ class TakesAway(Elsewhere):
 class NoLauncher(Launcher):
     """Runs of one node, of which there are none."""
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+    def run(self, request: Request) -> Ending:
         raise NotImplementedError
 
 

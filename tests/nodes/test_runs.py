@@ -246,9 +246,9 @@ def test_nodes_that_are_stopped_for_some_time_are_not_lost(run_pytest: RunPytest
 
 
 HELD = """
-from pytest_distcompat.ext.cluster import launcher
+from pytest_distcompat.ext.cluster import time_limit
 
-launcher.SUSPENDED_S = 3.0
+time_limit.SUSPENDED_S = 3.0
 """
 
 

@@ -20,6 +20,8 @@ import pytest_distcompat.plugin.reporting.results
 
 # Imported before any run in this process: pytester takes out of sys.modules what such a run imports.
 import pytest_distcompat.plugin.suite.cases
+import pytest_distcompat.plugin.suite.order
+import pytest_distcompat.plugin.suite.run
 import pytest_distcompat.runner  # noqa: F401
 from pytest_distcompat import devices
 from pytest_distcompat.cell import Cell
@@ -29,7 +31,6 @@ from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.hosting import LAUNCHERS
 from pytest_distcompat.launch.request import Request, Warmth
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.plugin.marked.phase import Phase
 from pytest_distcompat.precisions import PRECISIONS
@@ -187,8 +188,7 @@ class FakeRanks:
 
     answer: Callable[[Request], Ending]
     requests: list[Request] = field(default_factory=list)
-    kept: list[Reuse | None] = field(default_factory=list)
-    reuse_scope: str = ""
+    can_open: bool = False
     warmth: Warmth | None = None
     calls: list[str] = field(default_factory=list)
 
@@ -203,14 +203,10 @@ class FakeRanks:
     def get_warm(self) -> str:
         return ""
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+    def run(self, request: Request) -> Ending:
         request.write()
         self.requests.append(request)
-        self.kept.append(reuse)
         return self.answer(request)
-
-    def retire(self) -> str:
-        return ""
 
     def close(self) -> None:
         self.calls.append("close")

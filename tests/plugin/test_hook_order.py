@@ -18,12 +18,12 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    from pytest_distcompat.plugin.session import SESSION
+    from pytest_distcompat.ext.reuse.plugin import SHARED_RANKS
 
     yield
-    # A rank has no session.
-    session = item.config.stash.get(SESSION, None)
-    assert session is None or session.reuse_scope == ""
+    # A rank shares none.
+    shared = item.config.stash.get(SHARED_RANKS, None)
+    assert shared is None or shared.scope == ""
 """
 TEST = """
 import pytest

@@ -10,6 +10,7 @@ from tests.all_options import ALL_OPTIONS
 
 from pytest_distcompat import known
 from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.ext.upstream.known import ISSUES
 from pytest_distcompat.plugin.options import setting
 from pytest_distcompat.plugin.shard import Shard
 from pytest_distcompat.plugin.suite.budget import Budget
@@ -19,7 +20,7 @@ from pytest_distcompat.report.document import Report
 from pytest_distcompat.strategies import STRATEGIES
 
 #: A file of known issues that is right.
-SHIPPED = Path(known.__file__).with_name("issues.toml")
+SHIPPED = ISSUES.path
 
 #: An earlier report.
 LAST = Path(__file__).parents[1] / "report" / "real.json"

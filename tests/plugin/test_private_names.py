@@ -111,7 +111,7 @@ def test_a_failure_can_be_removed_from_its_section(pytester: pytest.Pytester) ->
 def test_fixtures_can_be_torn_down_out_of_turn(pytester: pytest.Pytester) -> None:
     session = pytester.getitem("def test_it(): pass", "test_it").session
     assert callable(getattr(getattr(session, "_setupstate", None), "teardown_exact", None)), (
-        "plugin/on_ranks/rank_session.py: _reset_between_items() calls Session._setupstate.teardown_exact(), which is gone"
+        "ext/reuse/rank_item.py: _reset_between_items() calls Session._setupstate.teardown_exact(), which is gone"
     )
 
 

@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.ext.reuse.keeper import RankKeeper
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.plugin.conftest import FakeRanks, Run, RunPytest
+
+    from pytest_distcompat.ext.reuse.reused_ranks import Reuse
+    from pytest_distcompat.launch.forensics.ending import Ending
+    from pytest_distcompat.launch.request import Request
 
 BODIES = """
 import os
@@ -189,6 +195,25 @@ def test_a_wrong_word_names_the_right_ones(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*test_it: @pytest.mark.distcompat(reuse='class'): known are never, module, session*"])
 
 
+@pytest.fixture
+def scopes_seen(ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of each run of ranks that are made up: its scope, empty for one with ranks of its own."""
+    seen: list[str] = []
+
+    def answer(request: Request) -> Ending:
+        seen.append("")
+        return ranks.well(request.world_size)
+
+    def run(_: RankKeeper, request: Request, reuse: Reuse) -> Ending:
+        seen.append(reuse.scope)
+        return ranks.well(request.world_size)
+
+    ranks.can_open = True
+    ranks.answer = answer
+    monkeypatch.setattr(RankKeeper, "run", run)
+    return seen
+
+
 @pytest.mark.parametrize(
     ("ini", "args", "scopes"),
     [
@@ -199,7 +224,7 @@ def test_a_wrong_word_names_the_right_ones(pytester: pytest.Pytester) -> None:
     ],
 )
 def test_the_mark_wins_over_the_option(
-    ini: str, args: list[str], scopes: list[str], pytester: pytest.Pytester, ranks: FakeRanks
+    ini: str, args: list[str], scopes: list[str], pytester: pytest.Pytester, scopes_seen: list[str]
 ) -> None:
     pytester.makeini(f"[pytest]\ndistcompat_reuse = {ini}\n")
     pytester.makepyfile(
@@ -214,4 +239,26 @@ def test_the_mark_wins_over_the_option(
         """
     )
     assert pytester.runpytest(*args).ret == 0
-    assert [keep.scope if keep else "" for keep in ranks.kept] == scopes
+    assert scopes_seen == scopes
+
+
+OFF = ("-p", "no:distcompat-reuse")
+
+
+def test_without_the_plugin_the_mark_has_no_such_argument(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.distcompat(world_size=2, reuse='module')\ndef test_it(): pass\n")
+    pytester.runpytest(*OFF).stdout.fnmatch_lines(["*has no argument 'reuse'. Known: *options, timeout"])
+
+
+def test_without_the_plugin_its_options_are_gone(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_it(): pass")
+    assert "--distcompat-reuse" not in pytester.runpytest(*OFF, "--help").stdout.str()
+    assert pytester.runpytest(*OFF, "--distcompat-reuse=session").ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_without_the_plugin_each_test_has_its_own_ranks(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    ranks.can_open = True
+    pytester.makepyfile("import pytest\n@pytest.mark.distcompat(world_size=2)\ndef test_it(): pass\n")
+    pytester.runpytest(*OFF).assert_outcomes(passed=1)
+    assert len(ranks.requests) == 1
+    pytester.runpytest(*OFF, "--markers").stdout.fnmatch_lines(["*distcompat(*timeout=SECONDS): run the test on*"])

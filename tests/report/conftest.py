@@ -71,7 +71,7 @@ def claim(cell, trace):
 
 
 class Made(TorchrunLauncher):
-    def run(self, request, reuse=None):
+    def run(self, request):
         request.write()
         if "cell" not in request.payload:
             phases = [Phase(when, "passed") for when in ("setup", "call", "teardown")]

@@ -216,7 +216,7 @@ def test_items_broken_by_one_cause_are_reported_once() -> None:
             Verdict(
                 check,
                 cell,
-                Status(status),
+                Status.from_name(status),
                 message.format(rank),
                 reason,
                 suite="S",

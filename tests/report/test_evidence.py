@@ -57,7 +57,7 @@ class Noted(WithoutProcesses):
     def __init__(self) -> None:
         self.ran: list[str] = []
 
-    def run(self, request: Request, reuse: object = None) -> Ending:
+    def run(self, request: Request) -> Ending:
         request.write()
         self.ran.append(Path(request.directory).name)
         ranks = range(request.world_size)

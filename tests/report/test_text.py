@@ -19,7 +19,7 @@ from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Row
 from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, runs_text
 from pytest_distcompat.report.write import append_summary, write_report
-from pytest_distcompat.status import Status, Verdict
+from pytest_distcompat.status import Status, Verdict, all_statuses
 
 if TYPE_CHECKING:
     from .conftest import Session
@@ -32,7 +32,7 @@ def plain_text(line: Line) -> str:
 
 def result(cell: str, check: str, status: str = "passed", message: str = "", reproduce: str = "") -> Verdict:
     nodeid = f"t.py::S::test[{cell}:{check}]"
-    verdict = Verdict(check, cell, Status(status), message, suite="S", driver="d")
+    verdict = Verdict(check, cell, Status.from_name(status), message, suite="S", driver="d")
     return dataclasses.replace(verdict, nodeid=nodeid, reproduce=reproduce)
 
 
@@ -69,15 +69,17 @@ def test_a_narrow_terminal_shows_one_column_at_least() -> None:
 
 
 def test_red_words_alone_are_in_capitals() -> None:
-    assert {status for status in Status if status.word.isupper()} == {status for status in Status if status.red}
+    assert {status for status in all_statuses() if status.word.isupper()} == {
+        status for status in all_statuses() if status.red
+    }
 
 
 def test_every_style_has_a_colour() -> None:
-    statuses = [result(f"ddp-fp32-w{size}", "names", status.value) for size, status in enumerate(Status, 1)]
+    statuses = [result(f"ddp-fp32-w{size}", "names", status.name) for size, status in enumerate(all_statuses(), 1)]
     styles = {style for line in matrix_text(statuses) for _, style in line}
     assert styles - {""} == set(MARKUP)
     red = {text for line in matrix_text(statuses) for text, style in line if style == "bad"}
-    assert red == {status.word for status in Status if status.red}
+    assert red == {status.word for status in all_statuses() if status.red}
 
 
 def test_colours_are_pytests_own(session: Session) -> None:

@@ -31,7 +31,7 @@ def night(at: int, verdicts: dict[str, str], torch: str = "2.12.0", **more: Any)
         Verdict(
             check,
             "ddp-fp32-w2",
-            Status(LETTERS[letter]),
+            Status.from_name(LETTERS[letter]),
             f"rank {at}: is wrong" if letter in "FC" else "",
             suite="S",
             driver="d",

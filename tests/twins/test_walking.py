@@ -6,7 +6,7 @@ import pytest
 
 from pytest_distcompat.calls import Call
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.drivers._tiny import EPOCH_STEPS
+from pytest_distcompat.ext.upstream.drivers.tiny import EPOCH_STEPS
 from pytest_distcompat.ext.walk.explore import Explorer
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.worker import WHOLE_STEPS

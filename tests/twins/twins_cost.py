@@ -28,6 +28,7 @@ twin(
         **CLIPPING,
         "optimizer": r"frozen parameter 'module\.frozen\.weight' moved",
         "names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable",
+        "start": r"^rank 0: parameter 'frozen\.bias' and 1 others: trainable after build; frozen when loaded",
     }
     | GRADIENTS,
 )(Thawed)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.models import Batch
 
 TWO_LIKE = r"^ranks 0 and 1 are fed the same batch in step 1\n(?s:.*)in step 5$"
 OTHER = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from pytest_distcompat.drivers._joined import Joined
 from pytest_distcompat.drivers.trainer import TrainerDriver
+from pytest_distcompat.ext.upstream.drivers._joined import Joined
 
 from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, twin
 

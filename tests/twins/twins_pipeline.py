@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.drivers import _options
+from pytest_distcompat.ext.upstream.drivers import _options
 from pytest_distcompat.strategies._base import MAX_NORM
 
 from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin
@@ -196,7 +196,7 @@ class NormOnNoStage(Torch):
     """No stage keeps the last norm."""
 
     def _wrap(self, model: Module, device: Any) -> Module:
-        from pytest_distcompat.models._modules import Elsewhere
+        from pytest_distcompat.parallel.placeholder import Elsewhere
 
         model.set_submodule("model.norm", Elsewhere())
         return super()._wrap(model, device)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from pytest_distcompat.drivers import _rows
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.ext.upstream.drivers import _rows
 from pytest_distcompat.trace import Loader
 
 from .declare import twin

@@ -6,10 +6,10 @@ import copy
 from typing import Any, ClassVar, Literal
 
 from pytest_distcompat.calls import observer
-from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers.accelerate import AccelerateCalls, AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedCalls, DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchCalls, TorchDriver
+from pytest_distcompat.live_calls import Calls
 
 
 class CastingCalls(TorchCalls):

@@ -11,17 +11,17 @@ import pytest
 from pytest_distcompat import suite
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.models import (
+from pytest_distcompat.ext.upstream.models import (
     BLANK,
     BLANK_TASKS,
-    TinyModel,
     architecture,
     architectures,
-    model_of,
     of_tasks,
 )
+from pytest_distcompat.ext.upstream.zoo import ZOO_CHECKS
+from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.profiles import ZOO_CHECKS, cells, left_out
+from pytest_distcompat.profiles import cells, left_out
 from pytest_distcompat.scenario import STEPS as STEPS_OF_A_TRAINING
 from pytest_distcompat.world import World
 

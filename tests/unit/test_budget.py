@@ -42,7 +42,7 @@ def test_a_seed_is_an_order() -> None:
 
 def test_cells_that_never_ran_or_were_red_come_first() -> None:
     def result(cell: str, status: str) -> Verdict:
-        return Verdict("names", cell, Status(status), driver="torch")
+        return Verdict("names", cell, Status.from_name(status), driver="torch")
 
     last = Report(
         results=[result(CELLS[0], "failed"), result(CELLS[1], "skipped"), *(result(one, "passed") for one in CELLS[2:])]

@@ -214,9 +214,9 @@ def test_nodes_that_are_no_number_are_refused(nodes: Any) -> None:
 
 
 def test_ranks_that_nodes_do_not_divide() -> None:
-    assert Cell("ddp", "fp32", 4, nodes=2).uneven is None
-    assert Cell("ddp", "fp32", 3, nodes=2).uneven == "3 ranks cannot be spread evenly over 2 nodes"
-    assert Cell("ddp", "fp32", 1, nodes=2).uneven == "1 rank cannot be spread evenly over 2 nodes"
+    assert Cell("ddp", "fp32", 4, nodes=2).spread.uneven is None
+    assert Cell("ddp", "fp32", 3, nodes=2).spread.uneven == "3 ranks cannot be spread evenly over 2 nodes"
+    assert Cell("ddp", "fp32", 1, nodes=2).spread.uneven == "1 rank cannot be spread evenly over 2 nodes"
 
 
 def test_a_matrix_beside_the_product_takes_the_runs_world_size_too() -> None:

@@ -22,7 +22,7 @@ WITHOUT = """
 from pytest_distcompat import installed
 found = installed.version_of
 installed.version_of = lambda package, path=None: None if package == "transformers" else found(package, path)
-from pytest_distcompat.drivers import _releases
+from pytest_distcompat.ext.upstream.drivers import _releases
 _releases.installed = lambda package: package != "transformers"
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS, preload_of

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pytest_distcompat.calls import REFERENCE_CALL
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers import DRIVERS, _options
+from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.events import Event, SnapshotTaken
+from pytest_distcompat.ext.upstream.drivers import _options
 from pytest_distcompat.probe.observe import Observer
 from pytest_distcompat.probe.snapshot import read_rng
 from pytest_distcompat.run_paths import RunPaths

@@ -10,7 +10,7 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.models import model_of
-from pytest_distcompat.strategies._pipeline import Pipeline
+from pytest_distcompat.parallel.pipeline_parallel import Pipeline
 
 if TYPE_CHECKING:
     import torch

@@ -13,10 +13,10 @@ from pytest_distcompat.cell import FACETS, Cell, Matrix
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.ext.upstream.sweep.fields import Source
+from pytest_distcompat.ext.upstream.sweep.slice import SLICE
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import AXES, BESIDE_AXES, MODEL_OPTIONS, all_profiles, cells, left_out
-from pytest_distcompat.settings import Source
-from pytest_distcompat.settings.slice import SLICE
 from pytest_distcompat.strategies import STRATEGIES
 
 NAMES = (STRATEGIES.names(), PRECISIONS.names())

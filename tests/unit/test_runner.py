@@ -17,7 +17,6 @@ from pytest_distcompat.events import Action, Done, Event, SnapshotTaken
 from pytest_distcompat.launch.forensics.ending import Ending, RankEnd
 from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.runner import Runner, rank_reports, run_trace
 from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TRAIN_RUN, Run, Scenario
 
@@ -29,7 +28,7 @@ class Ranks(WithoutProcesses):
     broken: dict[str, str] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+    def run(self, request: Request) -> Ending:
         self.requests.append(request)
         run = request.payload["run"]
         if "save" in run["actions"]:
@@ -235,7 +234,7 @@ def test_runs_whose_files_are_on_each_node(tmp_path: Path, ranks: Ranks) -> None
         runner = Runner(tmp_path / "store", ranks, device="cpu", timeout=1, worker=worker)
         for scenario in (EXPORT, PARITY):
             runner.trace("trainer", cell, scenario)
-    found = [(one.payload["run"]["name"], one.nodes, one.payload["per_node"]) for one in ranks.requests]
+    found = [(one.payload["run"]["name"], one.nodes, one.payload["own_disks"]) for one in ranks.requests]
     # What is exported is on the first node. The reference loads nothing, and both workers may read it.
     own = [("train", 2, True), ("reload", 1, True)]
     assert found == [*own, ("reference", 1, False), *own]
@@ -243,7 +242,7 @@ def test_runs_whose_files_are_on_each_node(tmp_path: Path, ranks: Ranks) -> None
 
 def test_runs_of_one_node_have_one_directory(runner: Runner, ranks: Ranks) -> None:
     runner.trace("trainer", Cell.parse("ddp-fp32-w2-checkpoints_node"), RESUME)
-    assert [one.payload["per_node"] for one in ranks.requests] == [False, False]
+    assert [one.payload["own_disks"] for one in ranks.requests] == [False, False]
 
 
 @pytest.mark.parametrize("removed", ["store", "files"])

@@ -22,15 +22,15 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.cli.main import main
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.expect import fails
+from pytest_distcompat.ext.upstream.sweep import rules
+from pytest_distcompat.ext.upstream.sweep.fields import Field, Source, read_fields
+from pytest_distcompat.ext.upstream.sweep.pairs import covering_rows, reduced_failures, smallest
+from pytest_distcompat.ext.upstream.sweep.slice import SLICE
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.judge import judge
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import left_out
 from pytest_distcompat.scenario import REFERENCE_RUN
-from pytest_distcompat.settings import rules
-from pytest_distcompat.settings.fields import Field, Source, read_fields
-from pytest_distcompat.settings.pairs import covering_rows, reduced_failures, smallest
-from pytest_distcompat.settings.slice import SLICE
 from pytest_distcompat.status import Status
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
@@ -124,6 +124,24 @@ def test_keys_that_a_reader_looks_up_are_fields_with_their_defaults(fields: Any)
         "read_config.outer.inner": "true",
         "read_config.size": "3",
         "read_config.name": "x",
+    }
+
+
+def read_files(path: str, *, strict: bool = True, **kwargs: Any) -> None:
+    """A function that takes some arguments out of its further keywords."""
+    kwargs.pop("workers", 2)
+    kwargs.pop("_from_library", None)
+    for name in ("old", "older"):
+        kwargs.pop(name, None)
+    del path, strict
+
+
+def test_keywords_that_a_function_takes_out_are_fields(fields: Any) -> None:
+    found = {name: one.values for name, one in fields("read_files").items()}
+    assert found == {
+        "read_files.path": (),
+        "read_files.strict": ("false",),
+        "read_files.workers": ("0", "1", "7", "1000003"),
     }
 
 
@@ -523,7 +541,7 @@ def test_the_listing_has_a_filter_and_fits_a_terminal(
 @pytest.mark.spawn
 @pytest.mark.nightly
 def test_the_installed_stack_has_no_setting_that_is_unknown_and_each_rule_a_setting() -> None:
-    found = [one for name in DRIVERS.names() for one in rules.settings_of(DRIVERS.get(name).sources)]
+    found = [one for name in DRIVERS.names() for one in rules.settings_of(rules.sources_of(DRIVERS.get(name)))]
     assert [one.name for one in found if one.state == "unknown"] == []
     patterns = [pattern for rule in rules.rules() if not rule.get("older") for pattern in rule["fields"]]
     beside = {part.partition("=")[0] for one in found for text in one.twice for part in text.split("+")}

@@ -13,11 +13,11 @@ import pytest
 from pytest_distcompat.calls import Call, offered, read_calls, refused
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS, find_driver
-from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.ext.walk.explore import CORPUS, WALKS, Explorer
 from pytest_distcompat.ext.walk.script import script
 from pytest_distcompat.ext.walk.sequence import Walk, valid
 from pytest_distcompat.known import shipped
+from pytest_distcompat.live_calls import Calls
 from pytest_distcompat.runner import Runner
 
 CELL = Cell.parse("fsdp2-fp32-w2-model_mlp")
@@ -38,6 +38,11 @@ def test_a_call_is_written_as_python_writes_it_and_read_back() -> None:
 def test_a_text_that_is_no_call_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no call; one reads like step"):
         Call.parse(text)
+
+
+def test_an_argument_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="names 'clip' twice"):
+        Call.parse("step(clip='no', clip='value')")
 
 
 def test_calls_are_read_as_they_are_offered() -> None:

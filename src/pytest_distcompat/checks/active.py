@@ -12,11 +12,11 @@ from pytest_distcompat.checks._base import (
     check,
     every_rank,
     gradient_reductions,
-    named_ranks,
     requested,
     with_rank,
 )
-from pytest_distcompat.checks._values import (
+from pytest_distcompat.cost import trained_elements
+from pytest_distcompat.model_values import (
     Names,
     by_stage,
     expert_parts,
@@ -26,7 +26,6 @@ from pytest_distcompat.checks._values import (
     tp_copies,
     unused,
 )
-from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import STEPS, TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
@@ -39,6 +38,7 @@ from pytest_distcompat.trace import (
     UnwrappedInfo,
     shard_groups,
 )
+from pytest_distcompat.wording import named_ranks
 
 #: The least part of the trainable elements that gradients are; even compressed ones are more, metrics and norms are less.
 MIN_REDUCED_FRACTION = 0.1
@@ -313,7 +313,7 @@ def _secondary_partition(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Holder:
-    """A rank's snapshot, standing for those of some ranks that hold as much; outside of simulations for that rank alone."""
+    """A rank's snapshot, standing for those of some ranks that hold as much; usually for that rank alone."""
 
     snapshot: Snapshot
     ranks: frozenset[int]
@@ -393,8 +393,8 @@ def _sharded(
     size = cell.world_size // cell.pp
     groups = _shard_groups(model, built)
     replicas = len(groups)
-    if run.simulated:
-        # Only some ranks were simulated, so only their group is known.
+    if not run.has_every_rank:
+        # Only the groups of some ranks are known.
         replicas = size // len(groups[0])
     unsharded = replicas == size > 1
     expected = cell.option("dp_replicate")

@@ -57,7 +57,7 @@ def _first_cell(cell: Cell, driver: type[Driver]) -> Cell:
     """Return the first cell of that world size, without options, that the driver supports; the cell itself if there is none."""
     for precision in PRECISIONS.names():
         for strategy in STRATEGIES.names():
-            plain = Cell(strategy, precision, cell.world_size, nodes=cell.nodes)
+            plain = Cell(strategy, precision, cell.world_size).spread_as(cell)
             if not driver.unsupported_reason(plain):
                 return plain
     return cell

@@ -116,7 +116,14 @@ def mean(cell: Cell, trace: Trace) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row with tokens to train on: where it is, how many tokens it has, and the weight of each."""
+    """A row of a batch that has tokens to train on.
+
+    Attributes:
+        rank: The rank that trained on it.
+        micro_batch: The number of its micro-batch in the step.
+        tokens: The number of its tokens that are trained on.
+        weight: The weight of each of these tokens in the loss.
+    """
 
     rank: int
     micro_batch: int
@@ -125,7 +132,7 @@ class _Row:
 
 
 def _parts(snapshots: Iterable[Snapshot]) -> list[_Row] | None:
-    """Return the rows of a step on all ranks; None if the weights of one are not known."""
+    """Return the rows of a step on all ranks; None if the weights of any row are unknown."""
     rows: list[_Row] = []
     for snapshot in snapshots:
         if not snapshot.token_weights:
@@ -139,15 +146,21 @@ def _parts(snapshots: Iterable[Snapshot]) -> list[_Row] | None:
 
 
 def _is_equal(rows: list[_Row], mean: str) -> bool:
-    """Tell whether the rows' weights are those of a mean: in proportion to 1 / the tokens of what has an equal weight."""
-    shares: list[float] = []
+    """Tell whether the rows have the weights of a mean.
+
+    A mean over micro-batches gives each micro-batch the same weight, which its tokens share. So the
+    weight of a token times the number of tokens in its micro-batch is the same for all rows.
+    """
+    shared_weights: list[float] = []
     for row in rows:
-        shares.append(row.weight * _tokens_beside(rows, row, mean))
-    return not shares or max(shares) - min(shares) <= TOLERANCE * max(shares)
+        shared_weights.append(row.weight * _tokens_that_share(rows, row, mean))
+    if not shared_weights:
+        return True
+    return max(shared_weights) - min(shared_weights) <= TOLERANCE * max(shared_weights)
 
 
-def _tokens_beside(rows: list[_Row], row: _Row, mean: str) -> int:
-    """Return how many tokens share the weight of what has an equal one: those of the row's micro-batch, its rank, ..."""
+def _tokens_that_share(rows: list[_Row], row: _Row, mean: str) -> int:
+    """Return how many tokens share one weight with a row: its micro-batch's, its rank's, ..."""
     if mean == "token":
         return 1
     if mean == "row":
@@ -171,7 +184,7 @@ def _example(rows: list[_Row]) -> str:
 
 def _place(rows: list[_Row], row: _Row) -> str:
     """Return the words for the micro-batch of a row."""
-    tokens = _tokens_beside(rows, row, "micro_batch")
+    tokens = _tokens_that_share(rows, row, "micro_batch")
     return f"rank {row.rank}'s micro-batch {row.micro_batch + 1} ({tokens} tokens)"
 
 

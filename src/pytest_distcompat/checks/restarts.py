@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, pairs
-from pytest_distcompat.checks._values import differences, settings, unlike, values
 from pytest_distcompat.checks.resume import LOSS_TOLERANCE, RATE_TOLERANCE
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.model_values import differences, settings, unlike, values
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESTARTS, SAVED
 from pytest_distcompat.trace import RunTrace, Snapshot, Trace

@@ -1,4 +1,4 @@
-"""Capabilities of drivers: the cells that can run here, why others cannot, and the known issues that apply."""
+"""Capabilities of drivers: the cells that can run here, why others cannot, and known issues."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from pytest_distcompat.strategies import STRATEGIES
 
 @dataclass(frozen=True)
 class Capability:
-    """Cells that one driver can run.
+    """What one driver can run: the cells of the full profile, and the checks on meshes.
 
-    ``reasons`` maps each cell of the full profile to the reason why it cannot run, None if it can. ``known`` are the cells
-    that can run and are known to be refused, or to fail in every check. ``checks`` has the reasons of checks without a
-    verdict, None for those with one, of the cells that can run on a mesh of several dimensions.
+    Attributes:
+        driver: The driver's name.
+        reasons: Why each cell of the full profile cannot run; None for a cell that can.
+        known: The cells that can run and that, by a known issue, are refused or fail in every
+            check.
+        checks: For each cell that can run on a mesh of several dimensions, by the name of a check:
+            why the check does not apply; None if it does.
     """
 
     driver: str
@@ -36,30 +40,34 @@ class Capability:
 
     @property
     def able(self) -> int:
-        """Return how many cells can run."""
+        """The number of cells that can run."""
         return sum(not reason for reason in self.reasons.values())
 
     def lines(self, *, whole: bool) -> Iterator[str]:
-        """Yield a table of strategies by precisions; ``whole``: with the reasons, each with the number of its cells."""
+        """Yield a table of strategies by precisions.
+
+        Args:
+            whole: Whether to add the tables of mesh options, and why cells and checks are left out.
+        """
         yield f"{self.driver}: {self.able} of the {len(self.reasons)} cells of the full profile"
-        yield from table(("", *PRECISIONS.names()), self._plain_cells())
+        yield from table(("", *PRECISIONS.names()), self._rows_of_strategies())
         if not whole:
             return
-        yield from table(("cells that can run", *STRATEGIES.names()), self._axes())
+        yield from table(("cells that can run", *STRATEGIES.names()), self._rows_of_meshes())
         yield from self._checks()
         yield from self._unsupported()
 
-    def _plain_cells(self) -> Iterator[list[str]]:
-        """Yield a row for each strategy: whether its cell without options can run in each precision."""
+    def _rows_of_strategies(self) -> Iterator[list[str]]:
+        """Yield a row for each strategy: in which precisions it can run without options."""
         words: dict[tuple[str, str], str] = {}
         for cell, reason in self.reasons.items():
             if not cell.options:
                 words[cell.strategy, cell.precision] = self._word(cell, reason)
         for strategy in STRATEGIES.names():
-            yield [strategy, *(words[strategy, precision] for precision in PRECISIONS.names())]
+            yield [strategy, *[words[strategy, precision] for precision in PRECISIONS.names()]]
 
     def _word(self, cell: Cell, reason: str | None) -> str:
-        """Return what the table says of a cell, which cannot run if there is a reason."""
+        """Return a cell's word in a table; ``reason`` is why it cannot run, None if it can."""
         if reason:
             return "-"
         if cell in self.known:
@@ -67,40 +75,43 @@ class Capability:
         return "yes"
 
     def _unsupported(self) -> Iterator[str]:
-        """Yield the reasons why cells cannot run, that of most cells first."""
+        """Yield a line for each reason why cells cannot run, the most frequent first."""
         cells_by_reason: dict[str, list[Cell]] = {}
         for cell, reason in self.reasons.items():
             if reason:
                 cells_by_reason.setdefault(reason, []).append(cell)
-        for reason in sorted(
-            cells_by_reason, key=lambda reason: len(cells_by_reason[reason]), reverse=True
-        ):
-            cells = cells_by_reason[reason]
-            yield f"    {len(cells)} not: {reason} [{_first_of([cell.id for cell in cells])}]"
+        by_frequency = sorted(cells_by_reason.items(), key=lambda item: len(item[1]), reverse=True)
+        for reason, cells in by_frequency:
+            ids = [cell.id for cell in cells]
+            yield f"    {len(cells)} not: {reason} [{_first_of(ids)}]"
 
-    def _axes(self) -> Iterator[tuple[str, ...]]:
-        """Yield a row for each combination of mesh options: how many cells of each strategy can run, "-" if none can."""
-        for axes, cells in _by_axes(self.reasons).items():
+    def _rows_of_meshes(self) -> Iterator[list[str]]:
+        """Yield a row for each set of mesh options: how many cells of each strategy can run."""
+        for mesh, cells in _by_mesh(self.reasons).items():
             able = Counter(cell.strategy for cell in cells if not self.reasons[cell])
-            yield axes, *(str(able[strategy] or "-") for strategy in STRATEGIES.names())
+            yield [mesh, *[str(able[strategy] or "-") for strategy in STRATEGIES.names()]]
 
     def _checks(self) -> Iterator[str]:
-        """Yield a table of checks by combinations of mesh options, how many of the cells have a verdict; then the reasons."""
-        cells_by_axes = _by_axes(self.checks)
-        if not cells_by_axes:
+        """Yield a table of checks by mesh options, then why checks do not apply.
+
+        The table has the number of cells to which a check applies, or a dash if there is none. The
+        reason is that of the first such cell.
+        """
+        cells_by_mesh = _by_mesh(self.checks)
+        if not cells_by_mesh:
             return
         rows = []
         places_by_reason: dict[str, list[str]] = {}
         for name in CHECKS.names():
             row = [name]
-            for axes, cells in cells_by_axes.items():
-                with_verdict = sum(not self.checks[cell][name] for cell in cells)
-                row.append(str(with_verdict or "-"))
-                if not with_verdict:
+            for mesh, cells in cells_by_mesh.items():
+                applies = sum(not self.checks[cell][name] for cell in cells)
+                row.append(str(applies or "-"))
+                if not applies:
                     reason = str(self.checks[cells[0]][name])
-                    places_by_reason.setdefault(reason, []).append(f"{name} under {axes}")
+                    places_by_reason.setdefault(reason, []).append(f"{name} under {mesh}")
             rows.append(row)
-        yield from table(("checks with a verdict", *cells_by_axes), rows)
+        yield from table(("checks with a verdict", *cells_by_mesh), rows)
         for reason, places in places_by_reason.items():
             yield f"    no verdict: {reason} [{_first_of(places)}]"
 
@@ -112,14 +123,14 @@ def _first_of(names: Sequence[str]) -> str:
     return names[0]
 
 
-def _by_axes(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
-    """Return the cells on a mesh of several dimensions by the names of their mesh options."""
-    cells_by_axes: dict[str, list[Cell]] = {}
+def _by_mesh(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
+    """Return the cells that have mesh options, by the names of these, such as ``tp x pp``."""
+    cells_by_mesh: dict[str, list[Cell]] = {}
     for cell in cells:
-        axes = " x ".join(name for name, _ in cell.options if name in MESH)
-        if axes:
-            cells_by_axes.setdefault(axes, []).append(cell)
-    return cells_by_axes
+        mesh_options = [name for name, _ in cell.options if name in MESH]
+        if mesh_options:
+            cells_by_mesh.setdefault(" x ".join(mesh_options), []).append(cell)
+    return cells_by_mesh
 
 
 def capability(
@@ -131,7 +142,16 @@ def capability(
     *,
     whole: bool = True,
 ) -> Capability:
-    """Return which cells of the full profile the driver can run on the device; ``whole``: with their checks."""
+    """Return which cells of the full profile the driver can run.
+
+    Args:
+        name: The driver's name.
+        driver: The driver.
+        device: ``cuda`` or ``cpu``.
+        world_size: The number of ranks of each cell.
+        issues: Known issues of the installed libraries.
+        whole: Whether to find out which checks apply, too.
+    """
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells(
         "full", Matrix(), driver=driver, names=names, world_size=world_size, device=device
@@ -142,6 +162,7 @@ def capability(
     whole_cell_issues = [issue for issue in applicable if _concerns_whole_cells(issue)]
     known = set()
     for cell in able:
+        # Any check will do, because these issues cover all checks of a cell.
         if any(issue.covers(cell, "active") for issue in whole_cell_issues):
             known.add(cell)
     checks = _checks_on_meshes(driver, reasons) if whole else {}
@@ -149,27 +170,27 @@ def capability(
 
 
 def _concerns_whole_cells(issue: Expectation) -> bool:
-    """Tell whether a cell that the issue covers is refused, or fails in every check."""
+    """Tell whether every cell that the issue covers is refused, or fails in every check."""
     if issue.check != "*" or issue.ended:
         return False
-    # An issue that only may fail is about few models or options, which its cells do not name.
+    # An issue that need not show is about some models or options, which its cells do not name.
     return issue.strict or issue.kind == "refuses"
 
 
 def _checks_on_meshes(
     driver: type[Driver], reasons: dict[Cell, str | None]
 ) -> dict[Cell, dict[str, str | None]]:
-    """Return why each check has no verdict in the cells that can run on a mesh of several dimensions.
+    """Return why checks do not apply in the cells that can run on a mesh of several dimensions.
 
     Args:
-        driver: the driver of the cells.
-        reasons: each cell with the reason why it cannot run, None if it can.
+        driver: The driver of the cells.
+        reasons: Why each cell cannot run; None if it can.
 
     Returns:
-        The reasons by cell and name of the check; None for a check with a verdict.
+        The reasons by cell and name of the check; None for a check that applies.
     """
     checks: dict[Cell, dict[str, str | None]] = {}
-    for cells in _by_axes(reasons).values():
+    for cells in _by_mesh(reasons).values():
         for cell in cells:
             if not reasons[cell]:
                 checks[cell] = {
@@ -182,10 +203,10 @@ def _checks_on_meshes(
 def issues_here(
     issues: Iterable[KnownIssue], drivers: Sequence[type[Driver]], device: str
 ) -> list[tuple[KnownIssue, list[str]]]:
-    """Return the issues of the installed versions on that device, each with the drivers that they concern."""
+    """Return the issues that are present on the device, each with the drivers concerned."""
     applicable = []
     for issue in issues:
         names = [driver.name for driver in drivers if set(concerned(driver)) & set(issue.drivers)]
-        if names and issue.there(device) and not issue.ended:
+        if names and issue.applies_on(device) and not issue.ended:
             applicable.append((issue, names))
     return applicable

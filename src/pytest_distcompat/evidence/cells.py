@@ -22,18 +22,20 @@ from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
 MAX_NAMES = 400
 
 
-#: What is compared with the reference, and drawn over it.
+#: The curves that are compared with those of the reference.
 _COMPARED = ("loss", "grad_norm")
-#: A number for each step; None where there is none, or none that JSON has.
+#: A number for each step; None for a step without one, and for infinity and NaN, which JSON lacks.
 _Curve = list[float | None]
 
 
 def add_training(row: Row, *runs: RunTrace) -> None:
-    """Add the evidence of a training to the row of its cell, as far as the run got.
+    """Add the evidence of a training to the row of its cell.
+
+    A run that failed has the evidence of the steps that it took.
 
     Args:
         row: The row of the cell that was trained.
-        runs: Its training; of ``resume``, ``reference`` and ``rounded`` those that there are.
+        runs: The run ``train``, and any of the runs ``resume``, ``reference`` and ``rounded``.
     """
     cell = Cell.parse(row.cell)
     trace = Trace.of("", runs)
@@ -49,7 +51,7 @@ def add_training(row: Row, *runs: RunTrace) -> None:
 
 
 def _all_curves(cell: Cell, trace: Trace) -> dict[str, _Curve]:
-    """Return the curves of the training, then those of the reference with the tolerances, then those after a resume."""
+    """Return the curves of the training, the reference with tolerances, and the resumed run."""
     curves = _curves(trace.run(), "step")
     if "reference" in trace.runs:
         reference = _curves(trace.run("reference"), "reference")
@@ -76,9 +78,9 @@ def _peak_memory(run: RunTrace) -> list[int]:
 
 
 def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
-    """Return the unwrapped model's parameters, each with its live counterpart on rank 0 and the files that hold it.
+    """Return a row for each parameter: its unwrapped name, its live counterpart, the files with it.
 
-    A live parameter or a key of a model's file that maps to no unwrapped name has a row of its own.
+    A live parameter, or a key of a saved file, that maps to no unwrapped name has a row too.
     """
     first = run.first("build_model")
     if first is None or first.unwrapped is None:
@@ -95,7 +97,7 @@ def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
 def _live_parameters(
     cell: Cell, run: RunTrace, unwrapped_keys: set[str]
 ) -> dict[str, ParameterInfo]:
-    """Return the wrapped model's parameters on the lowest rank, by the name that they have in the unwrapped model."""
+    """Return the wrapped model's parameters on the lowest rank, by their unwrapped names."""
     trained = run.first("build")
     if trained is None:
         return {}
@@ -106,7 +108,7 @@ def _live_parameters(
 
 
 def _files_by_key(run: RunTrace) -> dict[str, list[str]]:
-    """Return the paths of the saved files of models by the keys that they have."""
+    """Return the paths of the saved model files, by the keys that they contain."""
     keys_by_path: dict[str, Iterable[str]] = {}
     for snapshot in run.snapshots:
         for file in snapshot.files:
@@ -155,7 +157,7 @@ def _name_row(
 
 
 def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
-    """Return a row for each kind of tensor: the dtype that the strategy promises, and those of all ranks."""
+    """Return a row for each kind of tensor: the expected dtype, and those that ranks had."""
     if not run.trained:
         return []
     promised = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
@@ -185,7 +187,10 @@ def _seen_dtypes(snapshots: Sequence[Snapshot]) -> dict[str, set[str]]:
 
 
 def _reduced(snapshot: Snapshot) -> Iterable[str]:
-    """Return the dtype of the largest reduction: norms, metrics and flags are reduced too."""
+    """Return the dtype of the largest reduction, which is that of gradients.
+
+    Smaller ones reduce norms, metrics and flags.
+    """
     largest_numel: dict[str, int] = {}
     for info in snapshot.collectives:
         if info.op in REDUCTIONS and "float" in info.dtype:
@@ -196,9 +201,12 @@ def _reduced(snapshot: Snapshot) -> Iterable[str]:
 
 
 def _curves(run: RunTrace, action: str, before: int = 0) -> dict[str, _Curve]:
-    """Return one number per step: the ranks' mean loss, rank 0's gradient norm, the slowest rank's seconds.
+    """Return curves: the ranks' mean loss, the gradient norm, and the slowest rank's seconds.
 
-    ``before`` is the number of steps that another run took before; they have None.
+    Args:
+        run: The run.
+        action: The action that is a step of this run.
+        before: How many steps an earlier run has taken; the curves have None for these.
     """
     losses: _Curve = [None] * before
     norms: _Curve = [None] * before

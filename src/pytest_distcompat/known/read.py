@@ -1,7 +1,8 @@
-"""Reader of known issues; makes expectations of those that apply here.
+"""Known issues: bugs of other projects, for which a failure is expected where they are installed.
 
-A file is TOML, ``version = 1``, one ``[[issue]]`` each; ``docs/known.md`` has every key. The one that is shipped is
-``issues.toml`` beside this module; an adopter's own is given with ``--distcompat-known``.
+They are read from TOML files with ``version = 1`` and an ``[[issue]]`` for each; ``docs/known.md``
+has all keys. Extensions ship some files (entry point ``pytest_distcompat.known_issues``); users add
+files with ``--distcompat-known``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.expect import Expectation, FacetValue, fails, may_fail, may_refuse, refuses
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import fits, version_of
+from pytest_distcompat.registry import Registry
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,7 +34,8 @@ else:
 #: The format of the file; raised when an older release would misread a new file.
 FORMAT = 1
 
-#: ``may_refuse``: only some machines support it; ``may_fail``: it fails only sometimes.
+#: The kinds of expectations. ``may_refuse`` is for what only some machines support, ``may_fail``
+#: for what fails only sometimes.
 KINDS: dict[str, Callable[..., Expectation]] = {
     "fails": fails,
     "may_fail": may_fail,
@@ -40,6 +43,7 @@ KINDS: dict[str, Callable[..., Expectation]] = {
     "may_refuse": may_refuse,
 }
 
+#: The keys whose value is a text.
 _TEXTS = (
     "id",
     "link",
@@ -53,35 +57,39 @@ _TEXTS = (
     "test",
     "until",
 )
-#: The keys that an issue needs, and those that one that is shipped needs besides, since others read it too.
+#: The keys that an issue of a user's own file needs, and those of an issue that is shipped to
+#: others.
 _NEEDED = ("reason", "match")
 _NEEDED_IF_SHIPPED = ("id", "link", "reason", "check", "match")
 _KEYS = {*_TEXTS, "check", "packages", "when", "drivers", "cells", "strict"}
+#: Stands for all checks.
 _EVERY = "*"
 
 
 @dataclass(frozen=True)
 class KnownIssue:
-    """One bug in another project.
+    """A bug in another project, and where it shows.
 
     Attributes:
-        id: Its name.
-        link: Its report in that project.
+        id: A name for the issue.
+        link: The bug report.
         reason: What is wrong, in a sentence.
-        check: The checks that it fails, ``*`` for every.
-        match: A regular expression for the findings.
-        also: One for further findings of the same bug.
-        kind: What is expected, one of KINDS.
-        packages: Requirements (``accelerate>=1.7``) that must all be installed and fit for the bug to be there.
-        drivers: The libraries that have it: it applies to suites whose driver names one of them; without any, to every suite.
-        cells: The cells in which it occurs, by their facets.
+        check: The names of the checks that fail; ``*`` for all.
+        match: A regular expression that the findings must match.
+        also: A second one, for further findings of the same bug.
+        kind: What is expected, a key of ``KINDS``.
+        packages: Requirements such as ``accelerate>=1.7``. The bug is present if all of them are
+            met.
+        drivers: The libraries with the bug. The issue applies to suites whose driver uses one of
+            them; empty for all suites.
+        cells: The cells in which the bug shows: each mapping is of facets and their values.
         device: ``cpu`` or ``cuda``; empty for both.
-        fixed_in: The release that mends it.
-        script: A file that shows it without this plugin.
-        test: A regular expression for the node ids of the tests in which it occurs.
-        until: The last day on which it excuses.
-        strict: Whether each item that it covers must fail.
-        where: The entry in its file, for messages.
+        fixed_in: The release that fixes the bug.
+        script: A file that reproduces the bug without this plugin.
+        test: A regular expression for the node ids of the tests in which the bug shows.
+        until: The last day on which a failure is expected.
+        strict: Whether each test that the issue covers must fail.
+        where: The place of the entry in its file, for messages.
         requirements: ``packages``, parsed.
     """
 
@@ -104,26 +112,29 @@ class KnownIssue:
     where: str = field(default="", compare=False)
     requirements: tuple[Requirement, ...] = field(default=(), compare=False, repr=False)
 
-    def there(self, device: str) -> bool:
-        """Tell whether the installed versions have it, on that device."""
-        return not self.waits_for(device)
+    def applies_on(self, device: str) -> bool:
+        """Tell whether the installed packages have the bug on this device."""
+        return not self.missing_requirements(device)
 
     @property
     def ended(self) -> bool:
-        """Tell whether its last day is over."""
+        """Tell whether the day ``until`` is over."""
         return self.expectations[0].ended
 
-    def waits_for(self, device: str) -> tuple[str, ...]:
-        """Return why it does not apply here: requirements that are not met, and its device."""
-        packages = zip(self.packages, self.requirements, strict=True)
-        missing = [text for text, requirement in packages if not _is_met(requirement)]
+    def missing_requirements(self, device: str) -> tuple[str, ...]:
+        """Return why the issue does not apply: unmet requirements, and its device."""
+        missing: list[str] = []
+        for text, requirement in zip(self.packages, self.requirements, strict=True):
+            if not _is_met(requirement):
+                missing.append(text)
         if self.device not in {"", device}:
             missing.append(self.device)
         return tuple(missing)
 
     @functools.cached_property
     def expectations(self) -> tuple[Expectation, ...]:
-        """Return an expectation for each check and each entry of ``cells``; cached, since every item reads all issues."""
+        """An expectation for each check and each entry of ``cells``."""
+        # Cached, because every test item reads all issues.
         if self.also and "refuse" in self.kind:
             raise UsageProblem(f"also is for what checks find; kind {self.kind!r} has one error")
         reason = f"{self.reason} ({self.link})" if self.link else self.reason
@@ -139,16 +150,17 @@ class KnownIssue:
                 expectations.append(replace(expectation, strict=strict))
         return tuple(expectations)
 
-    def speaks_of(self, nodeid: str) -> bool:
-        """Tell whether ``test`` matches that item."""
+    def matches_test(self, nodeid: str) -> bool:
+        """Tell whether ``test`` matches a node id; without a ``test`` the issue matches all."""
         return re.search(self.test, nodeid) is not None
 
-    def expected_of(self, nodeid: str, cell: Cell | None) -> Expectation | None:
-        """Return the expectation for a test that is no item of a suite, None if there is none.
+    def expectation_for(self, nodeid: str, cell: Cell | None) -> Expectation | None:
+        """Return the expectation for a marked test, None if the issue does not cover it.
 
-        Such a test has no driver and no check.
+        A marked test has no driver and no check, so an issue that names one of these does not cover
+        it.
         """
-        if self.drivers or self.check != (_EVERY,) or not self.speaks_of(nodeid):
+        if self.drivers or self.check != (_EVERY,) or not self.matches_test(nodeid):
             return None
         for expectation in self.expectations:
             if expectation.kind != "fails":
@@ -161,21 +173,46 @@ class KnownIssue:
 
 
 def _is_met(requirement: Requirement) -> bool:
-    """Tell whether an installed version fits the requirement, and its marker holds here."""
-    # A marker is a condition such as python_version or sys_platform.
+    """Tell whether the installed version meets the requirement, and its marker is true here."""
+    # A marker is a condition such as python_version < "3.12".
     if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
         return False
     return fits(requirement, version_of(requirement.name))
 
 
+@dataclass(frozen=True)
+class IssueFile:
+    """A file of issues that an extension ships, under a name of its own."""
+
+    name: str
+    path: Path
+
+
+#: The files that extensions ship.
+ISSUE_FILES: Registry[IssueFile] = Registry(
+    "pytest_distcompat.known_issues", IssueFile, "file of known issues", has_modules=False
+)
+
+
 @functools.cache
 def shipped() -> tuple[KnownIssue, ...]:
-    """Return the issues that come with the package."""
-    return read_file(Path(__file__).parent / "issues.toml", _NEEDED_IF_SHIPPED)
+    """Return the issues of all files that extensions ship."""
+    issues: list[KnownIssue] = []
+    for file in ISSUE_FILES.by_name.values():
+        issues += read_file(file.path, _NEEDED_IF_SHIPPED)
+    return tuple(issues)
 
 
 def read_file(path: Path, needed: Iterable[str] = _NEEDED) -> tuple[KnownIssue, ...]:
-    """Return the issues of a file, which have the ``needed`` keys. Raises UsageProblem, which names an invalid entry."""
+    """Return the issues of a file.
+
+    Args:
+        path: The TOML file.
+        needed: The keys that each issue must have.
+
+    Raises:
+        UsageProblem: If the file or an entry is invalid; the message names the entry.
+    """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -194,6 +231,7 @@ def read_file(path: Path, needed: Iterable[str] = _NEEDED) -> tuple[KnownIssue, 
 
 
 def _issues(entries: Any, where: str, needed: Iterable[str]) -> tuple[KnownIssue, ...]:
+    """Return the issues of all entries. Raises UsageProblem for an invalid one or a double id."""
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise UsageProblem(f"{where}: expected tables, [[...]], got {entries!r}")
     issues = [_issue(entry, f"{where} {number}", needed) for number, entry in enumerate(entries, 1)]
@@ -208,7 +246,8 @@ def _issues(entries: Any, where: str, needed: Iterable[str]) -> tuple[KnownIssue
 def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> KnownIssue:
     """Return the issue of an entry. Raises UsageProblem, which begins with ``where``."""
     where = f"{where} ({_title(entry, needed)})"
-    if isinstance(entry.get("until"), dt.date):  # TOML has days of its own
+    if isinstance(entry.get("until"), dt.date):
+        # TOML has a type for dates.
         entry = {**entry, "until": str(entry["until"])}
     for problem in _problems(entry, needed):
         raise UsageProblem(f"{where}: {problem}")
@@ -226,7 +265,7 @@ def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> Known
 
 
 def _title(entry: Mapping[str, Any], needed: Iterable[str]) -> Any:
-    """Return what names an entry in messages: its id, else its reason where an id is not needed."""
+    """Return how messages call an entry: by its id, or by its reason if an id is not required."""
     if entry.get("id"):
         return entry["id"]
     if "id" in needed:
@@ -243,7 +282,8 @@ def _problems(entry: Mapping[str, Any], needed: Iterable[str]) -> Iterator[str]:
     if unknown:
         yield f"no key named {unknown[0]!r}. Known: {', '.join(sorted(_KEYS))}"
     for name in _TEXTS:
-        # Reject a list: as a regular expression, its text would be a character class that matches everything.
+        # Reject a list: as a regular expression, its text would be a character class that matches
+        # everything.
         if not isinstance(entry.get(name, ""), str):
             yield f"{name}={entry[name]!r}; expected a text"
     if entry.get("device", "") not in {"", "cpu", "cuda"}:
@@ -255,7 +295,11 @@ def _problems(entry: Mapping[str, Any], needed: Iterable[str]) -> Iterator[str]:
 
 
 def _parsed(entry: Mapping[str, Any], where: str) -> KnownIssue:
-    """Return the issue of an entry whose keys are right. Raises UsageProblem or InvalidRequirement."""
+    """Return the issue of an entry in which ``_problems`` finds none.
+
+    Raises:
+        UsageProblem, InvalidRequirement: If a value is invalid in itself.
+    """
     texts = {"id": "", "link": ""}
     for name in _TEXTS:
         if name in entry:
@@ -266,7 +310,7 @@ def _parsed(entry: Mapping[str, Any], where: str) -> KnownIssue:
         check=_names(entry.get("check", _EVERY), "check"),
         packages=packages,
         drivers=_names(entry.get("drivers", ()), "drivers"),
-        cells=tuple(_facets(cells) for cells in _sets(entry.get("cells", {}))),
+        cells=tuple(_facets(table) for table in _tables(entry.get("cells", {}))),
         strict=_strict(entry),
         where=where,
         requirements=tuple(Requirement(text) for text in packages),
@@ -274,12 +318,12 @@ def _parsed(entry: Mapping[str, Any], where: str) -> KnownIssue:
 
 
 def _strict(entry: Mapping[str, Any]) -> bool:
-    """Tell whether it must fail: by default if the entry names a check or a test."""
-    somewhere = "check" in entry or "test" in entry
-    strict = entry.get("strict", somewhere)
+    """Return the value of ``strict``; by default whether the entry names a check or a test."""
+    names_place = "check" in entry or "test" in entry
+    strict = entry.get("strict", names_place)
     if not isinstance(strict, bool):
         raise UsageProblem(f"strict={strict!r}: expected true or false")
-    if strict and not somewhere:
+    if strict and not names_place:
         raise UsageProblem("strict = true says that it must fail; say where, with check or test")
     if entry.get("strict") and entry.get("kind", "").startswith("may_"):
         raise UsageProblem(f"kind {entry['kind']!r} is never strict")
@@ -287,7 +331,12 @@ def _strict(entry: Mapping[str, Any]) -> bool:
 
 
 def _names(entry: Any, name: str) -> tuple[str, ...]:
-    """Return a text or a list of texts as a tuple. Raises UsageProblem, which names the key, for anything else."""
+    """Return a text, or a list of texts, as a tuple. Raises UsageProblem for anything else.
+
+    Args:
+        entry: The value.
+        name: Its key, for the message.
+    """
     if isinstance(entry, str):
         return (entry,)
     if not isinstance(entry, (list, tuple)) or not all(isinstance(text, str) for text in entry):
@@ -295,21 +344,22 @@ def _names(entry: Any, name: str) -> tuple[str, ...]:
     return tuple(entry)
 
 
-def _sets(cells: Any) -> list[Mapping[str, Any]]:
-    """Return the sets of cells, from one table or a list of them. Raises UsageProblem for an empty list."""
+def _tables(cells: Any) -> list[Mapping[str, Any]]:
+    """Return the tables of facets of the key ``cells``: one, or a list of them.
+
+    Raises:
+        UsageProblem: For anything else, an empty list too.
+    """
     if isinstance(cells, Mapping):
         return [cells]
-    if (
-        not isinstance(cells, list)
-        or not cells
-        or not all(isinstance(table, Mapping) for table in cells)
-    ):
+    is_list = isinstance(cells, list) and len(cells) > 0
+    if not is_list or not all(isinstance(table, Mapping) for table in cells):
         raise UsageProblem(f"cells={cells!r}: expected a table of facets, or a list of such")
-    return cells
+    return list(cells)
 
 
 def _facets(entry: Mapping[str, Any]) -> dict[str, FacetValue]:
-    """Return the facets of an expectation: TOML has lists where it has tuples."""
+    """Return the facets of an expectation from a table, with tuples in place of TOML's lists."""
     facets: dict[str, FacetValue] = {}
     for name, value in entry.items():
         if value == []:
@@ -319,27 +369,35 @@ def _facets(entry: Mapping[str, Any]) -> dict[str, FacetValue]:
 
 
 def concerned(driver: type[Driver]) -> tuple[str, ...]:
-    """Return the names for that driver in ``drivers`` of an issue: its libraries, and ``driver:<name>``."""
+    """Return what an issue may name in ``drivers`` to apply to a driver.
+
+    These are the driver's libraries and ``driver:NAME``.
+    """
     return (*driver.libraries, f"driver:{driver.name}")
 
 
 def concerning(
     issues: Iterable[KnownIssue], libraries: Iterable[str], device: str
 ) -> tuple[KnownIssue, ...]:
-    """Return the issues of a driver with these libraries, in the installed versions.
+    """Return the issues that the installed packages have and that concern a driver.
 
-    Issues that name neither check nor test come last, since others are more specific.
+    Issues that name neither a check nor a test come last, because others are more specific.
+
+    Args:
+        issues: All known issues.
+        libraries: The names of the driver, see ``concerned``.
+        device: ``cpu`` or ``cuda``.
     """
     names = set(libraries)
     chosen = []
     for issue in issues:
-        of_driver = not issue.drivers or names.intersection(issue.drivers)
-        if of_driver and issue.there(device):
+        concerns_driver = not issue.drivers or names.intersection(issue.drivers)
+        if concerns_driver and issue.applies_on(device):
             chosen.append(issue)
-    return tuple(sorted(chosen, key=_names_nothing))
+    return tuple(sorted(chosen, key=_is_unspecific))
 
 
-def _names_nothing(issue: KnownIssue) -> bool:
+def _is_unspecific(issue: KnownIssue) -> bool:
     """Tell whether an issue names neither a check nor a test."""
     return not issue.strict and not issue.test and issue.check == (_EVERY,)
 
@@ -347,9 +405,13 @@ def _names_nothing(issue: KnownIssue) -> bool:
 def applying(
     issues: Iterable[KnownIssue], libraries: Iterable[str], device: str
 ) -> tuple[Expectation, ...]:
-    """Return the expectations of the issues that apply to all items, without those that name a ``test``."""
+    """Return the expectations of all issues that concern a driver and name no ``test``.
+
+    The arguments are those of ``concerning``.
+    """
     expectations: list[Expectation] = []
     for issue in concerning(issues, libraries, device):
-        if issue.speaks_of(""):
+        # Without a test the pattern is empty, and matches any text.
+        if issue.matches_test(""):
             expectations += issue.expectations
     return tuple(expectations)

@@ -22,8 +22,8 @@ CRASH = "Fatal Python error: "
 class Files:
     """The files of the ranks that do a request.
 
-    Reused ranks write to the files of the ``run`` that they were started with; ``since`` says how long its logs were when the
-    request began. The agent counts the ranks of its own node: ``first`` is the first rank here.
+    Ranks of an open run write to the files of the ``run`` that they were started with; ``since`` says how long its logs were when
+    the request began. The agent counts the ranks of its own node: ``first`` is the first rank here.
     """
 
     run: Path

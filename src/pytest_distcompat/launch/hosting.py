@@ -38,7 +38,6 @@ from pytest_distcompat.launch.process import (
     user_environment,
 )
 from pytest_distcompat.launch.request import Request, Warmth, unbuffered
-from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.launch.warm import WarmLauncher
 
 #: How long a launcher may take to exit after its ranks are gone, and the supervisor after its launcher, in seconds.
@@ -284,7 +283,7 @@ class TorchrunLauncher(Launcher):
         #: Whether ranks get the user's own environment, but for what keeps those on the CPU off its GPUs.
         self._plain = plain
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
+    def run(self, request: Request) -> Ending:
         """Start the ranks, and wait until they ended or were ended; never raises for what the ranks do."""
         request = request.from_here()
         path = request.write()

@@ -1,41 +1,113 @@
-"""The protocol of launchers."""
+"""Protocols of launchers, and of runs whose ranks perform several requests one after the other."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import socket
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from pytest_distcompat.launch.forensics.ending import Ending
+from pytest_distcompat.launch.forensics.watchdog import Watchdog
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.reused_ranks import Reuse
 
 
 class Launcher(Protocol):
-    """A launcher: starts ranks. By default it prepares nothing, and each request has ranks of its own."""
+    """Starts the ranks of runs. By default it prepares nothing, and has no open runs."""
 
     def warm_up(self) -> None:
-        """Begin to get ready, without waiting for it."""
+        """Begin to prepare for runs, without waiting for it."""
         return
 
     def get_warm(self) -> str:
-        """Wait until ready, as ``run`` does too, and return what went wrong; empty if nothing did."""
+        """Wait until runs can start, as ``run`` does too.
+
+        Return what went wrong, empty if nothing did.
+        """
         return ""
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
-        """Start the ranks, and wait until they ended or were ended.
+    def run(self, request: Request) -> Ending:
+        """Start ranks, wait until they have ended or were killed, and return how they ended.
 
-        It never raises for what the ranks do. With ``reuse`` the ranks may be those of an earlier request, and may wait for the
-        next one.
+        It never raises for what the ranks do.
         """
 
     @property
-    def reuse_scope(self) -> str:
-        """The scope of the ranks that wait for a request; empty if there are none."""
-        return ""
+    def can_open(self) -> bool:
+        """Whether ``open`` may be called."""
+        return False
 
-    def retire(self) -> str:
-        """End the ranks that wait for a request, if there are any, and return what went wrong."""
-        return ""
+    def open(self, request: Request, target: str) -> OpenRun:  # noqa: ARG002 - the launchers' protocol
+        """Start ranks that wait for requests, and return their run, which goes on.
+
+        Call it when ``get_warm`` has returned. Until the run is concluded the launcher runs nothing
+        else.
+
+        Args:
+            request: The first request. The ranks start with its environment.
+            target: The function that the ranks call, as ``module:function``. Its payload has the
+                path of a ``socket`` on which requests come. Each brings its working directory and
+                import path.
+        """
+        assert self.can_open
+        raise NotImplementedError
 
     def close(self) -> None:
         """End what is still running."""
         return
+
+
+class Replies(Protocol):
+    """The replies of an open run's ranks to a request, which arrive on sockets."""
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """The sockets on which replies may arrive."""
+
+    def receive(self) -> list[socket.socket]:
+        """Read what has arrived; return the sockets on which more may arrive."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all replies have arrived."""
+
+
+class OpenRun(Protocol):
+    """A run whose ranks perform one request after the other.
+
+    It ends when it is concluded, or when its launcher is closed.
+
+    Attributes:
+        start_request: The request with which the ranks were started.
+        listener: The socket to which the ranks connect.
+    """
+
+    start_request: Request
+    listener: socket.socket
+
+    @property
+    def open(self) -> bool:
+        """Whether the ranks may get further requests."""
+
+    def adapted(self, request: Request) -> Request:
+        """Return the request with the changes of environment that these ranks need for it."""
+
+    def wait(self, watch: Watchdog, replies: Replies | None = None) -> Mapping[str, Any] | None:
+        """Wait until all ranks have ended or, with ``replies``, until all replies have arrived.
+
+        Args:
+            watch: The watchdog of the request, which ends ranks that hang.
+            replies: The replies to wait for.
+
+        Returns:
+            The answer of torchrun's agent after the ranks have ended; None if the replies have
+            arrived, or if the watchdog has ended the ranks and the agent does not answer.
+        """
+
+    def ending(self, watch: Watchdog, *, notice: str = "") -> Ending:
+        """Return how a request has ended after which the ranks go on."""
+
+    def conclude(self, watch: Watchdog, answer: Mapping[str, Any] | None) -> Ending:
+        """Return how the last request has ended, when the ranks are gone.
+
+        The run is no longer open.
+        """

@@ -51,7 +51,7 @@ def renew() -> None:
     """Give this rank generators as a fresh process has them, except those that a module seeded when it was imported.
 
     A fork inherits torch's and numpy's generators as they are, so all ranks would draw the same, and Python seeds its own anew. A
-    reused rank gets new generators for each request.
+    rank that does several requests gets new generators for each.
     """
     torch: Any = sys.modules.get("torch")
     numpy: Any = sys.modules.get("numpy.random")
@@ -65,7 +65,7 @@ def renew() -> None:
         numpy.seed()
     if "torch" in _seeded:
         torch.set_rng_state(_seeded["torch"])
-        # A fork seeds CUDA as the import did, once CUDA is initialised; a reused rank's has been drawn from since.
+        # A fork seeds CUDA as the import did, once CUDA is initialised; an earlier request may have drawn since.
         torch.cuda.manual_seed_all(torch.initial_seed())
     elif torch is not None:
         torch.default_generator.seed()

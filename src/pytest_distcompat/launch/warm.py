@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import environment, loopback
 from pytest_distcompat.launch.forensics.ending import Ending
 from pytest_distcompat.launch.forensics.watchdog import Watchdog
+from pytest_distcompat.launch.launcher import Launcher, Replies
 from pytest_distcompat.launch.launcher_process import LauncherProcess
 from pytest_distcompat.launch.process import kill
 from pytest_distcompat.launch.request import Request, Warmth
-from pytest_distcompat.launch.reused_ranks import Reuse, ReusedRanks
 
 #: How long the agent may take to notice that its ranks are gone, in seconds.
 AGENT_TIMEOUT_S = 5.0
@@ -21,18 +24,18 @@ AGENT_TIMEOUT_S = 5.0
 AGENT_NOTIFIED_AFTER_S = 0.2
 
 
-class WarmLauncher:
+class WarmLauncher(Launcher):
     """A launcher that keeps one launcher process with its fork servers, and replaces it when it breaks."""
 
     def __init__(self, warmth: Warmth, *, device: str = "cpu") -> None:
         self._warmth = warmth
         self._device = device
         self._process: LauncherProcess | None = None
-        self._reused: ReusedRanks | None = None
+        self._open_run: OpenWarmRun | None = None
         self._notice_given = False
         #: The watchdog of the run that goes on, or of the last one.
         self.watch: Watchdog | None = None
-        #: Called with the port on which the nodes of a run meet, on the node that opens it.
+        #: Called with the port on which the agents of a run meet, on the machine that opens it.
         self.listens: Callable[[int], None] = lambda _: None
 
     def warm_up(self) -> None:
@@ -51,106 +54,83 @@ class WarmLauncher:
             self.close(farewell=False)
         return problem
 
-    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
-        """Start the ranks, or reuse those of an earlier request, and wait until they ended or have done the request."""
+    def run(self, request: Request) -> Ending:
+        """Start the ranks, and wait until they ended or were ended; never raises for what the ranks do."""
         self.watch = None
         try:
             if problem := self.get_warm():
                 return Ending.not_launched(request.world_size, problem)
             assert self._process is not None
-            if reuse is not None:
-                return self._run_reused(self._process, request, reuse)
-            self.retire()
+            assert self._open_run is None, "its ranks have the agent"
             request = environment.adapted(request, self._process.base, self._device)
             watch = self.watch = Watchdog(request)
             self._process.send(request)
-            return self._conclude(self._process, watch, self._wait(self._process, watch))
+            run = WarmRun(self, self._process)
+            return run.conclude(watch, run.wait(watch))
         except BaseException:
             # Ctrl-C, or pytest-timeout's signal: no process of ours may live on.
             self.close(farewell=False)
             raise
 
     @property
-    def reuse_scope(self) -> str:
-        """The scope of the ranks that wait for a request; empty if there are none."""
-        return self._reused.reuse.scope if self._reused is not None else ""
+    def can_open(self) -> bool:
+        """Tell that it can hold a run open."""
+        return True
 
-    def retire(self) -> str:
-        """End the ranks that wait for a request, if there are any, and return what went wrong."""
-        if self._reused is None or self._process is None:
+    def open(self, request: Request, target: str) -> OpenWarmRun:
+        """Start ranks that get requests, and return their run while it goes on."""
+        assert self._process is not None
+        assert self._open_run is None, "its ranks have the agent"
+        self._open_run = OpenWarmRun(self, self._process, request, target, self._device)
+        return self._open_run
+
+    def forget(self, run: OpenWarmRun) -> None:
+        """Note that an open run has been concluded."""
+        if self._open_run is run:
+            self._open_run = None
+
+    def notice(self, process: LauncherProcess, request: Request) -> str:
+        """Return what the user should know about the fork servers; only the first notice of a session is given."""
+        if self._notice_given:
             return ""
-        # The last request's fixtures are torn down now, and have the time limit that it had.
-        watch = Watchdog(self._reused.current_request, self._reused.files)
-        ending = self._dismiss_reused(self._process, self._reused, watch)
-        return ending.text() if ending.failed else ""
+        notice = _describe_slow_start(process, request)
+        self._notice_given = bool(notice)
+        return notice
 
-    def _run_reused(self, process: LauncherProcess, request: Request, reuse: Reuse) -> Ending:
-        """Do the request with reused ranks, which wait for the next one if all went well."""
-        died = self._died_waiting(process)
-        if self.reuse_scope != reuse.scope or (self._reused is not None and self._reused.homeless):
-            self.retire()
-        reused = self._reused
-        if reused is None:
-            environ = environment.of_ranks(os.environ, self._device, request.world_size)
-            ranks = environment.adapted(request, process.base, self._device)
-            reused = self._reused = ReusedRanks(
-                ranks, reuse, process.directory / "reused", {**environ, **request.set}
-            )
-            process.send(reused.start_request)
-        request = environment.adapted(request, reused.environment, self._device)
-        reused.send(request)
-        watch = Watchdog(request, reused.files)
-        answer = self._wait(process, watch, reused)
-        if answer is not None or watch.acted:
-            self._reused = None
-            reused.dismiss()
-            return self._conclude(process, watch, answer)
-        if not (reuse.last or reused.end_reason):
-            ending = self._ending(process, watch, {}, notice=died)
-            # A child that a rank forked may have failed where the rank went on.
-            if not ending.failed:
-                return ending
-        return self._dismiss_reused(process, reused, watch)
+    def close(self, *, farewell: bool = True) -> None:
+        """End the launcher process and all processes below it; with ``farewell`` it may run its exit functions first."""
+        if self._open_run is not None:
+            self._open_run.release()
+            farewell = False
+        if self._process is not None:
+            self._process.close(farewell=farewell)
+            self._process = None
 
-    def _died_waiting(self, process: LauncherProcess) -> str:
-        """Describe how ranks died while they waited for a request; empty if they did not.
 
-        It becomes a notice: the next request is not to blame.
-        """
-        if self._reused is None:
-            return ""
-        self._reused.receive()
-        if not self._reused.lost:
-            return ""
-        ending = self._dismiss_reused(process, self._reused, Watchdog(self._reused.start_request))
-        return f"between two tests {ending.headline()}; new ranks were started"
+class WarmRun:
+    """A run of a launcher process: waits for its ranks, and finds out how they ended."""
 
-    def _dismiss_reused(
-        self, process: LauncherProcess, reused: ReusedRanks, watch: Watchdog
-    ) -> Ending:
-        """End reused ranks, and return their end as that of the watched request."""
-        self._reused = None
-        reused.dismiss()
-        return self._conclude(process, watch, self._wait(process, watch), left=reused.end_reason)
+    def __init__(self, launcher: WarmLauncher, process: LauncherProcess) -> None:
+        self._launcher = launcher
+        self._process = process
 
-    def _wait(
-        self, process: LauncherProcess, watch: Watchdog, reused: ReusedRanks | None = None
-    ) -> dict[str, Any] | None:
+    def wait(self, watch: Watchdog, replies: Replies | None = None) -> dict[str, Any] | None:
         """Return the agent's final answer.
 
-        None, if the agent does not answer in time, or if all reused ranks have replied, which goes on without its answer.
+        None, if the agent does not answer in time, or if all replies have come, whose ranks go on without its answer.
         """
         agent_notified = False
-        sockets = reused.sockets if reused is not None else []
+        process = self._process
+        sockets = replies.sockets if replies is not None else []
         while True:
             answer = process.receive(clock.now() + 0.1, sockets)
             if answer is not None:
                 if "listens" not in answer:
                     return answer
-                self.listens(answer["listens"])
-            if reused is not None:
-                sockets = reused.receive()
-                if reused.replied:
+                self._launcher.listens(answer["listens"])
+            if replies is not None:
+                sockets = replies.receive()
+                if replies.complete:
                     return None
             watch.check()
             if process.dead:
@@ -162,25 +142,17 @@ class WarmLauncher:
                 agent_notified = True
                 process.stop_agent()
 
-    def _conclude(
-        self,
-        process: LauncherProcess,
-        watch: Watchdog,
-        answer: Mapping[str, Any] | None,
-        **more: Any,
-    ) -> Ending:
+    def conclude(self, watch: Watchdog, answer: Mapping[str, Any] | None) -> Ending:
         """Return how the request ended, once its ranks are gone."""
-        left_over = kill(process.strays())
-        ending = self._ending(process, watch, answer or {}, left_over=tuple(left_over), **more)
+        left_over = kill(self._process.strays())
+        ending = self._ending(watch, answer or {}, left_over=tuple(left_over))
         if answer is None or "launch_error" in answer:
-            self.close(farewell=False)
+            self._launcher.close(farewell=False)
         return ending
 
-    def _ending(
-        self, process: LauncherProcess, watch: Watchdog, answer: Mapping[str, Any], **more: Any
-    ) -> Ending:
+    def _ending(self, watch: Watchdog, answer: Mapping[str, Any], **more: Any) -> Ending:
         """Return how the watched request ended, with what the agent answered."""
-        more["notice"] = more.get("notice") or self._notice(process, watch.request)
+        more["notice"] = more.get("notice") or self._launcher.notice(self._process, watch.request)
         return watch.conclude(
             answer.get("exit_codes"),
             first=answer.get("first"),
@@ -190,23 +162,57 @@ class WarmLauncher:
             **more,
         )
 
-    def _notice(self, process: LauncherProcess, request: Request) -> str:
-        """Return what the user should know about the fork servers; only the first notice of a session is given."""
-        if self._notice_given:
-            return ""
-        notice = _describe_slow_start(process, request)
-        self._notice_given = bool(notice)
-        return notice
 
-    def close(self, *, farewell: bool = True) -> None:
-        """End the launcher process and all processes below it; with ``farewell`` it may run its exit functions first."""
-        if self._reused is not None:
-            self._reused.dismiss()
-            self._reused = None
-            farewell = False
-        if self._process is not None:
-            self._process.close(farewell=farewell)
-            self._process = None
+class OpenWarmRun(WarmRun):
+    """A run of a launcher process whose ranks get requests on a socket (``launcher.OpenRun``)."""
+
+    def __init__(
+        self,
+        launcher: WarmLauncher,
+        process: LauncherProcess,
+        first: Request,
+        target: str,
+        device: str,
+    ) -> None:
+        super().__init__(launcher, process)
+        self.open = True
+        self._device = device
+        inherited = environment.of_ranks(os.environ, device, first.world_size)
+        self._environment = {**inherited, **first.set}
+        self._socket_path = process.directory / "requests"
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(self._socket_path))
+        self.listener.listen(first.world_size)
+        self.start_request = replace(
+            environment.adapted(first, process.base, device),
+            target=target,
+            payload={"socket": str(self._socket_path)},
+            directory=str(Path(first.directory) / "ranks"),
+            # Each request brings the working directory and the import path itself.
+            cwd="",
+            import_path=(),
+        )
+        process.send(self.start_request)
+
+    def adapted(self, request: Request) -> Request:
+        """Return a request with the changes that these ranks need to do it as if started for it."""
+        return environment.adapted(request, self._environment, self._device)
+
+    def ending(self, watch: Watchdog, *, notice: str = "") -> Ending:
+        """Return how the watched request has ended, though its ranks go on."""
+        return self._ending(watch, {}, notice=notice)
+
+    def conclude(self, watch: Watchdog, answer: Mapping[str, Any] | None) -> Ending:
+        """Return how the watched request ended, once the ranks are gone; the run is no longer open."""
+        self.release()
+        return super().conclude(watch, answer)
+
+    def release(self) -> None:
+        """Remove the socket. Its ranks have ended, or are about to."""
+        self.open = False
+        self.listener.close()
+        self._socket_path.unlink(missing_ok=True)
+        self._launcher.forget(self)
 
 
 def _describe_slow_start(process: LauncherProcess, request: Request) -> str:

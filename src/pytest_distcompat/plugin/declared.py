@@ -103,7 +103,7 @@ class Declared:
         """The user's issues of the installed versions and of this device, those whose last day is over too."""
         issues = []
         for issue in self._session.own:
-            if issue.there(self._session.device):
+            if issue.applies_on(self._session.device):
                 issues.append(issue)
         return tuple(issues)
 
@@ -160,7 +160,7 @@ class Declared:
         ended: list[_EndedIssue] = []
         nodeid = strip_group(item.config, item.nodeid)
         for issue in self._of_this_machine:
-            expectation = issue.expected_of(nodeid, cell)
+            expectation = issue.expectation_for(nodeid, cell)
             if expectation is None:
                 continue
             if expectation.ended:
@@ -220,7 +220,7 @@ class Declared:
         for issue in self._session.own:
             if issue in self._in_force:
                 continue
-            reasons = list(issue.waits_for(self._session.device))
+            reasons = list(issue.missing_requirements(self._session.device))
             if issue.ended:
                 reasons.append(f"ended on {issue.until}")
             lines.append(f"not in force here: {issue.where}: {', '.join(reasons)}")

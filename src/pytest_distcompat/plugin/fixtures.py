@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.plugin.suite.cases import BoundCase
+    from pytest_distcompat.plugin.suite.run import BoundCase
     from pytest_distcompat.world import World
 
 
@@ -79,7 +79,7 @@ def shared_dir(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def process_group(world: World) -> Iterator[Any]:
+def process_group(request: pytest.FixtureRequest, world: World) -> Iterator[Any]:
     """Initialize the default process group for the test, and destroy it after the test.
 
     A test whose trainer initializes the group does not use this fixture. A rank that fails does not destroy the group, where
@@ -88,14 +88,12 @@ def process_group(world: World) -> Iterator[Any]:
     import torch
     from torch import distributed
 
-    from pytest_distcompat.launch import request_loop
-
     if world.device != "cpu":
         torch.cuda.set_device(world.device)
         world.divide_memory()
-    if request_loop.reused is not None:
-        # One group for all tests that these ranks run.
-        yield request_loop.reused.process_group(world.backend)
+    group = request.config.hook.pytest_distcompat_process_group(world=world)
+    if group is not None:
+        yield group
         return
     distributed.init_process_group(world.backend)
     if world.backend == "gloo":
@@ -109,7 +107,8 @@ def process_group(world: World) -> Iterator[Any]:
 @pytest.fixture
 def distcompat_case(request: pytest.FixtureRequest) -> BoundCase:
     """Return one check in one cell of a CompatSuite; calling it runs the check."""
-    from pytest_distcompat.plugin.suite.cases import BoundCase, NoCell
+    from pytest_distcompat.plugin.suite.cases import NoCell
+    from pytest_distcompat.plugin.suite.run import BoundCase
 
     if isinstance(request.param, NoCell):
         pytest.skip(request.param.reason)

@@ -76,7 +76,7 @@ class Setting:
 # Parsers: each returns the value of an option's text, or raises UsageProblem with the allowed values.
 
 
-def _choice(*allowed: str) -> Callable[[str], str]:
+def choice(*allowed: str) -> Callable[[str], str]:
     """Return a parser for one of these words."""
 
     def read(text: str) -> str:
@@ -156,7 +156,7 @@ def _profile(text: str) -> str:
 
     if text in PROFILES:
         return text
-    return _choice(*all_profiles())(text)
+    return choice(*all_profiles())(text)
 
 
 def _known(text: str, base: Path) -> Any:
@@ -311,20 +311,6 @@ _ALL = (
         "Fail if the fork server, or collecting in it, imports longer than this (default: 600).",
     ),
     Option(
-        "reuse",
-        "never|module|session",
-        "never",
-        _choice("never", "module", "session"),
-        "Run marked tests that follow each other on the same ranks: of a module, or all of one world size (default: never).",
-    ),
-    Option(
-        "reuse_limit",
-        "N",
-        "100",
-        count(least=1),
-        "Start new ranks after so many tests, where ranks are reused (default: 100).",
-    ),
-    Option(
         "report",
         "FILE",
         "",
@@ -343,15 +329,8 @@ _ALL = (
         "launcher",
         "warm|torchrun",
         "warm",
-        _choice("warm", "torchrun"),
+        choice("warm", "torchrun"),
         "Start ranks by torchrun's agent on a warm fork server, or by the cold torchrun command (default: warm).",
-    ),
-    Option(
-        "nodes",
-        "N",
-        "1",
-        count(least=1),
-        "Spread the ranks of a test or suite that does not say over how many over N nodes (default: 1).",
     ),
     Option(
         "verify",
@@ -365,7 +344,7 @@ _ALL = (
         "nothing_ran",
         "fail|pass",
         "fail",
-        _choice("fail", "pass"),
+        choice("fail", "pass"),
         "Fail or pass a session in which suites were collected and none of their cells ran (default: fail).",
     ),
 )

@@ -1,16 +1,18 @@
 """Reader of models, in three states.
 
-- ``read_unwrapped``: before anything wraps the model. Names, shapes, dtypes and values are what checks expect later.
-- ``read_parts``: a script has wrapped some of its modules already, as with ``fully_shard`` of each block before the root. What
-  was read of these modules before they were wrapped is put together with what is still unwrapped.
-- ``read_model``: the live model, as the trainer has wrapped it and as this rank stores it.
+- ``read_unwrapped`` reads a model that nothing wraps yet. Checks expect its names, shapes, dtypes
+  and values of the trained model later.
+- ``read_parts`` reads the same of a model whose blocks a script has wrapped already, as it does
+  when it calls ``fully_shard`` for each block before the root. It puts together what was read of
+  each block before that, and what is still unwrapped.
+- ``read_model`` reads the live model, as the trainer has wrapped it and as this rank stores it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +43,13 @@ if TYPE_CHECKING:
 
 
 def require_module(model: object, name: str, hint: str) -> None:
-    """Raise TypeError if ``model`` is not a module, with ``name`` and a ``hint`` that the author of a driver understands."""
+    """Raise TypeError if ``model`` is not a module.
+
+    Args:
+        model: What a driver returned.
+        name: A noun for it in the message.
+        hint: Where the driver returns it, for the end of the message.
+    """
     if isinstance(model, torch.nn.Module):
         return
     description = f"a {type(model).__name__}: {model!r:.100}"
@@ -57,14 +65,15 @@ def read_unwrapped(
     obeyed: tuple[str, ...] = (),
     compute: str = "",
 ) -> UnwrappedInfo:
-    """Return names, shapes, dtypes and digests of a model that nothing has wrapped, and its groups of tied names.
+    """Return names, shapes, dtypes and digests of a model that nothing has wrapped.
 
     Args:
         model: The model.
-        blocks: Class names of the modules to wrap one by one; without any those that the model declares.
+        blocks: Class names of the modules to wrap one by one; empty for those that the model
+            declares.
         ignored_modules: Names of the modules to leave out of the sharding.
         obeyed: The options of a cell that the driver supports.
-        compute: A dtype; digests are also taken of the values as it rounds them.
+        compute: The name of a dtype. Digests are also taken of the values rounded to it.
 
     Raises:
         TypeError: If ``model`` is not a module.
@@ -97,7 +106,7 @@ def read_unwrapped(
 
 
 def _noncontiguous_names(model: Module) -> tuple[str, ...]:
-    """Return the names of the parameters whose elements do not follow one another in memory, as those of a transposed one."""
+    """Return the names of the parameters that are not contiguous, such as transposed ones."""
     names: list[str] = []
     for name, parameter in model.named_parameters():
         if not local_of(parameter).is_contiguous():
@@ -106,20 +115,21 @@ def _noncontiguous_names(model: Module) -> tuple[str, ...]:
 
 
 def _linear_count(model: Module) -> int:
-    """Return how many layers can be converted to 8 bits: products in 8 bits need sizes that are divisible by 16."""
+    """Return how many linear layers can be converted to float8.
+
+    Its kernels need sizes that are divisible by 16.
+    """
     count = 0
     for module in model.modules():
-        if (
-            isinstance(module, torch.nn.Linear)
-            and module.in_features % 16 == 0
-            and module.out_features % 16 == 0
-        ):
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        if module.in_features % 16 == 0 and module.out_features % 16 == 0:
             count += 1
     return count
 
 
 def tied_names(model: Module) -> list[tuple[str, ...]]:
-    """Return the names of each parameter that has several."""
+    """Return the groups of names that share one parameter, such as embedding and output layer."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -143,13 +153,14 @@ def parameter_info(name: str, tensor: torch.Tensor, *, persistent: bool = False)
 def read_model(
     model: Module, optimizer: Any, trainer_world_size: int | None, pp_group: Any = None
 ) -> ModelInfo:
-    """Return the live model, or this rank's stage of it: its wrappers, and each parameter as this rank stores it.
+    """Return the wrappers of the live model, and its parameters as this rank stores them.
 
     Args:
         model: The trainer's model.
         optimizer: The trainer's optimizer, with its wrappers.
         trainer_world_size: The number of ranks that the trainer assumes; None if unknown.
-        pp_group: The process group of the ranks that hold the stages of one pipeline; None if each rank has the whole model.
+        pp_group: The process group whose ranks hold the stages of one pipeline; None without
+            pipeline parallelism.
     """
     from torch import distributed
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -168,14 +179,14 @@ def read_model(
         parameters=tuple(parameters),
         buffers=tuple(parameter_info(name, buffer) for name, buffer in model.named_buffers()),
         world_size=distributed.get_world_size() if has_group else 1,
-        # A trainer may have it as a string, from the environment.
+        # A trainer may have read the number from the environment, as a string.
         trainer_world_size=None if trainer_world_size is None else int(trainer_world_size),
         backend=str(distributed.get_backend()) if has_group else "",
         zero_stage=zero_stage,
-        units=_named(
+        units=_names_where(
             model, lambda module: isinstance(module, (FSDPModule, FullyShardedDataParallel))
         ),
-        checkpointed=_named(model, _is_checkpointed),
+        checkpointed=_names_where(model, _is_checkpointed),
         compiled=compiled_modules(model),
         float8=sum(_computes_in_8_bits(module) for module in model.modules()),
         graphs=_graph_count(),
@@ -184,42 +195,42 @@ def read_model(
 
 
 def _live_parameters(model: Module, optimizer: Any, zero_stage: int | None) -> list[ParameterInfo]:
-    """Return each live parameter, with how often it is in the optimizer's groups.
+    """Return each live parameter, with the number of entries of the optimizer's groups that it is.
 
-    That number is None under ZeRO, whose optimizer has flat copies in its groups instead.
+    The number is None under ZeRO, whose optimizer has flat copies in its groups instead.
     """
     layouts = wrapper_layouts(model)
     masters = master_copies(optimizer)
     entries_by_id = Counter(id(masters.get(id(entry), entry)) for entry in entries(optimizer))
     infos: list[ParameterInfo] = []
     for name, parameter in named_parameters(model):
-        held = None if zero_stage else entries_by_id[id(parameter)]
-        infos.append(live_parameter_info(name, parameter, layouts, held=held))
+        entry_count = None if zero_stage else entries_by_id[id(parameter)]
+        infos.append(live_parameter_info(name, parameter, layouts, held=entry_count))
     return infos
 
 
 def _with_outermost_dim(info: ParameterInfo, dim: MeshDim) -> ParameterInfo:
-    """Return the parameter on a mesh that has this dimension outside all others."""
+    """Return the parameter with ``dim`` as the outermost dimension of its mesh."""
     layout = replace(info.layout, dims=(dim, *info.layout.dims))
     return replace(info, layout=layout)
 
 
-def _named(model: Module, fits: Callable[[Module], bool]) -> tuple[str, ...]:
-    """Return the live names of the modules that fit."""
+def _names_where(model: Module, condition: Callable[[Module], bool]) -> tuple[str, ...]:
+    """Return the live names of the modules for which the condition is true."""
     names: list[str] = []
     for name, module in model.named_modules():
-        if fits(module):
+        if condition(module):
             names.append(name)
     return tuple(names)
 
 
 def _computes_in_8_bits(module: Module) -> bool:
-    """Tell whether it is a layer of torchao or Transformer Engine that multiplies in 8 bits."""
+    """Tell whether the module is a float8 layer of torchao or Transformer Engine."""
     return "Float8" in type(module).__name__ or _is_te_linear(module)
 
 
 def _is_checkpointed(module: Module) -> bool:
-    """Tell whether the module's activations are recomputed, by a wrapper or by transformers' attribute."""
+    """Tell whether the module's activations are checkpointed, by a wrapper or by transformers."""
     # fully_shard replaces the class by a subclass: FSDPCheckpointWrapper.
     return (
         is_a(module, "CheckpointWrapper")
@@ -229,8 +240,8 @@ def _is_checkpointed(module: Module) -> bool:
 
 def compiled_modules(model: Module) -> tuple[str, ...]:
     """Return the names of the modules that torch.compile wraps, or that were compiled in place."""
-    # Compilation in place leaves only a private mark, ``_compiled_call_impl``; ``tests/launch/test_private_names.py`` fails
-    # when it changes.
+    # Compilation in place leaves only a private mark, ``_compiled_call_impl``;
+    # ``tests/launch/test_private_names.py`` fails when it changes.
 
     def is_compiled(module: Module) -> bool:
         return (
@@ -238,11 +249,11 @@ def compiled_modules(model: Module) -> tuple[str, ...]:
             or getattr(module, "_compiled_call_impl", None) is not None
         )
 
-    return _named(model, is_compiled)
+    return _names_where(model, is_compiled)
 
 
 def _is_te_linear(module: Module) -> bool:
-    """Tell whether it is a linear layer of Transformer Engine, which need not be installed."""
+    """Tell whether the module is a linear layer of Transformer Engine, installed or not."""
     # ``in_features`` marks a linear layer. Its weight does not, because it may be a flat shard.
     return type(module).__module__.startswith("transformer_engine") and hasattr(
         module, "in_features"
@@ -251,8 +262,8 @@ def _is_te_linear(module: Module) -> bool:
 
 def _graph_count() -> int:
     """Return how many graphs torch.compile has made in this process."""
-    # A model can be wrapped by torch.compile and run uncompiled all the same. The counter is private;
-    # ``tests/launch/test_private_names.py`` fails when it changes.
+    # A model can be wrapped by torch.compile and run uncompiled all the same. The counter is
+    # private; ``tests/launch/test_private_names.py`` fails when it changes.
     if "torch._dynamo" not in sys.modules:
         return 0
     from torch._dynamo.utils import counters
@@ -278,7 +289,8 @@ def _wrappers(model: Module) -> dict[str, int]:
 
 
 def _zero_stage(model: Module) -> int | None:
-    """Return the ZeRO stage of the DeepSpeed engine, which may be inside a wrapper; None without an engine."""
+    """Return the ZeRO stage of the DeepSpeed engine; None without an engine."""
+    # The engine may be inside a wrapper.
     for module in model.modules():
         stage = getattr(module, "zero_optimization_stage", None)
         if callable(stage):
@@ -294,8 +306,9 @@ def live_parameter_info(
     Args:
         name: Its live name.
         parameter: The parameter.
-        layouts: The layouts of plain tensors that FSDP1, DDP and ZeRO hold, see ``layouts.wrapper_layouts``.
-        held: How many of the optimizer's entries are this tensor.
+        layouts: The layouts, by ``id``, of tensors whose layout only their wrapper knows (FSDP1,
+            DDP, ZeRO): ``layouts.wrapper_layouts``.
+        held: How many entries of the optimizer's groups are this tensor; None if that is unknown.
     """
     from torch.distributed.fsdp import FlatParameter
 
@@ -303,25 +316,24 @@ def live_parameter_info(
     kind = "Tensor"
     local = parameter
     layout = layouts.get(id(parameter)) or layout_of(parameter)
-    if hasattr(
-        parameter, "ds_shape"
-    ):  # ZeRO-3: the parameter itself is empty between uses, its shard is beside it
+    if hasattr(parameter, "ds_shape"):
+        # ZeRO-3 empties the parameter between uses, and keeps its shard in an attribute.
         shape = tuple(parameter.ds_shape)
         kind = "ZeRO-3"
         local = zero3_shard(parameter)
     elif hasattr(parameter, "placements"):
         kind = "DTensor"
         local = local_of(parameter)
-    elif isinstance(
-        parameter, FlatParameter
-    ):  # which checks an attribute: its class is nn.Parameter
+    elif isinstance(parameter, FlatParameter):
+        # The class is nn.Parameter all the same: FlatParameter's metaclass looks for an attribute.
         kind = "FlatParameter"
     elif layout.flat:
-        # With use_orig_params each parameter is a one-dimensional view of this rank's part of the flat one (maybe empty).
+        # With use_orig_params each parameter is a one-dimensional view, maybe empty, into this
+        # rank's shard of the flat parameter.
         kind = "FSDP1 shard"
-    cut = autotp_cut(parameter)
-    if cut:
-        shape = cut.shape
+    tensor_parallel_shard = autotp_cut(parameter)
+    if tensor_parallel_shard:
+        shape = tensor_parallel_shard.shape
     return ParameterInfo(
         name=name,
         shape=shape,
@@ -338,66 +350,80 @@ def live_parameter_info(
 def read_parts(
     model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[str, ...] = ()
 ) -> UnwrappedInfo:
-    """Return the unwrapped model, though some of its modules are wrapped by now.
+    """Return what ``read_unwrapped`` returned before a script wrapped some modules of the model.
 
     Args:
-        model: The model.
-        known: What was read of each of these modules just before it was wrapped, by the ``id`` of the module.
-        blocks: Class names of the modules to wrap one by one; without any those that the model declares.
+        model: The model, whose root is not wrapped yet.
+        known: By the ``id`` of each wrapped module, what was read of it just before it was wrapped.
+        blocks: Class names of the modules to wrap one by one; empty for those that the model
+            declares.
     """
     # ``fully_shard`` is called for blocks before it is called for the root, and FSDP1 may be too.
-    if not _holds_known(model, known):
+    if not _contains_known(model, known):
         return _partitioned(model, read_unwrapped(model, blocks))
+    parts = [_with_prefix(name, _read_part(part, known)) for name, part in _parts(model, "", known)]
     parameters: list[ParameterInfo] = []
     buffers: list[ParameterInfo] = []
     state_dict: list[str] = []
-    tied_inside: list[tuple[str, ...]] = []
-    linears = 0
-    products = 0
-    for name, part in _parts(model, "", known):
-        info = _read_part(part, known)
-        parameters += [_under(name, parameter) for parameter in info.parameters]
-        buffers += [_under(name, buffer) for buffer in info.buffers]
-        state_dict += [join(name, key) for key in info.state_dict]
-        for group in info.tied:
-            tied_inside.append(tuple(join(name, alias) for alias in group))
-        linears += info.linears
-        products += info.products or 0
-    tied_across = tied_names(model)
-    tied = tied_inside + [group for group in tied_across if group not in tied_inside]
+    tied_in_parts: list[tuple[str, ...]] = []
+    for part in parts:
+        parameters += part.parameters
+        buffers += part.buffers
+        state_dict += part.state_dict
+        tied_in_parts += part.tied
+    tied_in_model = tied_names(model)
+    tied_across_parts = [group for group in tied_in_model if group not in tied_in_parts]
     classes = blocks or declared_blocks(model)
     return UnwrappedInfo(
-        tuple(_without_duplicates(parameters, tied_across)),
+        tuple(_without_duplicates(parameters, tied_in_model)),
         tuple(buffers),
         tuple(state_dict),
-        tuple(tied),
+        (*tied_in_parts, *tied_across_parts),
         blocks=named_blocks(model, classes),
         block_classes=classes,
-        linears=linears,
-        products=products,
+        linears=sum(part.linears for part in parts),
+        products=sum(part.products or 0 for part in parts),
+    )
+
+
+def _with_prefix(prefix: str, info: UnwrappedInfo) -> UnwrappedInfo:
+    """Return what was read of a module, with ``prefix`` before each name."""
+
+    def renamed(tensors: Iterable[ParameterInfo]) -> tuple[ParameterInfo, ...]:
+        return tuple(replace(tensor, name=join(prefix, tensor.name)) for tensor in tensors)
+
+    tied: list[tuple[str, ...]] = []
+    for group in info.tied:
+        tied.append(tuple(join(prefix, name) for name in group))
+    return replace(
+        info,
+        parameters=renamed(info.parameters),
+        buffers=renamed(info.buffers),
+        state_dict=tuple(join(prefix, key) for key in info.state_dict),
+        tied=tuple(tied),
     )
 
 
 def _without_duplicates(
     parameters: list[ParameterInfo], tied: list[tuple[str, ...]]
 ) -> list[ParameterInfo]:
-    """Return the parameters, of tied ones only that with the first name, as ``named_parameters`` does."""
+    """Return the parameters, tied ones under their first name only, as ``named_parameters``."""
     further_names: set[str] = set()
     for group in tied:
         further_names.update(group[1:])
     return [info for info in parameters if info.name not in further_names]
 
 
-def _holds_known(module: Module, known: Mapping[int, UnwrappedInfo]) -> bool:
+def _contains_known(module: Module, known: Mapping[int, UnwrappedInfo]) -> bool:
     """Tell whether the module, or one inside it, was read before it was wrapped."""
     return any(id(part) in known for part in module.modules())
 
 
 def _read_part(part: Module, known: Mapping[int, UnwrappedInfo]) -> UnwrappedInfo:
-    """Return what is known of a part that ``_parts`` yields; of one with known modules inside, only what it holds itself."""
+    """Return what was or can be read of a part of a model, see ``_parts``."""
     if id(part) in known:
         return known[id(part)]
-    if _holds_known(part, known):
+    if _contains_known(part, known):
         return _read_without_children(part)
     return read_unwrapped(part)
 
@@ -405,16 +431,19 @@ def _read_part(part: Module, known: Mapping[int, UnwrappedInfo]) -> UnwrappedInf
 def _parts(
     module: Module, name: str, known: Mapping[int, UnwrappedInfo]
 ) -> Iterator[tuple[str, Module]]:
-    """Divide a model into parts: yield the modules that ``_read_part`` can read, each with its name in the unwrapped model.
+    """Divide a model into parts; yield each with its name in the unwrapped model.
 
-    These are the known modules; modules with no known module inside, as large as possible; and each module that has known ones
-    inside, of which only its own parameters and buffers count.
+    A part is one of these:
+    - a module that was read before it was wrapped, with all of its children;
+    - a module that contains none of those, with all of its children;
+    - a module that contains some of those: only its own parameters and buffers, for its children
+      are parts themselves.
     """
     module = unwrapped(module)
     yield name, module
-    if id(module) not in known and _holds_known(module, known):
-        for child, part in module.named_children():
-            yield from _parts(part, join(name, child), known)
+    if id(module) not in known and _contains_known(module, known):
+        for child_name, child in module.named_children():
+            yield from _parts(child, join(name, child_name), known)
 
 
 def _read_without_children(module: Module) -> UnwrappedInfo:
@@ -436,17 +465,17 @@ def _read_without_children(module: Module) -> UnwrappedInfo:
 
 def _not_saved(module: Module) -> Collection[str]:
     """Return the names of the module's own buffers that its state dict leaves out."""
-    # Comparing with ``state_dict()`` is no alternative, because it lets wrapped children gather theirs in a collective. The
-    # attribute is private; ``tests/launch/test_private_names.py`` fails when it changes.
+    # ``state_dict()`` is no alternative, because wrapped children may gather theirs in a
+    # collective. The attribute is private; ``tests/launch/test_private_names.py`` fails when it
+    # changes.
     return module._non_persistent_buffers_set  # noqa: SLF001 - see above
 
 
-def _under(prefix: str, info: ParameterInfo) -> ParameterInfo:
-    return replace(info, name=join(prefix, info.name))
-
-
 def _partitioned(model: Module, unwrapped: UnwrappedInfo) -> UnwrappedInfo:
-    """Return ``unwrapped`` with the full shapes of parameters that ``deepspeed.zero.Init`` partitioned when it made them."""
+    """Return ``unwrapped`` with the full shapes of what ``deepspeed.zero.Init`` has sharded.
+
+    They have no digest, because each rank has only a shard of their values.
+    """
     live_parameters: dict[str, Any] = dict(model.named_parameters())
     parameters: list[ParameterInfo] = []
     for info in unwrapped.parameters:

@@ -17,8 +17,6 @@ from pytest_distcompat.report.result import Change
 from pytest_distcompat.report.values import ValueChange, value_changes, value_lines
 from pytest_distcompat.status import Verdict
 
-#: The statuses that are less than a verdict of real ranks.
-WEAKER = frozenset({"skipped", "simulated"})
 #: The settings that select cells.
 SELECTING = (
     "strategies",
@@ -177,8 +175,8 @@ def _add_verdict(comparison: Comparison, earlier: Verdict | None, result: Verdic
         _add_red(comparison, earlier, result, change)
     elif earlier is None:
         comparison.new.append(change)
-    elif result.status in WEAKER:
-        if earlier.status not in WEAKER:
+    elif not result.status.conclusive:
+        if earlier.status.conclusive:
             comparison.missing.append(change)
     elif earlier.red or (earlier.status == "known" and result.status == "passed"):
         comparison.fixed.append(change)

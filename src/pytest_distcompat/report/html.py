@@ -20,7 +20,7 @@ from pytest_distcompat.report.result import by_reason, check_order, not_applicab
 from pytest_distcompat.report.settings import settings_tables
 from pytest_distcompat.report.text import counts_text, follows
 from pytest_distcompat.report.trend import KINDS, Trend, changes
-from pytest_distcompat.status import Status, Verdict
+from pytest_distcompat.status import Status, Verdict, all_statuses, explained_statuses
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 #: The page may load nothing. Its own script sets bars and colours.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
-#: The statuses whose reasons the page lists.
-_WITH_REASONS = (Status.KNOWN, Status.SIMULATED, Status.SKIPPED, Status.REFUSED)
 #: A URL in a text, without the punctuation after it. The script has the same.
 _URL = re.compile(r"(https?://[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}])")
 
@@ -57,9 +55,9 @@ def html(report: Report) -> str:
         # Where a tile leads without the script, to the first verdict of its driver and strategy.
         anchors=_anchors(report.results),
         causes=causes(report.results),
-        reasons=[(status, by_reason(report.results, status)) for status in _WITH_REASONS],
+        reasons=[(status, by_reason(report.results, status)) for status in explained_statuses()],
         not_applicable=not_applicable_reasons(report.rows),
-        statuses=list(Status),
+        statuses=all_statuses(),
         facets=_axes(report.results),
         place=place,
         linked=linked,

@@ -30,7 +30,7 @@ class Row:
         steps: Curves such as the loss: a number for each step.
         memory: The peak memory of each rank, in bytes.
         tensor_bytes: The bytes of each kind of tensor, by rank.
-        sent: What rank 0 sends in a simulated step, by kind of collective and mesh dimension.
+        sent: What rank 0 sends in a step without values, by kind of collective and mesh dimension.
         values: What a training in float32 computes and saves, to the last bit: ``digests``, ``numbers`` and ``files``.
     """
 
@@ -199,4 +199,4 @@ class Change:
 def _word(status: str) -> str:
     if not status:
         return "none"
-    return Status(status).word
+    return Status.from_name(status).word

@@ -1,4 +1,4 @@
-"""Table setting x strategy of the cells that set fields of libraries, and those of its rows that fail or are refused."""
+"""Tables of the cells that set fields of libraries: settings as rows, strategies as columns."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from pytest_distcompat.status import Status, Verdict
 
 
 def settings_tables(results: Iterable[Verdict]) -> list[Table]:
-    """Return, for each suite that ran settings, their worst verdicts: a row for each setting, a column for each strategy.
+    """Return a table for each suite that has cells with settings.
 
-    Settings of one cell are one row. A refusal counts as worse than a success, so that its message is found.
+    It has a row for each setting, a column for each strategy, and in each place the worst verdict
+    of all checks. If a cell has several settings, they share a row. A refusal is worse than a
+    success, so that its message is not lost.
     """
-    of_settings = [result for result in results if facets(result.cell).get("set")]
-    results_by_suite = grouped(((result.suite, result.place), result) for result in of_settings)
+    with_settings = [result for result in results if facets(result.cell).get("set")]
+    results_by_suite = grouped(((result.suite, result.place), result) for result in with_settings)
     return [_table(suite_results) for suite_results in results_by_suite.values()]
 
 
 @dataclass(frozen=True)
 class FailingSetting:
-    """A setting that fails or is refused, or several of one cell, joined by ``+``.
+    """A setting that fails or is refused under some strategy.
 
     Attributes:
-        setting: Its name.
-        verdicts: The verdict on each strategy under which it fails or is refused.
+        setting: The name of the setting; of several settings of one cell the names, joined by
+            ``+``.
+        verdicts: By strategy the verdict, where it is a failure or a refusal.
     """
 
     setting: str
@@ -35,12 +38,12 @@ class FailingSetting:
 
     @property
     def red(self) -> bool:
-        """Tell whether it fails under any strategy."""
+        """Tell whether the setting fails under any strategy."""
         return any(verdict.red for verdict in self.verdicts.values())
 
 
 def failing(table: Table) -> list[FailingSetting]:
-    """Return the settings that fail or are refused; those that fail come first."""
+    """Return the settings of a table that fail or are refused; those that fail come first."""
     rows = []
     for setting in table.cells:
         verdicts = {}
@@ -54,11 +57,12 @@ def failing(table: Table) -> list[FailingSetting]:
 
 
 def _table(results: Iterable[Verdict]) -> Table:
+    """Return the table of one suite, from all verdicts of cells with settings."""
     worst: dict[tuple[str, str], Verdict] = {}
     for result in results:
         cell = facets(result.cell)
         key = (_setting_names(str(cell["set"])), str(cell["strategy"]))
-        if key not in worst or _rank(result) > _rank(worst[key]):
+        if key not in worst or _badness(result) > _badness(worst[key]):
             worst[key] = result
     settings = dict.fromkeys(setting for setting, _ in worst)
     strategies = dict.fromkeys(strategy for _, strategy in worst)
@@ -66,10 +70,11 @@ def _table(results: Iterable[Verdict]) -> Table:
 
 
 def _setting_names(option: str) -> str:
-    """Return the names in a cell's option ``set`` without their values: ``a + b`` of ``a=1+b=2``."""
+    """Return the names in a cell's option ``set`` without the values: ``a + b`` for ``a=1+b=2``."""
     names = [setting.partition("=")[0] for setting in option.split("+")]
     return " + ".join(names)
 
 
-def _rank(verdict: Verdict) -> tuple[int, bool]:
+def _badness(verdict: Verdict) -> tuple[int, bool]:
+    """Return what verdicts are compared by; of a worse one it is larger."""
     return verdict.status.weight, verdict.status is not Status.PASSED

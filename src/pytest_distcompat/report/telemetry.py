@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of a session: the session, its runs and its verdicts, with the device-seconds of each verdict."""
+"""OpenTelemetry spans of a session, its verdicts and its runs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from pytest_distcompat.grouping import grouped
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.status import Verdict
 
 #: Variables that name a collector
 #: (https://opentelemetry.io/docs/languages/sdk-configuration/otlp-exporter/#otel_exporter_otlp_endpoint).
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-#: How many spans one request has: the SDK's own default of a batch.
+#: How many spans one request has at most: the default of OpenTelemetry's SDK.
 BATCH = 512
 
 
 def with_device_seconds(
     results: Sequence[Verdict], timeline: Iterable[Mapping[str, Any]]
 ) -> list[Verdict]:
-    """Return the verdicts with the seconds of all devices that their items leased, by ``report.session["timeline"]``."""
+    """Return the verdicts with their device-seconds: the time for which their item leased devices.
+
+    Args:
+        results: The verdicts.
+        timeline: The leases of the session, as in ``report.session["timeline"]``.
+    """
     seconds: Counter[str] = Counter()
     for entry in timeline:
         seconds[entry["who"]] += (entry["end"] - entry["begin"]) * entry.get("part", 1)
@@ -36,10 +40,13 @@ def with_device_seconds(
 
 
 def send(report: Report) -> str:
-    """Send the spans to the collector that the environment names; return what to tell the user, empty if it names none.
+    """Send the spans to the collector that OpenTelemetry's own environment variables name.
 
-    The variables are OpenTelemetry's own. ``TRACEPARENT`` makes a span of the CI job the parent of the session's
+    If ``TRACEPARENT`` is set, the session's span is a child of that span, such as the CI job's
     (https://www.w3.org/TR/trace-context/).
+
+    Returns:
+        A message for the user; empty if no collector is named.
     """
     endpoint = _endpoint()
     if not endpoint or _switched_off():
@@ -62,7 +69,7 @@ def send(report: Report) -> str:
 
 
 def _endpoint() -> str:
-    """Return the collector that the environment names, empty if it names none."""
+    """Return the URL of the collector, empty if the environment names none."""
     for variable in ENDPOINTS:
         if os.environ.get(variable):
             return os.environ[variable]
@@ -75,7 +82,11 @@ def _switched_off() -> bool:
 
 
 def _spans(report: Report) -> list[Any]:
-    """Return the ended spans: the session; below it each verdict, and below that the runs that it was the first to need."""
+    """Return the spans of a report, ready to be sent.
+
+    The session's span is the root. Its children are the spans of verdicts, and theirs the spans of
+    the runs that they started.
+    """
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     session = report.session
@@ -102,7 +113,15 @@ def _spans(report: Report) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Span:
-    """A span as this report has it: times are seconds since the session began; ``error`` is empty for a success."""
+    """What a span says.
+
+    Attributes:
+        name: Its name.
+        begin: When it began, in seconds since the session began.
+        end: When it ended, in seconds since the session began.
+        attributes: Its attributes.
+        error: What failed; empty for a success.
+    """
 
     name: str
     begin: float
@@ -112,7 +131,7 @@ class _Span:
 
 
 class _Recorder:
-    """Spans in memory, of one session.
+    """Makes OpenTelemetry's spans of one session, and keeps them in memory.
 
     Args:
         session: The report's session.
@@ -131,13 +150,12 @@ class _Recorder:
         self._exporter = InMemorySpanExporter()
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self._tracer = provider.get_tracer("pytest_distcompat")
-        # Before Python 3.11 a final Z is not read.
-        self._session_began = datetime.fromisoformat(
-            session["began"].replace("Z", "+00:00")
-        ).timestamp()
+        # Python 3.10 does not read a final Z.
+        began = session["began"].replace("Z", "+00:00")
+        self._session_began = datetime.fromisoformat(began).timestamp()
 
     def record(self, span: _Span, parent: Any) -> Any:
-        """Record a span below the one of the context ``parent``; return its own context."""
+        """Record a child of the span with the context ``parent``; return the child's context."""
         from opentelemetry import trace
 
         attributes = {}
@@ -154,11 +172,11 @@ class _Recorder:
         return trace.set_span_in_context(recorded)
 
     def ended_spans(self) -> list[Any]:
-        """Return all that was recorded."""
+        """Return all spans that were recorded."""
         return list(self._exporter.get_finished_spans())
 
     def _nanoseconds(self, seconds: float) -> int:
-        """Return the time since 1970 in nanoseconds, of one in seconds since the session began."""
+        """Return nanoseconds since 1970 for seconds since the session began."""
         return int((self._session_began + seconds) * 1e9)
 
 
@@ -171,7 +189,7 @@ def _verdict_span(result: Verdict) -> _Span:
         "nodeid": result.nodeid,
         "rank": result.rank,
         "device_seconds": result.device_seconds,
-        "status": result.status.value,
+        "status": result.status.name,
     }
     end = result.began + result.seconds
     error = result.headline if result.red else ""
@@ -179,12 +197,27 @@ def _verdict_span(result: Verdict) -> _Span:
 
 
 def _run_spans(timeline: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, _Span]]:
-    """Yield the node id of the item that needed each run, and the run's span: from all leases of the same time."""
-    leases = grouped(((lease["who"], lease["begin"], lease["end"]), lease) for lease in timeline)
-    for (nodeid, begin, end), together in leases.items():
-        devices = [lease["device"] for lease in together]
-        # A place is a part of a GPU that runs share.
-        parts = [lease.get("part", 1) for lease in together]
-        device_seconds = round((end - begin) * sum(parts), 3)
-        attributes = {"nodeid": nodeid, "devices": devices, "device_seconds": device_seconds}
-        yield nodeid, _Span("run", begin, end, attributes)
+    """Yield the span of each run, with the node id of the item that started it.
+
+    The timeline has an entry for each device of a run. All of them have the same times.
+    """
+    leases_by_run: dict[_Run, list[Mapping[str, Any]]] = {}
+    for lease in timeline:
+        run = _Run(lease["who"], lease["begin"], lease["end"])
+        leases_by_run.setdefault(run, []).append(lease)
+    for run, leases in leases_by_run.items():
+        devices = [lease["device"] for lease in leases]
+        # Runs can share a GPU, and then each leases a part of it.
+        parts = [lease.get("part", 1) for lease in leases]
+        device_seconds = round((run.end - run.begin) * sum(parts), 3)
+        attributes = {"nodeid": run.nodeid, "devices": devices, "device_seconds": device_seconds}
+        yield run.nodeid, _Span("run", run.begin, run.end, attributes)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run, as the leases of its devices show it; times are seconds since the session began."""
+
+    nodeid: str
+    begin: float
+    end: float

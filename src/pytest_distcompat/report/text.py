@@ -11,7 +11,7 @@ from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import Row, Table, by_reason, not_applicable_reasons, tables
 from pytest_distcompat.report.settings import failing, settings_tables
-from pytest_distcompat.status import Status, Verdict
+from pytest_distcompat.status import Status, Verdict, all_statuses, explained_statuses
 
 #: A text and its style: ``good``, ``known``, ``bad``, ``dim``, ``head`` or nothing.
 Span = tuple[str, str]
@@ -19,13 +19,6 @@ Line = tuple[Span, ...]
 #: An entry of a report's runs, timeline or gaps.
 _Entry = dict[str, Any]
 
-#: The statuses whose reasons are listed, each with the word before them.
-_TITLES = {
-    "known": "known",
-    "simulated": "weaker than ok",
-    "skipped": "not run",
-    "refused": "refused",
-}
 #: How many of the slowest runs, and of the causes of failure, are shown.
 SLOWEST = 5
 CAUSES = 20
@@ -58,9 +51,9 @@ def matrix_text(
     for table in tables(results):
         yield _line(table.title, "head")
         yield from _blocks(table, width)
-        for status, title in _TITLES.items():
+        for status in explained_statuses():
             for reason, names in by_reason(table.results, status).items():
-                yield _line(f"  {title}: {reason} [{shortened(names)}]")
+                yield _line(f"  {status.heading}: {reason} [{shortened(names)}]")
         for (check, reason), names in not_applicable_reasons(_rows_of(table, all_rows)).items():
             yield _line(f"  not applicable: {check}: {reason} [{shortened(names)}]", "dim")
 
@@ -274,7 +267,7 @@ def counts_text(report: Report) -> str:
     if count_by_name["unreached"]:
         parts.append(f"{count_by_name['unreached']} not reached")
     other_statuses = []
-    for status in Status:
+    for status in all_statuses():
         if status is not Status.SKIPPED:
             other_statuses.append(status)
     statuses = []

@@ -1,4 +1,4 @@
-"""The tracer of a rank: which lines and branches of the stack each action executes, by the package coverage."""
+"""Records by coverage.py which lines and branches of libraries each action of a rank executes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from pytest_distcompat.ext.reach.libraries import FileId, installed_libraries
 from pytest_distcompat.ext.reach.rank_files import reach_file
 from pytest_distcompat.recording import RecordedRank
 
-#: The actions before a rank's first one and after its last: the driver is made, the process group is left.
+#: What is executed before the first action of a rank (the driver is made) and after its last (the
+#: process group is left) is recorded under these names.
 BEFORE, AFTER = "start", "end"
-#: What coverage would say on the rank's stderr: nothing was executed, or that contexts are incomplete with sys.monitoring,
-#: which ``restart_monitoring`` sees to.
+#: Warnings that coverage would print to the rank's stderr: that nothing was executed, which is no
+#: problem here, and that contexts are incomplete with sys.monitoring, which ``restart_monitoring``
+#: prevents.
 _WARNINGS = ["no-data-collected", "no-sysmon-context", "module-not-measured", "already-imported"]
 
 
 def kind_of_action(action: str) -> str:
-    """Return an action without the arguments of a call: ``call step(clip='no')`` is ``call step``."""
+    """Return an action without its arguments: ``call step`` for ``call step(clip='no')``."""
     return action.partition("(")[0]
 
 
 class RankTracer:
     """Traces this process from ``start`` to ``stop``, which writes the rank's file.
 
-    coverage has two cores: from Python 3.14 on ``sys.monitoring``, before that its tracer in C.
-    https://coverage.readthedocs.io/en/latest/config.html#run-core
+    coverage traces with ``sys.monitoring`` from Python 3.14 on, before that with a tracer in C:
+    https://coverage.readthedocs.io/en/latest/config.html#run-core.
     """
 
     def __init__(self, driver: str, cell: str, path: Path) -> None:
@@ -36,58 +38,64 @@ class RankTracer:
         self._head = {"driver": driver, "cell": cell}
         self._path = path
         self._libraries = installed_libraries()
-        # A pattern means to coverage what it means to pathlib. By all files' names a rank would begin half a second later.
-        patterns = [
-            f"{directory}/{part}"
-            for library, directory in self._libraries.items()
-            for part in library.parts
-        ]
+        # Patterns, because a list of all files would delay the start of a rank by half a second.
+        # coverage reads the patterns in ``parts`` as pathlib does.
+        patterns: list[str] = []
+        for library, directory in self._libraries.items():
+            patterns += [f"{directory}/{part}" for part in library.parts]
         self._coverage = Coverage(data_file=None, config_file=False, branch=True, include=patterns)
         self._coverage.set_option("run:disable_warnings", _WARNINGS)
 
     def start(self) -> None:
-        """Begin to trace, in an action of its own before the first."""
+        """Begin to trace; what is executed before the first action is recorded as ``BEFORE``."""
         self._coverage.start()
         self.switch(BEFORE)
 
     def switch(self, action: str) -> None:
-        """Record what is executed from now on for this action, an empty one after the last."""
-        # Not by a stop and a start: a trainer whose loop reports its steps goes on in functions that it has entered before.
+        """Record what is executed from now on under this action; empty after the last one."""
+        # coverage is not stopped and started again: it would miss what a trainer with a loop of its
+        # own executes in functions that it entered in an earlier action.
         self._coverage.switch_context(kind_of_action(action) or AFTER)
         restart_monitoring()
 
     def stop(self) -> None:
-        """End the trace, and write what each action executed."""
+        """Stop to trace, and write what each action executed."""
         self._coverage.stop()
         text = json.dumps({**self._head, **self._reached()}, separators=(",", ":"))
-        # Under this name it is whole: a rank may be killed at any moment.
+        # Renamed when it is complete, because a rank may be killed at any moment.
         partial = self._path.with_suffix(".part")
         partial.write_text(text, encoding="utf-8")
         partial.rename(self._path)
 
     def _reached(self) -> dict[str, Any]:
-        """Return the files, and for each action the arcs of each file, by its number: from, to, from, to and so on."""
+        """Return the contents of the rank's file.
+
+        ``files`` are the library and path of each file. ``actions`` are the executed arcs by action
+        and by the number of the file, as line numbers: from, to, from, to, and so on.
+        """
         data = self._coverage.get_data()
         names = sorted(data.measured_files())
         files = [self._file_id(Path(name)) for name in names]
         actions: dict[str, dict[int, list[int]]] = {}
         for action in sorted(data.measured_contexts()):
             data.set_query_context(action)
-            arcs_of: dict[int, list[int]] = {}
+            lines_by_file: dict[int, list[int]] = {}
             for number, name in enumerate(names):
                 arcs = data.arcs(name)
                 if arcs:
-                    arcs_of[number] = [line for arc in sorted(arcs) for line in arc]
-            actions[action] = arcs_of
+                    lines: list[int] = []
+                    for start, end in sorted(arcs):
+                        lines += [start, end]
+                    lines_by_file[number] = lines
+            actions[action] = lines_by_file
         return {"files": [[file.library, file.path] for file in files], "actions": actions}
 
     def _file_id(self, path: Path) -> FileId:
-        library, directory = next(
-            (library, directory)
-            for library, directory in self._libraries.items()
-            if path.is_relative_to(directory)
-        )
-        return FileId(library.name, path.relative_to(directory).as_posix())
+        """Return the library of a measured file, and the file's path in it."""
+        for library, directory in self._libraries.items():
+            if path.is_relative_to(directory):
+                return FileId(library.name, path.relative_to(directory).as_posix())
+        raise ValueError(f"{path} is in no traced library")
 
 
 def rank_tracer(rank: RecordedRank) -> RankTracer:
@@ -96,10 +104,10 @@ def rank_tracer(rank: RecordedRank) -> RankTracer:
 
 
 def restart_monitoring() -> None:
-    """Have ``sys.monitoring`` report again what it reported in the action before.
+    """Let ``sys.monitoring`` report lines that an earlier action has executed already.
 
-    coverage turns off the event of a line that it has seen once, for a line's context does not matter to it there.
-    https://docs.python.org/3/library/sys.monitoring.html#sys.monitoring.restart_events
+    With this core coverage turns the event of a line off once it has seen it, whatever the context:
+    https://docs.python.org/3/library/sys.monitoring.html#sys.monitoring.restart_events.
     """
     monitoring = getattr(sys, "monitoring", None)
     if monitoring is not None:

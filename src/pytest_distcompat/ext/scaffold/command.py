@@ -105,10 +105,10 @@ def _write(root: Path, path: Path, text: str, *, dry_run: bool) -> None:
     elif dry_run:
         print(f"would write {path}")
     else:
-        print(f"wrote {path}")
         with named_in_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
 
 
 @dataclass(frozen=True)

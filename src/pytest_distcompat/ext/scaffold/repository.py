@@ -11,14 +11,14 @@ from pathlib import Path
 
 from pytest_distcompat.ext.scaffold.pytest_settings import Settings, relative, settings_of
 
-#: Library to the built-in driver; a library comes before those that it uses.
+#: The built-in driver for each library. A library comes before those that it is built on.
 DRIVERS = {
     "transformers": "trainer",
     "accelerate": "accelerate",
     "deepspeed": "deepspeed",
     "torch": "torch",
 }
-#: What wraps a model, to its strategy.
+#: The strategy of each function or class that wraps a model.
 STRATEGY_OF = {
     "fully_shard": "fsdp2",
     "FullyShardedDataParallel": "fsdp1",
@@ -30,7 +30,13 @@ _FOREIGN = {"node_modules", "build", "dist", "site-packages", "docs"}
 
 @dataclass(frozen=True)
 class Class:
-    """Class of the repository, by its import name, which is relative to ``top``, a directory below the root."""
+    """A class of the repository, as an import statement names it.
+
+    Attributes:
+        module: The dotted name of the module.
+        name: The class.
+        top: The directory that must be on ``sys.path``, relative to the repository's root.
+    """
 
     module: str
     name: str
@@ -39,11 +45,21 @@ class Class:
 
 @dataclass(frozen=True)
 class Repository:
-    """Facts about a repository; ``tests`` is relative to ``root``.
+    """Facts about a repository. Of several classes of a kind, one outside the tests is preferred.
 
-    ``driver`` is the first subclass of Driver, ``trainer`` of ``transformers.Trainer``, ``loop`` the first
-    module that calls ``backward``, tests last, by the strategy that it names. ``nameless`` are messages about classes in files
-    that cannot be imported. ``pythonpath`` are the directories that pytest already puts on ``sys.path``.
+    Attributes:
+        root: The repository's directory. Other paths are relative to it.
+        tests: The directory of the tests.
+        settings: The settings of pytest.
+        imports: The libraries of ``DRIVERS`` that any file imports.
+        driver: The first subclass of ``Driver``.
+        trainer: The first subclass of ``transformers.Trainer``.
+        loop: The first module with a training loop; its ``name`` is the strategy of the loop.
+        nameless: Messages about classes in files that no import statement can name.
+        on_github: Whether the repository is hosted on GitHub.
+        importlib_mode: Whether pytest imports tests with ``--import-mode=importlib``.
+        installs: Whether pip can install the repository.
+        pythonpath: The directories that pytest already puts on ``sys.path``.
     """
 
     root: Path
@@ -62,7 +78,7 @@ class Repository:
 
 @dataclass
 class _Inspection:
-    """What the Python files of a repository contain, added up file by file."""
+    """What the Python files of a repository contain; ``add`` collects it file by file."""
 
     root: Path
     tests: Path
@@ -72,7 +88,11 @@ class _Inspection:
     nameless: list[str] = field(default_factory=list)
 
     def add(self, path: Path) -> None:
-        """Add what a file contains. Raises OSError, SyntaxError, ValueError or RecursionError if it cannot be parsed."""
+        """Add what a file contains.
+
+        Raises:
+            OSError, SyntaxError, ValueError, RecursionError: If the file cannot be parsed.
+        """
         tree = ast.parse(path.read_text(encoding="utf-8"))
         self.imports |= set(_imports(tree)) & set(DRIVERS)
         module, top = _module(self.root, self.tests, path)
@@ -91,13 +111,17 @@ class _Inspection:
 
 
 def inspect_repository(root: Path) -> Repository:
-    """Inspect a repository by reading its files; nothing is imported or run. Raises UsageProblem."""
+    """Inspect a repository by reading its files; nothing is imported or run.
+
+    Raises:
+        UsageProblem: If pytest's settings cannot be read.
+    """
     settings = settings_of(root)
     settings_directory = relative(settings.file.parent, root)
     tests = _tests_directory(root, settings, settings_directory)
     inspection = _Inspection(root, tests)
-    for path in _tests_last(root, tests):
-        # Skip dangling links, directories named *.py and files that are no Python.
+    for path in _own_files_tests_last(root, tests):
+        # Skip dangling links, directories named *.py and files that are not valid Python.
         with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
             inspection.add(path)
     pythonpath = [
@@ -120,9 +144,9 @@ def inspect_repository(root: Path) -> Repository:
 
 
 def _tests_directory(root: Path, settings: Settings, settings_directory: Path) -> Path:
-    """Return the directory of the tests, relative to the root: the first that exists, ``tests`` if none does."""
+    """Return the directory of the tests, relative to the root; ``tests`` if none exists."""
     candidates = ["tests", "test"]
-    # The settings may belong to a directory above, and then name that one's tests.
+    # Settings found in a directory above the root name the tests of that directory.
     if settings_directory == Path():
         candidates = [*settings.listed("testpaths"), *candidates]
     for name in candidates:
@@ -131,20 +155,24 @@ def _tests_directory(root: Path, settings: Settings, settings_directory: Path) -
     return Path("tests")
 
 
-def _tests_last(root: Path, tests: Path) -> list[Path]:
-    """Return the repository's own Python files, tests last: a class there may be a test double."""
+def _own_files_tests_last(root: Path, tests: Path) -> list[Path]:
+    """Return the repository's own Python files.
+
+    Tests come last, because a class there may be a test double.
+    """
 
     def is_test(path: Path) -> bool:
         return tests in path.relative_to(root).parents
 
-    return sorted(_own(root), key=is_test)
+    return sorted(_own_files(root), key=is_test)
 
 
-def _own(root: Path) -> Iterator[Path]:
-    """Yield the repository's own Python files: none of virtual environments, build and hidden directories."""
+def _own_files(root: Path) -> Iterator[Path]:
+    """Yield the Python files outside virtual environments, build and hidden directories."""
     for path in sorted(root.rglob("*.py")):
         directories = path.relative_to(root).parts[:-1]
-        if not _in_environment(root, directories) and not any(map(_is_foreign, directories)):
+        is_foreign = any(_is_foreign(directory) for directory in directories)
+        if not is_foreign and not _in_environment(root, directories):
             yield path
 
 
@@ -169,12 +197,15 @@ def _can_be_installed(root: Path) -> bool:
 
 
 def _is_importable(module: str) -> bool:
-    """Tell whether an import statement can name the module: ``train-gpt.py`` has no such name."""
-    return all(part.isidentifier() and not keyword.iskeyword(part) for part in module.split("."))
+    """Tell whether an import statement can name the module, as none can name ``train-gpt.py``."""
+    for part in module.split("."):
+        if not part.isidentifier() or keyword.iskeyword(part):
+            return False
+    return True
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """Yield the top-level names of the packages that a module imports; relative imports are left out."""
+    """Yield the top-level packages that a module imports; relative imports are left out."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -184,7 +215,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 
 def _classes(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) for each subclass of a ``trainer`` or ``driver`` at the top level of a module."""
+    """Yield (kind, name) of each ``trainer`` or ``driver`` class at the top level of a module."""
     imports_distcompat = "pytest_distcompat" in _imports(tree)
     trainers = set(_trainers(tree))
     for node in tree.body:
@@ -198,10 +229,10 @@ def _classes(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _strategy_of_loop(tree: ast.Module) -> str:
-    """Return the strategy of a module with a training loop, that is one that calls ``backward``.
+    """Return the strategy of a module's training loop, which is a module that calls ``backward``.
 
     Returns:
-        The strategy whose wrapper the module names, ``ddp`` if it names none; empty if it has no loop.
+        The strategy whose wrapper the module names; ``ddp`` if it names none; empty without a loop.
     """
     if not _calls_backward(tree):
         return ""
@@ -236,7 +267,10 @@ def _identifiers(tree: ast.Module) -> Iterator[str]:
 
 
 def _trainers(tree: ast.Module) -> Iterator[str]:
-    """Yield the names under which a module knows ``transformers.Trainer``; Lightning has a Trainer too."""
+    """Yield the names by which a module's code refers to ``transformers.Trainer``.
+
+    The import decides, because other libraries, such as Lightning, have a ``Trainer`` too.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -255,11 +289,12 @@ def _is_from_transformers(node: ast.ImportFrom) -> bool:
 
 
 def _module(root: Path, tests: Path, path: Path) -> tuple[str, Path]:
-    """Return the import name of a module and the directory that it is relative to."""
+    """Return a file's dotted module name, and the directory that must be on ``sys.path`` for it."""
     top = path.parent
     while (top / "__init__.py").exists() and top != root:
         top = top.parent
-    if tests in path.relative_to(root).parents and (root / tests / "__init__.py").exists():
+    is_test = tests in path.relative_to(root).parents
+    if is_test and (root / tests / "__init__.py").exists():
         top = root
     module = ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__")
     return module, top.relative_to(root)

@@ -1,4 +1,4 @@
-"""Check that the model a script leaves in its output directory loads, and that it holds the trained values."""
+"""Check of the model in a script's output directory: it loads, and has the trained values."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import and_others, named_ranks
-from pytest_distcompat.checks._values import adapter_name
 from pytest_distcompat.checks.export import names_in, same_values
 from pytest_distcompat.decode import decode
 from pytest_distcompat.ext.scripts.recorder import END, STRIDE
-from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, UnwrappedInfo
+from pytest_distcompat.model_values import adapter_name
+from pytest_distcompat.trace import FileInfo, ParameterInfo, RunTrace, Snapshot, UnwrappedInfo
 
 
 def check_final_model(
@@ -25,12 +25,21 @@ def check_final_model(
     *,
     saved_name: Callable[[str], str],
 ) -> list[str]:
-    """Return what is wrong with the model that the run left at ``path``; an empty list if it is sound.
+    """Return what is wrong with the model that a run left; an empty list if it is sound.
 
-    Its weights load by the class of sentence-transformers that wrote them, by transformers' ``from_pretrained`` (or,
-    without a ``config.json``, as a DCP, safetensors or torch file), no key is missing, unexpected or of another shape, and
-    each parameter and persistent buffer equals the trained one after the last step. ``checkpoints`` are no part of it;
-    ``read`` sends a request to ``scripts.reading``.
+    It is sound if it loads, if no key is missing, unexpected or of another shape, and if each
+    parameter and persistent buffer equals the trained one after the last step. It is loaded by the
+    class of sentence-transformers that wrote it, by transformers' ``from_pretrained``, or, without
+    a ``config.json``, as a DCP, safetensors or torch file.
+
+    Args:
+        run: The run that trained.
+        cell: The cell in which it trained.
+        path: The directory or file of the model; None if it is unknown.
+        checkpoints: Directories below ``path`` that do not belong to the model.
+        read: Sends a request to ``scripts.reading``, which loads the model in another process, and
+            returns the answer.
+        saved_name: Maps a key of the files to the name in the unwrapped model.
     """
     if path is None:
         return ["the directory of the final model is unknown: pass launch(output=...)"]
@@ -45,10 +54,14 @@ def check_final_model(
 def _compare(
     run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Callable[[str], str]
 ) -> Iterator[str]:
-    """Yield the differences between the trained model and the one that was read.
+    """Yield the differences between the trained model and the one that was left.
 
-    ``read`` is what ``scripts.reading`` answered. ``stored`` in it says that the values are those of the files themselves,
-    under the names that stand there, and not those of a model that a library made of them.
+    Args:
+        run: The run that trained.
+        cell: The cell in which it trained.
+        read: The answer of ``scripts.reading``. If ``stored`` in it is true, the values are those
+            of the files, under the files' keys; otherwise those of a model that a library loaded.
+        saved_name: Maps a key of the files to the name in the unwrapped model.
     """
     for title in ("missing", "unexpected", "mismatched"):
         if read[title]:
@@ -60,37 +73,52 @@ def _compare(
         return
     files = [decode(FileInfo, file).renamed(saved_name) for file in read["files"]]
     if read["renamed_by_library"]:
-        # What the library's own class loads has the library's names; the values below show whether it loads all.
+        # The library saves under names of its own, so any name is right here. Whether the files
+        # have all values shows below.
         written_names = tuple(sorted(_model_keys(files)))
         unwrapped = dataclasses.replace(unwrapped, written_names=written_names)
     yield from names_in(cell, unwrapped, files)
-    last = max(run.indices("step"), default=0) // STRIDE
-    trained = list(_trained(run, last))
+    last_step = max(run.indices("step"), default=0) // STRIDE
+    trained = list(_trained(run, last_step))
     if len(trained) < run.world_size:
-        yield _missing_model(run, trained, last)
+        yield _missing_model(run, trained, last_step)
         return
     loaded = _loaded_model(unwrapped, read, saved_name)
-    only = None
-    if read["stored"] and cell.option("lora"):
-        # The adapter alone, as PEFT names it; the model below it was there before.
-        trainable = [info.name for info in unwrapped.parameters if info.trainable]
-        name_by_adapter_name = {adapter_name(name): name for name in trainable}
-        loaded = _renamed(loaded, lambda key: name_by_adapter_name.get(key, key))
-        only = set(trainable)
+    only_adapter = read["stored"] and cell.option("lora")
+    if only_adapter:
+        loaded = _with_names_of_adapted(unwrapped, loaded)
     yield from _untied(unwrapped, loaded)
     loaded = _under_first_names(unwrapped, loaded)
-    # The check of exports compares two runs: here one that trains and saves, and one that loads.
-    end = last * STRIDE + END
+    # The check ``export`` compares a run that trains and saves with a run that loads.
+    end = last_step * STRIDE + END
     saved = [Snapshot(0, "train", "files", end + nth, files=tuple(files)) for nth in (1, 2)]
     train = RunTrace("train", run.world_size, (first, *trained, *saved), cell=cell.id)
-    reload = RunTrace(
-        "reload", 1, (Snapshot(0, "reload", "reload", 0, unwrapped=loaded),), cell=cell.id
-    )
-    yield from same_values(train, reload, only=only)
+    reloaded = Snapshot(0, "reload", "reload", 0, unwrapped=loaded)
+    reload = RunTrace("reload", 1, (reloaded,), cell=cell.id)
+    compared_names = _trainable_names(unwrapped) if only_adapter else None
+    yield from same_values(train, reload, only=compared_names)
+
+
+def _trainable_names(unwrapped: UnwrappedInfo) -> set[str]:
+    """Return the names of the parameters that are trained."""
+    names: set[str] = set()
+    for info in unwrapped.parameters:
+        if info.trainable:
+            names.add(info.name)
+    return names
+
+
+def _with_names_of_adapted(unwrapped: UnwrappedInfo, adapter: UnwrappedInfo) -> UnwrappedInfo:
+    """Return what the files of a LoRA adapter hold, by the names in the model with the adapter.
+
+    PEFT saves the adapter only, under shorter names.
+    """
+    name_by_key = {adapter_name(name): name for name in _trainable_names(unwrapped)}
+    return _renamed(adapter, lambda key: name_by_key.get(key, key))
 
 
 def _model_keys(files: Iterable[FileInfo]) -> set[str]:
-    """Return the keys under which the files hold tensors of a model."""
+    """Return the keys of the files that hold a model, rather than optimizer state."""
     keys: set[str] = set()
     for file in files:
         if file.holds == "model":
@@ -99,7 +127,13 @@ def _model_keys(files: Iterable[FileInfo]) -> set[str]:
 
 
 def _missing_model(run: RunTrace, trained: Iterable[Snapshot], last: int) -> str:
-    """Return a message that some ranks had no model any more at the end, so that their last values are unknown."""
+    """Return a message that the model of some ranks was not recorded after the last step.
+
+    Args:
+        run: The run.
+        trained: The snapshots of the ranks that had their model.
+        last: The last step.
+    """
     recorded = {snapshot.rank for snapshot in trained}
     gone = [rank for rank in range(run.world_size) if rank not in recorded]
     ranks = named_ranks(gone, run.world_size)
@@ -109,8 +143,12 @@ def _missing_model(run: RunTrace, trained: Iterable[Snapshot], last: int) -> str
 def _loaded_model(
     unwrapped: UnwrappedInfo, read: Mapping[str, Any], saved_name: Callable[[str], str]
 ) -> UnwrappedInfo:
-    """Return the model that was read, with the unwrapped model's names in place of those that the script saves under."""
-    # A library may load names that it has mapped when it saved; what it still calls otherwise is a part of the model by itself.
+    """Return the model that was read, with the names of the unwrapped model.
+
+    The arguments are those of ``_compare``.
+    """
+    # A library that loads a model may have mapped the files' keys back already. A name of the
+    # unwrapped model stays as it is then.
     already_unwrapped: set[str] = set()
     if not read["stored"]:
         already_unwrapped.update(info.name for info in (*unwrapped.parameters, *unwrapped.buffers))
@@ -124,7 +162,7 @@ def _loaded_model(
 
 
 def _untied(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> Iterator[str]:
-    """Yield a finding for each name of a tied tensor that was saved with other values than its first name."""
+    """Yield a finding for each tied tensor that was saved with different values under its names."""
     digests = {info.name: info.digest for info in (*loaded.parameters, *loaded.buffers)}
     for names in unwrapped.tied:
         saved = [name for name in names if name in digests]
@@ -134,9 +172,10 @@ def _untied(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> Iterator[str]:
 
 
 def _under_first_names(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> UnwrappedInfo:
-    """Return the loaded model with each tied tensor once, under the name that the trained model's parameters have.
+    """Return the loaded model with each tied tensor once, under its first name.
 
-    A state dict has all names of a tensor (``torch.nn.Module.state_dict``), ``named_parameters`` the first one alone.
+    ``torch.nn.Module.state_dict`` has all names of a tied tensor, ``named_parameters`` the first
+    only.
     """
     first_names: dict[str, str] = {}
     for tied_names in unwrapped.tied:
@@ -146,17 +185,22 @@ def _under_first_names(unwrapped: UnwrappedInfo, loaded: UnwrappedInfo) -> Unwra
     return dataclasses.replace(renamed, parameters=tuple(parameters.values()))
 
 
-def _renamed(unwrapped: UnwrappedInfo, name: Callable[[str], str]) -> UnwrappedInfo:
+def _renamed(unwrapped: UnwrappedInfo, new_name: Callable[[str], str]) -> UnwrappedInfo:
     """Return the model with other names for its parameters and buffers."""
-    parameters = tuple(
-        dataclasses.replace(info, name=name(info.name)) for info in unwrapped.parameters
-    )
-    buffers = tuple(dataclasses.replace(info, name=name(info.name)) for info in unwrapped.buffers)
-    return dataclasses.replace(unwrapped, parameters=parameters, buffers=buffers)
+    parameters: list[ParameterInfo] = []
+    for info in unwrapped.parameters:
+        parameters.append(dataclasses.replace(info, name=new_name(info.name)))
+    buffers: list[ParameterInfo] = []
+    for info in unwrapped.buffers:
+        buffers.append(dataclasses.replace(info, name=new_name(info.name)))
+    return dataclasses.replace(unwrapped, parameters=tuple(parameters), buffers=tuple(buffers))
 
 
 def _trained(run: RunTrace, last: int) -> Iterator[Snapshot]:
-    """Yield each rank's latest snapshot of all values since the last step, as one of an export after that step."""
+    """Yield the latest snapshot with a model of each rank after the last step.
+
+    It is labeled as the snapshot of an export after that step, which the check ``export`` reads.
+    """
     latest: dict[int, Snapshot] = {}
     for snapshot in run.snapshots:
         if snapshot.model is None or snapshot.index // STRIDE != last:

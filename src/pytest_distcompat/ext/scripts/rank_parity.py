@@ -1,20 +1,23 @@
-"""Parity of a script on one rank and on several with the same global batch: same losses, gradients and final weights."""
+"""Parity of a script on one rank and on several, with the same global batch.
+
+Losses, gradient norms and the final weights of both runs must be the same, within tolerances.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.checks import and_others, message
-from pytest_distcompat.checks._values import Names
 from pytest_distcompat.ext.scripts.launching import Host, check_argument, launch, leave_directory
 from pytest_distcompat.ext.scripts.recorder import STRIDE
 from pytest_distcompat.ext.scripts.result import ScriptRun
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem, hides_frames
+from pytest_distcompat.model_values import Names
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.trace import RunTrace, Snapshot, shard_groups, together
 
@@ -24,7 +27,13 @@ __tracebackhide__ = hides_frames
 
 @dataclass(frozen=True)
 class Weight:
-    """Sums over all elements of a parameter or a buffer: how many these are, their sum, and that of their squares."""
+    """Sums over the elements of a parameter or a buffer, which stand for its values.
+
+    Attributes:
+        numel: The number of elements.
+        total: Their sum.
+        square: The sum of their squares.
+    """
 
     numel: int
     total: float
@@ -33,7 +42,15 @@ class Weight:
 
 @dataclass(frozen=True)
 class Parity:
-    """Two runs of a script, ``one`` on one rank and ``many`` on several, of ``steps`` steps each."""
+    """Two runs of a script that must agree.
+
+    Attributes:
+        one: The run on one rank.
+        many: The run on several ranks.
+        steps: The number of optimizer steps that each run must take.
+        loss_tolerance: How far apart losses may be, relative to those on one rank.
+        norm_tolerance: The same for norms of gradients and weights.
+    """
 
     one: ScriptRun
     many: ScriptRun
@@ -43,7 +60,11 @@ class Parity:
 
     @property
     def findings(self) -> list[str]:
-        """Return what is wrong: the steps of the runs, else the first step that differs, and weights that do in the end."""
+        """Return what is wrong.
+
+        A run that did not take ``steps`` steps is the only finding. Otherwise the findings are
+        those of the first step that differs, and those of the final weights.
+        """
         for title, run in (("on one rank", self.one), ("on several ranks", self.many)):
             problem = run.missing_evidence()
             if problem:
@@ -61,97 +82,150 @@ class Parity:
             raise Incompatible("\n".join((message(findings), *self.many.labels, *logs)))
 
     def _differing_step(self) -> list[str]:
-        """Return the findings of the first step whose loss or gradient norm differs: later ones follow from it."""
+        """Return the findings of the first step that differs; later steps differ because of it."""
         for nth in range(self.steps):
             index = (nth + 1) * STRIDE
             one = self.one.trace.at_index(index)
             many = self.many.trace.at_index(index)
-            wrong = [*self._other_loss(one, many), *self._other_norms(one, many)]
-            if wrong:
-                return [f"step {nth + 1}: {text}" for text in wrong]
+            findings = [*self._differing_loss(one, many), *self._differing_norms(one, many)]
+            if findings:
+                return [f"step {nth + 1}: {text}" for text in findings]
         return []
 
-    def _other_loss(self, one: Iterable[Snapshot], many: Iterable[Snapshot]) -> Iterator[str]:
-        """Yield a finding if the mean of the ranks' losses is not that of the run on one rank."""
+    def _differing_loss(self, one: Iterable[Snapshot], many: Iterable[Snapshot]) -> Iterator[str]:
+        """Yield a finding if the mean of the ranks' losses differs from the loss on one rank."""
         expected = _mean_loss(one)
-        found = _mean_loss(many)
-        if expected is None or found is None:
+        loss = _mean_loss(many)
+        if expected is None or loss is None:
             return
-        if not math.isclose(found, expected, rel_tol=self.loss_tolerance):
-            yield f"the loss is {found:.6g} on several ranks; {expected:.6g} on one ({self.loss_tolerance:.0e} allowed)"
+        if not math.isclose(loss, expected, rel_tol=self.loss_tolerance):
+            yield f"the loss is {loss:.6g} on several ranks; {expected:.6g} on one ({self.loss_tolerance:.0e} allowed)"
 
-    def _other_norms(self, one: Iterable[Snapshot], many: Sequence[Snapshot]) -> Iterator[str]:
-        """Yield a finding for each copy of the model whose gradients have another norm than those of the run on one rank."""
-        expected = math.sqrt(sum(step.square for snapshot in one for step in snapshot.steps))
-        shares = {
-            snapshot.rank: together((step.holders, step.square) for step in snapshot.steps)
-            for snapshot in many
-        }
-        holders = {rank: ranks for rank, (ranks, _) in shares.items()}
-        for ranks in shard_groups(holders, len(many)):
-            norm = math.sqrt(sum(shares[rank][1] for rank in ranks if rank in shares))
+    def _differing_norms(self, one: Iterable[Snapshot], many: Sequence[Snapshot]) -> Iterator[str]:
+        """Yield a finding for each replica whose gradients have another norm than on one rank."""
+        squares: list[float] = []
+        for snapshot in one:
+            squares += [step.square for step in snapshot.steps]
+        expected = math.sqrt(sum(squares))
+        for ranks, norm in _norms_by_replica(many).items():
             if not math.isclose(norm, expected, rel_tol=self.norm_tolerance):
-                where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                plural = "s" if len(ranks) > 1 else ""
+                listed = ", ".join(str(rank) for rank in ranks)
                 allowed = f"{self.norm_tolerance:.0e} allowed"
-                yield f"the gradients of {where} have norm {norm:.6g}; {expected:.6g} on one rank ({allowed})"
+                yield (
+                    f"the gradients of rank{plural} {listed} have norm {norm:.6g}; "
+                    f"{expected:.6g} on one rank ({allowed})"
+                )
 
     def _differing_weights(self) -> Iterator[str]:
-        """Yield a finding for parameters and buffers that differ after the last step, from what their sums show."""
+        """Yield a finding if sums of parameters or buffers differ after the last step."""
         expected = _final_weights(self.one.trace)
-        found = _final_weights(self.many.trace)
-        others = [
-            name
-            for name in expected.keys() & found.keys()
-            if not self._is_close(expected[name], found[name])
-        ]
-        if others:
-            yield f"after the last step {and_others(others)} have other values than on one rank"
+        weights = _final_weights(self.many.trace)
+        differing: list[str] = []
+        for name in expected.keys() & weights.keys():
+            if not self._is_close(expected[name], weights[name]):
+                differing.append(name)
+        if differing:
+            yield f"after the last step {and_others(differing)} have other values than on one rank"
 
-    def _is_close(self, expected: Weight, found: Weight) -> bool:
+    def _is_close(self, expected: Weight, weight: Weight) -> bool:
         """Tell whether sums are equal within the rounding of their terms."""
-        if found.numel != expected.numel:
-            return True  # parts that are no whole: nothing to compare
-        norm = math.sqrt(expected.square)
-        close_norm = math.isclose(
-            math.sqrt(found.square), norm, rel_tol=self.norm_tolerance, abs_tol=1e-6
-        )
-        allowed = self.norm_tolerance * norm * math.sqrt(expected.numel) + 1e-6
-        return close_norm and abs(found.total - expected.total) <= allowed
+        if weight.numel != expected.numel:
+            # The recorded shards do not add up to the full tensor: there is nothing to compare.
+            return True
+        expected_norm = math.sqrt(expected.square)
+        norm = math.sqrt(weight.square)
+        if not math.isclose(norm, expected_norm, rel_tol=self.norm_tolerance, abs_tol=1e-6):
+            return False
+        # By Cauchy-Schwarz, errors with a norm of E change the sum of n elements by up to E *
+        # sqrt(n).
+        allowed = self.norm_tolerance * expected_norm * math.sqrt(expected.numel) + 1e-6
+        return abs(weight.total - expected.total) <= allowed
+
+
+def _norms_by_replica(snapshots: Sequence[Snapshot]) -> dict[tuple[int, ...], float]:
+    """Return the norm of the full gradients of each replica of the model, by the replica's ranks.
+
+    Args:
+        snapshots: One of each rank, after the same step.
+    """
+    holders_by_rank: dict[int, tuple[int, ...]] = {}
+    square_by_rank: dict[int, float] = {}
+    for snapshot in snapshots:
+        # An optimizer may step several times, each time with other parameters.
+        parts = [(step.holders, step.square) for step in snapshot.steps]
+        holders, square = together(parts)
+        holders_by_rank[snapshot.rank] = holders
+        square_by_rank[snapshot.rank] = square
+    norms: dict[tuple[int, ...], float] = {}
+    for ranks in shard_groups(holders_by_rank, len(snapshots)):
+        norms[ranks] = math.sqrt(sum(square_by_rank.get(rank, 0.0) for rank in ranks))
+    return norms
 
 
 def _mean_loss(snapshots: Iterable[Snapshot]) -> float | None:
     """Return the mean of the ranks' losses; None if no rank has one."""
     losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
-    return sum(losses) / len(losses) if losses else None
+    if not losses:
+        return None
+    return sum(losses) / len(losses)
+
+
+@dataclass
+class _Shards:
+    """The shards of one parameter or buffer.
+
+    Attributes:
+        sums: The sums over the shard of each rank.
+        holders: By rank, the ranks whose shards together are the full tensor; empty if unknown.
+    """
+
+    sums: dict[int, Weight] = field(default_factory=dict)
+    holders: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def _final_weights(run: RunTrace) -> dict[str, Weight]:
-    """Return the weights of one copy of the trained model, by unwrapped name, from the last snapshot of each rank."""
+    """Return the sums over each full tensor of the trained model, by its unwrapped name.
+
+    A tensor of which several replicas exist is read from the first of them.
+    """
     if run.unwrapped is None:
         return {}
     names = Names(run, run.unwrapped)
-    last = {snapshot.rank: snapshot for snapshot in run.snapshots if snapshot.action == "export"}
-    by_rank: dict[str, dict[int, Weight]] = defaultdict(dict)
-    holders: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
-    for rank, snapshot in last.items():
-        layouts = {info.name: info.layout for info in snapshot.parameters}
-        for live, sums in snapshot.sums.items():
-            name = names(live)
-            by_rank[name][rank] = Weight(*sums)
-            holders[name][rank] = layouts[live].holders if live in layouts else ()
-    found: dict[str, Weight] = {}
-    for name, parts in by_rank.items():
-        group, *_ = shard_groups(holders[name])
-        weight = _sum(parts[rank] for rank in group if rank in parts)
+    weights: dict[str, Weight] = {}
+    for name, shards in _final_shards(run, names).items():
+        first_replica = shard_groups(shards.holders)[0]
+        weight = _sum(shards.sums[rank] for rank in first_replica if rank in shards.sums)
         if weight.numel < names.sizes.get(name, 0):
-            # Each rank has a part of the master alone, as ZeRO partitions it.
-            weight = _sum(parts.values())
-        found[name] = weight
-    return found
+            # ZeRO shards only the float32 master, of which each rank has recorded its own part.
+            weight = _sum(shards.sums.values())
+        weights[name] = weight
+    return weights
+
+
+def _final_shards(run: RunTrace, names: Names) -> dict[str, _Shards]:
+    """Return the shards of each tensor at the end of a run, by its name in the unwrapped model."""
+    last_snapshots: dict[int, Snapshot] = {}
+    for snapshot in run.snapshots:
+        if snapshot.action == "export":
+            last_snapshots[snapshot.rank] = snapshot
+    shards: dict[str, _Shards] = defaultdict(_Shards)
+    for rank, snapshot in last_snapshots.items():
+        layouts = {info.name: info.layout for info in snapshot.parameters}
+        for live_name, sums in snapshot.sums.items():
+            tensor = shards[names(live_name)]
+            tensor.sums[rank] = Weight(*sums)
+            tensor.holders[rank] = ()
+            if live_name in layouts:
+                tensor.holders[rank] = layouts[live_name].holders
+    return shards
 
 
 def _sum(parts: Iterable[Weight]) -> Weight:
-    numel, total, square = 0, 0.0, 0.0
+    """Return the sums over the elements of all these parts."""
+    numel = 0
+    total = 0.0
+    square = 0.0
     for part in parts:
         numel += part.numel
         total += part.total
@@ -171,19 +245,20 @@ def parity(
     host: Host | None = None,
     **settings: Any,
 ) -> Parity:
-    """Run the script on one rank and on several, and compare losses, gradient norms and the final weights.
+    """Run a script on one rank and on several; compare losses, gradient norms and weights.
 
-    The arguments are to give both runs the same global batch, in the same order, and no dropout. What a script passes to
-    ``backward`` is taken for its loss: the mean over micro-batches and ranks is compared.
+    The arguments must give both runs the same global batch, in the same order, and no dropout.
+    The loss of a step is what the script calls ``backward`` on, as the mean over micro-batches and
+    ranks.
 
     Args:
         script: As for ``launch``.
         one: The arguments of the run on one rank, such as ``["--batch", "8"]``.
-        many: Those of the run on several ranks: ``["--batch", "4"]``.
-        steps: The number of steps that each takes.
-        precision: As for ``launch``; its tolerances hold.
-        strategy: As for ``launch``, of the run on several ranks.
-        world_size: How many ranks that are, instead of the host's.
+        many: The arguments of the run on several ranks, such as ``["--batch", "4"]``.
+        steps: The number of optimizer steps of each run.
+        precision: As for ``launch``. It decides the tolerances.
+        strategy: As for ``launch``, for the run on several ranks.
+        world_size: The number of ranks of the run on several; the host's by default.
         host: As for ``launch``.
         **settings: Further arguments of ``launch``.
 
@@ -192,21 +267,7 @@ def parity(
         RunFailedError: If a run fails.
         UsageProblem: For a wrong argument.
     """
-    check_argument(
-        "steps",
-        steps,
-        isinstance(steps, int) and steps > 0,
-        "expected a number of steps, 1 or more",
-    )
-    for name, arguments in (("one", one), ("many", many)):
-        check_argument(
-            name, arguments, isinstance(arguments, (list, tuple)), "expected a list of texts"
-        )
-    reserved = [
-        name for name in ("watch_steps", "stop_after", "allow_failure", "fails") if name in settings
-    ]
-    if reserved:
-        raise UsageProblem(f"parity takes no {reserved[0]}: it says that of each run itself")
+    _check_arguments(one, many, steps, settings)
     host = host or Host.here()
     ranks = host.world_size if world_size is None else world_size
     check_argument(
@@ -226,13 +287,37 @@ def parity(
     try:
         runs.append(launch(script, *one, world_size=1, **common))
         runs.append(launch(script, *many, world_size=ranks, strategy=strategy, **common))
-        # Both runs round, each in its own way.
-        found = Parity(
-            runs[0], runs[1], steps, 2 * rounding.loss_tolerance, 2 * rounding.norm_tolerance
+        # Twice the tolerance of one run, because both runs round.
+        compared = Parity(
+            one=runs[0],
+            many=runs[1],
+            steps=steps,
+            loss_tolerance=2 * rounding.loss_tolerance,
+            norm_tolerance=2 * rounding.norm_tolerance,
         )
-        found.check()
+        compared.check()
     except (Incompatible, RunFailedError):
         for run in runs:
             leave_directory(run.directory)
         raise
-    return found
+    return compared
+
+
+def _check_arguments(
+    one: Sequence[str | Path], many: Sequence[str | Path], steps: int, settings: Mapping[str, Any]
+) -> None:
+    """Raise UsageProblem for a wrong argument of ``parity``."""
+    check_argument(
+        "steps",
+        steps,
+        isinstance(steps, int) and steps > 0,
+        "expected a number of steps, 1 or more",
+    )
+    for name, arguments in (("one", one), ("many", many)):
+        check_argument(
+            name, arguments, isinstance(arguments, (list, tuple)), "expected a list of texts"
+        )
+    # ``parity`` passes these to ``launch`` itself.
+    for name in ("watch_steps", "stop_after", "allow_failure", "fails"):
+        if name in settings:
+            raise UsageProblem(f"parity takes no {name}: it says that of each run itself")

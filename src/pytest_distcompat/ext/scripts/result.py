@@ -194,7 +194,7 @@ class ScriptRun:
         """Return the verdict of a check of a failed run, which has the status of the run."""
         status = Status.FAILED
         if self.ending.kind != "raised":
-            status = Status(self.ending.kind)
+            status = Status.from_name(self.ending.kind)
         causes = [f"the run failed: {self.ending.headline()}"]
         probe_failure = self._probe_failure()
         if probe_failure:

@@ -1,4 +1,4 @@
-"""Models, optimizers and schedulers of a script, by weak references, and which of them belong together."""
+"""Models, optimizers and schedulers that a script makes, and which of them belong together."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class _UnwrappedModel:
-    """A model that was read before it was wrapped, and what was read of it."""
+    """A model, and what was read of it before it was wrapped."""
 
     model: weakref.ref[Module]
     info: UnwrappedInfo
 
 
 def _alive(references: Iterable[weakref.ref[_T]]) -> list[_T]:
-    """Return the objects that the script has not dropped yet, in order."""
+    """Return the objects that still exist, in order."""
     objects: list[_T] = []
     for reference in references:
         referent = reference()
@@ -35,27 +35,38 @@ def _alive(references: Iterable[weakref.ref[_T]]) -> list[_T]:
 
 
 def _last_alive(references: Iterable[weakref.ref[Any]]) -> Any:
-    """Return the last object that the script has not dropped yet, None if there is none."""
+    """Return the last object that still exists, None if there is none."""
     objects = _alive(references)
     return objects[-1] if objects else None
 
 
 class TrackedObjects:
-    """Models, optimizers and schedulers seen so far in one rank; ``blocks`` are class names of the models' blocks, if given."""
+    """The models, optimizers and schedulers that one rank has made so far.
+
+    They are kept by weak references, so that the script can drop them.
+
+    Args:
+        blocks: Class names of the modules to wrap one by one; empty for those that a model
+            declares.
+    """
 
     def __init__(self, blocks: tuple[str, ...] = ()) -> None:
         self._blocks = blocks
         self.models: list[weakref.ref[Module]] = []
         self.optimizers: list[weakref.ref[Any]] = []
         self.schedulers: list[weakref.ref[Any]] = []
-        #: torch's own optimizers in the order they were made; ``optimizers`` are as the trainer has them, maybe wrapped.
+        #: torch's own optimizers in the order they were made. ``optimizers`` has what wraps them in
+        #: the trainer, if anything does.
         self.torch_optimizers: list[weakref.ref[Any]] = []
         self.accelerator: weakref.ref[Any] | None = None
-        #: By the ``id`` of the model. Those of models that are gone are stale.
+        #: By the ``id`` of the model. An entry whose model is gone is stale.
         self._unwrapped: dict[int, _UnwrappedModel] = {}
 
     def read_unwrapped(self, model: Module) -> None:
-        """Read a model that is about to be wrapped, once. Parts that are wrapped already count as they were before that."""
+        """Read a model that is about to be wrapped, unless it was read before.
+
+        Modules inside it that are wrapped already are taken as they were before that.
+        """
         from pytest_distcompat.probe.blocks import unwrapped
         from pytest_distcompat.probe.live import read_parts
 
@@ -75,23 +86,27 @@ class TrackedObjects:
         return infos
 
     def unwrapped_of(self, model: Module) -> UnwrappedInfo | None:
-        """Return what was read of the largest unwrapped model inside this one; None if there is none."""
+        """Return what was read of the largest unwrapped model inside this one, or None."""
         modules = {id(module) for module in model.modules()}
         infos = [info for key, info in self._unwrapped_by_id().items() if key in modules]
         return max(infos, key=lambda info: len(info.parameters), default=None)
 
     def model_of(self, optimizer: Any) -> Module | None:
-        """Return the largest model of which the optimizer holds a parameter; if it holds none, or is None, the largest."""
+        """Return the largest model that the optimizer trains, by its number of modules.
+
+        If it trains none of the models, or is None, the largest of all models is returned.
+        """
         optimized: set[int] = set()
         if optimizer is not None:
             for group in optimizer.param_groups:
                 optimized.update(id(parameter) for parameter in group["params"])
         models = _alive(self.models)
         trained = [model for model in models if not optimized.isdisjoint(_parameter_ids(model))]
-        return max(trained or models, key=lambda model: len(list(model.modules())), default=None)
+        candidates = trained or models
+        return max(candidates, key=lambda model: len(list(model.modules())), default=None)
 
     def wrapper_of(self, optimizer: Any) -> Any:
-        """Return the trainer's wrapper of that torch optimizer, or the optimizer itself if no wrapper was seen."""
+        """Return what wraps a torch optimizer in the trainer, or else the optimizer itself."""
         from pytest_distcompat.probe.optimizer import torch_optimizer
 
         for wrapper in reversed(_alive(self.optimizers)):
@@ -108,24 +123,26 @@ class TrackedObjects:
         return _last_alive(self.torch_optimizers)
 
     def optimizers_with(self, optimizer: Any, model: Module | None) -> Any:
-        """Return the optimizer, or a list of it and all others that train the model, in the order they were made."""
+        """Return all optimizers that train the model together with this one.
+
+        Returns:
+            The optimizer, if it is the only one; else a list of all in the order they were made.
+            Each is as the trainer wraps it.
+        """
         from pytest_distcompat.probe.optimizer import entries, torch_optimizer
 
         given = torch_optimizer(optimizer)
-        candidates = [
-            candidate
-            for candidate in _alive(self.torch_optimizers)
-            if hasattr(candidate, "param_groups")
-        ]
-        of_model: set[int] = set()
+        model_parameters: set[int] = set()
         if model is not None:
-            of_model = _parameter_ids(model)
-        optimized = {id(parameter) for parameter in entries(given)}
+            model_parameters = _parameter_ids(model)
+        candidates = self._optimizers_with_groups()
         chosen = [given]
-        # The latest come first: an optimizer that was dropped holds the same parameters as the one that replaced it.
+        optimized = {id(parameter) for parameter in entries(given)}
+        # The latest come first, because an optimizer that another one replaced may still exist,
+        # with the same parameters.
         for candidate in reversed(candidates):
             parameters = {id(parameter) for parameter in entries(candidate)}
-            if parameters & of_model and not parameters & optimized:
+            if parameters & model_parameters and not parameters & optimized:
                 chosen.append(candidate)
                 optimized |= parameters
         if len(chosen) == 1:
@@ -134,8 +151,16 @@ class TrackedObjects:
         chosen.sort(key=lambda candidate: order.get(id(candidate), -1))
         return [self.wrapper_of(candidate) for candidate in chosen]
 
+    def _optimizers_with_groups(self) -> list[Any]:
+        """Return torch's own optimizers, without those whose constructor has not finished."""
+        optimizers: list[Any] = []
+        for optimizer in _alive(self.torch_optimizers):
+            if hasattr(optimizer, "param_groups"):
+                optimizers.append(optimizer)
+        return optimizers
+
     def schedulers_of(self, optimizer: Any) -> Any:
-        """Return the scheduler of that optimizer, None if it has none; for a list of optimizers a list of schedulers."""
+        """Return the scheduler of an optimizer, or None; for a list of optimizers, a list."""
         if not isinstance(optimizer, list):
             return self._scheduler_of(optimizer)
         schedulers: list[Any] = []
@@ -146,7 +171,7 @@ class TrackedObjects:
         return schedulers
 
     def _scheduler_of(self, optimizer: Any) -> Any:
-        """Return the scheduler of that optimizer that was made last, None if it has none."""
+        """Return the scheduler of an optimizer that was made last, None if there is none."""
         from pytest_distcompat.probe.optimizer import torch_optimizer
 
         stepping = torch_optimizer(optimizer)

@@ -27,6 +27,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.drivers import find_driver, preload_of
 from pytest_distcompat.events import Done, Start
+from pytest_distcompat.ext.simulation.status import SIMULATED
 from pytest_distcompat.launch.process import die_with_parent
 from pytest_distcompat.launch.rank import prepare, report_error
 from pytest_distcompat.launch.rank_log import RankLog
@@ -35,6 +36,7 @@ from pytest_distcompat.probe.layouts import alike_ranks
 from pytest_distcompat.probe.observe import Observer
 from pytest_distcompat.probe.tensors import valueless
 from pytest_distcompat.run_paths import SuitePayload
+from pytest_distcompat.trace import StandIn
 from pytest_distcompat.worker import Rank
 from pytest_distcompat.world import World
 
@@ -103,8 +105,10 @@ class _SimulatedRank(Rank):
     def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
         if self.run.actions[self.index] == "build" and not self.classes[0]:
             self.classes = alike_ranks(self.driver.model.parameters(), self.driver.world.size)
+        steps = self.run.actions.count("step")
+        stand_in = StandIn(SIMULATED.name, self.classes[0], steps)
         # The process's peak is no rank's.
-        super()._end({**infos, "memory": 0, "stands_for": self.classes[0]}, seconds)
+        super()._end({**infos, "memory": 0, "stand_in": stand_in}, seconds)
 
 
 @contextlib.contextmanager

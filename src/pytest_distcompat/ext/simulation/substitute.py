@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.ext.simulation.launcher import SimulatingLauncher
+from pytest_distcompat.ext.simulation.status import SIMULATED
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.judge import NO_VALUES
 
 #: The checks that need no values.
 CHECKS = ("active", "names", "dtypes", "units", "memory")
@@ -67,4 +67,4 @@ class Simulation:
         """Return that a check needs values; None if it needs none."""
         if check in CHECKS:
             return None
-        return NO_VALUES
+        return SIMULATED.reason

@@ -1,4 +1,4 @@
-"""A change of a package, ``PACKAGE@FROM..TO``: where its old and new sources are, and an environment that has the new ones."""
+"""A change of a package, ``PACKAGE@FROM..TO``: its sources, and the cells to run for it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from pytest_distcompat.ext.upstream.side_by_side import file_name, install
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import version_of
 
-#: What ``--changed`` expects.
+#: The values that ``--changed`` accepts, for messages.
 EXPECTED = "PACKAGE@FROM..TO (releases, wheels or directories; FROM may be `installed`), or PACKAGE@FILE.diff"
-#: How the installed copy is called.
+#: The word for the installed copy, in place of a release.
 INSTALLED = "installed"
-#: The plugin that runs the cells of a file, and its option.
+#: The plugin that runs the cells that a file lists, and the option for the file.
 SELECTING_PLUGIN, SELECTION = "pytest_distcompat.ext.upstream.selected", "--distcompat-selection"
 #: The endings of files with a unified diff.
 _DIFFS = (".diff", ".patch")
+#: How the lines below the names of a file begin in a unified diff.
+_CONTENT_LINES = ("@@ ", " ", "+", "-", "\\", "\n")
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class Change:
     """A change of a package.
 
     Attributes:
-        name: The name of its run, and of the files of the run.
+        name: The name of the run with the change, and of the files of the run.
         text: The change as ``distcompat reach --changed`` reads it.
-        target: The directory that Python has to import from first.
+        target: The directory with the changed package, which must come first on ``sys.path``.
     """
 
     name: str
@@ -42,10 +44,15 @@ class Change:
 
 
 def read_change(text: str, directory: Path) -> Change:
-    """Return the change that a text names; what has to be installed or patched for it goes into the directory.
+    """Return the change that a value of ``--changed`` names.
+
+    Args:
+        text: The value, see ``EXPECTED``.
+        directory: Where to install releases, and to patch a copy of the installed package.
 
     Raises:
-        UsageProblem: The text is not right, pip cannot install a release, or the diff does not fit the installed package.
+        UsageProblem: If the text is invalid, pip cannot install a release, or the diff does not
+            apply to the installed package.
     """
     package, _, where = text.partition("@")
     if not package or not where:
@@ -53,16 +60,16 @@ def read_change(text: str, directory: Path) -> Change:
     name = f"{package}@{Path(where).name}"
     if where.endswith(_DIFFS):
         diff = Path(where).resolve()
-        return Change(
-            name, f"{package}@{diff}", _patched(package, diff, directory / file_name(name))
-        )
-    # A path may begin or end with two dots of its own.
+        target = _patched(package, diff, directory / file_name(name))
+        return Change(name, f"{package}@{diff}", target)
+    # The dots between FROM and TO are not those of a path that begins or ends with ``..``.
     match = re.fullmatch(r"(?P<old>.*[^./])/?\.\.(?P<new>/?[^./].*|\.\.?/.*)", where)
     if match is None:
         raise UsageProblem(f"{text!r} is no change of a package; expected: {EXPECTED}")
-    old = _site(package, match["old"], directory)
-    new = _site(package, match["new"], directory)
-    return Change(f"{package}@{Path(match['new']).name}", f"{package}@{old}..{new}", new)
+    old_site = _site(package, match["old"], directory)
+    new_site = _site(package, match["new"], directory)
+    name = f"{package}@{Path(match['new']).name}"
+    return Change(name, f"{package}@{old_site}..{new_site}", new_site)
 
 
 def select_cells(
@@ -73,25 +80,30 @@ def select_cells(
     cell: str | None = None,
     cells_per_place: str | None = None,
 ) -> bool:
-    """Write the cells that execute what changes to a file, print what no cell executes, and tell whether there are any.
+    """Write a file of the cells that execute changed code.
+
+    The changed code that no cell executes is printed.
 
     Args:
         change: The change.
-        maps: The maps of the old release.
-        selection: The file.
-        cell: A pattern of the cells of the maps that count; None for all.
-        cells_per_place: How many cells are to execute each place; None for all.
+        maps: Files of ``distcompat reach``: which code of the old release each cell executes.
+        selection: The file to write.
+        cell: A pattern for the cells to choose from; None for all.
+        cells_per_place: How many cells to choose for each changed place; None for all.
+
+    Returns:
+        Whether any cell was selected.
     """
     arguments = ["reach", *map(str, maps), "--changed", change.text, "--select", str(selection)]
     if cell:
         arguments += ["--cell", cell]
     if cells_per_place:
         arguments += ["--cells-per-place", cells_per_place]
-    # By its command: an extension imports no other one, and maps may be one.
+    # As a command, because an extension must not import another one.
     command = [sys.executable, "-m", "pytest_distcompat.cli", *arguments]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
-        # The command names itself.
+        # The command's messages begin with its name, and so will this one.
         raise UsageProblem(process.stderr.strip().removeprefix("distcompat: "))
     print(process.stdout, end="", flush=True)
     lines = selection.read_text(encoding="utf-8").splitlines()
@@ -99,10 +111,16 @@ def select_cells(
 
 
 def _site(package: str, text: str, directory: Path) -> Path:
-    """Return the directory that has the package's: that of a release, of a wheel, or one that is there."""
+    """Return the directory from which Python can import a version of the package.
+
+    Args:
+        package: The name of the package.
+        text: A directory, a wheel, a release, or ``INSTALLED``.
+        directory: Where to install a wheel or a release.
+    """
     path = Path(text)
     if path.is_dir():
-        # It may be the package's own.
+        # The directory may be the package itself.
         site = path.parent if (path / "__init__.py").is_file() else path
         return site.resolve()
     if path.suffix == ".whl":
@@ -117,7 +135,7 @@ def _site(package: str, text: str, directory: Path) -> Path:
 
 
 def _installed(package: str) -> Path:
-    """Return the directory from which Python imports the package. Raises UsageProblem if it is not installed."""
+    """Return the directory from which Python imports the package. May raise UsageProblem."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise UsageProblem(f"{package} is not installed")
@@ -125,7 +143,7 @@ def _installed(package: str) -> Path:
 
 
 def _patched(package: str, diff: Path, target: Path) -> Path:
-    """Return a directory with a copy of the installed package to which the diff is applied."""
+    """Copy the installed package into ``target``, apply the diff to it, and return ``target``."""
     try:
         text = diff.read_text(encoding="utf-8")
     except OSError as error:
@@ -133,17 +151,17 @@ def _patched(package: str, diff: Path, target: Path) -> Path:
     site = _installed(package)
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(site / package, target / package, ignore=shutil.ignore_patterns("__pycache__"))
-    # Its version is read from there.
+    # ``importlib.metadata`` reads the version from this directory.
     for metadata in site.glob(f"{package}-*.dist-info"):
         shutil.copytree(metadata, target / metadata.name)
-    own = "".join(_sections_of(package, text))
-    if not own:
+    package_diff = "".join(_diff_lines_of(package, text))
+    if not package_diff:
         raise UsageProblem(f"{diff}: it changes no file of {package}")
     command = [_git(), "-C", str(target), "apply", "--whitespace=nowarn", "-"]
-    # In a repository around the directory git would leave out all files.
+    # If the directory is inside a repository, ``git apply`` would skip its files.
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(target.parent)}
     process = subprocess.run(
-        command, input=own, env=environment, capture_output=True, text=True, check=False
+        command, input=package_diff, env=environment, capture_output=True, text=True, check=False
     )
     if process.returncode:
         problem = " ".join(process.stderr.split())
@@ -158,44 +176,46 @@ def _git() -> str:
     return git
 
 
-def _sections_of(package: str, diff: str) -> list[str]:
-    """Return the parts of a diff that are about files of the package, with paths that begin with its name."""
-    sections: list[str] = []
+def _diff_lines_of(package: str, diff: str) -> list[str]:
+    """Return the lines of a unified diff that change files of the package.
+
+    Their paths begin with the name of the package, in whichever directory of a repository it is.
+    """
+    kept: list[str] = []
     lines = diff.splitlines(keepends=True)
-    keep = False
-    for number, line in enumerate(lines):
-        if (
-            line.startswith("--- ")
-            and number + 1 < len(lines)
-            and lines[number + 1].startswith("+++ ")
-        ):
-            old = _below(package, line)
-            new = _below(package, lines[number + 1])
-            keep = bool(old or new)
-            if keep:
-                sections += [f"--- {_patch_path(old)}\n", f"+++ {_patch_path(new)}\n"]
+    in_package = False
+    previous = ""
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        is_old_name = line.startswith("--- ") and following.startswith("+++ ")
+        is_new_name = line.startswith("+++ ") and previous.startswith("--- ")
+        if is_old_name:
+            old = _path_in_package(package, line)
+            new = _path_in_package(package, following)
+            in_package = bool(old or new)
+            if in_package:
+                kept += [f"--- {_patch_path(old)}\n", f"+++ {_patch_path(new)}\n"]
         elif line.startswith("diff --git "):
-            keep = False
-        elif (
-            keep
-            and line.startswith(("@@ ", " ", "+", "-", "\\", "\n"))
-            and not _is_name_line(lines, number)
-        ):
-            sections.append(line)
-    return sections
+            in_package = False
+        elif in_package and not is_new_name and line.startswith(_CONTENT_LINES):
+            kept.append(line)
+        previous = line
+    return kept
 
 
-def _is_name_line(lines: list[str], number: int) -> bool:
-    """Tell whether a line is the second of the two that name a file."""
-    return lines[number].startswith("+++ ") and number > 0 and lines[number - 1].startswith("--- ")
+def _path_in_package(package: str, line: str) -> str:
+    """Return the path of a line that names a file, from the package's directory on.
 
-
-def _below(package: str, line: str) -> str:
-    """Return the path below the package's directory in a line that names a file; empty for a file of none."""
+    It is empty if the file is not in the package, or does not exist (``/dev/null``).
+    """
     path = line[4:].partition("\t")[0].strip()
     _, separator, below = f"/{path}".partition(f"/{package}/")
-    return f"{package}/{below}" if separator else ""
+    if not separator:
+        return ""
+    return f"{package}/{below}"
 
 
 def _patch_path(path: str) -> str:
-    return f"x/{path}" if path else "/dev/null"
+    """Return a path as ``git apply`` expects it: with a directory in front, which it strips."""
+    if not path:
+        return "/dev/null"
+    return f"x/{path}"

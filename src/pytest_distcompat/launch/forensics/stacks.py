@@ -1,4 +1,4 @@
-"""Python stacks as faulthandler writes them: in which function, and at which line of whose code, a process was."""
+"""Python stacks that faulthandler wrote: at which line each thread was, without our own frames."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from pathlib import Path
 
 from pytest_distcompat.launch import pristine_builtins
 
-#: The main of a rank. The frames below it are the same in all stacks: agent, multiprocessing, fork server.
+#: The file of a rank's main function. What called it is the same in all stacks: agent,
+#: multiprocessing, fork server.
 _MAIN = "pytest_distcompat/launch/rank.py"
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 _STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<")
-#: The ranks of a script may have another Python than this process: https://docs.python.org/3/library/sysconfig.html#installation-paths.
+#: Other Pythons' standard libraries, because a script's ranks may run on another Python than this
+#: process: https://docs.python.org/3/library/sysconfig.html#installation-paths.
 _ANY_STANDARD = re.compile(r"/.*/lib(64)?/python3\.\d+t?/")
 _OUR_PACKAGE = Path(__file__).parents[2]
 
-#: Makes a rank write the Python stack of each of its threads. A real-time signal, because programs do not use those.
+#: The signal at which a rank writes the Python stack of each of its threads. A real-time signal,
+#: because programs do not use those.
 STACK_SIGNAL = signal.SIGRTMIN + 7
 
-#: What calls tests and trainers: frames that are the same in every stack.
+#: Files whose code calls tests and trainers. Their frames are the same in every stack.
 _CALLERS = ("/_pytest/", "/pluggy/", "/pytest_distcompat/worker.py", "/pytest_distcompat/driver.py")
 
-#: How the line ends with which faulthandler begins a thread.
+#: The end of the line with which faulthandler begins each thread's stack.
 _TITLE_END = "(most recent call first):"
 
 #: How many characters of a source line are shown.
@@ -48,7 +51,7 @@ class Frame:
 
     @property
     def source(self) -> str:
-        """The text of that line, cut; empty if the file cannot be read."""
+        """The source text of the line, shortened; empty if the file cannot be read."""
         text = linecache.getline(self.file, self.line).strip()
         if len(text) > _SOURCE_LENGTH:
             text = f"{text[:_SOURCE_LENGTH]} ..."
@@ -56,7 +59,7 @@ class Frame:
 
     @property
     def where(self) -> str:
-        """File and line; the file relative to the working directory or to the directory of installed packages."""
+        """``file:line``, with the path relative to the working directory or to site-packages."""
         path = Path(_PACKAGES.sub("", self.file))
         for base in (Path.cwd(), _OUR_PACKAGE.parent):
             if path.is_relative_to(base):
@@ -65,7 +68,7 @@ class Frame:
 
     @property
     def package(self) -> str:
-        """The installed package of the file, or the directory that has the file."""
+        """The installed package that the file belongs to, or else the file's directory."""
         if _PACKAGES.match(self.file):
             return _PACKAGES.sub("", self.file).split("/")[0]
         return str(Path(self.file).parent)
@@ -77,17 +80,16 @@ class Frame:
 
     @property
     def of_rendezvous(self) -> bool:
-        """Tell whether the code connects to a store, whose host need not be a rank."""
+        """Tell whether the code connects to a process group's store, which no rank need host."""
         return self.file.endswith("/torch/distributed/rendezvous.py")
 
     @property
     def calls_wait(self) -> bool:
-        """Tell whether the line has the name ``wait``."""
+        """Tell whether the line's code, not a text or comment in it, has the name ``wait``."""
         line = linecache.getline(self.file, self.line).strip()
         tokens = tokenize.generate_tokens(io.StringIO(line).readline)
-        with contextlib.suppress(
-            SyntaxError, tokenize.TokenError
-        ):  # a statement may have further lines
+        # A statement that goes on in further lines cannot be tokenized to its end.
+        with contextlib.suppress(SyntaxError, tokenize.TokenError):
             for token in tokens:
                 if token.type == tokenize.NAME and token.string == "wait":
                     return True
@@ -95,45 +97,51 @@ class Frame:
 
     @property
     def of_python(self) -> bool:
-        """Tell whether the code is of a standard library, this Python's or another's, or of no file."""
+        """Tell whether the code is in the standard library of any Python, or in no file at all."""
         standard = self.file.startswith(_STANDARD) or _ANY_STANDARD.match(self.file)
         return bool(standard) and not _PACKAGES.match(self.file)
 
     @property
     def of_the_user(self) -> bool:
-        """Tell whether the file is neither Python's own, nor an installed package's, nor this package's."""
-        return not (
-            self.of_python
-            or _PACKAGES.match(self.file)
-            or Path(self.file).is_relative_to(_OUR_PACKAGE)
-        )
+        """Tell whether the file belongs to no standard library, no installed package and not us."""
+        if self.of_python or _PACKAGES.match(self.file):
+            return False
+        return not Path(self.file).is_relative_to(_OUR_PACKAGE)
 
 
 def request_stack(pid: int) -> None:
-    """Have a rank write its stacks, for which it needs neither the GIL nor the main thread's attention."""
+    """Send a rank the signal to write its stacks.
+
+    faulthandler answers it in C: the rank writes even if its main thread hangs and holds the GIL.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, STACK_SIGNAL)
 
 
 def stack_file(directory: str | Path, rank: int) -> Path:
-    """Return the file to which that rank writes its stacks."""
+    """Return the path of the file to which a rank writes its stacks."""
     return Path(directory) / f"rank-{rank}.stack"
 
 
 @dataclass(frozen=True)
 class _Thread:
-    """The stack of one thread: the line that names it, and the lines of its frames, innermost first."""
+    """The text of one thread's stack.
+
+    Attributes:
+        title: The line that names the thread.
+        frames: A line for each frame, innermost first.
+    """
 
     title: str
     frames: list[str]
 
     @property
-    def empty(self) -> bool:
-        """Tell whether it has no Python frame, as a thread of C++ code has none, for which faulthandler has a line too."""
-        return not any(line.startswith("  File ") for line in self.frames)
+    def has_frames(self) -> bool:
+        """Tell whether any line is a Python frame; a thread of C++ code has none."""
+        return any(line.startswith("  File ") for line in self.frames)
 
     def without_callers(self) -> _Thread:
-        """Return the same thread without the frames of what called the test or trainer."""
+        """Return the thread without the frames that called the test or trainer (``_CALLERS``)."""
         frames = []
         for line in self.frames:
             if not any(caller in line for caller in _CALLERS):
@@ -145,7 +153,10 @@ class _Thread:
 
 
 def _threads_above_main(stack: str) -> list[_Thread]:
-    """Return each thread with its frames down to the rank's main, in the order in which faulthandler wrote them."""
+    """Split faulthandler's text into threads, without the rank's main and its callers.
+
+    The threads keep the order of the text. A line without indentation begins a new one.
+    """
     above_main: list[_Thread] = []
     below_main = False
     for line in stack.rstrip().splitlines():
@@ -161,9 +172,9 @@ def _threads_above_main(stack: str) -> list[_Thread]:
 
 
 def threads(stack: str) -> list[list[Frame]]:
-    """Return the frames of each thread, innermost first, down to the rank's main; the main thread first.
+    """Return the frames of each thread, innermost first, without the rank's main and its callers.
 
-    faulthandler writes the newest thread first.
+    The main thread comes first: faulthandler writes threads from the newest to the oldest.
     """
     frames_by_thread = []
     for thread in reversed(_threads_above_main(stack)):
@@ -178,9 +189,10 @@ def threads(stack: str) -> list[list[Frame]]:
 
 
 def nearest(frames: Sequence[Frame]) -> Frame:
-    """Return the innermost frame of the user's own code.
+    """Return the frame that tells a user the most about a stack, which is innermost first.
 
-    Without one: the innermost of the package whose script runs, else of a library other than torch, else of all.
+    It is the innermost frame of, in this order: the user's own code; the installed package whose
+    script is running; any library but torch and Python's own; all code.
     """
     for frame in frames:
         if frame.of_the_user:
@@ -197,45 +209,48 @@ def nearest(frames: Sequence[Frame]) -> Frame:
 
 
 def without_launcher(stack: str) -> str:
-    """Return the stack without the frames of what called the test or trainer, and those below the rank's main.
+    """Return a rank's stacks as text, with the frames of the test or trainer only.
 
-    The main thread comes first, which faulthandler writes last. Threads without a frame are left out. If no thread has one
-    else, those of the callers are shown too.
+    The main thread comes first. Left out are the rank's main with its callers, the frames of
+    ``_CALLERS``, and threads without a frame. If nothing remained, the frames of ``_CALLERS`` are
+    kept.
     """
     above_main = list(reversed(_threads_above_main(stack)))
     shown = [thread.without_callers() for thread in above_main]
-    if all(thread.empty for thread in shown):
+    if not any(thread.has_frames for thread in shown):
         shown = above_main
-    return "\n".join(str(thread) for thread in shown if not thread.empty)
+    return "\n".join(str(thread) for thread in shown if thread.has_frames)
 
 
 def format_error(error: BaseException) -> str:
-    """Return the traceback of an exception as text, from the first frame that is not of this plugin.
+    """Return the traceback of an exception as text, without this plugin's frames at its beginning.
 
-    If all frames are of this plugin, the last one remains.
+    If all frames are this plugin's, the innermost one is shown.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         file = trace.tb_frame.f_code.co_filename
         # The trainers of this package are the user's story.
-        if not file.startswith(f"{_OUR_PACKAGE}/") or file.startswith(f"{_OUR_PACKAGE}/drivers/"):
+        if not file.startswith(f"{_OUR_PACKAGE}/") or "/drivers/" in file:
             break
         trace = trace.tb_next
     return "".join(pristine_builtins.format_exception(type(error), error, trace))
 
 
 def without_launcher_in_crash(lines: Sequence[str]) -> list[str]:
-    """Return the same for what faulthandler wrote when the process crashed, the crashed thread first as it wrote it.
+    """Return the lines that faulthandler wrote at a crash, shortened as in ``without_launcher``.
 
-    Its last line, which names all extension modules, is left out too.
+    The order stays: the crashed thread comes first. The list of all extension modules, which
+    faulthandler writes last, is left out.
     """
     shown: list[str] = []
     for thread in _threads_above_main("\n".join(lines)):
         if not thread.title or thread.title.startswith("Extension modules: "):
             continue
-        above_callers = thread.without_callers()
-        # Any other line that names no thread says what happened.
-        if above_callers.empty and thread.title.endswith(_TITLE_END):
+        shown_thread = thread.without_callers()
+        begins_thread = thread.title.endswith(_TITLE_END)
+        # A line that begins no thread says what happened: "Fatal Python error: Segmentation fault".
+        if begins_thread and not shown_thread.has_frames:
             continue
-        shown += [above_callers.title, *above_callers.frames]
+        shown += [shown_thread.title, *shown_thread.frames]
     return shown

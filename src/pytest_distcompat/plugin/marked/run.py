@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.cell import uneven
-from pytest_distcompat.plugin.marked.declare import Mark, mark_of, nodes_of, scope_of, world_size_of
+from pytest_distcompat.plugin.marked.declare import Mark, mark_of, spread_of
 from pytest_distcompat.plugin.marked.outcome import (
     OUTCOME,
     UNCAPTURED,
@@ -25,12 +24,9 @@ from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 if TYPE_CHECKING:
     from pytest_distcompat.launch.forensics.ending import Ending
     from pytest_distcompat.launch.request import Request
-    from pytest_distcompat.launch.reused_ranks import Reuse
 
 #: The time limit that pytest-timeout sets for the item, in seconds.
 TIME_LIMIT: pytest.StashKey[float] = pytest.StashKey()
-#: The item that pytest runs next.
-NEXT_ITEM: pytest.StashKey[pytest.Item | None] = pytest.StashKey()
 
 
 # Taking the call over.
@@ -94,13 +90,11 @@ def run_on_ranks(item: pytest.Function) -> None:
     reason = _why_not_run(item, mark, session)
     if reason:
         pytest.skip(reason)
-    next_item = _next_on_same_ranks(item, session)
-    reuse = _reuse(item, session, next_item)
-    request = _request(item, mark, session, reuse, next_item)
-    ending = session.launcher.run(request, reuse)
+    request = _request(item, mark, session)
+    ending = _run(request, item, session)
     outcome = merge(ending)
     # Cold torchrun starts all ranks on this machine.
-    if request.nodes == 1 and session.verifies(session.nodeid_of(item)):
+    if request.spread.on_one and session.verifies(session.nodeid_of(item)):
         outcome = _verify(outcome, request, session, item)
     if _shows_output_at_once(item.config):
         outcome = _print_uncaptured(outcome)
@@ -108,69 +102,50 @@ def run_on_ranks(item: pytest.Function) -> None:
     if ending.notice:
         session.notice(ending.notice)
     item.user_properties.extend(outcome.properties)
-    if ending.left:
-        item.user_properties.append(("distcompat: ranks left", ending.left))
+    item.user_properties.extend(ending.properties.items())
     _end_as(outcome, ending, item)
 
 
 def _why_not_run(item: pytest.Item, mark: Mark, session: DistcompatSession) -> str:
     """Return why the item's ranks cannot be started here; empty if they can."""
-    world_size = world_size_of(item, mark, session)
-    nodes = nodes_of(mark, session)
-    problem = uneven(world_size, nodes)
-    if problem and mark.nodes is None:
-        origin = session.setting("nodes").origin
-        return f"{problem} (--distcompat-nodes, {origin}); nodes=1 in its mark runs them on one"
-    if problem:
-        return problem
-    return session.too_large(world_size // nodes)
+    spread = spread_of(item, mark, session)
+    if spread.uneven and mark.nodes is None:
+        return f"{spread.uneven}{session.placement.hint}"
+    return spread.uneven or session.too_large(spread.local_size)
 
 
-def _request(
-    item: pytest.Function,
-    mark: Mark,
-    session: DistcompatSession,
-    reuse: Reuse | None,
-    next_item: pytest.Item | None,
-) -> Request:
-    """Return the request to the launcher to run the item.
+def _run(request: Request, item: pytest.Function, session: DistcompatSession) -> Ending:
+    """Have ranks do the request to run the item: those of an extension, else new ones."""
+    by_extension: Ending | None = item.config.hook.pytest_distcompat_run(
+        session=session, item=item, request=request
+    )
+    if by_extension is not None:
+        return by_extension
+    return session.launcher.run(request)
 
-    Args:
-        item: The item.
-        mark: What its mark says.
-        session: The session of this process.
-        reuse: How the ranks are shared with other items; None if they are not.
-        next_item: The item that runs next on the same ranks, if there is one.
-    """
-    from pytest_distcompat.launch.request import ANY_MODULE, Request
 
-    world_size = world_size_of(item, mark, session)
-    nodes = nodes_of(mark, session)
+def _request(item: pytest.Function, mark: Mark, session: DistcompatSession) -> Request:
+    """Return the request to the launcher to run the item, whose mark says that."""
+    from pytest_distcompat.launch.request import Request
+
+    spread = spread_of(item, mark, session)
     directory = str(session.new_directory(item.originalname))
-    next_nodeid = None
-    if next_item is not None:
-        next_nodeid = session.nodeid_of(next_item)
     payload = rank_session.ItemPayload(
         nodeid=session.nodeid_of(item),
-        next=next_nodeid,
         device=session.device,
         directory=directory,
-        world_size=world_size,
+        world_size=spread.world_size,
         session=str(session.description_file),
-        shared=directory if nodes > 1 else "",
+        shared="" if spread.on_one else directory,
     )
-    collected = os.path.realpath(item.path)
-    if reuse is not None and reuse.scope.startswith("session"):
-        # Ranks that several modules share must suit each of them.
-        collected = ANY_MODULE
     return Request(
         target=rank_session.RUN,
         payload=dataclasses.asdict(payload),
-        world_size=world_size,
+        world_size=spread.world_size,
         directory=directory,
-        collected=collected,
+        collected=os.path.realpath(item.path),
         timeout=min(mark.timeout or session.timeout, item.stash.get(TIME_LIMIT, math.inf)),
-        nodes=nodes,
+        nodes=spread.nodes,
     )
 
 
@@ -199,9 +174,6 @@ def _verify(
     outcome: Outcome, request: Request, session: DistcompatSession, item: pytest.Function
 ) -> Outcome:
     """Run the item again under cold torchrun; return the same outcome, or a failure if the second one differs."""
-    if session.reuse_scope:
-        # Ranks that are kept hold the devices.
-        session.launcher.retire()
     directory = str(session.new_directory(f"cold-{item.originalname}"))
     payload = {**request.payload, "directory": directory, "plain": True}
     cold_request = dataclasses.replace(request, directory=directory, payload=payload)
@@ -228,56 +200,3 @@ def _print_uncaptured(outcome: Outcome) -> Outcome:
         else:
             captured.append((title, content))
     return dataclasses.replace(outcome, sections=tuple(captured))
-
-
-# Ranks that several tests share (``reuse``).
-
-
-def before(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Note the next item, and end ranks that are kept for others than this one, if the teardown before it did not."""
-    item.stash[NEXT_ITEM] = nextitem
-    session = item.config.stash[SESSION]
-    problem = _retire(session, item)
-    if problem:
-        session.notice(f"ranks that were kept did not leave well: {problem}")
-
-
-def after(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End ranks that are kept, unless the next item runs on them: they would hold devices for nothing.
-
-    They tear down the fixtures that their tests shared, as pytest does after the last test that could have used them, even if
-    that one was skipped. A rank that does not end well is an error of this item's teardown.
-    """
-    problem = _retire(item.config.stash[SESSION], nextitem)
-    if problem:
-        pytest.fail(f"ranks that tests shared did not leave well: {problem}", pytrace=False)
-
-
-def _retire(session: DistcompatSession, next_item: pytest.Item | None) -> str:
-    """End ranks that are kept, unless they are kept for that item; return what went wrong, empty if nothing did."""
-    if not session.reuse_scope:
-        return ""
-    if next_item is not None and session.reuse_scope == scope_of(next_item, session):
-        return ""
-    return session.launcher.retire()
-
-
-def _next_on_same_ranks(item: pytest.Item, session: DistcompatSession) -> pytest.Item | None:
-    """Return the item that runs next, if it shares the ranks of this one."""
-    scope = scope_of(item, session)
-    next_item = item.stash.get(NEXT_ITEM, None)
-    if scope is None or next_item is None or scope_of(next_item, session) != scope:
-        return None
-    return next_item
-
-
-def _reuse(
-    item: pytest.Item, session: DistcompatSession, next_item: pytest.Item | None
-) -> Reuse | None:
-    """Return how the item's ranks are kept for others; None if they are its own."""
-    from pytest_distcompat.launch.reused_ranks import Reuse
-
-    scope = scope_of(item, session)
-    if scope is None:
-        return None
-    return Reuse(scope, session.setting("reuse_limit").value, next_item is None)

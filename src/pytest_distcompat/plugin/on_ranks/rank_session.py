@@ -32,7 +32,6 @@ from pytest_distcompat.world import World
 if TYPE_CHECKING:
     from pytest_distcompat.launch.at_import import Watch
     from pytest_distcompat.launch.rank_log import RankLog
-    from pytest_distcompat.launch.request_loop import ReusedRank
 
 COLLECT = f"{__name__}:collect"
 RUN = f"{__name__}:run"
@@ -356,15 +355,13 @@ class ItemPayload:
     """The payload of the request for one item.
 
     Attributes:
-        next: The node id of the item that these ranks run after it, if they do.
         device: ``cpu`` or ``cuda``.
         session: A file with the return value of ``describe``.
-        shared: On several nodes the directory that has what they share; empty where ``directory`` has it.
+        shared: On several machines the directory that has what they share; empty where ``directory`` has it.
         plain: Whether the item must not see the variable with this rank's temporary directory.
     """
 
     nodeid: str
-    next: str | None
     device: str
     directory: str
     world_size: int
@@ -378,20 +375,39 @@ decode.prepare(ItemPayload)
 
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """Run one item on this rank; the payload is an ``ItemPayload`` as plain data, and the log gets the item's phases."""
-    from pytest_distcompat.launch import preload, request_loop
-
     asked = decode.decode(ItemPayload, payload)
+    item = find_item(collected_session(asked, log), asked.nodeid)
+    with reporting(item, asked, log, Path(asked.directory)):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        # An error of a plugin in it fails the test.
+        item.config._ensure_unconfigure()  # noqa: SLF001 - see _collected
+
+
+def collected_session(asked: ItemPayload, log: RankLog) -> pytest.Session:
+    """Return the session of this rank, which it collects now unless it was forked with one."""
+    from pytest_distcompat.launch import preload
+
     if preload.collected is None:
         preload.collected = collect(
             json.loads(Path(asked.session).read_text(encoding="utf-8")), by_hand=log.by_hand
         )
-        if request_loop.reused is not None:
-            request_loop.reused.reset_baseline()
-    items = _items(preload.collected)
-    item = _find(items, asked.nodeid, preload.collected.config.stash[_COLLECTION_ERRORS])
-    next_item = items.get(asked.next or "")
-    if request_loop.reused is not None:
-        _reset_between_items(request_loop.reused, item)
+    session: pytest.Session = preload.collected
+    return session
+
+
+@contextlib.contextmanager
+def reporting(
+    item: pytest.Item, asked: ItemPayload, log: RankLog, process_directory: Path
+) -> Iterator[None]:
+    """Have what pytest runs in the block reported to the log, as that item.
+
+    Args:
+        item: The item.
+        asked: The payload of the request.
+        log: The log of this rank.
+        process_directory: Where this process captures output and has temporary directories. pytest
+            makes its base temporary directory once in a process.
+    """
     directory = Path(asked.directory)
     config = item.config
     world = config.stash[WORLD] = World.from_environment(asked.device)
@@ -405,45 +421,23 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     config.stash[SHARED] = Path(asked.shared or directory, shared)
     _Reporter.of(config).begin(log, asked.world_size, directory)
     fault_handler(config)
-    # pytest makes its base temporary directory once in a process. Kept ranks use the directory of their group, not of this
-    # request, for that and for captured output, as the agent does for its logs.
-    directory_of_process = (
-        request_loop.reused.directory if request_loop.reused is not None else directory
-    )
-    root = directory_of_process / f"tmp-{log.rank}"
+    root = process_directory / f"tmp-{log.rank}"
     own_directory = _made_in(root, config) if asked.plain else _own_temporary_directory(root)
-    with own_directory, capturing(config, directory_of_process, log.rank):
-        config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
-        # An error of a plugin in it fails the test.
-        if request_loop.reused is None:
-            config._ensure_unconfigure()  # noqa: SLF001 - see _collected
-
-
-def _reset_between_items(reused: ReusedRank, item: pytest.Item) -> None:
-    """Tear down what earlier items left on kept ranks and this item does not use.
-
-    ``Session._setupstate`` is private; ``tests/plugin/test_private_names.py`` fails when it goes away.
-    """
-    state = item.session._setupstate  # noqa: SLF001 - see the docstring
-    # The teardown before assumed another next item, if the parent has skipped that one.
-    state.teardown_exact(item)
-    if not reused.at_end:
-        # When these ranks end, whatever is still set up is torn down too.
-        reused.at_end += [item.config._ensure_unconfigure, lambda: state.teardown_exact(None)]  # noqa: SLF001
-    if "process_group" not in getattr(item, "fixturenames", ()):
-        # The test may initialize its own process group.
-        reused.without_group()
+    with own_directory, capturing(config, process_directory, log.rank):
+        yield
 
 
 @functools.cache
-def _items(session: pytest.Session) -> Mapping[str, pytest.Item]:
-    """Return the items by their node ids. Cached: kept ranks look each of them up."""
+def items_of(session: pytest.Session) -> Mapping[str, pytest.Item]:
+    """Return the items by their node ids. Cached: a rank may look several of them up."""
     return {item.nodeid: item for item in session.items}
 
 
-def _find(items: Mapping[str, pytest.Item], nodeid: str, errors: CollectionErrors) -> pytest.Item:
+def find_item(session: pytest.Session, nodeid: str) -> pytest.Item:
+    """Return the item of a session. Raises LookupError if there is none."""
+    items = items_of(session)
     if nodeid not in items:
-        error = errors.text_about(nodeid)
+        error = session.config.stash[_COLLECTION_ERRORS].text_about(nodeid)
         if error:
             last = error.splitlines()[-1].removeprefix("E").strip()
             raise LookupError(

@@ -185,7 +185,7 @@ class Results:
                 "cell": result.cell,
                 "driver": result.driver,
                 "check": result.check,
-                "status": result.status.value,
+                "status": result.status.name,
                 "rank": result.rank,
             }
         elif "distcompat" in report.keywords and _parse_suite_item(nodeid) is None:
@@ -383,8 +383,7 @@ class Results:
                 str(cell.options),
                 strategies.index(cell.strategy),
                 precisions.index(cell.precision),
-                cell.world_size,
-                cell.nodes,
+                cell.spread,
                 checks.index(result.check),
             )
 

@@ -1,4 +1,4 @@
-"""Executors, which start the node agents of a session."""
+"""Base class of executors: ways to start an agent of the session on each of several nodes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-#: By the name of the node its GPUs, as CUDA_VISIBLE_DEVICES has them there.
+#: The GPUs that a run was given, by the name of the node, as in CUDA_VISIBLE_DEVICES there.
 Given = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Devices for one run.
+    """A request for the devices of one run.
 
     Attributes:
-        nodes: The names of its nodes; empty for the node of pytest's process.
+        nodes: The names of the nodes; empty for the node of pytest's process.
         resource: ``GPU`` or ``CPU``.
-        least: A node with fewer devices is refused.
-        most: The number of devices on each node; a node with fewer gives all.
-        who: Names the request in messages.
+        least: The least number of devices on each node; a node with fewer is refused.
+        most: The most devices to take on each node; a node with fewer gives all.
+        who: A name for the request in messages.
     """
 
     nodes: Sequence[str]
@@ -33,24 +33,32 @@ class Asked:
 
 
 class Executor:
-    """A way to start node agents: the command ``join``, which gets the token on its standard input, on each node."""
+    """A way to start agents on nodes, such as ssh or Slurm.
+
+    An agent is the command ``join``. It connects to pytest's process, and starts the ranks of its
+    node. It reads a token, which pytest's process expects of it, from its standard input.
+    """
 
     name: ClassVar[str] = ""
     #: Where pytest listens by default: host and port, 0 for any.
     listen: ClassVar[tuple[str, int]] = ("127.0.0.1", 0)
-    #: Whether ``names`` takes no time, so that too few nodes are an error before agents start.
+    #: Whether ``names`` answers at once, so that too few nodes can be reported before agents start.
     lists_at_once: ClassVar[bool] = True
-    #: How users start agents that this executor does not start itself; empty if it starts all of them.
+    #: How users start the agents, if the executor does not start them itself; else empty.
     hint: ClassVar[str] = ""
-    #: Whether a scheduler counts the devices of its nodes, so that each run asks ``devices`` for them.
+    #: Whether a scheduler hands out the devices of its nodes, so that each run requests them by
+    #: ``devices``.
     accounts: ClassVar[bool] = False
 
     def unsupported_reason(self) -> str | None:
-        """Return why it cannot start agents here; None if it can."""
+        """Return why the executor cannot start agents here; None if it can."""
         return None
 
     def names(self, nodes: int) -> list[str] | None:  # noqa: ARG002 - the executors' protocol
-        """Return the names of so many nodes, fewer if there are fewer; None if it cannot start the agent of one alone."""
+        """Return the names of so many nodes, or of all if there are fewer.
+
+        None means that the executor cannot start the agent of a single node.
+        """
         return None
 
     def start(self, join: Sequence[str], nodes: int, token: str) -> list[subprocess.Popen[str]]:
@@ -58,39 +66,44 @@ class Executor:
         raise NotImplementedError
 
     def start_one(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str] | None:
-        """Start the agent of one node for one worker of xdist."""
+        """Start the agent of one node, for one xdist worker."""
         return self.restart(join, name, token)
 
     def restart(self, join: Sequence[str], name: str, token: str) -> subprocess.Popen[str] | None:  # noqa: ARG002
-        """Start the agent of the node with that name, perhaps again; None if a user has to."""
+        """Start the agent of a node again; return None if the user must do that."""
         return None
 
     @contextlib.contextmanager
     def devices(self, asked: Asked, say: Callable[[str], None]) -> Iterator[Given]:  # noqa: ARG002
-        """Hold devices inside the block; by default nobody counts them, and none are given.
+        """Hold devices inside a ``with`` block; without a scheduler none are given.
 
         Args:
-            asked: The devices.
-            say: Shows the user what the request waits for, if anything. Called each second; what it raises ends the request.
+            asked: The request.
+            say: Called each second with what the request waits for. An exception of it ends the
+                request.
 
         Raises:
-            UsageProblem: There will be no such devices; the message says why.
+            UsageProblem: If there never will be such devices; the message says why.
         """
         yield {}
 
     def taken(self) -> str:
-        """Return why a scheduler takes the session's nodes away, as far as it says; empty if they stay."""
+        """Return why a scheduler takes the session's nodes away; empty if it does not."""
         return ""
 
     @staticmethod
     def _popen(
         command: Sequence[str], token: str, *, answers: bool = False
     ) -> subprocess.Popen[str]:
-        """Start one command that reads the token from its standard input, where no other process can see it.
+        """Start a command and write the token to its standard input: other processes cannot see it.
 
-        With ``answers`` it can be sent lines after that, and its answers be read.
+        Args:
+            command: The command.
+            token: The token.
+            answers: Whether to keep its standard input open and to read its output by a pipe.
         """
-        # Named, or the process would also get LINES and COLUMNS, which readline sets past ``os.environ``.
+        # With ``env=None`` the process would also get LINES and COLUMNS, which readline sets past
+        # ``os.environ``.
         environment = dict(os.environ)
         output = subprocess.PIPE if answers else None
         process = subprocess.Popen(

@@ -1,8 +1,13 @@
-"""Executor ``ray``: node agents on the nodes of a Ray cluster that is there, and a placement group for each run.
+"""Executor ``ray``: agents on nodes of a Ray cluster, and a placement group for each run.
 
-Run as a module, this file is the process that talks to Ray: pytest's own process does not import ray. The agents are tasks that
-hold no resources, so they stay warm while others use the devices. A line of JSON on this process' standard input asks for the
-devices of a run, and gives those of the line before back; a line on its standard output answers.
+pytest's process does not import ray. The class ``Ray`` starts this file as a module in another
+process, which connects to the cluster and serves the executor:
+
+- It runs the agents as Ray tasks without resources, so that they stay warm while others use the
+  devices.
+- For each line of JSON on its standard input it frees the devices of the last run, and requests
+  those of the next one: the fields of ``Asked``. It answers by lines of JSON on its standard
+  output.
 """
 
 from __future__ import annotations
@@ -24,25 +29,28 @@ from pytest_distcompat import clock
 from pytest_distcompat.ext.cluster.executors._base import Asked, Executor, Given
 from pytest_distcompat.failures import UsageProblem
 
-#: How long the address of the cluster may take to answer, in seconds.
+#: Time limit for a connection to the cluster, in seconds.
 REACHED_S = 10
-#: How long a task in a bundle may take to name the bundle's GPUs, in seconds: it may need a new process of Ray.
+#: Time limit for the task that names the GPUs of a bundle, in seconds. Ray may start a process for
+#: it.
 NAMED_S = 60
-#: How long a run may wait for its devices, and after how many seconds a notice says so.
-DEVICES_S, NOTIFY_AFTER_S = 3600.0, 2.0
-#: How long Ray may take to count devices as free that were given back, in seconds.
+#: How long a run may wait for its devices, in seconds.
+DEVICES_S = 3600.0
+#: After how many seconds of waiting the user is notified.
+NOTIFY_AFTER_S = 2.0
+#: How long to wait for Ray to count devices as free again, in seconds.
 SETTLED_S = 0.5
-#: How often it is noticed that the session has ended, in seconds.
+#: How often to look whether the session has ended, in seconds.
 ENDED_S = 0.1
 _PREFIX = "--distcompat-executor ray: "
 
 
 class Ray(Executor):
-    """Node agents on nodes of the cluster that ``RAY_ADDRESS`` names, or that runs on this machine."""
+    """Executor for the Ray cluster that ``RAY_ADDRESS`` names, or that this machine belongs to."""
 
     name = "ray"
     listen = (socket.gethostname(), 0)
-    # pytest's own process does not import ray, and another one takes seconds.
+    # Another process must import ray to list the nodes, which takes seconds.
     lists_at_once = False
     accounts = True
 
@@ -51,13 +59,13 @@ class Ray(Executor):
         self._number = 0
 
     def unsupported_reason(self) -> str | None:
-        """Return why there is no Ray to use; None if there is."""
+        """Return why ray cannot be used here; None if it can."""
         if importlib.util.find_spec("ray"):
             return None
         return "ray is not installed: pip install 'pytest-distcompat[ray]'"
 
     def names(self, nodes: int) -> list[str]:
-        """Return the first nodes of the cluster. Raises UsageProblem if no cluster is there."""
+        """Return the names of the first nodes. Raises UsageProblem without a cluster."""
         listed = subprocess.run(
             [sys.executable, "-m", __name__, "names"], check=False, capture_output=True, text=True
         )
@@ -81,7 +89,7 @@ class Ray(Executor):
 
     @contextlib.contextmanager
     def devices(self, asked: Asked, say: Callable[[str], None]) -> Iterator[Given]:
-        """Hold a placement group inside the block."""
+        """Hold a placement group with the devices inside the block."""
         self._number += 1
         answer: dict[str, Any] = {"number": 0}
         try:
@@ -95,22 +103,23 @@ class Ray(Executor):
         except (OSError, json.JSONDecodeError):
             raise UsageProblem("the process that asks Ray for devices has ended") from None
         except BaseException:
-            # A run that does not wait any more has no ranks yet.
+            # The run gave up to wait, so it has no ranks that use the devices.
             self._give_back()
             raise
         if "refused" in answer:
             raise UsageProblem(answer["refused"])
         yield answer["given"]
-        # Not where an exception ends the block, whose ranks may still run: the next run, or the end of all agents, gives it back.
+        # Only if no exception ended the block: after one, ranks may still use the devices. Then the
+        # next request frees them, or the end of all agents.
         self._give_back()
 
     def _give_back(self) -> None:
-        """Give back the devices of the last run."""
+        """Free the devices of the last run."""
         with contextlib.suppress(OSError):
             self._send({"nodes": []})
 
     def _send(self, request: Mapping[str, Any]) -> None:
-        """Send the process what a run needs, the fields of ``Asked``."""
+        """Send a request, the fields of ``Asked``, to the process that talks to Ray."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(f"{json.dumps(request)}\n")
@@ -118,10 +127,16 @@ class Ray(Executor):
 
 
 def nodes_by_name() -> dict[str, Any]:
-    """Connect to the cluster and return its nodes, by names in the same order in all processes. Raises ConnectionError."""
+    """Connect to the cluster and return its living nodes, those with the most GPUs first.
+
+    All processes get the same names in the same order.
+
+    Raises:
+        ConnectionError: If there is no cluster.
+    """
     host, colon, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
     if colon and port.isdecimal() and "/" not in host:
-        # Ray itself tries for twelve minutes.
+        # Ray itself would try for twelve minutes.
         try:
             socket.create_connection((host.strip("[]"), int(port)), REACHED_S).close()
         except OSError as error:
@@ -129,7 +144,7 @@ def nodes_by_name() -> dict[str, Any]:
     import ray
 
     ray.init(address="auto", logging_level="warning", namespace="distcompat")
-    # The head of a cluster often has no GPU.
+    # The head of a cluster often has no GPU, and should not be chosen first.
     alive = [node for node in ray.nodes() if node["Alive"]]
     alive.sort(key=lambda node: (-_total(node, "GPU"), str(node["NodeID"])))
     hosts = [node["NodeManagerHostname"] for node in alive]
@@ -142,16 +157,22 @@ def nodes_by_name() -> dict[str, Any]:
 
 
 def _shown(name: str) -> str:
+    """Return how messages call a node; its name is empty for the node of pytest's process."""
     return name or "the node of pytest"
 
 
 def _total(node: Mapping[str, Any], resource: str) -> int:
-    """Return how many of a resource Ray counts on a node."""
+    """Return how many ``GPU`` or ``CPU`` a node has, in use or not, by Ray's count."""
     return int(node["Resources"].get(resource, 0))
 
 
 class Placements:
-    """Placement groups for runs on these nodes, one at a time; ``replaced`` tells whether a run has stopped to wait."""
+    """The placement group of the current run: at most one at a time.
+
+    Args:
+        nodes: Ray's records of the nodes, by name.
+        replaced: Tells whether another request has come, so that the current one is given up.
+    """
 
     def __init__(self, nodes: Mapping[str, Any], replaced: Callable[[], bool]) -> None:
         self._nodes = nodes
@@ -159,46 +180,73 @@ class Placements:
         self._group: Any = None
 
     def place(self, asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Give the devices of the last run back, and yield answers to the fields of ``Asked``.
+        """Free the devices of the last run, request those of the next, and yield answers.
 
-        They are each second what the run ``waits`` for, or an empty text, then what is ``given``, or why it is ``refused``. A run
-        on one node gets a group ``STRICT_PACK``, one on several ``STRICT_SPREAD``, bound to the nodes, whose agents are warm.
+        Args:
+            asked: The request, the fields of ``Asked``. Without nodes there is no next run.
+
+        Yields:
+            Each second ``{"waits": TEXT}``, whose text is for the user if it is not empty. In the
+            end ``{"given": {NODE: GPUS}}``, or ``{"refused": WHY}``.
         """
-        from ray.util.placement_group import placement_group
-
         self.give_back()
         names = asked["nodes"]
         if not names:
             return
+        refusal = self._why_refused(asked)
+        if refusal:
+            yield {"refused": refusal}
+            return
         resource = asked["resource"]
-        too_few = []
-        bundles = {}
+        counts: dict[str, int] = {}
         for name in names:
             total = _total(self._nodes[name], resource)
-            if total < asked["least"]:
-                too_few.append(f"{_shown(name)} has {total}")
             if total:
-                bundles[name] = {resource: min(asked["most"], total)}
-        if too_few:
-            need = f"{asked['who']} needs {resource}s ({asked['least']} on each node)"
-            yield {"refused": f"{need}; by Ray's count {', '.join(too_few)}"}
-            return
-        if not bundles:
-            # Ranks on CPUs do without, on a node that Ray counts none of.
+                counts[name] = min(asked["most"], total)
+        if not counts:
+            # Ray counts no CPUs on these nodes. Ranks on CPUs run there all the same.
             yield {"given": {}}
             return
-        strategy = "STRICT_PACK" if len(bundles) == 1 else "STRICT_SPREAD"
-        labels = [{"ray.io/node-id": self._nodes[name]["NodeID"]} for name in bundles]
-        self._group = placement_group([*bundles.values()], strategy, bundle_label_selector=labels)
-        parts = [f"{bundle[resource]} on {_shown(name)}" for name, bundle in bundles.items()]
-        yield from self._wait(
-            [*bundles], asked["who"], f"{resource}s ({', '.join(parts)})", resource
-        )
+        self._create_group(counts, resource)
+        parts = [f"{count} on {_shown(name)}" for name, count in counts.items()]
+        words = f"{resource}s ({', '.join(parts)})"
+        yield from self._wait([*counts], asked["who"], words, resource)
+
+    def _why_refused(self, asked: Mapping[str, Any]) -> str | None:
+        """Return which nodes never have as many devices as the request needs; None if all have."""
+        too_few = []
+        for name in asked["nodes"]:
+            total = _total(self._nodes[name], asked["resource"])
+            if total < asked["least"]:
+                too_few.append(f"{_shown(name)} has {total}")
+        if not too_few:
+            return None
+        need = f"{asked['who']} needs {asked['resource']}s ({asked['least']} on each node)"
+        return f"{need}; by Ray's count {', '.join(too_few)}"
+
+    def _create_group(self, counts: Mapping[str, int], resource: str) -> None:
+        """Create a placement group with so many devices of each node, on just these nodes.
+
+        The agents are warm there, so the group must not be on other nodes.
+        """
+        from ray.util.placement_group import placement_group
+
+        strategy = "STRICT_PACK" if len(counts) == 1 else "STRICT_SPREAD"
+        bundles = [{resource: count} for count in counts.values()]
+        labels = [{"ray.io/node-id": self._nodes[name]["NodeID"]} for name in counts]
+        self._group = placement_group(bundles, strategy, bundle_label_selector=labels)
 
     def _wait(
         self, names: Sequence[str], who: str, words: str, resource: str
     ) -> Iterator[dict[str, Any]]:
-        """Wait until the placement group is there; yield answers as ``place`` does."""
+        """Wait until Ray has created the placement group; yield answers as ``place`` does.
+
+        Args:
+            names: The node of each bundle.
+            who: The name of the request in messages.
+            words: The devices in messages.
+            resource: ``GPU`` or ``CPU``.
+        """
         import ray
 
         began = clock.now()
@@ -211,13 +259,11 @@ class Placements:
                 self.give_back()
                 yield {"refused": text}
                 return
-            notice_due = waited > NOTIFY_AFTER_S and not notified
-            yield {
-                "waits": f"waits for {words}; by Ray's count {free:g} are free"
-                if notice_due
-                else ""
-            }
-            notified = notified or notice_due
+            notice = ""
+            if waited > NOTIFY_AFTER_S and not notified:
+                notice = f"waits for {words}; by Ray's count {free:g} are free"
+                notified = True
+            yield {"waits": notice}
         try:
             yield {"given": self._gpus(names) if resource == "GPU" else {}}
         except ray.exceptions.RayError as error:
@@ -225,50 +271,54 @@ class Placements:
             yield {"refused": f"Ray did not say which GPUs it gave: {error}"}
 
     def _gpus(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Return the GPUs of each bundle, as CUDA_VISIBLE_DEVICES of its node has them."""
+        """Return the GPUs of each node's bundle, as in CUDA_VISIBLE_DEVICES there.
+
+        A task in each bundle tells them. ``names`` are the nodes of the bundles.
+        """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # By default Ray ends a process that had GPUs, and a new one takes a second.
+        # ``max_calls=0``: by default Ray ends a process that had GPUs, and starts another one in a
+        # second.
         options = {"num_cpus": 0, "max_calls": 0, "max_retries": 0}
-        named = []
+        answers = []
         for number, bundle in enumerate(self._group.bundle_specs):
             where = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=number
             )
-            task: Any = ray.remote(**options, num_gpus=bundle["GPU"], scheduling_strategy=where)(
-                _own_gpus
+            decorator: Any = ray.remote(
+                **options, num_gpus=bundle["GPU"], scheduling_strategy=where
             )
-            named.append(task.remote())
-        return dict(zip(names, ray.get(named, timeout=NAMED_S), strict=True))
+            answers.append(decorator(_own_gpus).remote())
+        return dict(zip(names, ray.get(answers, timeout=NAMED_S), strict=True))
 
     def give_back(self) -> None:
-        """Remove the group of the last run, and wait until Ray counts its devices as free.
+        """Remove the last run's placement group, and wait until Ray counts its devices as free.
 
-        Ray tries a group again after up to a second if they are not when it is asked for: measured, 0.7 to 1.1 s instead of 0.1.
+        If they are not free when the next group is requested, Ray tries again after up to a second:
+        0.7 to 1.1 s were measured instead of 0.1 s.
         """
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        def free() -> list[float]:
+        def free_devices() -> list[float]:
             available = ray.available_resources()
             return [available.get("CPU", 0), available.get("GPU", 0)]
 
         if self._group is not None:
-            before = free()
+            before = free_devices()
             remove_placement_group(self._group)
-            clock.wait_until(lambda: free() != before, SETTLED_S, every=0.01)
+            clock.wait_until(lambda: free_devices() != before, SETTLED_S, every=0.01)
         self._group = None
 
 
 def _own_gpus() -> list[str]:
-    """Return the GPUs of this task of Ray."""
+    """Return the GPUs of the Ray task that calls this."""
     import ray
 
-    # Ray has them in any order.
-    return sorted(
-        ray.get_runtime_context().get_accelerator_ids()["GPU"], key=lambda name: (len(name), name)
-    )
+    # Ray has them in any order. By length first, so that "10" comes after "9".
+    names = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return sorted(names, key=lambda name: (len(name), name))
 
 
 def serve(
@@ -278,40 +328,37 @@ def serve(
     commands: io.FileIO,
     token: str,
 ) -> None:
-    """Run an agent on each of these nodes, and give runs their devices, until the session ends."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    """Run agents and answer requests for devices, until the session ends.
 
-    # What the agents print goes to standard output too.
+    Args:
+        nodes: Ray's records of all nodes, by name.
+        names: The nodes on which agents run.
+        join: The command of an agent.
+        commands: The standard input, without a buffer.
+        token: The token that an agent needs.
+    """
+    import ray
+
+    # Answers have a file descriptor of their own. What the agents print goes to standard error.
     answers = os.dup(1)
     os.dup2(2, 1)
-    # Ray hides GPUs from a task that asked for none, but the agent's ranks get some later. Each run sets what its ranks see.
-    visible = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
-    agents = []
-    for name in names:
-        where = NodeAffinitySchedulingStrategy(nodes[name]["NodeID"], soft=False)
-        options = {
-            "num_cpus": 0,
-            "max_retries": 0,
-            "scheduling_strategy": where,
-            "runtime_env": visible,
-        }
-        agent: Any = ray.remote(**options)(_agent)
-        agents.append(agent.remote([*join, "--name", name], token))
+    agents = [_start_agent(nodes[name], [*join, "--name", name], token) for name in names]
     own_id = ray.get_runtime_context().get_node_id()
     own_node = next(node for node in nodes.values() if node["NodeID"] == own_id)
 
-    def comes(seconds: float = 0) -> bool:
+    def has_request(seconds: float = 0) -> bool:
+        """Tell whether a line, or the end of the input, comes within so many seconds."""
         return bool(select.select([commands], [], [], seconds)[0])
 
-    placements = Placements({**nodes, "": own_node}, comes)
-    # Where a node of the cluster is gone, the agents of the others go on; they end with this process.
+    placements = Placements({**nodes, "": own_node}, has_request)
+    # If a node of the cluster is lost, the agents of the others go on. All end with this process.
     while ray.wait(agents, num_returns=len(agents), timeout=0)[1]:
-        if not comes(ENDED_S):
+        if not has_request(ENDED_S):
             continue
         line = commands.readline()
         if not line:
-            # pytest's process is gone. Its agents notice too: until they have ended their ranks, the devices are in use.
+            # pytest's process is gone. The agents notice that too, and end their ranks, which use
+            # the devices until then.
             ray.wait(agents, num_returns=len(agents))
             break
         asked = json.loads(line)
@@ -322,13 +369,37 @@ def serve(
                 os.write(answers, f"{reply}\n".encode())
 
 
+def _start_agent(node: Mapping[str, Any], command: Sequence[str], token: str) -> Any:
+    """Start an agent as a Ray task on a node, and return the task's reference."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # The task requests no GPU, so Ray would hide all GPUs from the agent. Each run sets which of
+    # them its ranks see.
+    environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    options = {
+        "num_cpus": 0,
+        "max_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        "runtime_env": {"env_vars": environment},
+    }
+    task: Any = ray.remote(**options)(_agent)
+    return task.remote(command, token)
+
+
 def _agent(command: Sequence[str], token: str) -> int:
-    """Run a node agent, in a process of Ray on its node."""
+    """Run a node agent until it ends; this is called in a Ray process on the agent's node."""
     return subprocess.run(command, input=f"{token}\n", text=True, check=False).returncode
 
 
 def main(action: str, *arguments: str) -> str:
-    """Do one of ``names``, ``start`` and ``start_one``; return what is wrong, empty if nothing is."""
+    """Perform an action of the command line, and return what went wrong, empty if nothing did.
+
+    Args:
+        action: ``names`` prints the names of the nodes. ``start`` runs agents on the first nodes,
+            ``start_one`` on one node, and both serve requests for devices.
+        *arguments: The number of nodes, or the name of the node, then the command of an agent.
+    """
     try:
         # Without a buffer, so that ``select`` sees each line.
         commands = io.FileIO(0, closefd=False)

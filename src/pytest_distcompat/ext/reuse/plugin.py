@@ -1,0 +1,109 @@
+"""Ranks that tests share: options, the argument ``reuse`` of the mark, and when ranks are kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.plugin.marked.arguments import AddedArgument
+from pytest_distcompat.plugin.on_ranks.launched import ON_RANK
+from pytest_distcompat.plugin.options import Option, choice, count
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from pytest_distcompat.ext.reuse.shared import SharedRanks
+    from pytest_distcompat.plugin.session import DistcompatSession
+    from pytest_distcompat.world import World
+
+#: Which tests share ranks.
+REUSE = ("never", "module", "session")
+OPTIONS = (
+    Option(
+        "reuse",
+        "|".join(REUSE),
+        "never",
+        choice(*REUSE),
+        "Run marked tests that follow each other on the same ranks: of a module, or all of one world size (default: never).",
+    ),
+    Option(
+        "reuse_limit",
+        "N",
+        "100",
+        count(least=1),
+        "Start new ranks after so many tests, where ranks are reused (default: 100).",
+    ),
+)
+SHARED_RANKS: pytest.StashKey[SharedRanks] = pytest.StashKey()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_distcompat_options() -> tuple[Option, ...]:
+    """Add the options."""
+    return OPTIONS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_distcompat_mark_arguments() -> list[AddedArgument]:
+    """Add the argument of the mark."""
+    return [AddedArgument("reuse", REUSE)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_distcompat_preload() -> tuple[str, ...]:
+    """Have fork servers import what shared ranks need, but for what imports pytest: ranks of suites have none."""
+    return ("pytest_distcompat.ext.reuse.request_loop",)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_distcompat_configure(config: pytest.Config) -> None:
+    """Import what runs an item, in the process that collects tests, so that ranks forked from it need not."""
+    if ON_RANK in config.stash:
+        from pytest_distcompat.ext.reuse import rank_item  # noqa: F401 - see the docstring
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_distcompat_session(session: DistcompatSession) -> None:
+    """Share ranks between the marked tests of this process, unless it is a rank."""
+    if ON_RANK not in session.config.stash:
+        from pytest_distcompat.ext.reuse.shared import SharedRanks
+
+        shared = session.config.stash[SHARED_RANKS] = SharedRanks(session)
+        session.config.pluginmanager.register(shared, "distcompat-shared-ranks")
+
+
+# These two are hooks of the plugin itself, so that those of a conftest come around them.
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Note the next item, and end ranks that were kept for other tests than this one."""
+    shared = item.config.stash.get(SHARED_RANKS, None)
+    if shared is not None:
+        shared.begin(item, nextitem)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """End ranks that are kept for no later test. A failure there is an error of this item's teardown."""
+    yield
+    shared = item.config.stash.get(SHARED_RANKS, None)
+    if shared is not None:
+        shared.end(nextitem)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_distcompat_process_group(world: World) -> ProcessGroup | None:
+    """Return, on a rank that is shared, the one group of all tests that it runs."""
+    # The launcher has imported it on such a rank.
+    loop = sys.modules.get("pytest_distcompat.ext.reuse.request_loop")
+    if loop is None or loop.reused is None:
+        return None
+    group: ProcessGroup = loop.reused.process_group(world.backend)
+    return group

@@ -1,0 +1,295 @@
+"""The main loop of a reused rank: run each request and report the state that it changed.
+
+``reused_ranks`` is the counterpart in the parent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.ext.reuse.process_state import changes, grown, sizes, state_now
+from pytest_distcompat.launch import pristine_builtins, randomness, rank
+from pytest_distcompat.launch.process import flush
+from pytest_distcompat.launch.rank_log import RankLog
+from pytest_distcompat.launch.request import Request
+
+#: Time limits of the check of the process group: in seconds, and as a fraction of the request's own limit, so that a slow
+#: check does not look like a request that hangs.
+GROUP_CHECK_TIMEOUT_S, GROUP_CHECK_PART_OF_LIMIT = 5.0, 0.25
+#: Time limits of destroying the process group, in seconds: it waits for collectives that a peer never joins. The second is
+#: shorter, because the end of the process destroys the group too.
+DESTROY_TIMEOUT_S, DESTROY_TIMEOUT_AT_END_S = 5.0, 1.0
+
+_CLEARED = "distcompat/cleared/"
+_DONE = "distcompat/done/"
+
+
+class Store:
+    """The agent's store, on which process groups meet. torch expects a new store for each run of a rank's process."""
+
+    def __init__(self) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
+
+        # A request may change the environment.
+        self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._store = TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+        )
+        self._can_list = hasattr(self._store, "list_keys")
+        self._agent_keys = set(self._store.list_keys()) if self._can_list else set()
+        self._initial_keys = self._store.num_keys()
+        self._clears = 0
+        self._requests = 0
+
+    def announce_done(self) -> Callable[[], None]:
+        """Announce that this rank has finished the request; return a function that waits until all ranks have."""
+        self._requests += 1
+        count, all_done = f"{_DONE}count", f"{_DONE}{self._requests}"
+        if self._store.add(count, 1) == self._requests * self._ranks:
+            self._store.set(all_done, "")
+            return lambda: None
+        # The parent enforces the request's own time limit.
+        return lambda: self._store.wait([all_done], timedelta(days=1))
+
+    def clear(self) -> None:
+        """Remove the keys that process groups left, which a new group would take for its own.
+
+        All ranks call it together. In a torch without ``list_keys`` nothing can be removed; ``has_leftover_keys`` is true then.
+        """
+        self._clears += 1
+        done = f"{_CLEARED}{self._clears}"
+        if self._rank == 0:
+            leftover = set(self._store.list_keys()) - self._agent_keys if self._can_list else set()
+            for key in leftover:
+                # A slower rank may still wait for one of these.
+                if not key.startswith((_CLEARED, _DONE)):
+                    self._store.delete_key(key)
+            self._store.set(done, "")
+        self._store.wait([done])
+
+    def has_leftover_keys(self) -> bool:
+        """Return whether there are keys that ``clear`` cannot remove."""
+        if self._can_list:
+            return False
+        # One for each call of ``clear`` and for each request, and the count of requests.
+        own_keys = self._clears + self._requests + 1
+        return bool(self._store.num_keys() > self._initial_keys + own_keys)
+
+
+class ReusedRank:
+    """State that this process keeps between requests; ``directory`` is that of its run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.store = Store()
+        self.group: Any = None
+        self._group_checks = 0
+        self.sound = True
+        self.at_end: list[Callable[[], None]] = []
+        self._sizes = sizes()
+        self._settings: tuple[object, ...] = ()
+        self.reset_baseline()
+
+    def reset_baseline(self) -> None:
+        """Record the current state as the one to compare with: no test has caused the changes so far."""
+        self._baseline = state_now()
+        #: ``sys.path`` as it is between two requests.
+        self.path = list(sys.path)
+
+    def begin(self, request: Request) -> None:
+        """Record the state after ``rank.prepare``, if this request has other settings than the last.
+
+        With the same settings the recorded state is still right: a request that changes it ends the ranks.
+        """
+        settings = (request.set, request.unset, request.cwd, request.import_path)
+        if settings != self._settings:
+            self._settings = settings
+            self._baseline = state_now()
+
+    def changes(self) -> list[str]:
+        """Return the names of the state that the request changed, and of what has grown too much.
+
+        State that cannot be read counts as a change, and the verdict stands.
+        """
+        try:
+            return changes(state_now(), self._baseline) + grown(self._sizes)
+        except Exception as error:
+            return [f"state that cannot be read ({rank.message_of(error)})"]
+
+    def process_group(self, backend: str) -> Any:
+        """Return the default process group; the first call creates it."""
+        from torch import distributed
+
+        if self.group is None:
+            distributed.init_process_group(backend)
+            self.group = distributed.group.WORLD
+        return self.group
+
+    def without_group(self) -> None:
+        """Destroy the process group before a request that may make its own. All ranks call it together."""
+        if self.group is None:
+            return
+        if not self._destroy_group(DESTROY_TIMEOUT_S):
+            raise RuntimeError(
+                f"the process group that tests share could not be destroyed within {DESTROY_TIMEOUT_S:g} s: "
+                "an earlier test left a collective unfinished"
+            )
+        self.store.clear()
+
+    def release_group(self) -> None:
+        """Destroy the process group at the end of this process, unless it is broken: destroying that could hang."""
+        if self.group is None:
+            return
+        destroyed = self.sound and self._destroy_group(DESTROY_TIMEOUT_AT_END_S)
+        if not destroyed:
+            # A forked rank ends by os._exit anyway; in a spawned one the interpreter would destroy the group.
+            atexit.register(os._exit, 0)
+            atexit.register(flush)
+
+    def _destroy_group(self, seconds: float) -> bool:
+        """Destroy the process group; return whether that took no longer than ``seconds``."""
+        from torch import distributed
+
+        self.group = None
+        problems: list[BaseException] = []
+
+        def destroy() -> None:
+            try:
+                distributed.destroy_process_group()
+            except BaseException as error:  # raised again below
+                problems.append(error)
+
+        # A thread that hangs can be left behind: the end of the process does not wait for it.
+        thread = threading.Thread(
+            target=destroy, name="distcompat: destroys the process group", daemon=True
+        )
+        thread.start()
+        thread.join(seconds)
+        for problem in problems:
+            raise problem
+        return not thread.is_alive()
+
+    def begin_group_check(self) -> Callable[[float], bool]:
+        """Start a collective on the process group; call it when all ranks have finished the request.
+
+        A collective that the request left unmatched would pair with this one. Returns a function that waits up to so many
+        seconds and returns whether the group is the original one and the collective gave the right result.
+        """
+        # A test may have replaced the default group, a mode or a function of torch, so any of these calls may raise.
+        try:
+            import torch
+            from torch import distributed
+
+            if self.group is None or not distributed.is_initialized():
+                appeared_or_vanished = self.group is not None or distributed.is_initialized()
+                return lambda _: not appeared_or_vanished
+            if distributed.group.WORLD is not self.group:
+                return lambda _: False
+            self._group_checks += 1
+            expected = float(self._group_checks * distributed.get_world_size())
+            device = (
+                "cpu"
+                if distributed.get_backend() == "gloo"
+                else torch.device("cuda", torch.cuda.current_device())
+            )
+            count = torch.full((), float(self._group_checks), dtype=torch.float32, device=device)
+            work = distributed.all_reduce(count, async_op=True)
+        except Exception:
+            return lambda _: False
+
+        def sound(seconds: float) -> bool:
+            try:
+                work.wait(timedelta(seconds=seconds))
+                return bool(count.item() == expected)
+            except Exception:
+                return False
+
+        return sound
+
+
+#: This process, if it is a reused rank; None in all other processes.
+reused: ReusedRank | None = None
+
+
+def serve(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Run the requests that arrive on the socket ``payload["socket"]``, one line each, until it is closed.
+
+    A request that fails ends this process, as it ends any rank. After any other, send the names of changed state.
+    """
+    global reused  # noqa: PLW0603 - what runs in this process looks it up here
+    reused = ReusedRank(log.path.parent)
+    requests: list[Request] = []
+    try:
+        _serve(reused, payload["socket"], log.rank, requests)
+    except BaseException as error:
+        # The parent reads the log of the last request. The error also goes up to the log of this run, where the next
+        # request's notice finds it.
+        if requests:
+            with contextlib.closing(RankLog(requests[-1].directory, log.rank)) as last:
+                rank.report_error(last, error)
+        raise
+
+
+def _serve(reused: ReusedRank, socket_path: str, number: int, requests: list[Request]) -> None:
+    """Run the requests; ``requests`` holds the last one."""
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(socket_path)
+        for line in channel.makefile("r", encoding="utf-8"):
+            requests[:] = [Request(**pristine_builtins.decode(line))]
+            changed = _perform(reused, requests[-1])
+            channel.sendall(
+                f"{pristine_builtins.encode({'rank': number, 'changed': changed})}\n".encode()
+            )
+            # For the next request: now no process waits for this one.
+            randomness.renew()
+    for call in reversed(reused.at_end):
+        call()
+    reused.release_group()
+
+
+def _perform(reused: ReusedRank, request: Request) -> list[str]:
+    """Run one request; return the names of the state that it changed."""
+    if reused.group is None:
+        reused.store.clear()
+    with _restored_afterwards(reused, request):
+        rank.prepare(request)
+        reused.begin(request)
+        rank.perform(request)
+        # What comes next in this run's logs is the next request's.
+        flush()
+        # The check starts only when all ranks have finished the request, so that it cannot pair with a collective that a
+        # test left unmatched.
+        wait_for_all = reused.store.announce_done()
+        changed = reused.changes()
+        wait_for_all()
+        check = reused.begin_group_check()
+    limit = min(GROUP_CHECK_TIMEOUT_S, request.timeout * GROUP_CHECK_PART_OF_LIMIT)
+    reused.sound = check(limit)
+    if not reused.sound:
+        changed.append("the process group")
+    if reused.store.has_leftover_keys():
+        changed.append("the store of process groups")
+    return changed
+
+
+@contextlib.contextmanager
+def _restored_afterwards(reused: ReusedRank, request: Request) -> Iterator[None]:
+    """Restore what ``rank.prepare`` changes after the block; the next request brings its own settings."""
+    touched = {name: os.environ.get(name) for name in (*request.set, *request.unset)}
+    reused.path = list(sys.path)
+    yield
+    for name, value in touched.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    sys.path[:] = reused.path

@@ -1,0 +1,140 @@
+"""Reused ranks as the parent sees them: one run whose ranks do request after request.
+
+``request_loop`` is the part that runs in the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_distcompat.launch.files import Files, log_sizes
+from pytest_distcompat.launch.launcher import OpenRun, Replies
+from pytest_distcompat.launch.request import Request
+
+SERVE = "pytest_distcompat.ext.reuse.request_loop:serve"
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Which requests may share ranks, and for how long.
+
+    Requests of one ``scope`` share ranks; they must all have the same world size. The ranks end after the ``last`` request,
+    after ``uses`` requests, after any failure, and when a request left a change that the next one could see.
+    """
+
+    scope: str
+    uses: int
+    last: bool = False
+
+
+class ReusedRanks(Replies):
+    """The ranks of an open run, which do one request after the other and reply to each."""
+
+    def __init__(self, run: OpenRun, reuse: Reuse, first: Request) -> None:
+        self.run = run
+        self.reuse = reuse
+        self.uses = 0
+        #: The request that the ranks do now, or did last, and the files that they write meanwhile.
+        self.current_request = first
+        self.files = Files(Path(first.directory))
+        #: Whether a rank has died, or at least closed its socket.
+        self.lost = False
+        self._buffers: dict[socket.socket, bytes] = {}
+        #: By rank: what the current request left changed there.
+        self.replies: dict[int, list[str]] = {}
+
+    def send(self, request: Request) -> None:
+        """Send a request to all ranks; those that are still starting get it once they connect."""
+        directory = Path(self.run.start_request.directory)
+        self.files = Files(directory, log_sizes(directory, request.world_size))
+        self.uses += 1
+        self.current_request = request
+        self.replies = {}
+        # The ranks write there. They do not need the request's file, which is for running the request again by hand.
+        Path(request.directory).mkdir(parents=True, exist_ok=True)
+        for rank in self._buffers:
+            self._send_current(rank)
+        request.write()
+
+    def _send_current(self, rank: socket.socket) -> None:
+        # If the rank died, the agent reports how.
+        with contextlib.suppress(OSError):
+            rank.sendall(f"{self.current_request.line}\n".encode())
+
+    @property
+    def homeless(self) -> bool:
+        """Tell whether the directory to which the ranks write is gone: a cleaner or a test has removed it."""
+        return not Path(self.run.start_request.directory).is_dir()
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """The sockets on which ranks may connect or reply."""
+        return [self.run.listener, *self._buffers]
+
+    def receive(self) -> list[socket.socket]:
+        """Read what has arrived, and return the sockets on which more may arrive."""
+        ready, _, _ = select.select(self.sockets, [], [], 0)
+        for ready_socket in ready:
+            if ready_socket is self.run.listener:
+                rank, _ = self.run.listener.accept()
+                self._buffers[rank] = b""
+                self._send_current(rank)
+            else:
+                self._read(ready_socket)
+        return self.sockets
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether all ranks have done the current request."""
+        return len(self.replies) == self.run.start_request.world_size
+
+    def _read(self, rank: socket.socket) -> None:
+        """Read what a rank has sent: a line of JSON, once it has done the current request."""
+        try:
+            received = rank.recv(65536)
+        except ConnectionError:
+            received = b""
+        if not received:
+            self.lost = True
+            self._buffers.pop(rank)
+            rank.close()
+            return
+        self._buffers[rank] += received
+        if b"\n" in self._buffers[rank]:
+            line, _, self._buffers[rank] = self._buffers[rank].partition(b"\n")
+            reply = json.loads(line)
+            self.replies[reply["rank"]] = reply["changed"]
+
+    @property
+    def end_reason(self) -> str:
+        """The reason why these ranks must not do another request; empty if they may."""
+        for _, changed in sorted(self.replies.items()):
+            if changed:
+                return f"on {self._ranks_with(changed)} it left {', '.join(changed)} changed"
+        if self.uses >= self.reuse.uses:
+            return f"they did {self.uses} requests"
+        return ""
+
+    def _ranks_with(self, changed: list[str]) -> str:
+        """Return the ranks that reported these changes, as text.
+
+        An unsound process group is reported by several ranks, and none of them is more to blame than the others.
+        """
+        ranks = [str(rank) for rank, reply in sorted(self.replies.items()) if reply == changed]
+        if len(ranks) == 1:
+            return f"rank {ranks[0]}"
+        if self.complete and len(ranks) == len(self.replies):
+            return "all ranks"
+        return f"ranks {', '.join(ranks)}"
+
+    def dismiss(self) -> None:
+        """End the ranks' request loops by closing their sockets."""
+        self.run.listener.close()
+        for rank in self._buffers:
+            rank.close()
+        self._buffers.clear()

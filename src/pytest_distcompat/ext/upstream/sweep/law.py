@@ -1,0 +1,186 @@
+"""The law of cells with settings: under a setting that the stack accepts all claims hold, or the stack refuses it in time.
+
+Where two settings say different values of the same, either may win. So there is a reference for each, and all claims must hold
+against the same one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.expect import Expectation, may_refuse
+from pytest_distcompat.ext.upstream.sweep import rules
+from pytest_distcompat.ext.upstream.sweep.fields import Source
+from pytest_distcompat.ext.upstream.sweep.slice import SLICE, SWEEP_CHECKS
+from pytest_distcompat.judge import ACCIDENTS, BUILDS, premature_end
+from pytest_distcompat.law import CheckLike, Law
+from pytest_distcompat.scenario import REFERENCE_RUN, Run, Scenario
+from pytest_distcompat.trace import RunFailure, Trace
+
+#: The name of the reference that follows the other one of two settings which say different values of the same.
+OTHER_REFERENCE = "other_reference"
+#: Cells of the sweep that every session of a built-in suite has.
+_SLICED = frozenset(itertools.chain.from_iterable(SLICE.values()))
+
+
+class SweepLaw(Law):
+    """The law of cells with settings."""
+
+    name = "sweep"
+
+    def covers(self, cell: Cell) -> bool:
+        """Tell whether the cell has settings."""
+        return bool(cell.set)
+
+    def unsupported_reason(self, driver: Any, cell: Cell) -> str | None:
+        """Return which object of a setting the driver does not make under the cell's strategy; None if it makes all."""
+        for setting in cell.set:
+            makers = _makers(rules.sources_of(driver), setting, cell.strategy)
+            if not any(cell.strategy in source.strategies for source in makers):
+                return f"the {driver.name or driver.__name__} driver has no {setting.partition('.')[0]} under {cell.strategy}"
+        return None
+
+    def runs(self, cell: Cell, scenario: Scenario) -> Scenario:
+        """Return the runs, with a reference for each of two settings that contradict each other."""
+        settings = rules.contradiction(cell.set)
+        if not settings:
+            return scenario
+        first, second = settings[:2]
+        runs: list[Run] = []
+        for run in scenario.runs:
+            if run == REFERENCE_RUN:
+                runs.append(dataclasses.replace(run, ignores=(second,)))
+                runs.append(dataclasses.replace(run, name=OTHER_REFERENCE, ignores=(first,)))
+            else:
+                runs.append(run)
+        return dataclasses.replace(scenario, runs=tuple(runs))
+
+    def findings(self, check: CheckLike, cell: Cell, trace: Trace) -> list[str]:
+        """Return what is found against the reference with fewer findings; if nothing, whether another check needs the other."""
+        findings = check.findings(cell, trace)
+        if OTHER_REFERENCE not in trace.runs:
+            return findings
+        if not findings:
+            return list(_mixed(check, cell, trace))
+        other_findings = check.findings(cell, _against(OTHER_REFERENCE, trace))
+        if not other_findings:
+            return list(_mixed(check, cell, trace))
+        for finding in other_findings:
+            findings.append(
+                f"against the other of two settings that contradict each other: {finding}"
+            )
+        return findings
+
+    def expectations(
+        self, expectations: Sequence[Expectation], failure: RunFailure | None
+    ) -> list[Expectation]:
+        """Return what is expected: a setting is accepted or refused, and may mend what is known to fail without it."""
+        lenient = [dataclasses.replace(expectation, strict=False) for expectation in expectations]
+        return lenient + _refused_setting(failure)
+
+    def read_at_checkpoints(self, cell: Cell) -> tuple[str, ...]:
+        """Return option ``set`` if all settings are read while a checkpoint is written or loaded."""
+        if all(rules.concerns_checkpoints(setting) for setting in cell.set):
+            return ("set",)
+        return ()
+
+    def left_out(self, cell: Cell, checks: Mapping[str, CheckLike], profile: str) -> dict[str, str]:
+        """Return the checks that are not run for the settings of a cell: those meant to fail, and those that no rule adds."""
+        is_sliced = cell.id in _SLICED
+        if profile != "sweep" and not is_sliced:
+            return {}
+        reasons: dict[str, str] = {}
+        if profile == "default":
+            for name, check in checks.items():
+                if check.costly:
+                    reasons[name] = "the sweep runs it"
+        return {**reasons, **_left_out_of_sweep(cell, checks)}
+
+
+def _left_out_of_sweep(cell: Cell, checks: Iterable[str]) -> dict[str, str]:
+    """Return the checks that are not run for the settings of a cell: those meant to fail, and those that no rule adds."""
+    wanted = set(SWEEP_CHECKS)
+    reason_by_failing_check: dict[str, str] = {}
+    for setting in cell.set:
+        rule = rules.rule_of(setting.partition("=")[0])
+        wanted.update(rule.get("checks", ()))
+        for check in rules.meant_to_fail(setting):
+            reason_by_failing_check.setdefault(check, rule["reason"])
+    reasons: dict[str, str] = {}
+    for check in checks:
+        if reason_by_failing_check.get(check):
+            reasons[check] = reason_by_failing_check[check]
+        elif check not in wanted:
+            reasons[check] = f"of this setting only {', '.join(SWEEP_CHECKS)} are run"
+    return reasons
+
+
+def _makers(sources: Iterable[Source], setting: str, strategy: str) -> list[Source]:
+    """Return the objects of libraries that may have a setting: those that name it, else those that take any subclass."""
+    by_name = []
+    of_subclasses = []
+    for source in sources:
+        if source.names(setting, strategy):
+            by_name.append(source)
+        if source.kind == "subclasses":
+            of_subclasses.append(source)
+    return by_name or of_subclasses
+
+
+def _against(reference: str, trace: Trace) -> Trace:
+    """Return the trace with the run of that name as the reference."""
+    runs = {**trace.runs, REFERENCE_RUN.name: trace.runs[reference]}
+    return dataclasses.replace(trace, runs=runs)
+
+
+def _agrees_with(check: CheckLike, cell: Cell, trace: Trace) -> list[int]:
+    """Return which of two settings that contradict each other, 0 or 1, have a reference that the claim holds against."""
+    settings: list[int] = []
+    for nth, reference in enumerate((REFERENCE_RUN.name, OTHER_REFERENCE)):
+        if not any(check.claim(cell, _against(reference, trace))):
+            settings.append(nth)
+    return settings
+
+
+def _mixed(check: CheckLike, cell: Cell, trace: Trace) -> Iterator[str]:
+    """Yield a finding where the claim holds against one of two contradictory settings alone, and another against the other."""
+    settings = rules.contradiction(cell.set)
+    if not settings:
+        return
+    own = _agrees_with(check, cell, trace)
+    driver = find_driver(trace.driver)
+    meant: set[str] = set()
+    for setting in cell.set:
+        meant.update(rules.meant_to_fail(setting))
+    for other in CHECKS.by_name.values():
+        comparable = not other.not_applicable(cell, driver) and other.runs(
+            cell, driver
+        ) == check.runs(cell, driver)
+        if other.name in meant or not comparable or premature_end(other, trace):
+            continue
+        # A claim that holds against neither is a finding of its own.
+        others = _agrees_with(other, cell, trace)
+        if len(own) == len(others) == 1 and own != others:
+            yield (
+                f"a mix of two settings that contradict each other: {check.name} holds with {settings[own[0]]} alone, "
+                f"{other.name} with {settings[others[0]]} alone; expected one of them everywhere"
+            )
+
+
+def _refused_setting(end: RunFailure | None) -> list[Expectation]:
+    """Return a refusal for a run that ended before its first step with an error that speaks of the setting.
+
+    Errors of Python itself in a library's code (``AttributeError``) speak of nothing that a user has set.
+    """
+    if end is None or end.action not in BUILDS:
+        return []
+    return [may_refuse(match=rf"raised (?!{ACCIDENTS})[\w.]+: \S")]
+
+
+SWEEP = SweepLaw()

@@ -1,0 +1,59 @@
+"""What the sweep runs of each setting, and the part of it that each session of a built-in suite runs."""
+
+from __future__ import annotations
+
+#: What the profile ``sweep`` runs of each setting: what one training shows. Rules add checks with runs of their own.
+SWEEP_CHECKS = (
+    "active",
+    "names",
+    "units",
+    "optimizer",
+    "dtypes",
+    "parity",
+    "clipping",
+    "gradients",
+    "accumulation",
+)
+#: Cells of the sweep that the built-in suites have in every session, by driver: chosen as docs/sweep.md says.
+SLICE = {
+    "accelerate": (
+        "ddp-fp32-w2-model_mlp-set_env.ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2",
+        "fsdp2-fp32-w2-model_mlp-set_FullyShardedDataParallelPlugin.fsdp_version=7",
+        "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.use_multi_rank_bucket_allreduce=false",
+    ),
+    "trainer": (
+        (
+            "zero2-fp32-w2-model_mlp-set_ds_config.optimizer.type=AdamW+ds_config.optimizer.params.torch_adam=true"
+            "+ds_config.optimizer.params.lr=auto+ds_config.optimizer.params.weight_decay=auto"
+        ),
+        "zero2-fp32-w2-model_mlp-set_TrainingArguments.skip_memory_metrics=false",
+        "zero2-fp32-w2-set_TrainingArguments.neftune_noise_alpha=1.0",
+        "fsdp2-fp32-w2-model_mlp-set_TrainingArguments.enable_jit_checkpoint=true",
+    ),
+    "deepspeed": (
+        "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.round_robin_gradients=true",
+        "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.elastic_checkpoint=true",
+        "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.pipeline_loading_checkpoint=true",
+        "zero2-fp32-w2-model_mlp-set_ds_config.checkpoint.checkpoint_serialization=false",
+        "zero3-fp32-w2-model_mlp-set_ds_config.zero_optimization.stage3_module_granularity_threshold=1000003",
+        "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.offload_optimizer.device=cpu",
+        (
+            "zero1-fp32-w2-model_mlp-set_ds_config.flops_profiler.enabled=true"
+            "+ds_config.torch_autocast.dtype=float16+ds_config.torch_autocast.enabled=true"
+        ),
+        "zero2-fp32-w2-model_mlp-set_ds_config.zero_optimization.reduce_scatter=false",
+        (
+            "zero3-fp32-w2-model_mlp-set_ds_config.scheduler.params.lr_range_test_min_lr=0.001"
+            "+ds_config.scheduler.type=LRRangeTest"
+        ),
+        (
+            "zero2-fp32-w2-model_mlp-set_ds_config.optimizer.type=SGD+ds_config.optimizer.params.lr=0.003"
+            "+ds_config.optimizer.params.momentum=0.9"
+        ),
+        "zero3-bf16_upcast-w2-model_mlp-set_ds_config.data_types.keep_in_fp32_modules=(norm)",
+        (
+            "zero3-fp32-w2-model_mlp-set_ds_config.managed_gradient_accumulation=false"
+            "+ds_config.zero_optimization.leaf_module.name_suffixes=(blocks.0)"
+        ),
+    ),
+}
