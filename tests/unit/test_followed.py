@@ -190,8 +190,8 @@ def test_the_reference_of_trainer_smooths_labels() -> None:
 
 @pytest.mark.parametrize("field", ["label_smoothing_factor", "average_tokens_across_devices"])
 def test_what_the_reference_follows_is_compared_with_it(field: str) -> None:
-    from pytest_distcompat.scenario import FOLLOWED
     from pytest_distcompat.ext.upstream.sweep.rules import meant_to_fail
+    from pytest_distcompat.scenario import FOLLOWED
 
     assert f"TrainingArguments.{field}" in FOLLOWED
     assert meant_to_fail(f"TrainingArguments.{field}=0.5") == []
