@@ -153,8 +153,8 @@ TRAIN_RUN = Run(
 #: A new process group loads the checkpoint of TRAIN_RUN and repeats the two steps after it.
 RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, after="train")
 
-#: A resumed run that saves twice in one place, and a run that resumes from the second save. The first
-#: goes on to the end of an epoch, the second beyond it.
+#: A resumed run that saves twice in one place, and a run that resumes from the second save. The
+#: first goes on to the end of an epoch, the second beyond it.
 SECOND_RUN = Run(
     "second",
     (*_BUILD, "load", "step", "save", *("step",) * 2, "save", *("step",) * 2),

@@ -63,6 +63,6 @@ def test_a_setting_may_win_everywhere(trace: Trace, first_wins: bool) -> None:
 def test_a_check_that_holds_with_both_or_with_neither_is_part_of_no_mix(trace: Trace) -> None:
     run = trace.run("reference")
     neither = changed(run, "neither", loss=3.0)
-    found = with_references(trace, neither, changed(neither, OTHER_REFERENCE, square=4.0))
-    assert judge(CHECKS.get("parity"), CELL, found).message.count("the loss is") == 2
-    assert judge(CHECKS.get("clipping"), CELL, found).status == "passed"
+    findings = with_references(trace, neither, changed(neither, OTHER_REFERENCE, square=4.0))
+    assert judge(CHECKS.get("parity"), CELL, findings).message.count("the loss is") == 2
+    assert judge(CHECKS.get("clipping"), CELL, findings).status == "passed"

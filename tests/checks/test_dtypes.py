@@ -35,9 +35,9 @@ def test_a_complex_parameter_has_the_dtype_of_its_parts(sound: Sound) -> None:
     """complex64 is two float32, as a rotary embedding or a spectral layer has them."""
     story = sound("ddp-fp32-w2")
     for dtype, message in (("complex64", ""), ("complex128", "stored in complex128")):
-        found = story.parameters({"dtype": dtype}, only="outlet.weight", action="step", nth=2).findings("dtypes")
-        assert bool(found) == bool(message)
-        assert all(message in finding for finding in found)
+        findings = story.parameters({"dtype": dtype}, only="outlet.weight", action="step", nth=2).findings("dtypes")
+        assert bool(findings) == bool(message)
+        assert all(message in finding for finding in findings)
 
 
 @pytest.mark.parametrize(("only", "changes"), [("frozen.weight", {}), ("outlet.weight", {"local_numel": 0})])

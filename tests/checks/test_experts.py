@@ -56,7 +56,7 @@ def spread(story: Story) -> Story:
 
 def test_experts_on_two_ranks_each(sound: Sound) -> None:
     story = spread(sound("ddp-fp32-w4"))
-    assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
+    assert {check: findings for check in TRAINED if (findings := story.findings(check))} == {}
 
 
 def test_experts_spread_over_the_ranks_of_tensor_parallelism(sound: Sound) -> None:
@@ -80,7 +80,7 @@ def test_experts_spread_over_the_ranks_of_tensor_parallelism(sound: Sound) -> No
     story = replace(story, cell=replace(story.cell, options=(*story.cell.options, ("ep", 2))))
     for run in ("train", "resume"):
         story = story.alter(lambda snapshot: change(snapshot) if snapshot.model else snapshot, run=run)
-    assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
+    assert {check: findings for check in TRAINED if (findings := story.findings(check))} == {}
 
 
 def test_replicas_of_an_expert_are_compared_and_other_experts_are_not(sound: Sound) -> None:
@@ -103,10 +103,10 @@ def test_the_page_draws_experts_at_their_own_coordinates(sound: Sound) -> None:
         )
         return replace(snapshot, model=replace(snapshot.model, parameters=(*parameters[1:], parameters[0])))
 
-    found = mesh(story.cell, story.alter(replicate, action="build").trace.run())
-    assert found
-    assert found["dims"] == [{"name": "dp_replicate", "size": 2}, {"name": "ep", "size": 2}]
-    assert [one["at"] for one in found["ranks"]] == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    parts = {layout["names"][0]: layout["parts"] for layout in found["layouts"]}
+    drawn = mesh(story.cell, story.alter(replicate, action="build").trace.run())
+    assert drawn
+    assert drawn["dims"] == [{"name": "dp_replicate", "size": 2}, {"name": "ep", "size": 2}]
+    assert [rank["at"] for rank in drawn["ranks"]] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    parts = {layout["names"][0]: layout["parts"] for layout in drawn["layouts"]}
     assert parts["inlet.weight"] == ["all", "none", "all", "none"]
     assert parts["frozen.weight"] == ["all"] * 4

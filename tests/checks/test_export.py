@@ -241,8 +241,8 @@ def test_outputs_of_products_in_tf32(runs_of: RunsOf) -> None:
     close = {"outputs": (0.25, -2.0, 1.5008)}
     assert story.snapshot("evaluate", close).findings("export") != []
     assert since.snapshot("evaluate", close).findings("export") == []
-    (found,) = since.snapshot("evaluate", {"outputs": (0.25, -2.0, 1.6)}, rank=1).findings("export")
-    assert found.endswith("(1.0e-02 allowed, of 2); products of float32 are in TF32 since build")
+    (finding,) = since.snapshot("evaluate", {"outputs": (0.25, -2.0, 1.6)}, rank=1).findings("export")
+    assert finding.endswith("(1.0e-02 allowed, of 2); products of float32 are in TF32 since build")
 
 
 def test_no_unwrapped_model(runs_of: RunsOf) -> None:
@@ -260,7 +260,7 @@ def test_a_rank_with_statistics_of_its_own_may_compute_something_else(runs_of: R
     """BatchNorm's buffers are filled by each rank from its own data; the file has those of one."""
     story = runs_of("ddp-fp32-w2", "export").buffers({"digest": "3:1"}, action="export", rank=1)
     assert story.snapshot("evaluate", {"outputs": (9.0, 9.0, 9.0)}, rank=1).findings("export") == []
-    found = story.snapshot("evaluate", {"outputs": (9.0, 9.0, 9.0)}, rank=0).findings("export")
-    assert found == [
+    findings = story.snapshot("evaluate", {"outputs": (9.0, 9.0, 9.0)}, rank=0).findings("export")
+    assert findings == [
         "rank 0: outputs of the trained and of the reloaded model are up to 11 apart (4.0e-04 allowed, of 2)"
     ]

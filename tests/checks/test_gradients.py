@@ -57,10 +57,10 @@ def test_one_parameter_is_summed_over_the_ranks(sound: Sound, cell: str) -> None
 
 @pytest.mark.parametrize("cell", REPLICAS)
 def test_each_replica_is_compared(sound: Sound, cell: str) -> None:
-    found = scaled(sound(cell), {"outlet.weight": 0.5}, nth=2, rank=1).findings("gradients")
+    findings = scaled(sound(cell), {"outlet.weight": 0.5}, nth=2, rank=1).findings("gradients")
     values = "'outlet.weight' has norm 0.353553; 0.707107 in the reference (4e-04 allowed)"
     ratio = "0.5 times the reference's (= 1 / the number of ranks)"
-    assert found == [f"step 3: rank 1: the gradient of outlet.weight is {ratio}: {values}"]
+    assert findings == [f"step 3: rank 1: the gradient of outlet.weight is {ratio}: {values}"]
 
 
 def test_all_parameters_are_off_by_the_micro_batches(sound: Sound) -> None:

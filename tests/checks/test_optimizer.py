@@ -186,8 +186,8 @@ def test_a_copy_too_coarse_to_move(sound: Sound, cell: str) -> None:
 
 def test_masters_that_move_and_copies_that_never_do(sound: Sound) -> None:
     story = with_masters(coarse(sound("zero1-bf16_upcast-w2")))
-    found = [text for text in story.findings("optimizer") if "did not move" in text]
-    assert len(found) == 2
+    findings = [text for text in story.findings("optimizer") if "did not move" in text]
+    assert len(findings) == 2
 
 
 @pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])

@@ -217,8 +217,8 @@ def test_a_model_that_rounds_more_than_ours(sound: Sound, cell: str, field: str,
 
 def test_a_training_that_rounding_leads_astray_is_judged_by_its_beginning(sound: Sound) -> None:
     for nth, allowed in ((2, "2.0e-03"), (8, "4.0e-01")):
-        found = rounding(scaled(sound("ddp-bf16_upcast-w2"), "loss", 3, nth=nth), 0.2, step=11).findings("parity")
-        assert f"{allowed} allowed" in found[0]
+        findings = rounding(scaled(sound("ddp-bf16_upcast-w2"), "loss", 3, nth=nth), 0.2, step=11).findings("parity")
+        assert f"{allowed} allowed" in findings[0]
 
 
 @pytest.mark.parametrize("off", [float("nan"), float("inf"), 0.0, 1e-5])
@@ -276,8 +276,8 @@ def test_the_mean_over_the_ranks_is_what_counts(sound: Sound) -> None:
         return replace(snapshot, loss=snapshot.loss + (0.5 if snapshot.rank else -0.5))
 
     assert sound("fsdp2-fp32-w2").alter(apart, action="step").findings("parity") == []
-    found = sound("fsdp2-fp32-w2").alter(apart, action="step", rank=1, nth=4).findings("parity")
-    assert found == ["step 5: the loss is 0.95; 0.7 in the reference (3.6e-01 off, 2.0e-05 allowed)"]
+    findings = sound("fsdp2-fp32-w2").alter(apart, action="step", rank=1, nth=4).findings("parity")
+    assert findings == ["step 5: the loss is 0.95; 0.7 in the reference (3.6e-01 off, 2.0e-05 allowed)"]
 
 
 def test_only_the_first_deviating_step_is_reported(sound: Sound) -> None:
@@ -308,12 +308,12 @@ def test_a_trainer_need_not_report_a_norm(sound: Sound) -> None:
 )
 def test_a_learning_rate(sound: Sound, param_groups: tuple[dict[str, float], ...], message: str) -> None:
     story = sound("ddp-fp32-w2").optimizer({"param_groups": param_groups}, action="step", nth=9, rank=0)
-    found = story.findings("parity")
+    findings = story.findings("parity")
     if len(param_groups) == 2:
         # The reference has one group; the first of both is its.
-        assert found == []
+        assert findings == []
     else:
-        assert found == [f"step 10: rank 0: the learning rate is {message}; 0.1 in the reference"]
+        assert findings == [f"step 10: rank 0: the learning rate is {message}; 0.1 in the reference"]
 
 
 def test_a_trainer_may_keep_more_groups_of_one_rate(sound: Sound) -> None:
@@ -347,15 +347,15 @@ def test_silence_is_no_proof(sound: Sound) -> None:
     assert sound("fsdp2-fp32-w2").without("step", nth=5, rank=0).findings("parity")[0] == (
         "rank 0: no report after step 6"
     )
-    found = sound("fsdp2-fp32-w2").without("reference", run="reference").findings("parity")
-    assert found == ["step 1: no reference to compare with"]
+    findings = sound("fsdp2-fp32-w2").without("reference", run="reference").findings("parity")
+    assert findings == ["step 1: no reference to compare with"]
 
 
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
 def test_a_reference_of_zero(sound: Sound, field: str) -> None:
     story = sound("ddp-fp32-w2").snapshot("reference", {field: 0.0}, run="reference", nth=4)
-    (found, *_) = story.findings("parity")
-    assert re.search(r"^step 5: .*; 0 in the reference \(.* off, 2\.0e-0[45] allowed\)$", found)
+    (finding, *_) = story.findings("parity")
+    assert re.search(r"^step 5: .*; 0 in the reference \(.* off, 2\.0e-0[45] allowed\)$", finding)
     # Of rounding, relative to the largest so far, there may be as much as elsewhere.
     assert story.snapshot("step", {field: 1e-5}, nth=4).findings("parity") == []
     assert story.snapshot("step", {field: 0.0}, nth=4).findings("parity") == []

@@ -50,12 +50,12 @@ def pipelined(story: Story, *stages: tuple[str, ...]) -> Story:
 
 def test_a_model_in_two_stages(sound: Sound) -> None:
     story = pipelined(sound(CELL), FIRST, LAST)
-    assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
+    assert {check: findings for check in TRAINED if (findings := story.findings(check))} == {}
 
 
 def test_what_two_stages_train_together_counts_once(sound: Sound) -> None:
     story = pipelined(sound(CELL), FIRST, ("head.weight", *LAST))
-    assert {check: found for check in TRAINED if (found := story.findings(check))} == {}
+    assert {check: findings for check in TRAINED if (findings := story.findings(check))} == {}
 
 
 def test_a_frozen_part_of_one_stage_in_evaluation_mode(sound: Sound) -> None:

@@ -245,8 +245,8 @@ def test_a_check_runs_without_the_suite(sound: Sound) -> None:
     check, story = CHECKS.get("resume"), sound("ddp-fp32-w2")
     assert check.findings(story.cell, story.trace) == []
     other = story.snapshot("load", {"scheduler": "new"}, run="resume", rank=1)
-    found = ["rank 1: scheduler is at 'new'; saved at 'last_epoch=3'"]
-    assert list(check(other.cell, other.trace)) == check.findings(other.cell, other.trace) == found
+    findings = ["rank 1: scheduler is at 'new'; saved at 'last_epoch=3'"]
+    assert list(check(other.cell, other.trace)) == check.findings(other.cell, other.trace) == findings
 
 
 def test_the_gradient_scaler_starts_again(sound: Sound) -> None:

@@ -28,11 +28,13 @@ class WithoutLoad(TorchDriver):
 
 def names_brought(row: int) -> list[str]:
     """Return the checks that a row of required methods brings in the first cell."""
-    return [one.name for one in brought_by(STEPS_OF_A_DRIVER[row]) if cell_of(one, Driver) == "" and not one.limit]
+    return [
+        check.name for check in brought_by(STEPS_OF_A_DRIVER[row]) if cell_of(check, Driver) == "" and not check.limit
+    ]
 
 
 def test_every_check_is_brought_by_some_method() -> None:
-    brought = {one.name for step in STEPS_OF_A_DRIVER for one in brought_by(step)}
+    brought = {check.name for step in STEPS_OF_A_DRIVER for check in brought_by(step)}
     assert brought == {*CHECKS.names()}
     assert all(not step.claim or step.words for step in STEPS_OF_A_DRIVER)
     assert all(cell_of(check, Driver) in {*CELLS_OF_CHECKS, None} for check in CHECKS.by_name.values())

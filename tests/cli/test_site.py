@@ -91,9 +91,9 @@ def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
 
 
 def test_generated_blocks_are_up_to_date() -> None:
-    found = {name: text for path in DOCS.glob("*.md") for name, text in blocks(path.read_text(encoding="utf-8"))}
-    assert set(found) == set(MADE)
-    for name, text in found.items():
+    text_by_name = {name: text for path in DOCS.glob("*.md") for name, text in blocks(path.read_text(encoding="utf-8"))}
+    assert set(text_by_name) == set(MADE)
+    for name, text in text_by_name.items():
         assert text == made(name), f"{name}: run python -m tests.cli.generated"
 
 
@@ -113,8 +113,8 @@ def test_the_python_api_is_readable_without_a_build() -> None:
 
 
 def test_each_list_of_the_site_has_its_place() -> None:
-    found = [name for path in DOCS.glob("*.md") for name in re.findall(r"<!-- on the site: (\w+) -->", page(path.stem))]
-    assert sorted(found) == sorted(BUILT)
+    names = [name for path in DOCS.glob("*.md") for name in re.findall(r"<!-- on the site: (\w+) -->", page(path.stem))]
+    assert sorted(names) == sorted(BUILT)
 
 
 def test_the_list_of_upstream_bugs_has_every_script_and_thread() -> None:
@@ -133,10 +133,10 @@ def test_each_architecture_left_blank_has_its_reason_there() -> None:
 
 
 def test_each_task_has_its_class_or_its_reason_there() -> None:
-    found = {task.strip("`"): told.strip("`") for task, told in rows(BUILT["tasks"]())[2:]}
-    assert {task: told[3:] if told.startswith("hf:") else "" for task, told in found.items()} == of_tasks()
-    assert {told for told in found.values() if told.startswith("hf:")} <= {*architectures()}
-    assert found["image_segmentation"] == "it needs timm"
+    class_by_task = {task.strip("`"): told.strip("`") for task, told in rows(BUILT["tasks"]())[2:]}
+    assert {task: told[3:] if told.startswith("hf:") else "" for task, told in class_by_task.items()} == of_tasks()
+    assert {told for told in class_by_task.values() if told.startswith("hf:")} <= {*architectures()}
+    assert class_by_task["image_segmentation"] == "it needs timm"
 
 
 @pytest.mark.parametrize("name", CHECKS.names())
@@ -214,7 +214,7 @@ def test_the_recorded_run_is_that_of_the_sample() -> None:
     assert {cell for cell, *_ in table} == {cell for cell, _ in real}
     for cell, *words in table:
         assert words == [real[cell, check] for check in heads[: len(words)]], cell
-    words = [word for _, *found in table for word in found]
+    words = [word for _, *row in table for word in row]
     assert {"ok", "known", "FAIL", "CRASH", "HUNG", "refused", "-"} == set(words)
     counted = {word: len([other for other in words if other == word]) for word in words}
     expected = (

@@ -220,10 +220,10 @@ def test_patches_of_a_test_do_not_reach_its_report(run_faults: RunFaults) -> Non
     expected = {f"test_patched_clock{name}": "passed" for name in names}
     expected |= dict.fromkeys(("test_emptied_environment", "test_stays"), "passed")
     for name, end in (("passes", "passed"), ("fails", "failed"), ("skips", "skipped")):
-        ends |= {f"test_{name}[{one}]": end for one in PATCHES}
+        ends |= {f"test_{name}[{patch}]": end for patch in PATCHES}
     assert run.outcomes == expected | ends, run.out
-    for one in PATCHES:
-        run.shows(f"test_fails[{one}]", "rank 1 failed: assert 1 == 0")
+    for patch in PATCHES:
+        run.shows(f"test_fails[{patch}]", "rank 1 failed: assert 1 == 0")
     run.shows("test_patched_clock_fails", "rank 1 failed: assert 1 == 0")
 
 

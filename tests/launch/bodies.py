@@ -319,15 +319,17 @@ def experts(payload: Mapping[str, Any], log: RankLog) -> None:
     for path in directory.glob("a/layer_0_expert_*"):
         saved |= {f"module.{name}": digest(expert) for name, expert in torch.load(path).items()}
     layouts = wrapper_layouts(engine)
-    found = {name: parameter for name, parameter in named_parameters(engine) if "experts" in name}
+    parameters = {name: parameter for name, parameter in named_parameters(engine) if "experts" in name}
     note(
         log,
         "experts",
         number=distributed.get_rank(),
         files=len(saved),
-        same={name: saved.get(name) == digest(expert) for name, expert in found.items()},
-        layouts=sorted({(str(layouts[id(expert)]), layouts[id(expert)].holders) for expert in found.values()}),
-        others=sorted({str(layouts[id(expert)]) for name, expert in named_parameters(engine) if name not in found}),
+        same={name: saved.get(name) == digest(expert) for name, expert in parameters.items()},
+        layouts=sorted({(str(layouts[id(expert)]), layouts[id(expert)].holders) for expert in parameters.values()}),
+        others=sorted(
+            {str(layouts[id(expert)]) for name, expert in named_parameters(engine) if name not in parameters}
+        ),
     )
     try:
         engine_of(3)
@@ -350,11 +352,11 @@ def secondary(payload: Mapping[str, Any], log: RankLog) -> None:
     zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
     engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[0]
-    found = [secondary_ranks(engine)]
-    register_optimizer_step_pre_hook(lambda *_: found.append(secondary_ranks(engine)))
+    ranks_before = [secondary_ranks(engine)]
+    register_optimizer_step_pre_hook(lambda *_: ranks_before.append(secondary_ranks(engine)))
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
-    note(log, "secondary", ranks=[found[0], sorted({*found[1:]}), secondary_ranks(engine)])
+    note(log, "secondary", ranks=[ranks_before[0], sorted({*ranks_before[1:]}), secondary_ranks(engine)])
 
 
 def zero0(payload: Mapping[str, Any], log: RankLog) -> None:

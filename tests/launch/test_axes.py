@@ -175,8 +175,8 @@ def test_accelerate_lacks_one_class_to_put_tensor_parallelism_beside_fsdp2(pytes
 
 def test_trainer_cannot_gather_the_losses_of_several_sequences_on_gloo(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(on_the_cpu_too=ON_THE_CPU_TOO)
-    (found,) = results(pytester, "-k", "cp_2 and active", suite=ULYSSES)
-    assert "Global rank 0 is not part of group" in found["message"]
+    (verdict,) = results(pytester, "-k", "cp_2 and active", suite=ULYSSES)
+    assert "Global rank 0 is not part of group" in verdict["message"]
 
 
 def test_cold_ranks_come_to_the_same_verdicts(pytester: pytest.Pytester) -> None:

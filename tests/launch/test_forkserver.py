@@ -165,7 +165,7 @@ def test_ranks_collect_garbage_as_the_libraries_have_set_it(
     setting = f"import gc\ngc.set_threshold(*{thresholds})\n" if thresholds else ""
     (tmp_path / "collects.py").write_text(setting, encoding="utf-8")
     ending = run("report_process", 1, launcher=launch(Warmth(("collects",))))
-    assert [one["collection"] for one in report_process(ending)] == [[True, *(thresholds or gc.get_threshold())]]
+    assert [note["collection"] for note in report_process(ending)] == [[True, *(thresholds or gc.get_threshold())]]
 
 
 @pytest.mark.nightly

@@ -72,11 +72,11 @@ def test_the_dead_are_children_until_they_are_reaped() -> None:
     if not pid:
         os._exit(0)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    found = process.children(os.getpid())
-    assert pid in found
-    process.reap_adopted(keep=found)
+    children = process.children(os.getpid())
+    assert pid in children
+    process.reap_adopted(keep=children)
     assert pid in process.children(os.getpid()), "somebody else waits for it"
-    process.reap_adopted(keep=set(found) - {pid})
+    process.reap_adopted(keep=set(children) - {pid})
     assert pid not in process.children(os.getpid())
 
 

@@ -57,15 +57,15 @@ def test_forty_tests_begin_as_planned_and_share_no_gpu(pytester: pytest.Pytester
     result = run_on_gpus("-n", "4", "-v", script=script)
     result.assert_outcomes(passed=50)
     result.stdout.fnmatch_lines(["scheduling tests via PackedScheduling"])
-    found = spans(pytester.path)
-    assert len(found) == 40
-    assert sorted(names(found)) == sorted(tests)
-    for combination, other in itertools.combinations(found, 2):
+    runs = spans(pytester.path)
+    assert len(runs) == 40
+    assert sorted(names(runs)) == sorted(tests)
+    for combination, other in itertools.combinations(runs, 2):
         if set(combination.ids) & set(other.ids):
             assert combination.released <= other.got or other.released <= combination.got
     # What each worker begins with is what was planned to be first.
     order = [demand.id for demand in pack([Demand(name, size) for name, size in zip(tests, sizes, strict=True)], 8, 4)]
-    first = {span.worker: name for span, name in reversed(list(zip(found, names(found), strict=True)))}
+    first = {span.worker: name for span, name in reversed(list(zip(runs, names(runs), strict=True)))}
     assert sorted(first) == ["gw0", "gw1", "gw2", "gw3"]
     assert sorted(first.values()) == sorted(order[:4])
     cached = json.loads((pytester.path / ".pytest_cache/v/distcompat/seconds").read_text())

@@ -53,13 +53,13 @@ time.clock_gettime = lambda which: read(which) + (3600 if which == time.CLOCK_RE
 
 def cells(*names: str) -> pytest.MarkDecorator:
     """Parametrize a test by these faults and the executors that can have them."""
-    found = [
+    parameters = [
         pytest.param(name, executor, marks=NEEDS.get(executor, ()))
         for name in names
         for executor in EXECUTORS
         if executor not in FAULTS[name].impossible
     ]
-    return pytest.mark.parametrize(("name", "executor"), found)
+    return pytest.mark.parametrize(("name", "executor"), parameters)
 
 
 @contextlib.contextmanager

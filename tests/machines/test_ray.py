@@ -46,16 +46,16 @@ def session(cluster: Any, environment: dict[str, str], directory: Path, chosen: 
 
 
 def test_two_nodes_of_a_cluster(cluster: Any, environment: dict[str, str], tmp_path: Path) -> None:
-    found = session(cluster, environment, tmp_path, "sum")
-    assert "--distcompat-executor ray: the cluster has 1 of 2 nodes" in found, found
-    assert "0 of 2 nodes are there (none)" in found
+    completed = session(cluster, environment, tmp_path, "sum")
+    assert "--distcompat-executor ray: the cluster has 1 of 2 nodes" in completed, completed
+    assert "0 of 2 nodes are there (none)" in completed
     cluster.add_node(**WITH_GPUS)
     cluster.wait_for_nodes()
-    found = session(cluster, environment, tmp_path, "sum or assertion or killed")
-    assert "2 failed, 1 passed" in found, found
+    completed = session(cluster, environment, tmp_path, "sum or assertion or killed")
+    assert "2 failed, 1 passed" in completed, completed
     # Both are on one machine, so they are numbered.
-    assert re.search(r"test_assertion - rank 1 on \S+-1 failed: AssertionError: one is wrong", found)
-    assert re.search(r"test_killed - rank 1 on \S+-1 was killed by SIGKILL", found)
+    assert re.search(r"test_assertion - rank 1 on \S+-1 failed: AssertionError: one is wrong", completed)
+    assert re.search(r"test_killed - rank 1 on \S+-1 was killed by SIGKILL", completed)
 
 
 WORKERS = """
@@ -81,11 +81,11 @@ def test_each_worker_has_an_agent_that_sees_all_gpus_of_its_node(
     line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "3"]
     line += ["--distcompat-worker-nodes", "2", "--distcompat-executor", "ray"]
     done = subprocess.run(line, env=theirs, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    found = done.stdout + done.stderr
-    assert "4 failed" in found, found
-    shown = re.findall(r"on \S+-(\d) failed: AssertionError: assert '(\d),(\d)' == 'x'", found)
+    output = done.stdout + done.stderr
+    assert "4 failed" in output, output
+    shown = re.findall(r"on \S+-(\d) failed: AssertionError: assert '(\d),(\d)' == 'x'", output)
     # Ray lists them in any order.
-    assert {(node, *sorted(gpus)) for node, *gpus in shown} == {("0", "0", "1"), ("1", "0", "1")}, found
+    assert {(node, *sorted(gpus)) for node, *gpus in shown} == {("0", "0", "1"), ("1", "0", "1")}, output
 
 
 def test_workers_without_a_cluster(environment: dict[str, str], tmp_path: Path) -> None:

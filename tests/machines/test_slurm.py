@@ -161,8 +161,8 @@ def preempted(slurm: dict[str, str], directory: Path, line: list[str], tests: st
     assert (directory / "junit.xml").exists(), written()
     # pytest leaves the attributes of a test out that Ctrl-C ended.
     cases = [case for case in ET.parse(directory / "junit.xml").iter("testcase") if "name" in case.attrib]
-    found = {case.attrib["name"]: "".join(failure.text or "" for failure in case.iter("failure")) for case in cases}
-    return Preempted(code, written(), found)
+    failures = {case.attrib["name"]: "".join(failure.text or "" for failure in case.iter("failure")) for case in cases}
+    return Preempted(code, written(), failures)
 
 
 #: The first line of a verdict.
@@ -171,32 +171,32 @@ TAKEN = "rank \\d on n[12] was lost with its node: its agent got SIGTERM: Slurm 
 
 def test_a_job_that_is_preempted_with_a_time_of_grace(slurm: dict[str, str], tmp_path: Path) -> None:
     job_script(slurm, tmp_path, "--partition", "grace", "--", "--junitxml=junit.xml")
-    found = preempted(slurm, tmp_path, ["sbatch", "--wait", "--output=out", "job.sh"])
-    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
+    failures = preempted(slurm, tmp_path, ["sbatch", "--wait", "--output=out", "job.sh"])
+    assert failures.code == pytest.ExitCode.INTERRUPTED, failures.out
     # Only the steps get the signal now; pytest itself would at the end.
-    assert [*found.tests] == ["test_before", "test_long"]
-    assert re.match(f"{TAKEN}preempts job \\d+", found.tests["test_long"])
-    assert re.search(r"Interrupted: Slurm preempts job \d+", found.out), found.out
+    assert [*failures.tests] == ["test_before", "test_long"]
+    assert re.match(f"{TAKEN}preempts job \\d+", failures.tests["test_long"])
+    assert re.search(r"Interrupted: Slurm preempts job \d+", failures.out), failures.out
 
 
 def test_a_job_that_is_preempted_at_once(slurm: dict[str, str], tmp_path: Path) -> None:
     job_script(slurm, tmp_path, "--partition", "now", "--", "--junitxml=junit.xml")
-    found = preempted(slurm, tmp_path, ["sbatch", "--wait", "--output=out", "job.sh"])
-    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
-    assert [*found.tests][:1] == ["test_before"]
-    assert "test_after" not in found.tests
+    failures = preempted(slurm, tmp_path, ["sbatch", "--wait", "--output=out", "job.sh"])
+    assert failures.code == pytest.ExitCode.INTERRUPTED, failures.out
+    assert [*failures.tests][:1] == ["test_before"]
+    assert "test_after" not in failures.tests
     # Which of both comes first is Slurm's.
-    assert "KeyboardInterrupt: SIGTERM" in found.out or re.search(TAKEN, found.out), found.out
+    assert "KeyboardInterrupt: SIGTERM" in failures.out or re.search(TAKEN, failures.out), failures.out
 
 
 def test_an_allocation_that_is_preempted(slurm: dict[str, str], tmp_path: Path) -> None:
     line = ["salloc", "--partition=now", "--nodes=2", "--ntasks=2", sys.executable, "-m", "pytest", "-p"]
     line += ["no:cacheprovider", "--distcompat-nodes=2", "--distcompat-executor=slurm", "--junitxml=junit.xml"]
-    found = preempted(slurm, tmp_path, line)
-    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
+    failures = preempted(slurm, tmp_path, line)
+    assert failures.code == pytest.ExitCode.INTERRUPTED, failures.out
     # pytest is no process of the job's.
-    assert [*found.tests] == ["test_before", "test_long"]
-    assert re.match(f"{TAKEN}(preempts|ends) job \\d+", found.tests["test_long"])
+    assert [*failures.tests] == ["test_before", "test_long"]
+    assert re.match(f"{TAKEN}(preempts|ends) job \\d+", failures.tests["test_long"])
 
 
 def test_workers_of_a_job_that_is_preempted(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -204,13 +204,13 @@ def test_workers_of_a_job_that_is_preempted(slurm: dict[str, str], tmp_path: Pat
     line += ["--distcompat-executor=slurm", "--junitxml=junit.xml"]
     (tmp_path / "job.sh").write_text(f"#!/bin/sh\n{shlex.join(line)}\n")
     submit = ["sbatch", "--wait", "--partition=grace", "--nodes=2", "--ntasks=2", "--output=out", "job.sh"]
-    found = preempted(slurm, tmp_path, submit, PREEMPTED_ON_WORKERS)
-    assert found.code == pytest.ExitCode.INTERRUPTED, found.out
+    failures = preempted(slurm, tmp_path, submit, PREEMPTED_ON_WORKERS)
+    assert failures.code == pytest.ExitCode.INTERRUPTED, failures.out
     # Each on the node of its worker.
-    texts = [found.tests[f"test_long[{number}]"] for number in range(2)]
+    texts = [failures.tests[f"test_long[{number}]"] for number in range(2)]
     verdict = re.compile(r"rank 0 on (n[12]) was lost with its node: its agent got SIGTERM: Slurm preempts job \d+")
-    assert {match[1] for match in map(verdict.search, texts) if match} == {"n1", "n2"}, found.out
-    assert re.search(r"Interrupted: Slurm preempts job \d+", found.out), found.out
+    assert {match[1] for match in map(verdict.search, texts) if match} == {"n1", "n2"}, failures.out
+    assert re.search(r"Interrupted: Slurm preempts job \d+", failures.out), failures.out
 
 
 SUSPENDED = """
@@ -261,9 +261,9 @@ def test_a_job_that_is_suspended(how: str, slurm: dict[str, str], tmp_path: Path
             clock.sleep(14 if action == "suspend" else 0)
     session.wait(200)
     cases = ET.parse(tmp_path / "junit.xml").iter("testcase")
-    found = {case.attrib["name"]: "".join(failure.text or "" for failure in case.iter("failure")) for case in cases}
-    assert found.pop("test_hangs").startswith("time limit of 4 s: "), written()
-    assert found == dict.fromkeys(("test_long[1]", "test_long[2]") if how == "sbatch" else ("test_long[2]",), ""), (
+    failures = {case.attrib["name"]: "".join(failure.text or "" for failure in case.iter("failure")) for case in cases}
+    assert failures.pop("test_hangs").startswith("time limit of 4 s: "), written()
+    assert failures == dict.fromkeys(("test_long[1]", "test_long[2]") if how == "sbatch" else ("test_long[2]",), ""), (
         written()
     )
     assert re.search(r"n[12]: stopped, as in a suspended job, or very busy; time limits wait", written())

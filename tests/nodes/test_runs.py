@@ -204,8 +204,8 @@ def test_an_agent_that_is_killed_is_started_again(
 def session_of(directory: Path) -> psutil.Process:
     """Return the process of the session that runs in that directory."""
     basetemp = f"--basetemp={directory / 'basetemp'}"
-    (found,) = (child for child in psutil.Process().children() if basetemp in child.cmdline())
-    return found
+    (session,) = (child for child in psutil.Process().children() if basetemp in child.cmdline())
+    return session
 
 
 STOPS = """
@@ -230,12 +230,12 @@ def test_nodes_that_are_stopped_for_some_time_are_not_lost(run_pytest: RunPytest
         clock.wait_until((tmp_path / "stops-1").exists, 120, every=0.1)
         session = session_of(tmp_path)
         below = session.children(recursive=True)
-        for one in below:
-            one.suspend()
+        for process in below:
+            process.suspend()
         # Longer than a cut link, and than the time limit.
         time.sleep(12)
-        for one in below:
-            one.resume()
+        for process in below:
+            process.resume()
 
     thread = threading.Thread(target=stop)
     thread.start()
@@ -262,8 +262,8 @@ def test_a_node_agent_that_is_held_for_ever_is_lost(run_pytest: RunPytest, tmp_p
         clock.wait_until((tmp_path / "stops-1").exists, 120, every=0.1)
         session = session_of(tmp_path)
         held.extend(child for child in session.children() if "n2" in child.cmdline())
-        for one in held:
-            one.suspend()
+        for process in held:
+            process.suspend()
 
     thread = threading.Thread(target=stop)
     thread.start()
@@ -273,7 +273,7 @@ def test_a_node_agent_that_is_held_for_ever_is_lost(run_pytest: RunPytest, tmp_p
     assert run.outcomes == {"test_stops": "failed"}, run.out
     said = "rank 1 on n2 was lost with its node: its agent has not run for 0.05 minutes, though the node answers"
     assert run.text("test_stops").startswith(said), run.text("test_stops")
-    assert not [one for one in held if one.is_running()]
+    assert not [process for process in held if process.is_running()]
 
 
 BEFORE = """

@@ -72,9 +72,9 @@ def test_runs_move_from_a_node_that_is_preempted(run_pytest: RunPytest, tmp_path
     others = dict.fromkeys((f"test_other[{n}]" for n in range(6)), "passed")
     assert run.outcomes == {"test_preempted": "failed", **others}, run.out
     said = r"^rank 0 on (n[12]) was lost with its node: its agent got SIGTERM$"
-    found = re.search(said, run.text("test_preempted"), re.MULTILINE)
-    assert found, run.out
-    lost, other = ("n1", "n2") if found[1] == "n1" else ("n2", "n1")
+    match = re.search(said, run.text("test_preempted"), re.MULTILINE)
+    assert match, run.out
+    lost, other = ("n1", "n2") if match[1] == "n1" else ("n2", "n1")
     assert f"distcompat: {lost} is lost; {other} has the runs from now on" in run.out
     timeline = Report.read(tmp_path / "r.json").session["timeline"]
     assert {("gw0", other), ("gw1", other)} <= {(span["worker"], span["device"].split()[0]) for span in timeline}, (

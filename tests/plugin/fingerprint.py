@@ -1,4 +1,4 @@
-"""A test that writes what its rank is like: all of a process that code could tell warm ranks from torchrun's by."""
+"""A test that writes the state of its rank's process: all by which code could tell warm ranks from torchrun's."""
 
 import concurrent
 import gc
@@ -55,7 +55,7 @@ def limits() -> dict[str, tuple[int, int]]:
 
 
 def descriptors() -> list[str]:
-    """Return what is open, each kind as often as it is; without numbers that each process has of its own."""
+    """Return the kinds of open files, each as often as it is open, without numbers that differ in each process."""
     names = []
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -67,10 +67,12 @@ def descriptors() -> list[str]:
 
 
 def handlers() -> dict[str, str]:
-    return {
-        Signal.name: getattr(signal.getsignal(Signal), "__qualname__", str(signal.getsignal(Signal)))
-        for Signal in signal.Signals
-    }
+    """Return the handler of each signal, by the names of both."""
+    names = {}
+    for number in signal.Signals:
+        handler = signal.getsignal(number)
+        names[number.name] = getattr(handler, "__qualname__", str(handler))
+    return names
 
 
 def main_module() -> dict[str, object]:
@@ -82,7 +84,7 @@ def main_module() -> dict[str, object]:
 
 
 def fingerprint(config: pytest.Config) -> dict[str, object]:
-    """Return all as plain data. What is a list is compared as a set with counts."""
+    """Return all facts as plain data. Lists are compared without their order."""
     here = str(Path(__file__).parent)
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     facts: dict[str, object] = {f"modules of {package.__name__}": reachable(package) for package in PACKAGES}

@@ -101,8 +101,8 @@ def verdicts(torchrun: Torchrun) -> Run:
 
 
 def test_every_test_has_one_verdict_and_never_a_weaker_one_than_its_worst_rank(verdicts: Run) -> None:
-    found = {name: end for name, end in verdicts.outcomes.items() if "TestSuite" not in name}
-    assert found == ENDS, verdicts.out
+    outcomes = {name: end for name, end in verdicts.outcomes.items() if "TestSuite" not in name}
+    assert outcomes == ENDS, verdicts.out
     assert {end for name, end in verdicts.outcomes.items() if "TestSuite" in name} == {"skipped"}
 
 

@@ -57,7 +57,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reached(path: Path) -> dict[str, set[Context]]:
     """The contexts of each branch of the library."""
     reach_map = read_map(path).coverage_of(FILE)
-    return {one.branch.arrow: set(one.contexts) for one in reach_map.branches()}
+    return {branch.branch.arrow: set(branch.contexts) for branch in reach_map.branches()}
 
 
 @pytest.mark.usefixtures("library")
@@ -176,17 +176,17 @@ def test_branches_of_a_real_cell_have_its_name_and_action(tmp_path: Path, run_py
     assert "reach: r.sqlite" in run.out
     reach_map = read_map(tmp_path / "r.sqlite")
     accelerator = reach_map.coverage_of(FileId("accelerate", "accelerator.py"))
-    by_name = {one.function.name: one for one in accelerator.functions()}
+    by_name = {function.function.name: function for function in accelerator.functions()}
     ddp, fsdp2 = (f"accelerate/{strategy}-fp32-w2" for strategy in ("ddp", "fsdp2"))
     prepared = by_name["Accelerator.prepare"].contexts
-    assert {(one.place, one.action) for one in prepared} == {(ddp, "build"), (fsdp2, "build")}
+    assert {(branch.place, branch.action) for branch in prepared} == {(ddp, "build"), (fsdp2, "build")}
     # A branch with its way: only FSDP2 is prepared here.
     branches = by_name["Accelerator.prepare"].branches
     own = [branch for branch in branches if {context.place for context in branch.contexts} == {fsdp2}]
-    assert "fsdp" in " ".join(one.branch.text for one in own)
+    assert "fsdp" in " ".join(branch.branch.text for branch in own)
     # Steps and saves are told apart from what is built.
     sharded = reach_map.coverage_of(FileId("torch", "distributed/fsdp/_fully_shard/_fsdp_param_group.py"))
-    unshard = next(one for one in sharded.functions() if one.function.name == "FSDPParamGroup.unshard")
+    unshard = next(function for function in sharded.functions() if function.function.name == "FSDPParamGroup.unshard")
     assert {context.place for context in unshard.contexts} == {fsdp2}
     assert "step" in {context.action for context in unshard.contexts}
     assert "build" not in {context.action for context in unshard.contexts}
@@ -252,7 +252,9 @@ def test_ranks_of_other_nodes_are_in_the_map(tmp_path: Path, run_pytest: RunPyte
     reach_map = read_map(tmp_path / "r.sqlite")
     assert {context.place for context in reach_map.contexts()} == {"accelerate/ddp-fp32-w2-n2"}
     accelerator = reach_map.coverage_of(FileId("accelerate", "accelerator.py"))
-    assert next(one for one in accelerator.functions() if one.function.name == "Accelerator.prepare").contexts
+    assert next(
+        function for function in accelerator.functions() if function.function.name == "Accelerator.prepare"
+    ).contexts
 
 
 @pytest.mark.nightly
@@ -266,5 +268,5 @@ def test_a_rank_that_fails_leaves_what_it_executed(tmp_path: Path, run_pytest: R
     assert "it does not build" in run.out
     reach_map = read_map(tmp_path / "r.sqlite")
     prepare = reach_map.coverage_of(FileId("accelerate", "accelerator.py")).functions()
-    (contexts,) = (one.contexts for one in prepare if one.function.name == "Accelerator.prepare")
+    (contexts,) = (branch.contexts for branch in prepare if branch.function.name == "Accelerator.prepare")
     assert [(context.place, context.action) for context in contexts] == [("my_driver:Fails/ddp-fp32-w2", "build")]

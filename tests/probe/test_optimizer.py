@@ -198,12 +198,12 @@ def test_a_step_within_a_step_is_one_step() -> None:
 
 def test_the_state_of_a_nested_optimizer_is_read() -> None:
     model = torch.nn.Linear(2, 1)
-    one = Delegates(list(model.parameters()))
+    optimizer = Delegates(list(model.parameters()))
     model.weight.grad = torch.ones(1, 2)
-    one.step()
+    optimizer.step()
     # Loaded state is in the outer optimizer, None where another rank has it.
-    one.state[model.bias] = None
-    info = read_optimizer(model, one)
+    optimizer.state[model.bias] = None
+    info = read_optimizer(model, optimizer)
     assert (info.chain, info.entries, info.foreign) == (("Delegates", "AdamW"), 2, 0)
     assert {(state.owner, state.key) for state in info.states} == {
         ("weight", key) for key in ("exp_avg", "exp_avg_sq", "step")

@@ -151,7 +151,7 @@ def test_the_most_specific_cells_come_first(copies: tuple[Path, Path], found: Re
     everywhere = ChangedPlace(FILE, 1, (line_of("if shard:"),), 0, "x", defines=False)
     _, places = read_change(f"accelerate@{copies[0]}..{copies[1]}")
     reached = reached_places(found, [everywhere, places[0]])
-    cells = [(one.cell, one.places, one.alone) for one in cells_by_specificity(reached)]
+    cells = [(cell.cell, cell.places, cell.alone) for cell in cells_by_specificity(reached)]
     assert cells == [(BUILD.place, 2, 1), (DDP.place, 1, 0)]
 
 

@@ -48,7 +48,7 @@ def found() -> ReachMap:
 
 
 def contexts(found: ReachMap) -> dict[str, tuple[Context, ...]]:
-    return {one.branch.arrow: one.contexts for one in found.coverage_of(FILE).branches()}
+    return {branch.branch.arrow: branch.contexts for branch in found.coverage_of(FILE).branches()}
 
 
 def test_branches_have_the_contexts_that_reach_them(found: ReachMap) -> None:
@@ -174,9 +174,9 @@ def test_new_code_of_a_release_that_no_cell_reaches(found: ReachMap) -> None:
     later = a_map("2.0", (*moved, *new))
     later.add(FILE, SAVE, Executed(bits_of([30, 90]), bits_of([0, 4])))
     news = compare(found, later)
-    assert [one.branch for one in news.unreached] == [new[1]]
-    assert [one.branch for one in news.reached] == [new[0]]
-    assert [one.branch.text for one in news.lost] == ["if shard:"]
+    assert [branch.branch for branch in news.unreached] == [new[1]]
+    assert [branch.branch for branch in news.reached] == [new[0]]
+    assert [branch.branch.text for branch in news.lost] == ["if shard:"]
 
 
 def test_a_library_that_is_only_in_one_map_is_no_news(found: ReachMap) -> None:

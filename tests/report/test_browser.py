@@ -80,10 +80,10 @@ def test_filters_narrow_rows_and_columns(opened: Any, real: Report) -> None:
 
 
 def shown_cells(page: Any) -> list[str]:
-    found: list[str] = page(
+    shown: list[str] = page(
         "[...document.querySelectorAll('.matrix tbody tr:not([hidden])')].map((tr) => tr.dataset.cell)"
     )
-    return found
+    return shown
 
 
 def test_the_address_keeps_the_filters_and_the_open_cell(opened: Any, real: Report) -> None:
@@ -132,7 +132,11 @@ def test_the_overview_counts_each_driver_and_strategy_and_leads_to_its_cells(ope
     for row, driver in zip(tiles, ("faulty_driver:Faulty", "other"), strict=True):
         for strategy, found in zip(heads, row, strict=True):
             counted = sum(int(text.split()[0]) for text in found)
-            own = [one for one in (*real.results, *second) if one.driver == driver and one.cell.startswith(strategy)]
+            own = [
+                result
+                for result in (*real.results, *second)
+                if result.driver == driver and result.cell.startswith(strategy)
+            ]
             assert counted == len(own)
     rows.nth(1).locator(".tile").click()
     page.wait_for("document.getElementById('shown').textContent === '1 of 10 cells'")

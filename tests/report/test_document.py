@@ -240,8 +240,8 @@ def test_counts_of_a_suite_that_goes_dark() -> None:
         Verdict("names", f"ddp-fp32-w{size}", Status.from_name(status))
         for size, status in enumerate(("passed", "known", "skipped", "skipped", "hung"), 1)
     ]
-    found = counts(Report(results=results, unreached=["a", "b"]))
-    assert {name: count for name, count in found.items() if count} == {
+    counted = counts(Report(results=results, unreached=["a", "b"]))
+    assert {name: count for name, count in counted.items() if count} == {
         "selected": 7,
         "ran": 3,
         "unreached": 2,

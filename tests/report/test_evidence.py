@@ -190,7 +190,7 @@ def test_the_table_of_names() -> None:
 
 def mesh_of(cell: str, *held: dict[str, Layout], shape: tuple[int, ...] = (8, 4)) -> Any:
     """Return the mesh of a training in which each rank has built these parameters."""
-    names = dict.fromkeys(name for one in held for name in one)
+    names = dict.fromkeys(name for holding in held for name in holding)
     unwrapped = UnwrappedInfo(tuple(ParameterInfo(name, shape, "float32") for name in names))
     built = [snapshot(0, "build_model", 0, unwrapped=unwrapped)]
     for rank, layouts in enumerate(held):
@@ -244,10 +244,10 @@ def test_the_mesh_has_each_distinct_layout_once() -> None:
 def test_parts_that_are_uneven_or_flat_or_empty() -> None:
     placed = (("StridedShard(0, 2)", "Replicate"), ("Shard(0)", "Replicate"), ("Flat", "Shard(1)"))
     held = [{str(nth): on_mesh(rank, *both) for nth, both in enumerate(placed) if nth or rank < 2} for rank in range(4)]
-    found = {
+    parts_by_name = {
         layout["names"][0]: layout["parts"] for layout in mesh_of("fsdp2-fp32-w4-tp_2", *held, shape=(3, 2))["layouts"]
     }
-    assert found == {
+    assert parts_by_name == {
         # Rank 2 and 3 do not have the first at all.
         "0": ["0:1 + 2:3, :"] * 2 + ["none"] * 2,
         "1": ["0:2, :"] * 2 + ["2:3, :"] * 2,
@@ -290,7 +290,7 @@ def test_the_mesh_has_the_stages_of_a_pipeline() -> None:
 
 def test_a_mesh_of_one_dimension_is_not_drawn() -> None:
     shard = [Layout((MeshDim("dp_shard", 2, rank, "Shard(0)"), MeshDim("tp", 1, 0, "Shard(0)"))) for rank in range(2)]
-    assert mesh_of("fsdp2-fp32-w2", *({"a": one} for one in shard)) is None
+    assert mesh_of("fsdp2-fp32-w2", *({"a": layout} for layout in shard)) is None
 
 
 def test_the_table_of_dtypes() -> None:
@@ -309,7 +309,7 @@ def test_curves_and_memory() -> None:
     shown = training(CELL, run(), reference, resumed)
     allowed = {name: shown.steps.pop(f"{name}_tolerance") for name in ("loss", "grad_norm")}
     precision = PRECISIONS.get("bf16_upcast")
-    assert min(one or 0 for one in allowed["loss"]) >= precision.loss_tolerance > 0
+    assert min(allowance or 0 for allowance in allowed["loss"]) >= precision.loss_tolerance > 0
     assert allowed["grad_norm"] == [precision.norm_tolerance] * STEPS
     assert shown.steps == {
         "loss": [4.5, 3.5, 2.5],

@@ -46,7 +46,7 @@ def test_a_wide_matrix_goes_on_in_further_blocks(real: Report) -> None:
     wide = [plain_text(line) for line in matrix_text(real.results)][1].split()
     assert [check for header in headers for check in header] == wide
     # Every verdict stands under its check.
-    found: dict[tuple[str, str], str] = {}
+    widths: dict[tuple[str, str], str] = {}
     header = ""
     for line in matrix:
         if line.startswith(" " * 20):
@@ -54,8 +54,8 @@ def test_a_wide_matrix_goes_on_in_further_blocks(real: Report) -> None:
             continue
         for check in header.split():
             column = header.index(f" {check} " if f" {check} " in header else f" {check}") + 1
-            found[line.split()[0], check] = line[column:].split(" ")[0]
-    assert {key: word for key, word in found.items() if word} == {
+            widths[line.split()[0], check] = line[column:].split(" ")[0]
+    assert {key: word for key, word in widths.items() if word} == {
         (result.cell, result.check): result.status.word for result in real.results
     }
 
@@ -262,11 +262,13 @@ def hostile_report() -> Report:
     texts: dict[str, Any] = dict.fromkeys(
         ("suite", "driver", "cell", "check", "message", "reason", "reproduce"), HOSTILE
     )
-    found = [Verdict(status=status, nodeid=f"{HOSTILE}::test[x]", **texts) for status in (Status.FAILED, Status.KNOWN)]
+    verdicts = [
+        Verdict(status=status, nodeid=f"{HOSTILE}::test[x]", **texts) for status in (Status.FAILED, Status.KNOWN)
+    ]
     cost: dict[str, float | None] = {"step_seconds": 0.1, "tokens_per_second": 1.0, "state_bytes": 2.0, "memory": 3.0}
     row = Row(HOSTILE, HOSTILE, HOSTILE, not_applicable={HOSTILE: HOSTILE}, cost=cost)
     run = {"versions": {HOSTILE: HOSTILE}, "device": HOSTILE, "baseline": {"file": HOSTILE, "text": [HOSTILE]}}
-    return Report(run, found, [row])
+    return Report(run, verdicts, [row])
 
 
 @pytest.mark.parametrize("suffix", [".md", ".txt"])

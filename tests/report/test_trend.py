@@ -56,8 +56,8 @@ def nights(torch: str = "", **histories: str) -> list[Report]:
 
 def history(letters: str, torch: str = "") -> History:
     """The one history of these letters."""
-    (found,) = trend(nights(torch, names=letters)).histories
-    return found
+    (check_history,) = trend(nights(torch, names=letters)).histories
+    return check_history
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_the_kind_of_a_history(letters: str, torch: str, kind: str) -> None:
     ],
 )
 def test_a_gap_is_neither_red_nor_a_fix(letters: str, kind: str, nights_of: tuple[int | None, ...]) -> None:
-    found = history(letters)
-    assert (found.kind, (found.before, found.since, found.until)) == (kind, nights_of)
+    check_history = history(letters)
+    assert (check_history.kind, (check_history.before, check_history.since, check_history.until)) == (kind, nights_of)
     whole = trend(nights(names=letters))
     assert sum(night.fixed for night in whole.nights) == letters.count("o", letters.index("F"))
     assert sum(night.found for night in whole.nights) == (letters[0] == "o")
@@ -117,8 +117,8 @@ def test_the_versions_that_changed_are_named_over_a_gap() -> None:
 
 def test_another_gpu_is_another_version() -> None:
     reports = [night(at, {"names": "oFo"[at]}, gpu=gpu) for at, gpu in enumerate(("H100", "L4", "H100"))]
-    (found,) = trend(reports).histories
-    assert (found.kind, found.changed) == ("fixed", {"gpu": ("H100", "L4")})
+    (check_history,) = trend(reports).histories
+    assert (check_history.kind, check_history.changed) == ("fixed", {"gpu": ("H100", "L4")})
 
 
 def test_nights_are_in_the_order_in_which_they_began_with_their_counts() -> None:

@@ -297,14 +297,14 @@ def test_a_declared_failure_that_does_not_come(host: Host) -> None:
 
 
 def _running(word: str) -> list[int]:
-    found = []
+    pids = []
     for process in psutil.process_iter():
         try:
             if any(word in part for part in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+                pids.append(process.pid)
         except psutil.Error:
             continue
-    return found
+    return pids
 
 
 def _until(holds: object) -> None:

@@ -22,7 +22,7 @@ CELL = Cell.of("ddp", "fp32")
 def run() -> RunTrace:
     """Return the run of a script whose last step is its first."""
     train = more_runs.trace_of(CELL, "export").run("train")
-    exported = [dataclasses.replace(one, action="step", index=STRIDE + END) for one in train.at("export")]
+    exported = [dataclasses.replace(snapshot, action="step", index=STRIDE + END) for snapshot in train.at("export")]
     return dataclasses.replace(train, snapshots=(*train.at("build_model"), *exported))
 
 

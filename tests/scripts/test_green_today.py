@@ -84,12 +84,12 @@ def test_a_checkpoint_that_restores_other_values(checkpointing: Checkpointing, f
     """The script ends with code 0, its comparisons done."""
     trip = checkpointing.resumed(fault)
     assert not trip.resumed.failed
-    found = [
+    findings = [
         [finding for finding in trip.findings if re.match(f"{pattern} after the load at 2 ranks", finding)]
         for pattern in expected
     ]
-    assert all(found), trip.findings
-    assert sum(map(len, found)) == len(trip.findings), trip.findings
+    assert all(findings), trip.findings
+    assert sum(map(len, findings)) == len(trip.findings), trip.findings
 
 
 @pytest.fixture(scope="module")

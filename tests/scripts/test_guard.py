@@ -120,8 +120,8 @@ def says(place: str) -> str:
 def verdict(directory: str | Path, code: int) -> Verdict:
     """That on a run of one rank, which ended with that code."""
     ending = conclude(LogReader(directory, [0]).read(), {0: RankProcess(code)})
-    (found,) = ScriptRun(ending, Cell("ddp", "fp32", 1), Path(directory), "cpu").verdicts("active")
-    return found
+    (judged,) = ScriptRun(ending, Cell("ddp", "fp32", 1), Path(directory), "cpu").verdicts("active")
+    return judged
 
 
 def check_broken(part: str, runs: dict[str, dict[str, Any]]) -> None:
@@ -135,9 +135,9 @@ def check_broken(part: str, runs: dict[str, dict[str, Any]]) -> None:
         assert (run["losses"], run["code"]) == (sound["losses"], 0), (
             f"the script noticed that the probe failed at {place}"
         )
-        found = verdict(run["directory"], 0)
-        assert not found.ok
-        assert says(place) in found.message
+        outcome = verdict(run["directory"], 0)
+        assert not outcome.ok
+        assert says(place) in outcome.message
 
 
 def test_the_probe_fails_in_a_loop(tmp_path: Path) -> None:
@@ -215,9 +215,9 @@ def test_a_release_without_the_wrapped_functions(name: str, tmp_path: Path) -> N
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     if name.endswith("strategies"):
         return  # what has no load_checkpoint of its own is no strategy
-    found = verdict(tmp_path, 0)
-    assert not found.ok
-    assert says(f"the import of {name}") in found.message
+    outcome = verdict(tmp_path, 0)
+    assert not outcome.ok
+    assert says(f"the import of {name}") in outcome.message
 
 
 @pytest.mark.nightly

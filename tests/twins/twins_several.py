@@ -49,7 +49,7 @@ class Two(Torch):
         return rest
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:
-        return Together(super(Two, self).make_scheduler(one, every) for one in optimizer)
+        return Together(super(Two, self).make_scheduler(part, every) for part in optimizer)
 
 
 @twin(

@@ -223,7 +223,7 @@ def test_wheels_are_for_what_the_machine_lacks(stages: Any, tmp_path: Path) -> N
     assert [str(requirement) for requirement in read[0].requires] == ["pytest>=8"]
 
     def needed(**installed: str) -> list[str]:
-        return [one.name for one in install.needed(read, installed)]
+        return [wheel.name for wheel in install.needed(read, installed)]
 
     assert needed() == ["pytest-distcompat", "pytest", "pluggy", "deepspeed"]
     assert needed(pytest="7.4.0", pluggy="1.0", deepspeed="0.16") == ["pytest-distcompat", "pytest"]
@@ -327,10 +327,10 @@ def test_a_resumed_suite_skips_items_with_a_result(stages: Any, tmp_path: Path) 
     for name, nodeid in zip(("smoke-torch.0.json", "default-torch.0.json"), nodeids, strict=True):
         (tmp_path / name).write_text(json.dumps({"results": [{"nodeid": nodeid}]}))
     make = proof.suite("torch", earlier="smoke default")
-    (given,) = [one for one in make(tmp_path, tmp_path / "default-torch.1.json") if one.startswith("@")]
+    (given,) = [argument for argument in make(tmp_path, tmp_path / "default-torch.1.json") if argument.startswith("@")]
     assert Path(given[1:]).read_text().splitlines() == [f"--deselect={nodeid}" for nodeid in nodeids]
     make = proof.suite("torch", earlier="shared")
-    assert not [one for one in make(tmp_path, tmp_path / "shared-torch.0.json") if one.startswith("@")]
+    assert not [argument for argument in make(tmp_path, tmp_path / "shared-torch.0.json") if argument.startswith("@")]
 
 
 def test_the_summary_has_every_figure(stages: Any, tmp_path: Path) -> None:

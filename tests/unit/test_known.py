@@ -346,10 +346,12 @@ def test_what_needs_two_ranks_is_not_expected_of_one(name: str) -> None:
     ],
 )
 def test_a_bug_of_accelerate_is_expected_where_it_is(cell: str, check: str, devices: list[str]) -> None:
-    found = {device: applying(shipped(), ("accelerate", "driver:accelerate"), device) for device in ("cpu", "cuda")}
+    known_by_device = {
+        device: applying(shipped(), ("accelerate", "driver:accelerate"), device) for device in ("cpu", "cuda")
+    }
     covered = [
         device
-        for device, known in found.items()
-        if any(one.strict and one.covers(Cell.parse(cell), check) for one in known)
+        for device, known in known_by_device.items()
+        if any(expectation.strict and expectation.covers(Cell.parse(cell), check) for expectation in known)
     ]
     assert covered == devices

@@ -112,7 +112,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         if name in CROSSING:
             return result
         # A number from the CPU may take part on a GPU.
-        if len({self.gpu.has(one) for one in given if one.dim()}) > 1:
+        if len({self.gpu.has(tensor) for tensor in given if tensor.dim()}) > 1:
             raise RuntimeError(f"Expected all tensors to be on the same device, but got cpu and cuda:0 in {name}")
         if any(map(self.gpu.has, given)):
             tree_map_only(torch.Tensor, self.gpu.put, result)
@@ -178,7 +178,7 @@ def test_reference_is_where_its_batches_are(
     _, *steps = perform(driver, Run("reference", ("build_model", "reference", "reference")), tmp_path)
     assert len(steps) == 2
     assert all(step["loss"] > 0 and step["grad_norm"] > 0 for step in steps)
-    state = [value for one in driver.optimizer.state.values() for value in one.values()]
+    state = [value for state_of_parameter in driver.optimizer.state.values() for value in state_of_parameter.values()]
     assert {value.device for value in state if value.dim()} == {GPU}
 
 

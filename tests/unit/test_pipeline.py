@@ -51,5 +51,5 @@ def test_stages_send_tensors_of_the_shape_and_dtype_that_they_are_told(dtype: st
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
         hidden = tiny.stages.forward(model, batch["input_ids"], first=True, last=False)
         logits = tiny.stages.forward(model, hidden, first=False, last=True)
-    found = [(tensor.shape, tensor.dtype) for tensor in (batch["input_ids"], hidden, logits)]
-    assert found == [(one.shape, one.dtype) for one in tiny.stages.shapes(model, batch)]
+    findings = [(tensor.shape, tensor.dtype) for tensor in (batch["input_ids"], hidden, logits)]
+    assert findings == [(tensor.shape, tensor.dtype) for tensor in tiny.stages.shapes(model, batch)]

@@ -83,7 +83,7 @@ def test_default_runs_a_check_once_in_cells_alike_in_all_that_it_depends_on() ->
     chosen = (plain, lower, recomputed, full, larger, other, staged, spread)
     cells_of = {cell: ["names", "resume", "reshard"] for cell in chosen}
     left = left_out("default", cells_of)
-    assert set(left) == {*((one, "reshard") for one in (lower, recomputed, larger)), (recomputed, "resume")}
+    assert set(left) == {*((cell, "reshard") for cell in (lower, recomputed, larger)), (recomputed, "resume")}
     assert left[recomputed, "resume"].startswith("the default profile runs it in fsdp2-fp32-w2, ")
     # What a check depends on are facets, and where none stands for it, it runs.
     assert not left_out("default", {recomputed: ["resume"]})
@@ -191,7 +191,7 @@ def test_the_sweep_of_a_driver_without_several_models_has_cells() -> None:
 
     cells = [cell.id for cell in of("sweep", Own)]
     assert {"ddp-fp32-w2-set_Linear.bias=false", "ddp-fp32-w2-set_SGD.maximize=true"} <= {*cells}
-    assert not [one for one in cells if "model" in one]
+    assert not [cell for cell in cells if "model" in cell]
 
 
 def test_a_built_in_suite_has_its_slice_of_the_sweep_with_what_one_training_shows() -> None:

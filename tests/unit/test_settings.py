@@ -325,10 +325,12 @@ def test_a_number_in_a_third_place_is_said_twice() -> None:
 
 
 def test_schedules_and_torchs_optimizers_of_the_json_are_swept() -> None:
-    found = [rules.ruled(Field(f"ds_config.{part}.type", "str", "null", (), ("zero2",), "fp32")) for part in PARTS]
-    assert [field.state for field in found] == ["hinted", "hinted"]
-    assert all(any(value.startswith(name) for value in found[0].values) for name in ("WarmupLR", "OneCycle"))
-    assert any("torch_adam=true" in value for value in found[1].values)
+    fields_of_part = [
+        rules.ruled(Field(f"ds_config.{part}.type", "str", "null", (), ("zero2",), "fp32")) for part in PARTS
+    ]
+    assert [field.state for field in fields_of_part] == ["hinted", "hinted"]
+    assert all(any(value.startswith(name) for value in fields_of_part[0].values) for name in ("WarmupLR", "OneCycle"))
+    assert any("torch_adam=true" in value for value in fields_of_part[1].values)
 
 
 PARTS = ("scheduler", "optimizer")
@@ -472,7 +474,7 @@ def test_each_rule_is_whole() -> None:
     assert all(isinstance(rule["reason"], str) for rule in rules.rules())
     names = {check for rule in rules.rules() for check in (*rule.get("without", ()), *rule.get("checks", ()))}
     assert names <= set(CHECKS.names())
-    assert {one for rule in rules.rules() for one in rule.get("strategies", ())} <= set(STRATEGIES.names())
+    assert {strategy for rule in rules.rules() for strategy in rule.get("strategies", ())} <= set(STRATEGIES.names())
 
 
 def test_sources_that_cannot_be_read_are_a_usage_problem() -> None:
@@ -541,13 +543,15 @@ def test_the_listing_has_a_filter_and_fits_a_terminal(
 @pytest.mark.spawn
 @pytest.mark.nightly
 def test_the_installed_stack_has_no_setting_that_is_unknown_and_each_rule_a_setting() -> None:
-    found = [one for name in DRIVERS.names() for one in rules.settings_of(rules.sources_of(DRIVERS.get(name)))]
-    assert [one.name for one in found if one.state == "unknown"] == []
+    all_fields = []
+    for name in DRIVERS.names():
+        all_fields.extend(rules.settings_of(rules.sources_of(DRIVERS.get(name))))
+    assert [field.name for field in all_fields if field.state == "unknown"] == []
     patterns = [pattern for rule in rules.rules() if not rule.get("older") for pattern in rule["fields"]]
-    beside = {part.partition("=")[0] for field in found for text in field.twice for part in text.split("+")}
-    names = {field.name for field in found} | beside
+    beside = {part.partition("=")[0] for field in all_fields for text in field.twice for part in text.split("+")}
+    names = {field.name for field in all_fields} | beside
     assert [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)] == []
-    assert len({json.dumps(dataclasses.asdict(field)) for field in found}) > 400
+    assert len({json.dumps(dataclasses.asdict(field)) for field in all_fields}) > 400
 
 
 def test_rows_have_every_pair_of_values() -> None:

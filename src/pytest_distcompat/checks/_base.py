@@ -142,7 +142,7 @@ class Check:
             depends_on: The facets of a cell (``cell.FACETS``) that the outcome depends on, besides the
             strategy; None for all. Of several cells that do not differ in them, the default profile
             runs the check in only one.
-        remark: Returns what reports say beside a claim that holds; empty for nothing.
+        remark: What reports say beside a claim that holds.
     """
 
     name: str
