@@ -13,11 +13,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import find_check
-from pytest_distcompat.cost import sent_bytes, tensor_bytes
+from pytest_distcompat.cost import tensor_bytes
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.engine import local_runner
 from pytest_distcompat.ext.simulation.fake_ranks import fake_ranks
 from pytest_distcompat.ext.simulation.launcher import SimulatingLauncher
+from pytest_distcompat.ext.simulation.sent import sent_bytes
 from pytest_distcompat.ext.simulation.status import SIMULATED
 from pytest_distcompat.judge import judge
 from pytest_distcompat.launch.request import Request
